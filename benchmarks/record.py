@@ -1,0 +1,132 @@
+"""The record every benchmark ends with: what was measured, by which code, on which machine.
+
+A benchmark's last line of output is one JSON object.  It holds the commit, the resolved configuration, the machine,
+the versions, the seed and the number of repeats beside the rows, so that a figure never travels without what made it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = ("torch", "numpy", "grpcio", "protobuf", "zstandard")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that every benchmark has: ``--quick``, ``--seed`` and ``--save``."""
+    parser.add_argument("--quick", action="store_true", help="small sizes: only to see that it runs")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random data (default 0)")
+    parser.add_argument("--save", action="store_true", help="append the record to benchmarks/results/<question>.jsonl")
+
+
+def percentile(samples: Sequence[float], percent: float) -> float:
+    """Return the ``percent``-th percentile of ``samples``, linear between neighbours; ``ValueError`` if empty."""
+    if not samples:
+        raise ValueError("percentile of no samples")
+    ordered = sorted(samples)
+    position = (len(ordered) - 1) * percent / 100.0
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def record(
+    question: str, config: dict[str, Any], rows: list[dict[str, Any]], seed: int, *, repeats: int = 1
+) -> dict[str, Any]:
+    """Return the record of one run.
+
+    ``question`` is the file's short name (``"codec"``) and names the results file.  ``config`` is what was resolved
+    from the options, ``rows`` the measurements with units last in their names, ``repeats`` how often each was taken.
+    """
+    return {
+        "question": question,
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "config": config,
+        "machine": machine(),
+        "versions": versions(),
+        "seed": seed,
+        "repeats": repeats,
+        "rows": rows,
+    }
+
+
+def finish(result: dict[str, Any], *, save: bool = False) -> None:
+    """Print ``result`` as the last line of output and, with ``save``, append it to ``results/<question>.jsonl``."""
+    line = json.dumps(result, sort_keys=False, allow_nan=False)
+    if save:
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        with (RESULTS / f"{result['question']}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    print(line, flush=True)
+
+
+def commit() -> str:
+    """Return the short commit, with ``-dirty`` where tracked files differ from it, or ``unknown`` outside git."""
+    try:
+        head = _git("rev-parse", "--short=12", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{head}-dirty" if changed else head
+
+
+def machine() -> dict[str, Any]:
+    """Return what of this machine changes a figure: processor, cores we may use, memory, system, accelerator."""
+    description: dict[str, Any] = {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "threads_env": os.environ.get("OMP_NUM_THREADS", ""),
+    }
+    gpu = _gpu_name()
+    if gpu:
+        description["gpu"] = gpu
+    return description
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that carry the work, those that are installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
+
+
+def _gpu_name() -> str | None:
+    # A benchmark that never loaded torch measured nothing on the accelerator and should not wait for the import.
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return None
+    return str(torch.cuda.get_device_name(0))
