@@ -1,0 +1,23 @@
+"""What every test needs: quiet threads, and no GPU test where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported, here and in every process that a test starts: neighbours that each open a thread per core
+# spin on one another and are several times slower than one thread each.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    no_device = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(no_device)
