@@ -1,0 +1,292 @@
+"""A wish that is not a test does not last: the rules of ``tidy_rules.py``, applied to the product.
+
+``test_rules_can_fail`` shows each rule a snippet that breaks it and the nearest one that does not, because a check that
+cannot fail is a defect.
+"""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests import tidy_rules
+from tests.tidy_rules import (
+    FLOORS,
+    ROOT,
+    Module,
+    Rule,
+    dotted,
+    environment_only_in_launch,
+    files_are_short,
+    functions_are_short,
+    imports,
+    imports_go_down,
+    imports_have_no_side_effects,
+    libraries_stay_at_home,
+    module_name,
+    modules,
+    names_say_something,
+    no_error_is_swallowed,
+    no_module_level_state,
+    no_print_below_launch,
+    nothing_unfinished,
+    pure_modules_ask_nothing_of_the_world,
+    sync_is_standard_library_only,
+    wiring_is_plain_code,
+    within,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Modules without a test file of their own, each with its reason.
+UNMIRRORED = {
+    "diloco.sync.events": "frozen data without code; every test of the machines makes them",
+    "diloco.sync.effects": "frozen data without code; every test of the machines reads them",
+}
+# Folders of tests that are about several floors at once and so mirror no module.
+ACROSS_FLOORS = frozenset({"sim", "loopback", "numerics"})
+
+
+def assert_kept(rule: Rule, *folders: str) -> None:
+    broken = [
+        f"{module.name}: {complaint}"
+        for folder in folders or ("diloco",)
+        for module in modules(folder)
+        for complaint in rule(module)
+    ]
+    assert not broken, "\n" + "\n".join(broken)
+
+
+def test_imports_go_down_only() -> None:
+    assert_kept(imports_go_down)
+
+
+def test_every_package_is_a_floor() -> None:
+    packages = {path.parent.name for path in (ROOT / "diloco").glob("*/__init__.py")}
+    assert packages <= set(FLOORS), f"unknown floors: {sorted(packages - set(FLOORS))}"
+
+
+def test_pure_floors_are_pure() -> None:
+    assert_kept(pure_modules_ask_nothing_of_the_world)
+
+
+def test_sync_has_no_torch() -> None:
+    assert_kept(sync_is_standard_library_only)
+
+
+def test_grpc_hydra_and_collectives_stay_at_home() -> None:
+    assert_kept(libraries_stay_at_home)
+
+
+def test_only_launch_reads_the_environment() -> None:
+    assert_kept(environment_only_in_launch)
+
+
+def test_no_target_strings() -> None:
+    assert_kept(wiring_is_plain_code)
+    wired = [path.name for path in (ROOT / "configs").rglob("*.yaml") if "_target_" in path.read_text("utf-8")]
+    assert not wired
+
+
+def test_imports_have_no_side_effects() -> None:
+    assert_kept(imports_have_no_side_effects)
+
+
+def test_no_module_level_state() -> None:
+    assert_kept(no_module_level_state)
+
+
+def test_names_say_something() -> None:
+    assert_kept(names_say_something, "diloco", "tests", "benchmarks")
+
+
+def test_files_are_short() -> None:
+    assert_kept(files_are_short, "diloco", "tests", "benchmarks")
+
+
+def test_functions_are_short() -> None:
+    assert_kept(functions_are_short, "diloco", "benchmarks")
+
+
+def test_no_print_below_launch() -> None:
+    assert_kept(no_print_below_launch)
+
+
+def test_nothing_unfinished() -> None:
+    assert_kept(nothing_unfinished, "diloco", "tests", "benchmarks")
+
+
+def test_no_error_is_swallowed() -> None:
+    assert_kept(no_error_is_swallowed)
+
+
+def unmirrored(product: list[str], tests: list[str]) -> Iterator[str]:
+    """Modules without ``tests/<floor>/test_<module>.py`` and test files whose name begins with no module's."""
+    for name in product:
+        *folders, last = name.split(".")[1:]
+        test = ".".join(["tests", *folders, f"test_{last}"])
+        if last != "__main__" and test not in tests and name not in UNMIRRORED:
+            yield f"{name} has no {test.replace('.', '/')}.py"
+    for test in tests:
+        *folders, last = test.split(".")
+        folders = folders[1:]
+        if last.startswith("test_") and folders and folders[0] not in ACROSS_FLOORS:
+            mirrored = [
+                ".".join(["diloco", *folders, last.removeprefix("test_").rsplit("_", cut)[0]]) for cut in range(6)
+            ]
+            if not set(mirrored) & set(product):
+                yield f"{test} mirrors no module"
+
+
+def test_every_module_has_its_test_file() -> None:
+    product = [
+        module.name
+        for module in modules()
+        if module.floor and module.name.count(".") > 1 and not within(module.name, "diloco.wire.v1")
+    ]
+    tests = [module.name for module in modules("tests")]
+    broken = list(unmirrored(product, tests))
+    assert not broken, "\n" + "\n".join(broken)
+    assert set(product) >= set(UNMIRRORED), "an exception outlived its module"
+
+
+def members(text: str, union: str) -> set[str]:
+    """The class names in ``union = A | B | ...``."""
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Assign) and dotted(node.targets[0]) == union:
+            return {part.id for part in ast.walk(node.value) if isinstance(part, ast.Name)}
+    return set()
+
+
+def names_used(texts: list[str]) -> set[str]:
+    """Every name and attribute that stands in the code; an import alone is no use."""
+    nodes = [node for text in texts for node in ast.walk(ast.parse(text))]
+    return {node.id for node in nodes if isinstance(node, ast.Name)} | {
+        node.attr for node in nodes if isinstance(node, ast.Attribute)
+    }
+
+
+def machine(name: str) -> list[str]:
+    """The texts of a machine's module and of the modules of its floor that it is built from."""
+    by_name = {module.name: module for module in modules() if module.floor == "sync"}
+    data = {"diloco.sync.events", "diloco.sync.effects"}
+    reached: set[str] = set()
+    waiting = [name]
+    while waiting:
+        current = waiting.pop()
+        if current not in by_name or current in reached | data:
+            continue
+        reached.add(current)
+        waiting += [
+            part for _, imported in imports(by_name[current]) for part in (imported, imported.rpartition(".")[0])
+        ]
+    return [by_name[each].text for each in sorted(reached)]
+
+
+@pytest.mark.parametrize(("side", "union"), [("syncer", "Outer"), ("learner", "Learner")])
+def test_every_event_and_effect_is_handled(side: str, union: str) -> None:
+    events = members((ROOT / "diloco/sync/events.py").read_text("utf-8"), f"{union}Event")
+    effects = members((ROOT / "diloco/sync/effects.py").read_text("utf-8"), f"{union}Effect")
+    assert events, f"no union {union}Event"
+    assert effects, f"no union {union}Effect"
+    missing = (events | effects) - names_used(machine(f"diloco.sync.{side}"))
+    assert not missing, f"sync/{side}.py neither takes nor makes {sorted(missing)}"
+    shell = [module.text for module in modules(f"diloco/{side}")]
+    missing = effects - names_used(shell)
+    assert not missing, f"the shell in {side}/ does not carry out {sorted(missing)}"
+
+
+def test_names_used_can_miss_one() -> None:
+    text = "from a import Seal, Send\nUnion = Seal | Send\n"
+    assert members(text, "Union") == {"Seal", "Send"}
+    assert names_used(["from a import Seal, Send\nmatch x:\n    case Seal(): pass\n    case e.Fetch(): pass\n"]) >= {
+        "Seal",
+        "Fetch",
+    }
+    assert "Send" not in names_used(["from a import Send\n"])
+
+
+def test_mirrors_can_be_missing() -> None:
+    assert list(unmirrored(["diloco.sync.quorum"], []))
+    assert not list(unmirrored(["diloco.sync.quorum"], ["tests.sync.test_quorum", "tests.sync.test_quorum_of_all"]))
+    assert list(unmirrored([], ["tests.sync.test_gone"]))
+    assert not list(unmirrored([], ["tests.loopback.test_local_cluster", "tests.test_tidy", "tests.conftest"]))
+
+
+def test_every_package_is_installed() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    written = settings["tool"]["setuptools"]["packages"]
+    there = {module_name(path) for path in (ROOT / "diloco").rglob("__init__.py")} | {"diloco.configs"}
+    assert set(written) == there
+    assert (ROOT / "diloco" / "py.typed").exists()
+
+
+LONG_FUNCTION = "def f():\n" + "    x = 1\n" * 70
+LONG_FILE = "x = 1\n" * 501
+# rule, module, a snippet that breaks the rule, the nearest snippet that does not
+EXAMPLES = [
+    (imports_go_down, "diloco.codec.a", "from diloco.wire import chunks", "from diloco.outer import merge"),
+    (imports_go_down, "diloco.codec.a", "def f():\n    import diloco.launch.cli", "import diloco.codec.b"),
+    (imports_go_down, "diloco.codec.a", "from ..wire import chunks", "from . import b"),
+    (imports_go_down, "diloco.codec.a", "from diloco import wire", "from diloco import __version__"),
+    (imports_go_down, "diloco.codec.a", "import_module('diloco.wire')", "import_module('torch')"),
+    (imports_go_down, "diloco.learner.a", "from diloco.syncer import store", "from diloco.wire import client"),
+    (imports_go_down, "diloco.sim.a", "from diloco.wan import relay", "from diloco.sync import syncer"),
+    (imports_go_down, "diloco.sim.a", "from diloco.wire import chunks", "from diloco.codec import registry"),
+    (imports_go_down, "diloco.inner.a", "from diloco.sync import options", "from diloco.inner import model"),
+    (pure_modules_ask_nothing_of_the_world, "diloco.sync.a", "import time", "import math"),
+    (pure_modules_ask_nothing_of_the_world, "diloco.wire.chunks", "from os import path", "from zlib import crc32"),
+    (pure_modules_ask_nothing_of_the_world, "diloco.outer.a", "open('x')", "x.open()"),
+    (sync_is_standard_library_only, "diloco.sync.a", "def f():\n    import torch", "import hashlib"),
+    (sync_is_standard_library_only, "diloco.sync.a", "import numpy as np", "from diloco.sync import quorum"),
+    (libraries_stay_at_home, "diloco.syncer.a", "import grpc", "from diloco.wire import service"),
+    (libraries_stay_at_home, "diloco.syncer.a", "from google import protobuf", "from google import cloud"),
+    (
+        libraries_stay_at_home,
+        "diloco.wire.a",
+        "from omegaconf import DictConfig",
+        "from google.protobuf import message",
+    ),
+    (libraries_stay_at_home, "diloco.learner.a", "from torch import distributed", "from torch import nn"),
+    (libraries_stay_at_home, "diloco.learner.a", "torch.distributed.barrier()", "torch.clone(x)"),
+    (environment_only_in_launch, "diloco.inner.a", "import os\nos.environ['A']", "import os\nos.fsync(0)"),
+    (environment_only_in_launch, "diloco.inner.a", "from os import getenv", "from os import fsync"),
+    (wiring_is_plain_code, "diloco.launch.a", "x = {'_target_': 'torch.nn.Linear'}", "x = {'target': 1}"),
+    (imports_have_no_side_effects, "diloco.sync.a", "import random\nrandom.seed(0)", "'''Text.'''\nX = 1"),
+    (imports_have_no_side_effects, "diloco.sync.a", "for x in y: pass", "if TYPE_CHECKING:\n    import torch"),
+    (no_module_level_state, "diloco.sync.a", "CACHE = {}", "NAMES = ('a', 'b')"),
+    (
+        no_module_level_state,
+        "diloco.sync.a",
+        "CACHE: dict[str, int] = dict()",
+        "CACHE: Final[Mapping[str, int]] = {'a': 1}",
+    ),
+    (no_module_level_state, "diloco.sync.a", "class A:\n    seen = []", "class A:\n    x: list[int] = field()"),
+    (no_module_level_state, "diloco.sync.a", "X = ([], 1)", "X = MappingProxyType({'a': 1})"),
+    (no_module_level_state, "diloco.sync.a", "def f():\n    global x\n    x = 1", "def f():\n    x = []"),
+    (names_say_something, "diloco.sync.string_utils", "", None),
+    (names_say_something, "diloco.common", "", None),
+    (files_are_short, "diloco.sync.a", LONG_FILE, LONG_FILE[6:]),
+    (functions_are_short, "diloco.sync.a", LONG_FUNCTION, LONG_FUNCTION[:-10]),
+    (no_print_below_launch, "diloco.wan.a", "print(1)", "emit(1)"),
+    (nothing_unfinished, "diloco.sync.a", "x = 1  # TO" + "DO later", "x = 'todo'"),
+    (no_error_is_swallowed, "diloco.wan.a", "try: f()\nexcept Exception: pass", "try: f()\nexcept OSError: pass"),
+    (no_error_is_swallowed, "diloco.wan.a", "try: f()\nexcept: x()", "try: f()\nexcept BaseException as e: tell(e)"),
+]
+
+
+@pytest.mark.parametrize(("rule", "name", "bad", "good"), EXAMPLES)
+def test_rules_can_fail(rule: Rule, name: str, bad: str, good: str | None) -> None:
+    assert list(rule(Module(name, bad))), f"{rule.__name__} did not see it"
+    if good is not None:
+        assert not list(rule(Module(name, good))), f"{rule.__name__} sees what is not there"
+
+
+def test_every_rule_has_an_example() -> None:
+    signature = {"module": "Module", "return": "Iterator[str]"}
+    rules = {value for value in vars(tidy_rules).values() if getattr(value, "__annotations__", None) == signature}
+    assert rules == {rule for rule, *_ in EXAMPLES}
