@@ -21,7 +21,7 @@ check: .venv/.ready
 	$(BIN)/mypy --strict diloco
 
 bench: .venv/.ready
-	@set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file --quick $(ARGS); done
+	@set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; PYTHONPATH=. $(BIN)/python $$file --quick $(ARGS); done
 
 .venv/.ready: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with venv is needed: make PYTHON=/path/to/python3"; exit 1; }
