@@ -1,0 +1,42 @@
+"""What a site and the syncer must agree on before a byte of a tensor is exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PROTOCOL = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """The run's identity.  ``shared`` maps dotted names of the shared configuration to their values as text."""
+
+    protocol: int
+    run_id: str
+    lineage: int
+    layout_fingerprint: str
+    shared: Mapping[str, str]
+
+
+def disagreement(ours: Agreement, theirs: Agreement) -> str | None:
+    """The first difference in words that name the field and both values, or None when all is equal.
+
+    ``ours`` is the syncer's.  A site that does not yet know the run's lineage says 0.
+    """
+    if theirs.protocol != ours.protocol:
+        return f"protocol is {theirs.protocol} at the site and {ours.protocol} at the syncer"
+    if theirs.run_id != ours.run_id:
+        return f"run_id is {theirs.run_id!r} at the site and {ours.run_id!r} at the syncer"
+    if theirs.lineage not in (0, ours.lineage):
+        return f"lineage is {theirs.lineage} at the site and {ours.lineage} at the syncer"
+    for name in sorted(set(ours.shared) | set(theirs.shared)):
+        here, there = theirs.shared.get(name), ours.shared.get(name)
+        if here != there:
+            return f"{name} is {here or 'not set'} at the site and {there or 'not set'} at the syncer"
+    if theirs.layout_fingerprint != ours.layout_fingerprint:
+        return (
+            f"layout fingerprint is {theirs.layout_fingerprint[:12]} at the site "
+            f"and {ours.layout_fingerprint[:12]} at the syncer"
+        )
+    return None

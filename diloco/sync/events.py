@@ -1,0 +1,327 @@
+"""What may happen to a machine.  Past facts, frozen, made of plain values, so that a journal can hold them.
+
+``call`` numbers are chosen by the shell: the answer to a request is an effect that carries the same number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """Why an update or a request was refused.  ``DISCARDING`` says which ones throw the progress away."""
+
+    STALE = "stale"
+    OVERLOAD = "overload"
+    GAP = "gap"
+    NON_FINITE = "non_finite"
+    OUTLIER = "outlier"
+    FENCED = "fenced"
+    NOT_JOINED = "not_joined"
+    EVICTED = "evicted"
+    BAD_BASE = "bad_base"
+    CONFLICT = "conflict"
+    FORGOTTEN = "forgotten"
+    FINISHED = "finished"
+    SUPERSEDED = "superseded"
+    FULL = "full"
+
+
+DISCARDING = frozenset({Reason.NON_FINITE, Reason.OUTLIER})
+
+
+class Outcome(StrEnum):
+    """The one answer to a push."""
+
+    ACCEPTED = "accepted"
+    DUPLICATE = "duplicate"
+    REFUSED = "refused"
+    RETRY = "retry"
+
+
+class Ending(StrEnum):
+    """Why the last round was announced: the run is complete, or an operator asked for a pause."""
+
+    FINISHED = "finished"
+    DRAINED = "drained"
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What became of an accepted update: ``merged`` in ``version``, or refused at ``version`` for ``reason``."""
+
+    fragment: int
+    sequence: int
+    version: int
+    tokens: int
+    digest: str
+    reason: Reason | None = None
+
+    @property
+    def merged(self) -> bool:
+        """Whether the update is part of ``version``."""
+        return self.reason is None
+
+
+# --- events of the outer machine -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SyncerStarted:
+    """A process took over the state with a larger ``epoch``; work that was under way is issued again."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRequested:
+    """A learner process (``process`` is its random name) speaks for ``site``; agreement was already checked."""
+
+    call: int
+    site: str
+    process: str
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateArrived:
+    """An update is whole, verified, decoded once for finiteness, and durable at ``payload``.
+
+    ``steps`` and ``tokens`` are the inner steps and tokens since this fragment's previous update, ``step_ns`` the
+    site's usual step time, ``cursor`` the batches that the site has consumed.  ``final`` marks a site's last.
+    """
+
+    call: int
+    site: str
+    incarnation: int
+    fragment: int
+    sequence: int
+    base_version: int
+    tokens: int
+    steps: int
+    step_ns: int
+    cursor: int
+    digest: str
+    payload: str
+    encoding: str
+    finite: bool
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OuterStepDone:
+    """The outer step of ``fragment`` to ``version`` is computed and durable (or can be recomputed from the journal).
+
+    ``digest`` is that of the published values, ``downlink_digest`` that of the encoded down-link.
+    """
+
+    fragment: int
+    version: int
+    digest: str
+    downlink_digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class OuterStepFailed:
+    """The outer step of ``fragment`` to ``version`` has no finite result; its updates are refused."""
+
+    fragment: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class SiteSilent:
+    """Nothing was heard of ``site`` for a whole lease."""
+
+    site: str
+
+
+@dataclass(frozen=True, slots=True)
+class SiteHeard:
+    """A silent ``site`` was heard again."""
+
+    site: str
+
+
+@dataclass(frozen=True, slots=True)
+class SiteLeft:
+    """``site`` said goodbye.  ``finished`` when it has nothing left to send in the last round."""
+
+    call: int
+    site: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class SiteEvicted:
+    """An operator put ``site`` out of the run."""
+
+    call: int
+    site: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """An operator asked for a pause: one last round, then everybody stops and can come back."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    """The instant that ``next_deadline_ns`` asked for has come."""
+
+
+OuterEvent = (
+    SyncerStarted
+    | JoinRequested
+    | UpdateArrived
+    | OuterStepDone
+    | OuterStepFailed
+    | SiteSilent
+    | SiteHeard
+    | SiteLeft
+    | SiteEvicted
+    | DrainRequested
+    | DeadlinePassed
+)
+
+
+# --- events of a site's machine --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentStanding:
+    """What the syncer knows of one (site, fragment); part of Join's reply.
+
+    ``watermark`` is the last accepted sequence, ``tokens_merged`` and ``tokens_discarded`` are totals over all
+    incarnations, ``undecided`` the (sequence, tokens) accepted and without a fate, ``cursor`` that of the last
+    accepted update, ``fates`` the most recent ones.
+    """
+
+    fragment: int
+    version: int
+    digest: str
+    watermark: int
+    cursor: int
+    tokens_merged: int
+    tokens_discarded: int
+    undecided: tuple[tuple[int, int], ...]
+    fates: tuple[Fate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JoinAnswered:
+    """The syncer took the site in.  ``progress_ppm`` is the run's progress in millionths."""
+
+    epoch: int
+    incarnation: int
+    standings: tuple[FragmentStanding, ...]
+    run_tokens: int
+    progress_ppm: int
+    ending: Ending | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """The site finished inner step number ``step``: it took ``step_ns`` and read ``tokens``; the site has consumed
+    ``cursor`` batches.  It stands between two steps now."""
+
+    step: int
+    tokens: int
+    step_ns: int
+    cursor: int
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryReached:
+    """The site stands between two steps, without a new one: before the first, in lock-step, or after the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """The pseudo-gradient is encoded and durable in the outbox; it may now be sent."""
+
+    fragment: int
+    sequence: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class SealFailed:
+    """The pseudo-gradient is not finite: this site's own training went wrong; nothing was sent."""
+
+    fragment: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushAnswered:
+    """The syncer gave its definite answer to a push."""
+
+    fragment: int
+    sequence: int
+    outcome: Outcome
+    reason: Reason | None
+
+
+@dataclass(frozen=True, slots=True)
+class FateTold:
+    """The syncer told a fate, over Watch or on re-ask."""
+
+    fate: Fate
+
+
+@dataclass(frozen=True, slots=True)
+class VersionPublished:
+    """The syncer published ``version`` of ``fragment``."""
+
+    epoch: int
+    fragment: int
+    version: int
+    run_tokens: int
+    progress_ppm: int
+
+
+@dataclass(frozen=True, slots=True)
+class VersionFetched:
+    """The values of ``version`` are here, verified.  ``fates`` were read at the same instant as the values."""
+
+    fragment: int
+    version: int
+    fates: tuple[Fate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    """A fetch ended without a version; the shell backs off before this event."""
+
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinalAnnounced:
+    """The last round: finish the step, send what is unsent, stop."""
+
+    ending: Ending
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveAsked:
+    """The user asked this site to stop (Ctrl-C, SIGTERM): send what is unsent, leave, keep a checkpoint."""
+
+
+LearnerEvent = (
+    JoinAnswered
+    | StepDone
+    | BoundaryReached
+    | Sealed
+    | SealFailed
+    | PushAnswered
+    | FateTold
+    | VersionPublished
+    | VersionFetched
+    | FetchFailed
+    | FinalAnnounced
+    | LeaveAsked
+)

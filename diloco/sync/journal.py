@@ -1,0 +1,129 @@
+"""The journal: every event that changed the outer machine, in order, and nothing else.
+
+A record is framed so that a torn end and damaged content can be told apart:
+
+    u32 length of the body | u32 CRC-32 of the body | body
+    body: canonical JSON {"at_ns": instant, "effects": digest, "event": name, "is": {fields}}
+
+All integers are little-endian.  ``effects`` is the digest of what the machine answered, so that a replay by other code
+that decides otherwise is noticed at the first record that differs.  Payloads are in the spool; an event names them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import typing
+import zlib
+from dataclasses import dataclass
+
+from diloco.sync.events import OuterEvent
+from diloco.sync.plain import PlainError, canonical, from_plain, to_plain
+
+if typing.TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from diloco.sync.effects import OuterEffect
+    from diloco.sync.syncer import OuterSync
+
+FRAME = struct.Struct("<II")
+RECORD_BYTES_MAX = 1 << 20
+EVENT_KINDS: tuple[type, ...] = typing.get_args(OuterEvent)
+
+
+class JournalError(ValueError):
+    """The journal is damaged before its end, or was not written by this machine.  The text names the offset."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One event, the machine's instant, and the digest of the effects that it had."""
+
+    at_ns: int
+    event: OuterEvent
+    effects_digest: str
+
+
+def digest_effects(effects: Sequence[OuterEffect]) -> str:
+    """16 hex digits over the effects' names and fields."""
+    plain = [[type(effect).__name__, to_plain(effect)] for effect in effects]
+    return hashlib.sha256(canonical(plain)).hexdigest()[:16]
+
+
+def encode_record(record: Record) -> bytes:
+    """``record`` with its frame."""
+    body = canonical(
+        {
+            "at_ns": record.at_ns,
+            "effects": record.effects_digest,
+            "event": type(record.event).__name__,
+            "is": to_plain(record.event),
+        }
+    )
+    assert len(body) <= RECORD_BYTES_MAX, len(body)
+    return FRAME.pack(len(body), zlib.crc32(body)) + body
+
+
+def read_records(data: bytes) -> tuple[list[Record], int]:
+    """The whole records of ``data`` and the offset at which they end.
+
+    What follows that offset is a write that a crash cut short: it was never acknowledged and may be cut off.  A record
+    that is whole by its length but wrong by its checksum, with anything after it, is damage: ``JournalError``.
+    """
+    records: list[Record] = []
+    at = 0
+    while at + FRAME.size <= len(data):
+        length, checksum = FRAME.unpack_from(data, at)
+        end = at + FRAME.size + length
+        if length > RECORD_BYTES_MAX or end > len(data):
+            break
+        body = data[at + FRAME.size : end]
+        if zlib.crc32(body) != checksum:
+            if end == len(data):
+                break
+            raise JournalError(f"journal record at byte {at} has a wrong checksum and is not the last")
+        records.append(_parse(body, at))
+        at = end
+    if at < len(data) and len(data) - at > FRAME.size + RECORD_BYTES_MAX:
+        raise JournalError(f"journal has {len(data) - at} bytes from byte {at} on that are no record")
+    return records, at
+
+
+def _parse(body: bytes, at: int) -> Record:
+    try:
+        plain = json.loads(body)
+        kinds = {kind.__name__: kind for kind in EVENT_KINDS}
+        event = from_plain(kinds[plain["event"]], plain["is"], plain["event"])
+        return Record(int(plain["at_ns"]), event, str(plain["effects"]))
+    except (ValueError, KeyError, TypeError, PlainError) as error:
+        raise JournalError(f"journal record at byte {at} is not an event of this version: {error}") from error
+
+
+def replay(machine: OuterSync, records: Iterable[Record]) -> Iterator[tuple[Record, list[OuterEffect]]]:
+    """Feed ``records`` to ``machine`` again and yield each with its effects.
+
+    ``JournalError`` at the first record whose effects differ from the ones it had when it was written.
+    """
+    for number, record in enumerate(records):
+        effects = machine.handle(record.event, record.at_ns)
+        found = digest_effects(effects)
+        if found != record.effects_digest:
+            raise JournalError(
+                f"record {number} ({type(record.event).__name__} at {record.at_ns} ns) had effects "
+                f"{record.effects_digest} when it was written and {found} now: another version or other options"
+            )
+        yield record, effects
+
+
+def describe(record: Record) -> str:
+    """One line for people: instant in seconds, event, its fields."""
+    fields = " ".join(f"{name}={value}" for name, value in _shown(record.event))
+    return f"{record.at_ns / 1e9:12.6f}  {type(record.event).__name__:<16} {fields}  -> {record.effects_digest}"
+
+
+def _shown(event: OuterEvent) -> list[tuple[str, object]]:
+    plain = to_plain(event)
+    assert isinstance(plain, dict)
+    short = {"digest": 12, "downlink_digest": 12, "process": 8}
+    return [(name, str(value)[: short[name]] if name in short else value) for name, value in plain.items()]

@@ -1,0 +1,105 @@
+"""What can be set on the two machines, checked where it is written down.
+
+Every field carries its unit as the last word of its name.  A value that cannot work raises ``ValueError`` with
+the field and the value, so that the launcher can show one line instead of a traceback.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SECOND_NS = 1_000_000_000
+
+WEIGHT_RULES = ("tokens2_per_step", "tokens", "uniform")
+GRACE_KINDS = ("fixed", "adaptive")
+ADOPT_RULES = ("rebase", "overwrite", "blend")
+
+
+def require(condition: bool, field: str, value: object, wanted: str) -> None:
+    """Raise ``ValueError`` naming ``field``, the ``value`` it has and what was ``wanted``."""
+    if not condition:
+        raise ValueError(f"{field} is {value!r}: {wanted}")
+
+
+@dataclass(kw_only=True, slots=True)
+class OuterOptions:
+    """Rules of the outer machine: who must arrive, how long to wait, what counts how much.
+
+    ``quorum`` is a number of distinct sites, or ``"all"``: the members when the round opened (DiLoCo, arXiv
+    2311.08105).  ``quorum=1`` with an adaptive grace is Decoupled DiLoCo (arXiv 2604.21428).
+    """
+
+    num_fragments: int = 1
+    quorum: int | str = 1
+    quorum_min: int = 1
+    grace: str = "adaptive"
+    """``fixed``: always ``grace_ns``.  ``adaptive``: ``grace_share_percent`` of the slack, never over ``grace_ns``."""
+    grace_ns: int = SECOND_NS
+    grace_share_percent: int = 80
+    overlap_steps: int = 2
+    weights: str = "tokens2_per_step"
+    staleness_max: int = 8
+    updates_in_flight_max: int = 2
+    site_timeout_ns: int = 15 * SECOND_NS
+    final_wait_ns: int = 20 * SECOND_NS
+    token_budget: int = 0
+    """Tokens to merge before the last round; 0 for no bound."""
+    run_ns: int = 0
+    """Machine time from the first join to the last round; 0 for no bound."""
+    fates_kept_max: int = 64
+    sites_max: int = 256
+
+    def __post_init__(self) -> None:
+        require(self.num_fragments >= 1, "num_fragments", self.num_fragments, "at least 1")
+        if isinstance(self.quorum, str):
+            require(self.quorum == "all", "quorum", self.quorum, 'a number of sites or "all"')
+        else:
+            require(self.quorum >= 1, "quorum", self.quorum, "at least 1")
+            require(self.quorum >= self.quorum_min, "quorum", self.quorum, f"not below quorum_min={self.quorum_min}")
+        require(self.quorum_min >= 1, "quorum_min", self.quorum_min, "at least 1")
+        require(self.grace in GRACE_KINDS, "grace", self.grace, f"one of {', '.join(GRACE_KINDS)}")
+        require(self.grace_ns >= 0, "grace_ns", self.grace_ns, "not negative")
+        require(0 <= self.grace_share_percent < 100, "grace_share_percent", self.grace_share_percent, "0 to 99")
+        require(self.overlap_steps >= 0, "overlap_steps", self.overlap_steps, "not negative")
+        require(self.weights in WEIGHT_RULES, "weights", self.weights, f"one of {', '.join(WEIGHT_RULES)}")
+        require(self.staleness_max >= 0, "staleness_max", self.staleness_max, "not negative")
+        require(self.updates_in_flight_max >= 1, "updates_in_flight_max", self.updates_in_flight_max, "at least 1")
+        require(self.site_timeout_ns > 0, "site_timeout_ns", self.site_timeout_ns, "positive")
+        require(self.final_wait_ns > 0, "final_wait_ns", self.final_wait_ns, "positive")
+        require(self.token_budget >= 0, "token_budget", self.token_budget, "not negative")
+        require(self.run_ns >= 0, "run_ns", self.run_ns, "not negative")
+        require(
+            self.fates_kept_max >= self.updates_in_flight_max,
+            "fates_kept_max",
+            self.fates_kept_max,
+            f"at least updates_in_flight_max={self.updates_in_flight_max}",
+        )
+        require(self.sites_max >= 1, "sites_max", self.sites_max, "at least 1")
+
+
+@dataclass(kw_only=True, slots=True)
+class LearnerOptions:
+    """Rules of a site's machine: when a fragment is due, and what adopting a version means."""
+
+    num_fragments: int = 1
+    inner_steps: int = 15
+    """H of DiLoCo: inner steps between two updates of one fragment."""
+    adopt: str = "rebase"
+    """``rebase`` keeps progress, ``overwrite`` is Decoupled DiLoCo, ``blend`` is Streaming DiLoCo with α."""
+    updates_in_flight_max: int = 2
+    discards_max: int = 5
+    """Updates refused with *discard* in a row after which the site stops in words."""
+    lock_step: bool = False
+    """Wait after each update until its version was adopted: classic DiLoCo and deterministic runs only."""
+
+    def __post_init__(self) -> None:
+        require(self.num_fragments >= 1, "num_fragments", self.num_fragments, "at least 1")
+        require(
+            self.inner_steps >= self.num_fragments,
+            "inner_steps",
+            self.inner_steps,
+            f"at least one step for each of num_fragments={self.num_fragments}",
+        )
+        require(self.adopt in ADOPT_RULES, "adopt", self.adopt, f"one of {', '.join(ADOPT_RULES)}")
+        require(self.updates_in_flight_max >= 1, "updates_in_flight_max", self.updates_in_flight_max, "at least 1")
+        require(self.discards_max >= 1, "discards_max", self.discards_max, "at least 1")

@@ -1,0 +1,123 @@
+"""Records of this floor to and from plain values (dict, list, str, int, float, bool, None) and canonical JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import types
+import typing
+from collections.abc import Mapping
+from enum import StrEnum
+
+
+class PlainError(ValueError):
+    """A plain value does not describe the record that was asked for."""
+
+
+def to_plain(value: object) -> object:
+    """A dataclass, a collection of them or a scalar as plain values; tuples become lists, enums their text."""
+    if isinstance(value, StrEnum):
+        return value.value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise TypeError(f"{type(value).__name__} has no plain form")
+
+
+def canonical(value: object) -> bytes:
+    """``value`` as JSON bytes that depend on nothing but the value."""
+    return json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, object]:
+    return typing.get_type_hints(kind)
+
+
+def from_plain(kind: object, value: object, where: str = "") -> typing.Any:
+    """The record of type ``kind`` that ``value`` describes; ``PlainError`` names the place that does not fit."""
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _union(typing.get_args(kind), value, where)
+    if origin is tuple:
+        return _tuple(typing.get_args(kind), value, where)
+    if origin is list:
+        (item_kind,) = typing.get_args(kind)
+        return [from_plain(item_kind, item, f"{where}[{index}]") for index, item in enumerate(_listed(value, where))]
+    if origin is dict:
+        _, item_kind = typing.get_args(kind)
+        return {key: from_plain(item_kind, item, f"{where}.{key}") for key, item in _mapped(value, where).items()}
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return _record(kind, value, where)
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        try:
+            return kind(str(value))
+        except ValueError:
+            raise PlainError(f"{where} is {value!r}: not one of {', '.join(kind)}") from None
+    return _scalar(kind, value, where)
+
+
+def _record(kind: type, value: object, where: str) -> typing.Any:
+    given, hints = _mapped(value, where), _hints(kind)
+    unknown = sorted(set(given) - set(hints))
+    if unknown:
+        raise PlainError(f"{where or kind.__name__} has unknown fields: {', '.join(unknown)}")
+    missing = sorted(
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.name not in given
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    )
+    if missing:
+        raise PlainError(f"{where or kind.__name__} lacks fields: {', '.join(missing)}")
+    return kind(**{name: from_plain(hints[name], item, f"{where}.{name}") for name, item in given.items()})
+
+
+def _union(kinds: tuple[object, ...], value: object, where: str) -> typing.Any:
+    if value is None and type(None) in kinds:
+        return None
+    rest = [kind for kind in kinds if kind is not type(None)]
+    if len(rest) == 1:
+        return from_plain(rest[0], value, where)
+    for kind in rest:
+        if isinstance(kind, type) and type(value) is kind:
+            return value
+    raise PlainError(f"{where} is {value!r}: fits none of {', '.join(str(kind) for kind in rest)}")
+
+
+def _tuple(kinds: tuple[object, ...], value: object, where: str) -> tuple[typing.Any, ...]:
+    items = _listed(value, where)
+    if len(kinds) == 2 and kinds[1] is Ellipsis:
+        return tuple(from_plain(kinds[0], item, f"{where}[{index}]") for index, item in enumerate(items))
+    if len(items) != len(kinds):
+        raise PlainError(f"{where} has {len(items)} items: {len(kinds)} wanted")
+    return tuple(
+        from_plain(kind, item, f"{where}[{index}]") for index, (kind, item) in enumerate(zip(kinds, items, strict=True))
+    )
+
+
+def _listed(value: object, where: str) -> list[object]:
+    if not isinstance(value, list | tuple):
+        raise PlainError(f"{where} is {value!r}: a list wanted")
+    return list(value)
+
+
+def _mapped(value: object, where: str) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise PlainError(f"{where} is {value!r}: a mapping wanted")
+    return value
+
+
+def _scalar(kind: object, value: object, where: str) -> typing.Any:
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise PlainError(f"{where} is {value!r}: {getattr(kind, '__name__', kind)} wanted")
+    return value

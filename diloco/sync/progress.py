@@ -1,0 +1,159 @@
+"""What a site's machine remembers: its place in every fragment, and where each token it read has gone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from diloco.sync.events import Ending
+
+
+class SentState(StrEnum):
+    """An update is being encoded, is sealed in the outbox, or was accepted by the syncer."""
+
+    SEALING = "sealing"
+    SEALED = "sealed"
+    ACCEPTED = "accepted"
+
+
+@dataclass(slots=True)
+class Sent:
+    """An update whose decoded pseudo-gradient the agent still holds.
+
+    ``merged_version`` is set once it is known to be merged; it leaves the list when that version is adopted.
+    ``since_adopt``: it was measured from the values of the latest adopt (matters to overwrite and blend only).
+    """
+
+    sequence: int
+    base_version: int
+    tokens: int
+    steps: int
+    digest: str = ""
+    state: SentState = SentState.SEALING
+    merged_version: int | None = None
+    since_adopt: bool = True
+
+
+@dataclass(slots=True)
+class Orphan:
+    """An update of an earlier process, accepted and undecided, whose pseudo-gradient was lost with that process."""
+
+    sequence: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Where a site's tokens are.  ``processed`` is the sum of the others (DESIGN invariant 10)."""
+
+    processed: int
+    merged: int
+    refused: int
+    in_flight: int
+    unsent: int
+    overwritten: int
+    lost: int
+
+    def balanced(self) -> bool:
+        """Whether every token is in exactly one place."""
+        parts = self.merged + self.refused + self.in_flight + self.unsent + self.overwritten + self.lost
+        return self.processed == parts
+
+
+@dataclass(slots=True)
+class Retaking:
+    """Unsent progress is to be thrown away as soon as ``version`` or a later one is here."""
+
+    version: int
+    why: str
+
+
+@dataclass(slots=True)
+class FragmentProgress:
+    """A site's place in one fragment.  ``base_version`` is -1 until the first version is here."""
+
+    base_version: int = -1
+    next_sequence: int = 1
+    published: int = -1
+    fetched: int = -1
+    fetching: bool = False
+    due: bool = False
+    discards: int = 0
+    unsent_tokens: int = 0
+    unsent_steps: int = 0
+    tokens_merged: int = 0
+    tokens_refused: int = 0
+    tokens_overwritten: int = 0
+    tokens_lost: int = 0
+    updates_merged: int = 0
+    updates_refused: dict[str, int] = field(default_factory=dict)
+    retaking: Retaking | None = None
+    in_flight: list[Sent] = field(default_factory=list)
+    orphans: list[Orphan] = field(default_factory=list)
+
+    def undecided(self) -> list[Sent]:
+        """The updates without a known fate, in sequence order."""
+        return [sent for sent in self.in_flight if sent.merged_version is None]
+
+    def unanswered(self) -> bool:
+        """Whether an update is on its way to the syncer's answer."""
+        return any(sent.state is not SentState.ACCEPTED for sent in self.in_flight)
+
+    def tokens_in_flight(self) -> int:
+        """Tokens in updates without a known fate, those of earlier processes included."""
+        return sum(sent.tokens for sent in self.undecided()) + sum(orphan.tokens for orphan in self.orphans)
+
+    def accounted(self) -> int:
+        """The tokens that are somewhere; what was processed beyond them is lost."""
+        parts = self.tokens_merged + self.tokens_refused + self.tokens_overwritten
+        return parts + self.tokens_in_flight() + self.unsent_tokens
+
+
+@dataclass(slots=True)
+class LearnerState:
+    """All of a site machine's memory.  ``stopping``: the training loop was told to end; ``left``: goodbye is said."""
+
+    fragments: list[FragmentProgress]
+    epoch: int = 0
+    incarnation: int = 0
+    step: int = 0
+    cursor: int = 0
+    tokens_processed: int = 0
+    step_ns: int = 0
+    run_tokens: int = 0
+    progress_ppm: int = 0
+    ending: Ending | None = None
+    stopping: bool = False
+    left: bool = False
+
+
+def ledger_of(state: LearnerState, index: int) -> Ledger:
+    """The ledger of one fragment, exact."""
+    part = state.fragments[index]
+    return Ledger(
+        processed=state.tokens_processed,
+        merged=part.tokens_merged,
+        refused=part.tokens_refused,
+        in_flight=part.tokens_in_flight(),
+        unsent=part.unsent_tokens,
+        overwritten=part.tokens_overwritten,
+        lost=part.tokens_lost,
+    )
+
+
+def site_ledger(state: LearnerState) -> Ledger:
+    """The ledger of the site: the mean over its fragments, in whole tokens that still balance.
+
+    Each fragment counts every token once.  The mean of each part is rounded down and what rounding took away is
+    given back one by one to the parts that lost most, in the order of the fields.
+    """
+    count = len(state.fragments)
+    names = ("merged", "refused", "in_flight", "unsent", "overwritten", "lost")
+    ledgers = [ledger_of(state, index) for index in range(count)]
+    sums = [sum(getattr(ledger, name) for ledger in ledgers) for name in names]
+    parts = [total // count for total in sums]
+    missing = (sum(sums) - count * sum(parts)) // count
+    order = sorted(range(len(names)), key=lambda position: (-(sums[position] % count), position))
+    for position in order[:missing]:
+        parts[position] += 1
+    return Ledger(state.tokens_processed, *parts)

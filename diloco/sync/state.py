@@ -1,0 +1,119 @@
+"""What the outer machine remembers: plain records that a snapshot can hold and a stranger can read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from diloco.sync.events import Ending, Fate
+
+
+class Status(StrEnum):
+    """Where a site stands.  Only ``LIVE`` sites are waited for."""
+
+    LIVE = "live"
+    SILENT = "silent"
+    LEFT = "left"
+    EVICTED = "evicted"
+
+
+class Phase(StrEnum):
+    """``ENDING``: the last round is announced.  ``ENDED``: every fragment has its final version."""
+
+    RUNNING = "running"
+    ENDING = "ending"
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class Pending:
+    """An accepted update without a fate.  ``merging``: an outer step that contains it is under way."""
+
+    sequence: int
+    base_version: int
+    tokens: int
+    steps: int
+    digest: str
+    payload: str
+    encoding: str
+    merging: bool = False
+
+
+@dataclass(slots=True)
+class Line:
+    """One (site, fragment): its watermark, its undecided updates in sequence order, its latest fates."""
+
+    watermark: int = 0
+    cursor: int = 0
+    tokens_merged: int = 0
+    tokens_discarded: int = 0
+    updates_merged: int = 0
+    updates_refused: dict[str, int] = field(default_factory=dict)
+    final: bool = False
+    undecided: list[Pending] = field(default_factory=list)
+    fates: list[Fate] = field(default_factory=list)
+
+    def waiting(self) -> list[Pending]:
+        """The updates that the next outer step will take, in sequence order."""
+        return [pending for pending in self.undecided if not pending.merging]
+
+
+@dataclass(slots=True)
+class Site:
+    """A site's membership.  ``superseded`` are names of processes that a newer one has replaced."""
+
+    incarnation: int
+    process: str
+    status: Status
+    lines: list[Line]
+    superseded: list[str] = field(default_factory=list)
+    step_ns: int = 0
+
+
+@dataclass(slots=True)
+class Round:
+    """The window in which one fragment collects updates; it exists from its first update to its outer step."""
+
+    members: list[str]
+    opened_ns: int
+    met_ns: int | None = None
+    deadline_ns: int | None = None
+
+
+@dataclass(slots=True)
+class FragmentState:
+    """A fragment's version and round.  ``merging_since_ns`` is set while its outer step is under way."""
+
+    version: int = 0
+    digest: str = ""
+    round: Round | None = None
+    merging_since_ns: int | None = None
+    quorum_ns: int = 0
+    sync_ns: int = 0
+
+
+@dataclass(slots=True)
+class OuterState:
+    """All of the outer machine's memory."""
+
+    fragments: list[FragmentState]
+    epoch: int = 0
+    now_ns: int = 0
+    started_ns: int | None = None
+    phase: Phase = Phase.RUNNING
+    ending: Ending | None = None
+    final_deadline_ns: int | None = None
+    sites: dict[str, Site] = field(default_factory=dict)
+
+    def live(self) -> list[str]:
+        """The live sites, in site order."""
+        return sorted(name for name, site in self.sites.items() if site.status is Status.LIVE)
+
+    def arrived(self, fragment: int) -> list[str]:
+        """The sites with an update waiting for the fragment's round, in site order."""
+        return sorted(name for name, site in self.sites.items() if site.lines[fragment].waiting())
+
+    def run_tokens(self) -> int:
+        """Tokens merged, averaged over the fragments: each fragment counts every token once."""
+        merged = sum(line.tokens_merged for site in self.sites.values() for line in site.lines)
+        return merged // len(self.fragments)
