@@ -6,6 +6,7 @@ ifndef PYTHON
 PYTHON := $(shell for p in python3.12 python3.11 python3; do \
     $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 endif
+VENV = $(or $(PYTHON),$(error Python 3.11 or newer with venv is needed: make PYTHON=/path/to/python3)) -m venv
 BIN := .venv/bin
 .PHONY: demo test check protos bench
 
@@ -24,15 +25,14 @@ bench: .venv/.ready
 	@set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; PYTHONPATH=. $(BIN)/python $$file --quick $(ARGS); done
 
 .venv/.ready: pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with venv is needed: make PYTHON=/path/to/python3"; exit 1; }
 	@echo "Setting up .venv with $$($(PYTHON) --version): the packages of constraints.txt, and this tree as it is"
-	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	@test -x $(BIN)/pip || $(VENV) .venv
 	@$(BIN)/pip install -q -c constraints.txt -e '.[dev]' && touch $@
 
 # The oldest compiler whose output every supported protobuf runtime loads; it wants an older protobuf than the product's.
 .venv-protos/.ready: Makefile
 	@echo "Setting up .venv-protos with $$($(PYTHON) --version): grpcio-tools 1.76.0"
-	@$(PYTHON) -m venv .venv-protos && .venv-protos/bin/pip install -q grpcio-tools==1.76.0 && touch $@
+	@$(VENV) .venv-protos && .venv-protos/bin/pip install -q grpcio-tools==1.76.0 && touch $@
 
 protos: .venv-protos/.ready
 	.venv-protos/bin/python -m grpc_tools.protoc --proto_path=protos --python_out=. --pyi_out=. --grpc_python_out=. \
