@@ -103,6 +103,7 @@ MUTABLE_CALLS = frozenset(
 )
 READ_ONLY_TYPES = re.compile(r"^(Final\[|ClassVar\[)*(\w+\.)*(Mapping|Sequence|AbstractSet|Collection|frozenset)\b")
 SHAPELESS_NAMES = frozenset({"util", "utils", "helper", "helpers", "manager", "managers", "common", "misc"})
+GUARDS = frozenset({"TYPE_CHECKING", "typing.TYPE_CHECKING", "__name__ == '__main__'"})
 FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")
@@ -242,7 +243,7 @@ def imports_have_no_side_effects(module: Module) -> Iterator[str]:
     )
     for node in module.tree.body:
         text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        guard = isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "__name__ == '__main__'"}
+        guard = isinstance(node, ast.If) and ast.unparse(node.test) in GUARDS
         if not (isinstance(node, harmless) or text or guard):
             yield f"line {node.lineno}: importing the module runs `{ast.unparse(node).splitlines()[0]}`"
 
