@@ -1,0 +1,269 @@
+"""The partition is exact, even, and the same everywhere; what comes from a remote is checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+from torch import nn
+
+from diloco.outer.fragments import (
+    Fragment,
+    Layout,
+    Piece,
+    gather,
+    named_parameters_once,
+    plan_layout,
+    scatter,
+)
+
+
+def random_parameters(rng: random.Random) -> list[tuple[str, tuple[int, ...]]]:
+    count = rng.randint(1, 30)
+    shapes = [tuple(rng.randint(1, 9) for _ in range(rng.randint(0, 3))) for _ in range(count)]
+    return [(f"layer{i}.w", shape) for i, shape in enumerate(shapes)]
+
+
+def test_every_value_is_in_exactly_one_fragment() -> None:
+    for seed in range(200):
+        rng = random.Random(seed)
+        parameters = random_parameters(rng)
+        layout = plan_layout(parameters, rng.randint(1, len(parameters)))
+        marks = {name: torch.zeros(prod(shape), dtype=torch.int64) for name, shape in parameters}
+        for fragment in layout.fragments:
+            for piece in fragment.pieces:
+                marks[piece.name][piece.start : piece.stop] += 1
+            assert fragment.numel == sum(piece.stop - piece.start for piece in fragment.pieces)
+        assert all(bool((mark == 1).all()) for mark in marks.values()), f"seed {seed}"
+        assert layout.numel == sum(prod(shape) for _, shape in parameters), f"seed {seed}"
+
+
+def test_the_largest_fragment_is_at_most_four_thirds_of_the_best() -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        sizes = [rng.randint(1, 40) for _ in range(rng.randint(3, 8))]
+        bins = rng.randint(2, 3)
+        best = min(
+            max(sum(s for s, b in zip(sizes, deal, strict=True) if b == i) for i in range(bins))
+            for deal in product(range(bins), repeat=len(sizes))
+        )
+        layout = plan_layout([(f"p{i}", (size,)) for i, size in enumerate(sizes)], bins)
+        largest = max(fragment.numel for fragment in layout.fragments)
+        assert 3 * largest <= 4 * best, f"seed {seed}: sizes {sizes} into {bins}: {largest}, best {best}"
+
+
+def test_pieces_stand_in_order_of_names() -> None:
+    layout = plan_layout([("b", (2,)), ("a", (9,)), ("c", (1,)), ("d", (4,))], 2)
+    assert layout.parameters == (("a", (9,)), ("b", (2,)), ("c", (1,)), ("d", (4,)))
+    assert layout.fragments[0].pieces == (Piece("a", 0, 9),)
+    assert layout.fragments[1].pieces == (Piece("b", 0, 2), Piece("c", 0, 1), Piece("d", 0, 4))
+
+
+def test_order_of_listing_changes_nothing() -> None:
+    parameters = [(f"p{i % 7}.{i}", (i % 5 + 1, 3)) for i in range(23)]
+    layout = plan_layout(parameters, 4)
+    for seed in range(10):
+        shuffled = random.Random(seed).sample(parameters, len(parameters))
+        assert plan_layout(shuffled, 4) == layout, f"seed {seed}"
+
+
+def test_fingerprint_is_the_same_under_any_hash_seed() -> None:
+    program = (
+        "from diloco.outer.fragments import plan_layout\n"
+        "print(plan_layout([(f'p{i}', (i % 5 + 1, 3)) for i in range(12)], 3).fingerprint)"
+    )
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": root}
+    child = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    # The literal pins the format: another value means that old snapshots and old learners no longer match.
+    expected = "839e78d3eec1e1e7c6367b315abbeedbc55fccba97f8f8ab8f9ee3d5570989d0"
+    assert child.stdout.strip() == expected
+    assert plan_layout([(f"p{i}", (i % 5 + 1, 3)) for i in range(12)], 3).fingerprint == expected
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [("a", (4, 8)), ("c", (3,))],
+        [("a", (8, 4)), ("b", (3,))],
+        [("a", (4, 8)), ("b", (3,)), ("c", (1,))],
+    ],
+)
+def test_fingerprint_differs_with_names_and_shapes(other: list[tuple[str, tuple[int, ...]]]) -> None:
+    assert plan_layout([("a", (4, 8)), ("b", (3,))], 1).fingerprint != plan_layout(other, 1).fingerprint
+
+
+def test_json_round_trip() -> None:
+    layout = plan_layout([("b", (2, 3)), ("a", ()), ("c", (7,))], 2)
+    again = Layout.from_json(layout.to_json())
+    assert again == layout
+    assert again.fingerprint == layout.fingerprint
+
+
+def test_fragments_may_cut_a_parameter() -> None:
+    layout = Layout(
+        (("a", (10,)),),
+        (Fragment(0, (Piece("a", 0, 2), Piece("a", 7, 10)), 5), Fragment(1, (Piece("a", 2, 7),), 5)),
+    )
+    values = {"a": torch.arange(10.0)}
+    assert gather(layout.fragments[0], values).tolist() == [0, 1, 7, 8, 9]
+    assert Layout.from_json(layout.to_json()) == layout
+
+
+@pytest.mark.parametrize(
+    ("fragments", "words"),
+    [
+        ([[["a", 0, 9], ["b", 0, 3]]], "end at 9, it has 10"),
+        ([[["a", 0, 11], ["b", 0, 3]]], "end at 11, it has 10"),
+        ([[["a", 0, 10]]], "parameter b end at 0, it has 3"),
+        ([[["a", 0, 6], ["a", 5, 10], ["b", 0, 3]]], "overlaps"),
+        ([[["a", 0, 10], ["b", 0, 3]], [["a", 0, 10]]], "overlaps"),
+        ([[["a", 0, 4], ["a", 5, 10], ["b", 0, 3]]], "gap"),
+        ([[["a", -1, 10], ["b", 0, 3]]], "overlaps"),
+        ([[["a", 0, 10], ["a", 10, 10], ["b", 0, 3]]], "empty"),
+        ([[["a", 0, 10], ["b", 3, 0]]], "empty"),
+        ([[["a", 0, 10], ["b", 0, 3], ["x", 0, 1]]], "no parameter"),
+        ([[["b", 0, 3], ["a", 0, 10]]], "canonical order"),
+        ([[["a", 0, 10], ["b", 0, 3]], []], "no pieces"),
+        ([[["a", 0, 10], ["b", 0, 3.0]]], "whole number"),
+        ([[["a", False, 10], ["b", 0, 3]]], "whole number"),
+        ([[["a", 0], ["b", 0, 3]]], "triples"),
+        ([{"a": 1}], "must be a list"),
+        ({}, "must be a list"),
+    ],
+)
+def test_a_layout_that_is_no_partition_is_refused(fragments: object, words: str) -> None:
+    text = json.dumps({"dtype": "float32", "parameters": [["a", [10]], ["b", [3]]], "fragments": fragments})
+    with pytest.raises(ValueError, match=words):
+        Layout.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "must be an object"),
+        ('{"dtype": "float32", "parameters": [], "fragments": []}', "no parameters"),
+        ('{"dtype": "bfloat16", "parameters": [["a", [1]]], "fragments": [[["a", 0, 1]]]}', "dtype"),
+        ('{"dtype": "float32", "parameters": [["a", [0]]], "fragments": []}', "at least 1"),
+        ('{"dtype": "float32", "parameters": [["a", [-1, -1]]], "fragments": [[["a", 0, 1]]]}', "at least 1"),
+        ('{"dtype": "float32", "parameters": [["a", [true]]], "fragments": [[["a", 0, 1]]]}', "whole number"),
+        ('{"dtype": "float32", "parameters": [[1, [1]]], "fragments": []}', "pairs"),
+        ('{"dtype": "float32", "parameters": [["a", [1]], ["a", [1]]], "fragments": [[["a", 0, 1]]]}', "twice"),
+        ('{"dtype": "float32", "parameters": [["b", [1]], ["a", [1]]], "fragments": [[["a", 0, 1]]]}', "order"),
+    ],
+)
+def test_text_that_is_no_layout_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Layout.from_json(text)
+
+
+@pytest.mark.parametrize("num_fragments", [0, 3, -1])
+def test_num_fragments_is_checked(num_fragments: int) -> None:
+    with pytest.raises(ValueError, match=f"num_fragments is {num_fragments}"):
+        plan_layout([("a", (1,)), ("b", (1,))], num_fragments)
+
+
+def test_first_difference_says_it_in_words() -> None:
+    here = plan_layout([("blocks.0.w", (4, 8)), ("head", (2,))], 1)
+    assert here.first_difference(here) is None
+    there = plan_layout([("blocks.0.w", (4, 9)), ("head", (2,))], 1)
+    assert here.first_difference(there) == "parameter blocks.0.w has shape (4, 8) here and (4, 9) there"
+    assert here.first_difference(plan_layout([("head", (2,))], 1)) == "parameter blocks.0.w is here and not there"
+    assert plan_layout([("head", (2,))], 1).first_difference(here) == "parameter blocks.0.w is there and not here"
+    more = plan_layout([("blocks.0.w", (4, 8)), ("head", (2,))], 2)
+    assert here.first_difference(more) == "there are 1 fragments here and 2 there"
+    swapped = Layout(
+        here.parameters, (Fragment(0, (Piece("head", 0, 2),), 2), Fragment(1, more.fragments[0].pieces, 32))
+    )
+    assert "fragment 0 has 32 values" in (more.first_difference(swapped) or "")
+
+
+def test_describe_is_one_line() -> None:
+    line = plan_layout([("a", (1000,)), ("b", (1000,))], 2).describe()
+    assert line.startswith("2,000 values of 2 parameters in 2 fragments of 1,000 to 1,000 (largest 1.00 of the mean)")
+
+
+def test_gather_and_scatter_are_inverse() -> None:
+    generator = torch.Generator().manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2, bias=False))
+    parameters = named_parameters_once(model)
+    layout = plan_layout([(name, tuple(p.shape)) for name, p in parameters.items()], 2)
+    for fragment in layout.fragments:
+        before = gather(fragment, parameters)
+        new = torch.randn(fragment.numel, generator=generator)
+        out = torch.empty(fragment.numel)
+        scatter(fragment, new, parameters)
+        assert gather(fragment, parameters, out=out) is out
+        assert torch.equal(out, new)
+        assert not torch.equal(before, new)  # what was gathered is a copy
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_scatter_into_transposed_and_half_precision_parameters() -> None:
+    parameters = {"a": torch.zeros(3, 2).t(), "b": torch.zeros(4, dtype=torch.bfloat16), "c": torch.zeros(())}
+    layout = plan_layout([(name, tuple(p.shape)) for name, p in parameters.items()], 1)
+    values = torch.tensor([1.0, 2, 3, 4, 5, 6, 1.001, 8, 9, 10, 11])
+    scatter(layout.fragments[0], values, parameters)
+    assert parameters["a"].tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert parameters["b"].tolist() == [1, 8, 9, 10]
+    assert parameters["c"].item() == 11
+    expected = values.clone()
+    expected[6] = 1
+    assert torch.equal(gather(layout.fragments[0], parameters), expected)
+
+
+class Tied(nn.Module):
+    """An embedding and a head that share their weight, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 3)
+        self.head = nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("table", torch.zeros(2))
+
+
+def test_tied_parameters_once_buffers_never() -> None:
+    assert list(named_parameters_once(Tied())) == ["embedding.weight"]
+
+
+def test_names_are_those_of_the_bare_model() -> None:
+    bare = Tied()
+    assert list(named_parameters_once(torch.compile(bare, backend="eager"))) == ["embedding.weight"]
+    inside = nn.Sequential(nn.Linear(2, 2))
+    inside[0] = torch.compile(inside[0], backend="eager")
+    assert list(named_parameters_once(inside)) == ["0.weight", "0.bias"]
+
+
+def test_names_under_ddp() -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(Tied())
+        assert list(named_parameters_once(wrapped)) == ["embedding.weight"]
+        assert list(named_parameters_once(torch.compile(wrapped, backend="eager"))) == ["embedding.weight"]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class Outer(nn.Module):
+    """A model with a submodule that happens to be called ``module``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(1, 1, bias=False)
+
+
+def test_a_submodule_called_module_keeps_its_name() -> None:
+    assert list(named_parameters_once(Outer())) == ["module.weight"]
