@@ -1,0 +1,50 @@
+"""How a site takes a new version of a fragment: keep its progress, overwrite it, or blend.
+
+All tensors are flat fp32 of the fragment's size; the results are new tensors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diloco.outer.pseudo_gradient import pseudo_gradient
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+
+def rebase(local: Tensor, old_base: Tensor, new_base: Tensor, merged: Sequence[Tensor]) -> Tensor:
+    """Return ``new_base + r`` with ``r = (local - old_base) + merged[0] + merged[1] + ...``, in this order.
+
+    ``merged`` holds the site's own updates that the new version merged, in sequence order: their progress is in
+    ``new_base`` already, the rest of what the site learned is r and is kept (the form of LOSCAR-SGD, arXiv
+    2605.20866).  With no codec and nothing trained since the update, r is exactly 0 and the result is ``new_base``
+    bit for bit, because rounding is symmetric: fl(local - base) = -fl(base - local).
+
+    For the same reason -r is the pseudo-gradient of what is left.  Subtracting that gives the same bits as adding r,
+    and keeps the sign of a zero in ``new_base`` besides (-0 - 0 is -0, -0 + 0 is +0).
+    """
+    unsent = pseudo_gradient(old_base, local, merged)
+    return new_base.sub(unsent)
+
+
+def overwrite(new_base: Tensor) -> Tensor:
+    """Return ``new_base``: what the site trained since its last update is given up (Decoupled DiLoCo, 2604.21428)."""
+    return new_base.clone()
+
+
+def blend(local: Tensor, new_base: Tensor, alpha: float) -> Tensor:
+    """Return ``alpha local + (1 - alpha) new_base`` (Streaming DiLoCo, arXiv 2501.18512).
+
+    ``alpha`` 0 is :func:`overwrite`, 1 is no communication; both ends, and equal inputs, are exact.  ``ValueError``
+    outside of 0 to 1.
+    """
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"adopt_alpha is {alpha!r}: must be from 0 to 1")
+    if alpha == 0:
+        return overwrite(new_base)
+    if alpha == 1:
+        return local.clone()
+    return new_base.sub(new_base.sub(local).mul_(alpha))
