@@ -1,0 +1,92 @@
+"""Calls over one channel, with raw bytes in and out, and gRPC's failures in our words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from diloco.wire.messages import Refused, Status, Unreachable, WireError
+from diloco.wire.v1 import admin_pb2, sync_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from diloco.wire.stall import Guard
+
+SYNC_SERVICE: str = sync_pb2.DESCRIPTOR.services_by_name["SyncService"].full_name
+ADMIN_SERVICE: str = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+PUSHBACK_KEY = "grpc-retry-pushback-ms"
+
+# After these the same request may be sent again: no answer came, the bytes were damaged, or the other end had a defect.
+_AGAIN = frozenset(
+    {
+        Status.UNAVAILABLE,
+        Status.DEADLINE_EXCEEDED,
+        Status.CANCELLED,
+        Status.DATA_LOSS,
+        Status.INTERNAL,
+        Status.UNKNOWN,
+        Status.ABORTED,
+    }
+)
+
+
+class Calls:
+    """The methods of ``service`` on ``channel``; messages are bytes."""
+
+    def __init__(self, channel: Any, service: str, metadata: tuple[tuple[str, str], ...]) -> None:
+        self._channel = channel
+        self._service = service
+        self._metadata = metadata
+
+    def unary(self, method: str, request: bytes, timeout_s: float) -> bytes:
+        """One message there, one back.  Raises ``Refused`` or ``Unreachable``."""
+        try:
+            reply: bytes = self._open("unary_unary", method)(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise wire_error(method, error) from error
+        except ValueError as error:
+            raise Unreachable(f"{method}: {error}") from error
+        return reply
+
+    def stream(self, method: str, request: bytes, timeout_s: float | None) -> Any:
+        """One message there, many back: gRPC's call, to be iterated and cancelled."""
+        try:
+            return self._open("unary_stream", method)(request, timeout=timeout_s, metadata=self._metadata)
+        except ValueError as error:
+            raise Unreachable(f"{method}: {error}") from error
+
+    def exchange(self, method: str, requests: Iterator[bytes], timeout_s: float) -> Any:
+        """Many messages both ways: gRPC's call, to be iterated and cancelled."""
+        try:
+            return self._open("stream_stream", method)(requests, timeout=timeout_s, metadata=self._metadata)
+        except ValueError as error:
+            raise Unreachable(f"{method}: {error}") from error
+
+    def close(self) -> None:
+        """End everything under way."""
+        self._channel.close()
+
+    def _open(self, kind: str, method: str) -> Any:
+        # gRPC raises ValueError for a channel that was closed, here or at the call.
+        return getattr(self._channel, kind)(f"/{self._service}/{method}")
+
+
+def wire_error(method: str, error: Any, guard: Guard | None = None) -> WireError:
+    """What a failed call means to the caller: ``Refused`` or ``Unreachable``."""
+    if guard is not None and guard.stalled:
+        return Unreachable(f"{method}: nothing moved for {guard.limit_s:g} s")
+    status = Status(error.code().name)
+    text = error.details() or str(status)
+    retry_after_s = _pushback_s(error.trailing_metadata() or ())
+    if status in _AGAIN or retry_after_s is not None:
+        return Unreachable(f"{method}: {text} ({status})", retry_after_s)
+    return Refused(status, text)
+
+
+def _pushback_s(metadata: Any) -> float | None:
+    for key, value in metadata:
+        if key == PUSHBACK_KEY and isinstance(value, str) and value.isdigit() and len(value) <= 8:
+            return int(value) / 1000.0
+    return None

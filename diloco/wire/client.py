@@ -1,0 +1,321 @@
+"""A site's end of the wire, and an operator's.
+
+Every method blocks, has a bound, may be called from any thread, and ends in an answer, in ``Refused`` (a definite no)
+or in ``Unreachable`` (try again).  Nothing is retried in here: how long to wait is the caller's decision
+(``backoff.Backoff``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+
+from diloco.wire import convert, convert_bulk
+from diloco.wire.calls import ADMIN_SERVICE, SYNC_SERVICE, Calls, wire_error
+from diloco.wire.chunks import ChunkError, DamagedChunk
+from diloco.wire.messages import (
+    Chunk,
+    EvictAsk,
+    JoinAsk,
+    JoinReply,
+    LeaveAsk,
+    MalformedMessage,
+    PullAsk,
+    PullHeader,
+    PushHeader,
+    PushResult,
+    Refused,
+    ReportInfo,
+    ReportReply,
+    Status,
+    Unreachable,
+    WatchAsk,
+    WatchEvent,
+)
+from diloco.wire.options import ClientOptions
+from diloco.wire.security import SecurityOptions, call_metadata, open_channel
+from diloco.wire.sending import Sending
+from diloco.wire.stall import Guard, StallWatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import TracebackType
+
+    from diloco.wire.pulled import PulledVersion, PullSink
+
+T = TypeVar("T")
+
+_OPENING_S = 60.0
+
+
+class SyncClient:
+    """Speaks for ``site_id`` in run ``run_id``; ``site_id`` is empty for an observer that only pulls.
+
+    Control (Join, Watch, Report, Leave) and bulk (Push, Pull) have connections of their own.  Nothing is connected
+    before the first call; a lost connection comes back by itself.  ``ValueError`` for an address or security that
+    cannot work.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        site_id: str,
+        run_id: str,
+        security: SecurityOptions | None = None,
+        options: ClientOptions | None = None,
+    ) -> None:
+        security = security or SecurityOptions()
+        self._options = options or ClientOptions()
+        self._site_id, self._run_id = site_id, run_id
+        self._metadata = call_metadata(security)
+        self._stalls = StallWatch(f"stalls-{site_id or 'observer'}")
+        arguments = self._options.channel_arguments()
+        self._control = Calls(open_channel(address, security, arguments), SYNC_SERVICE, self._metadata)
+        self._bulk = [
+            Calls(open_channel(address, security, arguments), SYNC_SERVICE, self._metadata)
+            for _ in range(self._options.data_channels)
+        ]
+        self._turn = itertools.count()
+        self._bytes = threading.Lock()
+        self._bytes_up = 0
+        self._bytes_down = 0
+
+    def __enter__(self) -> SyncClient:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes of Push messages sent since the start, headers and re-sent chunks included."""
+        return self._bytes_up
+
+    @property
+    def bytes_down(self) -> int:
+        """Bytes of Pull messages received since the start, headers and re-sent chunks included."""
+        return self._bytes_down
+
+    def close(self) -> None:
+        """End every call under way; they raise ``Unreachable``."""
+        for calls in (self._control, *self._bulk):
+            calls.close()
+        self._stalls.close()
+
+    def join(self, ask: JoinAsk) -> JoinReply:
+        """Speak for the site from now on."""
+        raw = self._control.unary("Join", convert.pack_join(ask), self._options.join_timeout_s)
+        return _parsed("Join", convert.unpack_join_reply, raw)
+
+    def report(self, report: ReportInfo) -> ReportReply:
+        """The heartbeat."""
+        raw = self._control.unary("Report", convert.pack_report(report), self._options.control_timeout_s)
+        return _parsed("Report", convert.unpack_report_reply, raw)
+
+    def leave(self, incarnation: int) -> None:
+        """Say goodbye."""
+        ask = LeaveAsk(self._run_id, self._site_id, incarnation)
+        self._control.unary("Leave", convert.pack_leave(ask), self._options.control_timeout_s)
+
+    def watch(self, incarnation: int) -> WatchStream:
+        """The events of this site as they happen.  The first is an ``Alive``: the stream stands."""
+        ask = WatchAsk(self._run_id, self._site_id, incarnation)
+        guard = self._stalls.guard(self._options.stall_s)
+        return WatchStream(self._control.stream("Watch", convert.pack_watch(ask), None), guard)
+
+    def push(self, header: PushHeader, payload: bytes | memoryview) -> PushResult:
+        """One attempt to send an update; the next one goes on where the syncer's bytes end.
+
+        ``payload`` is read by another thread until this returns, and must not change.
+        """
+        view = memoryview(payload).cast("B")
+        if len(view) != header.payload_bytes:
+            raise MalformedMessage(f"payload_bytes is {header.payload_bytes}: the payload has {len(view)}")
+        with self._stalls.guard(self._options.stall_s) as guard:
+            sending = Sending(header, view, self._options, guard, self._count_up)
+            call = self._next_bulk().exchange("Push", sending.requests(), self._deadline_s(len(view)))
+            guard.arm(call.cancel)
+            try:
+                return _push_answer(call, header, sending, guard)
+            finally:
+                sending.stop()
+                call.cancel()
+
+    def pull(self, ask: PullAsk, sink: PullSink) -> PulledVersion:
+        """One attempt to get a version into ``sink``; the next one with the same sink goes on where its bytes end."""
+        held = sink.header
+        if held is not None and sink.offset > 0 and held.fragment == ask.fragment:
+            try:
+                return self._pull(replace(ask, want_version=held.version, offset=sink.offset), sink)
+            except Refused as refused:
+                if refused.status is not Status.NOT_FOUND:
+                    raise
+        sink.clear()
+        return self._pull(ask, sink)
+
+    def _pull(self, ask: PullAsk, sink: PullSink) -> PulledVersion:
+        with self._stalls.guard(self._options.stall_s) as guard:
+            call = self._next_bulk().stream(
+                "Pull", convert_bulk.pack_pull(ask), self._deadline_s(sink.payload_bytes_max)
+            )
+            guard.arm(call.cancel)
+            try:
+                for raw in call:
+                    guard.touch()
+                    self._count_down(len(raw))
+                    _take(convert_bulk.unpack_pull_part(raw), ask, sink)
+                return sink.finish()
+            except DamagedChunk as error:
+                raise Unreachable(f"Pull: {error}") from error
+            except (MalformedMessage, ChunkError) as error:
+                sink.clear()
+                raise Unreachable(f"Pull: the syncer's answer cannot be: {error}") from error
+            except grpc.RpcError as error:
+                raise wire_error("Pull", error, guard) from error
+            finally:
+                call.cancel()
+
+    def _next_bulk(self) -> Calls:
+        return self._bulk[next(self._turn) % len(self._bulk)]
+
+    def _deadline_s(self, payload_bytes: int) -> float:
+        return _OPENING_S + self._options.answer_s + payload_bytes / self._options.slowest_bytes_per_s
+
+    def _count_up(self, message_bytes: int) -> None:
+        with self._bytes:
+            self._bytes_up += message_bytes
+
+    def _count_down(self, message_bytes: int) -> None:
+        with self._bytes:
+            self._bytes_down += message_bytes
+
+
+class WatchStream:
+    """Events of a site, to be iterated by one thread; ``cancel`` may come from another.
+
+    Ends after ``Dropped`` or ``cancel``; raises ``Unreachable`` or ``Refused`` otherwise.  Use it in ``with``, or
+    cancel it.
+    """
+
+    def __init__(self, call: Any, guard: Guard) -> None:
+        self._call = call
+        self._guard = guard
+        self._cancelled = False
+        guard.arm(call.cancel)
+        guard.__enter__()
+
+    def __enter__(self) -> WatchStream:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.cancel()
+
+    def __iter__(self) -> Iterator[WatchEvent]:
+        return self
+
+    def __next__(self) -> WatchEvent:
+        try:
+            event = convert.unpack_watch_event(next(self._call))
+        except StopIteration:
+            self.cancel()
+            raise
+        except grpc.RpcError as error:
+            cancelled = self._cancelled
+            self.cancel()
+            if cancelled:
+                raise StopIteration from error
+            raise wire_error("Watch", error, self._guard) from error
+        except MalformedMessage as error:
+            self.cancel()
+            raise Unreachable(f"Watch: the syncer's answer cannot be: {error}") from error
+        self._guard.touch()
+        return event
+
+    def cancel(self) -> None:
+        """End the stream; the thread that iterates is woken."""
+        self._cancelled = True
+        self._guard.__exit__(None, None, None)
+        self._call.cancel()
+
+
+class AdminClient:
+    """An operator's end."""
+
+    def __init__(
+        self, address: str, security: SecurityOptions | None = None, options: ClientOptions | None = None
+    ) -> None:
+        security = security or SecurityOptions()
+        self._options = options or ClientOptions()
+        channel = open_channel(address, security, self._options.channel_arguments())
+        self._calls = Calls(channel, ADMIN_SERVICE, call_metadata(security))
+
+    def __enter__(self) -> AdminClient:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def status(self) -> dict[str, object]:
+        """How the run stands."""
+        raw = self._calls.unary("Status", b"", self._options.control_timeout_s)
+        return _parsed("Status", convert.unpack_status, raw)
+
+    def drain(self) -> None:
+        """Begin the last round."""
+        self._calls.unary("Drain", b"", self._options.control_timeout_s)
+
+    def evict(self, site_id: str) -> None:
+        """Put ``site_id`` out of the run."""
+        self._calls.unary("Evict", convert.pack_evict(EvictAsk(site_id)), self._options.control_timeout_s)
+
+    def snapshot(self) -> None:
+        """Write a snapshot now; returns when it is durable."""
+        self._calls.unary("Snapshot", b"", self._options.admin_timeout_s)
+
+    def close(self) -> None:
+        """End every call under way."""
+        self._calls.close()
+
+
+def _parsed(method: str, unpack: Callable[[bytes], T], raw: bytes) -> T:
+    try:
+        return unpack(raw)
+    except MalformedMessage as error:
+        raise Unreachable(f"{method}: the syncer's answer cannot be: {error}") from error
+
+
+def _push_answer(call: Any, header: PushHeader, sending: Sending, guard: Guard) -> PushResult:
+    result: PushResult | None = None
+    try:
+        for raw in call:
+            reply = convert_bulk.unpack_push_reply(raw)
+            guard.touch()
+            if isinstance(reply, PushResult):
+                result = reply
+                sending.stop()
+            elif reply.offset > header.payload_bytes:
+                raise MalformedMessage(f"offset is {reply.offset}: the payload has {header.payload_bytes} bytes")
+            elif result is None:
+                sending.admit(reply.offset)
+    except MalformedMessage as error:
+        raise Unreachable(f"Push: the syncer's answer cannot be: {error}") from error
+    except grpc.RpcError as error:
+        if result is None:
+            raise wire_error("Push", error, guard) from error
+    if result is None:
+        raise Unreachable("Push: the stream ended without an answer")
+    return result
+
+
+def _take(part: PullHeader | Chunk, ask: PullAsk, sink: PullSink) -> None:
+    if isinstance(part, Chunk):
+        sink.accept(part)
+        return
+    if part.fragment != ask.fragment or (part.from_version != ask.have_version and not part.whole):
+        raise MalformedMessage(f"fragment {part.fragment} from version {part.from_version} was not asked for")
+    if not sink.begin(part) and ask.offset:
+        raise MalformedMessage(f"version {part.version} is not the one that the pull began with")

@@ -1,0 +1,201 @@
+"""The messages of Push and Pull to bytes and back; ``convert`` has those of the control calls."""
+
+from __future__ import annotations
+
+from diloco.sync.events import Outcome
+from diloco.wire import messages as m
+from diloco.wire.bounds import check
+from diloco.wire.convert import checked, enum_name, enum_number, fate_in, fate_out, parse, reason_in, reason_out
+from diloco.wire.v1 import sync_pb2
+
+
+def pack_push(part: m.PushPart) -> bytes:
+    """``PushRequest``."""
+    match part:
+        case m.Chunk():
+            return sync_pb2.PushRequest(chunk=_chunk_out(part)).SerializeToString()
+        case m.PushHeader():
+            check(part)
+            return sync_pb2.PushRequest(
+                header=sync_pb2.PushHeader(
+                    run_id=part.run_id,
+                    site_id=part.site_id,
+                    incarnation=part.incarnation,
+                    fragment=part.fragment,
+                    sequence=part.sequence,
+                    base_version=part.base_version,
+                    tokens=part.tokens,
+                    steps=part.steps,
+                    step_ns=part.step_ns,
+                    cursor=part.cursor,
+                    final=part.final,
+                    encoding=part.encoding,
+                    payload_bytes=part.payload_bytes,
+                    numel=part.numel,
+                    digest=part.digest,
+                )
+            ).SerializeToString()
+        case m.PushCommit():
+            check(part)
+            commit = sync_pb2.PushCommit(payload_bytes=part.payload_bytes, digest=part.digest)
+            return sync_pb2.PushRequest(commit=commit).SerializeToString()
+
+
+def unpack_push(raw: bytes) -> m.PushPart:
+    """``PushRequest``."""
+    proto = parse(sync_pb2.PushRequest, raw, m.MESSAGE_BYTES_MAX)
+    match proto.WhichOneof("part"):
+        case "chunk":
+            return _chunk_in(proto.chunk)
+        case "header":
+            if len(raw) > m.CONTROL_BYTES_MAX:
+                raise m.MalformedMessage(f"header is {len(raw)} bytes long: at most {m.CONTROL_BYTES_MAX} wanted")
+            return checked(_header_in(proto.header))
+        case "commit":
+            return checked(m.PushCommit(proto.commit.payload_bytes, proto.commit.digest))
+        case _:
+            raise m.MalformedMessage("part is not set: a header, a chunk or a commit wanted")
+
+
+def _header_in(header: sync_pb2.PushHeader) -> m.PushHeader:
+    return m.PushHeader(
+        run_id=header.run_id,
+        site_id=header.site_id,
+        incarnation=header.incarnation,
+        fragment=header.fragment,
+        sequence=header.sequence,
+        base_version=header.base_version,
+        tokens=header.tokens,
+        steps=header.steps,
+        step_ns=header.step_ns,
+        cursor=header.cursor,
+        final=header.final,
+        encoding=header.encoding,
+        payload_bytes=header.payload_bytes,
+        numel=header.numel,
+        digest=header.digest,
+    )
+
+
+def _chunk_out(chunk: m.Chunk) -> sync_pb2.Chunk:
+    if not 1 <= len(chunk.data) <= m.CHUNK_BYTES_MAX:
+        raise m.MalformedMessage(f"data is {len(chunk.data)} bytes long: 1 to {m.CHUNK_BYTES_MAX} wanted")
+    return sync_pb2.Chunk(offset=chunk.offset, crc32=chunk.crc32, data=bytes(chunk.data))
+
+
+def _chunk_in(chunk: sync_pb2.Chunk) -> m.Chunk:
+    data = chunk.data
+    if not 1 <= len(data) <= m.CHUNK_BYTES_MAX:
+        raise m.MalformedMessage(f"data is {len(data)} bytes long: 1 to {m.CHUNK_BYTES_MAX} wanted")
+    if chunk.offset > m.PAYLOAD_BYTES_MAX:
+        raise m.MalformedMessage(f"offset is {chunk.offset}: at most {m.PAYLOAD_BYTES_MAX} wanted")
+    return m.Chunk(chunk.offset, data, chunk.crc32)
+
+
+def pack_push_reply(reply: m.PushReply) -> bytes:
+    """``PushResponse``."""
+    check(reply)
+    if isinstance(reply, m.PushAdmitted):
+        return sync_pb2.PushResponse(admitted=sync_pb2.PushAdmitted(offset=reply.offset)).SerializeToString()
+    result = sync_pb2.PushResult(
+        outcome=enum_number(sync_pb2.Outcome, f"OUTCOME_{reply.outcome.name}"),
+        reason=reason_out(reply.reason),
+        version=reply.version,
+        fate=None if reply.fate is None else fate_out(reply.fate),
+        text=reply.text,
+    )
+    return sync_pb2.PushResponse(result=result).SerializeToString()
+
+
+def unpack_push_reply(raw: bytes) -> m.PushReply:
+    """``PushResponse``."""
+    proto = parse(sync_pb2.PushResponse, raw, m.CONTROL_BYTES_MAX)
+    match proto.WhichOneof("part"):
+        case "admitted":
+            return checked(m.PushAdmitted(proto.admitted.offset))
+        case "result":
+            result = proto.result
+            outcome = enum_name(sync_pb2.Outcome, result.outcome, "OUTCOME_")
+            if outcome == "UNSPECIFIED":
+                raise m.MalformedMessage("outcome is not set")
+            return checked(
+                m.PushResult(
+                    outcome=Outcome[outcome],
+                    version=result.version,
+                    reason=reason_in(result.reason),
+                    fate=fate_in(result.fate) if result.HasField("fate") else None,
+                    text=result.text,
+                )
+            )
+        case _:
+            raise m.MalformedMessage("part is not set: an admission or a result wanted")
+
+
+def pack_pull(ask: m.PullAsk) -> bytes:
+    """``PullRequest``."""
+    check(ask)
+    return sync_pb2.PullRequest(
+        run_id=ask.run_id,
+        site_id=ask.site_id,
+        fragment=ask.fragment,
+        have_version=ask.have_version,
+        want_version=ask.want_version,
+        offset=ask.offset,
+    ).SerializeToString()
+
+
+def unpack_pull(raw: bytes) -> m.PullAsk:
+    """``PullRequest``."""
+    proto = parse(sync_pb2.PullRequest, raw, m.CONTROL_BYTES_MAX)
+    return checked(
+        m.PullAsk(proto.run_id, proto.site_id, proto.fragment, proto.have_version, proto.want_version, proto.offset)
+    )
+
+
+def pack_pull_part(part: m.PullPart) -> bytes:
+    """``PullResponse``."""
+    if isinstance(part, m.Chunk):
+        return sync_pb2.PullResponse(chunk=_chunk_out(part)).SerializeToString()
+    check(part)
+    return sync_pb2.PullResponse(
+        header=sync_pb2.PullHeader(
+            fragment=part.fragment,
+            from_version=part.from_version,
+            version=part.version,
+            whole=part.whole,
+            encoding=part.encoding,
+            numel=part.numel,
+            payload_bytes=part.payload_bytes,
+            part_bytes=part.part_bytes,
+            digest=part.digest,
+            payload_crc32=part.payload_crc32,
+            fates=[fate_out(fate) for fate in part.fates],
+        )
+    ).SerializeToString()
+
+
+def unpack_pull_part(raw: bytes) -> m.PullPart:
+    """``PullResponse``."""
+    proto = parse(sync_pb2.PullResponse, raw, m.MESSAGE_BYTES_MAX)
+    match proto.WhichOneof("part"):
+        case "chunk":
+            return _chunk_in(proto.chunk)
+        case "header":
+            header = proto.header
+            return checked(
+                m.PullHeader(
+                    fragment=header.fragment,
+                    from_version=header.from_version,
+                    version=header.version,
+                    whole=header.whole,
+                    encoding=header.encoding,
+                    numel=header.numel,
+                    payload_bytes=header.payload_bytes,
+                    part_bytes=tuple(header.part_bytes),
+                    digest=header.digest,
+                    payload_crc32=header.payload_crc32,
+                    fates=tuple(fate_in(fate) for fate in header.fates),
+                )
+            )
+        case _:
+            raise m.MalformedMessage("part is not set: a header or a chunk wanted")

@@ -1,0 +1,356 @@
+"""What a site and the syncer say to each other, as plain dataclasses; ``convert`` makes bytes of them.
+
+The bounds beside the names are checked on both ends: by the sender before a byte leaves, by the receiver before
+anything else looks at the message.  ``protos/diloco/wire/v1`` is the contract in another language's words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, FragmentStanding, Outcome, Reason
+
+KIB = 1024
+MIB = 1024 * KIB
+
+CONTROL_BYTES_MAX = 64 * KIB
+JOIN_BYTES_MAX = 1280 * KIB
+LAYOUT_BYTES_MAX = MIB
+CHUNK_BYTES_MIN = 64 * KIB
+CHUNK_BYTES_MAX = 2 * MIB
+MESSAGE_BYTES_MAX = CHUNK_BYTES_MAX + 64 * KIB
+"""No message towards the syncer is longer: the largest chunk and its frame."""
+REPLY_BYTES_MAX = 16 * MIB
+"""No control message towards a site is longer: Join's answer holds every fragment's recent fates."""
+PAYLOAD_BYTES_MAX = 1 << 36
+NUMEL_MAX = 1 << 36
+NUMBER_MAX = 1 << 62
+FRAGMENTS_MAX = 4096
+FATES_MAX = 1024
+UNDECIDED_MAX = 1024
+PARTS_MAX = 1024
+SHARED_CONFIG_MAX = 1024
+TEXT_CHARS_MAX = 1024
+
+
+class MalformedMessage(ValueError):
+    """A message breaks the contract; the text names the field, its value and what was wanted."""
+
+
+class Status(StrEnum):
+    """Why a call failed, in gRPC's words; the values are the names of gRPC's status codes."""
+
+    CANCELLED = "CANCELLED"
+    UNKNOWN = "UNKNOWN"
+    INVALID_ARGUMENT = "INVALID_ARGUMENT"
+    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
+    NOT_FOUND = "NOT_FOUND"
+    ALREADY_EXISTS = "ALREADY_EXISTS"
+    PERMISSION_DENIED = "PERMISSION_DENIED"
+    RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
+    FAILED_PRECONDITION = "FAILED_PRECONDITION"
+    ABORTED = "ABORTED"
+    OUT_OF_RANGE = "OUT_OF_RANGE"
+    UNIMPLEMENTED = "UNIMPLEMENTED"
+    INTERNAL = "INTERNAL"
+    UNAVAILABLE = "UNAVAILABLE"
+    DATA_LOSS = "DATA_LOSS"
+    UNAUTHENTICATED = "UNAUTHENTICATED"
+
+
+class Refusal(Exception):
+    """Raised on the syncer's side to end a call with ``status`` and a ``text`` for the other end's user.
+
+    With ``retry_ms`` the caller is told to come back after that time; without it the refusal is definite, except for
+    UNAVAILABLE and DATA_LOSS, after which the same request may be sent again.
+    """
+
+    def __init__(self, status: Status, text: str, retry_ms: int | None = None) -> None:
+        super().__init__(f"{status}: {text}")
+        self.status = status
+        self.text = text
+        self.retry_ms = retry_ms
+
+
+class WireError(Exception):
+    """A call from a site or an operator did not end well."""
+
+
+class Unreachable(WireError):
+    """No definite answer came; the same call may be made again, not before ``retry_after_s`` where that is given."""
+
+    def __init__(self, why: str, retry_after_s: float | None = None) -> None:
+        super().__init__(why)
+        self.why = why
+        self.retry_after_s = retry_after_s
+
+
+class Refused(WireError):
+    """The syncer's definite no; the same call would be answered so again."""
+
+    def __init__(self, status: Status, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+        self.text = text
+
+
+# --- Join ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerSettings:
+    """What the syncer asks of a learner.  ``chunk_bytes`` lies in CHUNK_BYTES_MIN..CHUNK_BYTES_MAX."""
+
+    heartbeat_ns: int
+    chunk_bytes: int
+    updates_in_flight_max: int
+    site_timeout_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class JoinAsk:
+    """A learner process speaks for ``site_id``.
+
+    ``process`` is 8 to 64 random hexadecimal digits, one for each process; ``lineage`` is 0 when not known yet;
+    ``layout_json`` (at most 1 MiB) lets a refusal name the first difference; ``shared_config`` maps dotted names of the
+    shared configuration to their values as text.
+    """
+
+    protocol: int
+    run_id: str
+    lineage: int
+    site_id: str
+    process: str
+    layout_fingerprint: str
+    layout_json: bytes
+    shared_config: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class JoinReply:
+    """The site is taken in as ``incarnation``.  ``progress_ppm`` is the run's progress in millionths."""
+
+    epoch: int
+    incarnation: int
+    lineage: int
+    standings: tuple[FragmentStanding, ...]
+    run_tokens: int
+    progress_ppm: int
+    ending: Ending | None
+    settings: LearnerSettings
+
+
+# --- Push ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PushHeader:
+    """One update, declared before its first payload byte.
+
+    ``payload_bytes`` and ``digest`` (SHA-256, hexadecimal) are those of the encoded payload, ``numel`` the fragment's
+    number of values, ``encoding`` the codec's name.  The other fields are those of ``sync.events.UpdateArrived``.
+    """
+
+    run_id: str
+    site_id: str
+    incarnation: int
+    fragment: int
+    sequence: int
+    base_version: int
+    tokens: int
+    steps: int
+    step_ns: int
+    cursor: int
+    final: bool
+    encoding: str
+    payload_bytes: int
+    numel: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """``data`` stands at ``offset`` of the payload; ``crc32`` is zlib's, of ``data``."""
+
+    offset: int
+    data: bytes | memoryview
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushCommit:
+    """Ends a push; repeats what its header declared."""
+
+    payload_bytes: int
+    digest: str
+
+
+PushPart = PushHeader | Chunk | PushCommit
+
+
+@dataclass(frozen=True, slots=True)
+class PushAdmitted:
+    """The push is let in; the syncer holds the first ``offset`` bytes already."""
+
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushResult:
+    """The one answer to a push.  ``version`` is the fragment's at that moment; a known ``fate`` comes along."""
+
+    outcome: Outcome
+    version: int
+    reason: Reason | None = None
+    fate: Fate | None = None
+    text: str = ""
+
+
+PushReply = PushAdmitted | PushResult
+
+
+# --- Watch -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WatchAsk:
+    """The events of ``site_id``, asked by the process that joined as ``incarnation``."""
+
+    run_id: str
+    site_id: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """``version`` of ``fragment`` is visible; ``digest`` (SHA-256, hexadecimal) is that of its fp32 values."""
+
+    epoch: int
+    fragment: int
+    version: int
+    digest: str
+    run_tokens: int
+    progress_ppm: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """The stream ends here: the site was evicted, or a newer process speaks for it."""
+
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """Nothing happened, and the stream is alive."""
+
+
+WatchEvent = Published | FateTold | FinalAnnounced | Dropped | Alive
+
+
+# --- Pull ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PullAsk:
+    """A version of ``fragment`` newer than ``have_version`` (-1: the whole fragment is wanted).
+
+    ``site_id`` is empty for an observer.  ``want_version`` 0 means the newest; otherwise it names the one that an
+    earlier pull began, so that this one goes on from ``offset``.
+    """
+
+    run_id: str
+    site_id: str
+    fragment: int
+    have_version: int
+    want_version: int = 0
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PullHeader:
+    """What a pull brings.
+
+    ``part_bytes`` are the lengths of the encoded down-links of ``from_version + 1`` .. ``version`` in order, or of the
+    one fp32 payload when ``whole``; together they are ``payload_bytes``.  With nothing newer, ``from_version ==
+    version`` and there are no parts.  ``digest`` (SHA-256, hexadecimal) is that of the fp32 values of ``version``,
+    ``payload_crc32`` that of the payload (``chunks.checksum``).  ``fates`` are this site's, read at the same instant.
+    """
+
+    fragment: int
+    from_version: int
+    version: int
+    whole: bool
+    encoding: str
+    numel: int
+    payload_bytes: int
+    part_bytes: tuple[int, ...]
+    digest: str
+    payload_crc32: int
+    fates: tuple[Fate, ...]
+
+
+PullPart = PullHeader | Chunk
+
+
+# --- Report and Leave ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReportInfo:
+    """The heartbeat.
+
+    ``loss`` is in nats per token, over recent steps; one that is None or not finite travels as unknown.  ``train_ns``,
+    ``stall_ns`` (spent for the outer world in the training thread), ``bytes_up`` and ``bytes_down`` are totals since
+    the process started; ``versions`` is the base version of each fragment.
+    """
+
+    run_id: str
+    site_id: str
+    incarnation: int
+    step: int
+    tokens_processed: int
+    tokens_unsent: int
+    tokens_in_flight: int
+    tokens_overwritten: int
+    tokens_lost: int
+    loss: float | None
+    tokens_per_s: float
+    step_ns: int
+    train_ns: int
+    stall_ns: int
+    bytes_up: int
+    bytes_down: int
+    versions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReportReply:
+    """How the run stands; ``known`` is False when the syncer does not know this incarnation: please join again."""
+
+    epoch: int
+    run_tokens: int
+    progress_ppm: int
+    known: bool
+    ending: Ending | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveAsk:
+    """The site says goodbye."""
+
+    run_id: str
+    site_id: str
+    incarnation: int
+
+
+# --- Admin -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EvictAsk:
+    """Put ``site_id`` out of the run."""
+
+    site_id: str

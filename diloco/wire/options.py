@@ -1,0 +1,150 @@
+"""Settings of both ends of the wire.
+
+The HTTP/2 settings were measured over 100 ms and 1 Gbit/s; what is left alone (BDP probe, look-ahead, frame and
+write-buffer sizes) made things worse or no better when it was set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diloco.wire.messages import (
+    CHUNK_BYTES_MAX,
+    CHUNK_BYTES_MIN,
+    KIB,
+    MESSAGE_BYTES_MAX,
+    PAYLOAD_BYTES_MAX,
+    REPLY_BYTES_MAX,
+)
+
+
+def require(condition: bool, field: str, value: object, wanted: str) -> None:
+    """Raise ``ValueError`` naming ``field``, the ``value`` it has and what was ``wanted``."""
+    if not condition:
+        raise ValueError(f"{field} is {value!r}: {wanted}")
+
+
+@dataclass(kw_only=True, slots=True)
+class ServerOptions:
+    """The syncer's end.  Values of 0 are derived from ``sites_max``."""
+
+    run_id: str
+    address: str = "127.0.0.1:0"
+    """``host:port``; port 0 lets the system choose."""
+    sites_max: int = 16
+    pushes_max: int = 0
+    """Updates being received at once; 0: two for each site.  One more is told to come back."""
+    pushes_per_site_max: int = 2
+    pulls_max: int = 0
+    """0: four for each site, so that observers find room too."""
+    pulls_per_site_max: int = 4
+    watches_per_site_max: int = 2
+    chunk_bytes: int = 256 * KIB
+    payload_bytes_max: int = PAYLOAD_BYTES_MAX
+    header_timeout_s: float = 5.0
+    """A push that has not declared itself by then is ended."""
+    stall_s: float = 20.0
+    """A stream that moved nothing for so long is ended."""
+    alive_s: float = 3.0
+    """A Watch stream says that it is alive this often."""
+    pushback_ms: int = 500
+    keepalive_time_ms: int = 10_000
+    keepalive_timeout_ms: int = 5_000
+    """Also TCP_USER_TIMEOUT: raise it where a round trip takes more than 300 ms or much is lost."""
+
+    def __post_init__(self) -> None:
+        require(self.sites_max >= 1, "sites_max", self.sites_max, "at least 1")
+        require(self.pushes_max >= 0, "pushes_max", self.pushes_max, "not negative")
+        require(self.pulls_max >= 0, "pulls_max", self.pulls_max, "not negative")
+        for field in ("pushes_per_site_max", "pulls_per_site_max", "watches_per_site_max", "pushback_ms"):
+            require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
+        _require_chunk_bytes(self.chunk_bytes)
+        wanted = f"1 to {PAYLOAD_BYTES_MAX}"
+        require(1 <= self.payload_bytes_max <= PAYLOAD_BYTES_MAX, "payload_bytes_max", self.payload_bytes_max, wanted)
+        for field in ("header_timeout_s", "stall_s", "alive_s"):
+            require(getattr(self, field) > 0, field, getattr(self, field), "positive")
+
+    @property
+    def push_credits(self) -> int:
+        """Updates being received at once."""
+        return self.pushes_max or 2 * self.sites_max
+
+    @property
+    def pull_credits(self) -> int:
+        """Versions being sent at once."""
+        return self.pulls_max or 4 * self.sites_max
+
+    @property
+    def watch_credits(self) -> int:
+        """Watch streams open at once."""
+        return self.watches_per_site_max * self.sites_max
+
+    @property
+    def calls_max(self) -> int:
+        """Calls at once, which is also the number of threads: every kind of stream full leaves room for control."""
+        return self.push_credits + self.pull_credits + self.watch_credits + 2 * self.sites_max + 8
+
+    def channel_arguments(self) -> list[tuple[str, int]]:
+        """gRPC's own settings for the listening end."""
+        return [
+            ("grpc.keepalive_time_ms", self.keepalive_time_ms),
+            ("grpc.keepalive_timeout_ms", self.keepalive_timeout_ms),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_ping_interval_without_data_ms", min(5_000, self.keepalive_time_ms // 2)),
+            ("grpc.http2.max_ping_strikes", 2),
+            ("grpc.server_handshake_timeout_ms", 5_000),
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_concurrent_streams", 16),
+            ("grpc.compression_enabled_algorithms_bitset", 1),
+            ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+        ]
+
+
+@dataclass(kw_only=True, slots=True)
+class ClientOptions:
+    """A site's or an operator's end."""
+
+    chunk_bytes: int = 256 * KIB
+    """Also the unit in which progress is seen: one chunk must pass within ``stall_s``."""
+    payload_bytes_max: int = PAYLOAD_BYTES_MAX
+    """A pull that declares more is refused before anything is allocated."""
+    control_timeout_s: float = 5.0
+    join_timeout_s: float = 15.0
+    admin_timeout_s: float = 60.0
+    stall_s: float = 10.0
+    """A push or pull that moved nothing for so long is given up; so is a Watch that said nothing."""
+    answer_s: float = 60.0
+    """Longest wait for the answer to a commit, during which the syncer makes the update durable."""
+    slowest_bytes_per_s: int = 16 * KIB
+    """Sets the deadline of a push or pull, beside ``stall_s`` and a fixed 60 s."""
+    data_channels: int = 1
+    """Connections for bulk, used in turn; several streams over a long path with small TCP buffers want several."""
+    keepalive_time_ms: int = 10_000
+    keepalive_timeout_ms: int = 5_000
+
+    def __post_init__(self) -> None:
+        _require_chunk_bytes(self.chunk_bytes)
+        for field in ("payload_bytes_max", "slowest_bytes_per_s", "data_channels"):
+            require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
+        for field in ("control_timeout_s", "join_timeout_s", "admin_timeout_s", "stall_s", "answer_s"):
+            require(getattr(self, field) > 0, field, getattr(self, field), "positive")
+
+    def channel_arguments(self) -> list[tuple[str, int]]:
+        """gRPC's own settings for a connecting end.  Without the local pool equal channels would share a connection."""
+        return [
+            ("grpc.keepalive_time_ms", self.keepalive_time_ms),
+            ("grpc.keepalive_timeout_ms", self.keepalive_timeout_ms),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.initial_reconnect_backoff_ms", 200),
+            ("grpc.min_reconnect_backoff_ms", 2_000),
+            ("grpc.max_reconnect_backoff_ms", 3_000),
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.enable_retries", 0),
+            ("grpc.max_receive_message_length", REPLY_BYTES_MAX),
+        ]
+
+
+def _require_chunk_bytes(chunk_bytes: int) -> None:
+    wanted = f"{CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX}"
+    require(CHUNK_BYTES_MIN <= chunk_bytes <= CHUNK_BYTES_MAX, "chunk_bytes", chunk_bytes, wanted)

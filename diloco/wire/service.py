@@ -1,0 +1,131 @@
+"""What the syncer's shell must offer so that ``server.serve`` can put it on the network.
+
+Everything here is in plain dataclasses.  The methods are called from many threads at once, one per call of a client;
+none may wait without a bound.  Each may raise ``Refusal``, which ends that call with the given status and text; any
+other exception is logged with its traceback and answered INTERNAL, because it is our own defect.  Before a method is
+called, the message was parsed and every bound checked, the caller's identity was established, and it was checked that
+this identity may speak for the message's site and that the run is ours (but for Join, where the shell says in words
+what differs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from diloco.wire.messages import (
+    JoinAsk,
+    JoinReply,
+    PullAsk,
+    PullHeader,
+    PushHeader,
+    PushResult,
+    ReportInfo,
+    ReportReply,
+    WatchEvent,
+)
+
+if TYPE_CHECKING:
+    from diloco.wire.security import Identity
+
+
+class PushSession(Protocol):
+    """One admitted push.  Called from one thread, in the order ``write`` ..., ``commit``, ``close``."""
+
+    @property
+    def offset(self) -> int:
+        """Bytes that are held already, from an earlier push of the same id that broke off; 0 when none."""
+        ...
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Keep ``data``, which stands at ``offset``: always the next byte.  Its checksum was checked."""
+        ...
+
+    def commit(self, digest: str) -> PushResult:
+        """All bytes are there.  Check ``digest`` over all of them (Refusal DATA_LOSS), make it durable, answer."""
+        ...
+
+    def close(self) -> None:
+        """Always called, once, last.  Without a ``commit`` before it the push was broken off and has not happened."""
+        ...
+
+
+class WatchFeed(Protocol):
+    """The events for one site, from one thread; ``close`` may come from another."""
+
+    def get(self, timeout_s: float) -> WatchEvent | None:
+        """The next event, or None after ``timeout_s`` or when closed.  After ``Dropped`` the stream ends."""
+        ...
+
+    def close(self) -> None:
+        """The watcher is gone.  Called at least once."""
+        ...
+
+
+def _nothing() -> None:
+    return
+
+
+@dataclass(frozen=True, slots=True)
+class PullSource:
+    """A version ready to be sent: ``parts`` have the lengths ``header.part_bytes``; ``close`` gives them back.
+
+    ``close`` is always called, once.
+    """
+
+    header: PullHeader
+    parts: Sequence[bytes | memoryview]
+    close: Callable[[], None] = _nothing
+
+
+class SyncerApi(Protocol):
+    """The syncer behind the network."""
+
+    def join(self, request: JoinAsk, identity: Identity) -> JoinReply:
+        """Take a learner process in.  Refuses with FAILED_PRECONDITION (the text names the field), PERMISSION_DENIED
+        (evicted), ALREADY_EXISTS (superseded) or RESOURCE_EXHAUSTED (full)."""
+        ...
+
+    def open_push(self, header: PushHeader, identity: Identity) -> PushSession | PushResult:
+        """Admit an update before its first payload byte, answer at once (duplicate, refused), or refuse.
+
+        An older push of the same (site, fragment, sequence) was ended before, and its session closed.
+        """
+        ...
+
+    def watch(self, site: str, incarnation: int, identity: Identity) -> WatchFeed:
+        """The events for ``site`` from now on."""
+        ...
+
+    def pull(self, ask: PullAsk, identity: Identity) -> PullSource:
+        """The version asked for.  The header and parts are those of the whole payload, whatever ``ask.offset`` is.
+
+        Refuses with NOT_FOUND for an unknown fragment, and when ``want_version`` cannot be had with the same bytes any
+        more (the client then begins anew).
+        """
+        ...
+
+    def report(self, report: ReportInfo, identity: Identity) -> ReportReply:
+        """A heartbeat."""
+        ...
+
+    def leave(self, site: str, incarnation: int, identity: Identity) -> None:
+        """``site`` says goodbye."""
+        ...
+
+    def status(self) -> dict[str, object]:
+        """How the run stands; made of what JSON can carry."""
+        ...
+
+    def drain(self) -> None:
+        """Begin the last round."""
+        ...
+
+    def evict(self, site: str) -> None:
+        """Put ``site`` out of the run.  NOT_FOUND when there is no such site."""
+        ...
+
+    def snapshot(self) -> None:
+        """Write a snapshot now; returns when it is durable."""
+        ...

@@ -1,0 +1,1 @@
+"""Generated from ``protos/diloco/wire/v1`` by ``make protos``; not edited by hand."""

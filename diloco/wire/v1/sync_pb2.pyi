@@ -1,0 +1,430 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REASON_UNSPECIFIED: _ClassVar[Reason]
+    REASON_STALE: _ClassVar[Reason]
+    REASON_OVERLOAD: _ClassVar[Reason]
+    REASON_GAP: _ClassVar[Reason]
+    REASON_NON_FINITE: _ClassVar[Reason]
+    REASON_OUTLIER: _ClassVar[Reason]
+    REASON_FENCED: _ClassVar[Reason]
+    REASON_NOT_JOINED: _ClassVar[Reason]
+    REASON_EVICTED: _ClassVar[Reason]
+    REASON_BAD_BASE: _ClassVar[Reason]
+    REASON_CONFLICT: _ClassVar[Reason]
+    REASON_FORGOTTEN: _ClassVar[Reason]
+    REASON_FINISHED: _ClassVar[Reason]
+    REASON_SUPERSEDED: _ClassVar[Reason]
+    REASON_FULL: _ClassVar[Reason]
+
+class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
+    OUTCOME_ACCEPTED: _ClassVar[Outcome]
+    OUTCOME_DUPLICATE: _ClassVar[Outcome]
+    OUTCOME_REFUSED: _ClassVar[Outcome]
+    OUTCOME_RETRY: _ClassVar[Outcome]
+
+class Ending(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ENDING_UNSPECIFIED: _ClassVar[Ending]
+    ENDING_FINISHED: _ClassVar[Ending]
+    ENDING_DRAINED: _ClassVar[Ending]
+REASON_UNSPECIFIED: Reason
+REASON_STALE: Reason
+REASON_OVERLOAD: Reason
+REASON_GAP: Reason
+REASON_NON_FINITE: Reason
+REASON_OUTLIER: Reason
+REASON_FENCED: Reason
+REASON_NOT_JOINED: Reason
+REASON_EVICTED: Reason
+REASON_BAD_BASE: Reason
+REASON_CONFLICT: Reason
+REASON_FORGOTTEN: Reason
+REASON_FINISHED: Reason
+REASON_SUPERSEDED: Reason
+REASON_FULL: Reason
+OUTCOME_UNSPECIFIED: Outcome
+OUTCOME_ACCEPTED: Outcome
+OUTCOME_DUPLICATE: Outcome
+OUTCOME_REFUSED: Outcome
+OUTCOME_RETRY: Outcome
+ENDING_UNSPECIFIED: Ending
+ENDING_FINISHED: Ending
+ENDING_DRAINED: Ending
+
+class Fate(_message.Message):
+    __slots__ = ("fragment", "sequence", "version", "tokens", "digest", "reason")
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    sequence: int
+    version: int
+    tokens: int
+    digest: str
+    reason: Reason
+    def __init__(self, fragment: _Optional[int] = ..., sequence: _Optional[int] = ..., version: _Optional[int] = ..., tokens: _Optional[int] = ..., digest: _Optional[str] = ..., reason: _Optional[_Union[Reason, str]] = ...) -> None: ...
+
+class Undecided(_message.Message):
+    __slots__ = ("sequence", "tokens")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    tokens: int
+    def __init__(self, sequence: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class Standing(_message.Message):
+    __slots__ = ("fragment", "version", "digest", "watermark", "cursor", "tokens_merged", "tokens_discarded", "undecided", "fates")
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    WATERMARK_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_MERGED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_DISCARDED_FIELD_NUMBER: _ClassVar[int]
+    UNDECIDED_FIELD_NUMBER: _ClassVar[int]
+    FATES_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    version: int
+    digest: str
+    watermark: int
+    cursor: int
+    tokens_merged: int
+    tokens_discarded: int
+    undecided: _containers.RepeatedCompositeFieldContainer[Undecided]
+    fates: _containers.RepeatedCompositeFieldContainer[Fate]
+    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., watermark: _Optional[int] = ..., cursor: _Optional[int] = ..., tokens_merged: _Optional[int] = ..., tokens_discarded: _Optional[int] = ..., undecided: _Optional[_Iterable[_Union[Undecided, _Mapping]]] = ..., fates: _Optional[_Iterable[_Union[Fate, _Mapping]]] = ...) -> None: ...
+
+class LearnerSettings(_message.Message):
+    __slots__ = ("heartbeat_ns", "chunk_bytes", "updates_in_flight_max", "site_timeout_ns")
+    HEARTBEAT_NS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UPDATES_IN_FLIGHT_MAX_FIELD_NUMBER: _ClassVar[int]
+    SITE_TIMEOUT_NS_FIELD_NUMBER: _ClassVar[int]
+    heartbeat_ns: int
+    chunk_bytes: int
+    updates_in_flight_max: int
+    site_timeout_ns: int
+    def __init__(self, heartbeat_ns: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., updates_in_flight_max: _Optional[int] = ..., site_timeout_ns: _Optional[int] = ...) -> None: ...
+
+class JoinRequest(_message.Message):
+    __slots__ = ("protocol", "run_id", "lineage", "site_id", "process", "layout_fingerprint", "layout_json", "shared_config")
+    class SharedConfigEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    SITE_ID_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_JSON_FIELD_NUMBER: _ClassVar[int]
+    SHARED_CONFIG_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    run_id: str
+    lineage: int
+    site_id: str
+    process: str
+    layout_fingerprint: str
+    layout_json: bytes
+    shared_config: _containers.ScalarMap[str, str]
+    def __init__(self, protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., lineage: _Optional[int] = ..., site_id: _Optional[str] = ..., process: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., layout_json: _Optional[bytes] = ..., shared_config: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class JoinResponse(_message.Message):
+    __slots__ = ("epoch", "incarnation", "lineage", "standings", "run_tokens", "progress_ppm", "ending", "settings")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    STANDINGS_FIELD_NUMBER: _ClassVar[int]
+    RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_PPM_FIELD_NUMBER: _ClassVar[int]
+    ENDING_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    incarnation: int
+    lineage: int
+    standings: _containers.RepeatedCompositeFieldContainer[Standing]
+    run_tokens: int
+    progress_ppm: int
+    ending: Ending
+    settings: LearnerSettings
+    def __init__(self, epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., lineage: _Optional[int] = ..., standings: _Optional[_Iterable[_Union[Standing, _Mapping]]] = ..., run_tokens: _Optional[int] = ..., progress_ppm: _Optional[int] = ..., ending: _Optional[_Union[Ending, str]] = ..., settings: _Optional[_Union[LearnerSettings, _Mapping]] = ...) -> None: ...
+
+class PushHeader(_message.Message):
+    __slots__ = ("run_id", "site_id", "incarnation", "fragment", "sequence", "base_version", "tokens", "steps", "step_ns", "cursor", "final", "encoding", "payload_bytes", "numel", "digest")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SITE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEP_NS_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    FINAL_FIELD_NUMBER: _ClassVar[int]
+    ENCODING_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUMEL_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    site_id: str
+    incarnation: int
+    fragment: int
+    sequence: int
+    base_version: int
+    tokens: int
+    steps: int
+    step_ns: int
+    cursor: int
+    final: bool
+    encoding: str
+    payload_bytes: int
+    numel: int
+    digest: str
+    def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., sequence: _Optional[int] = ..., base_version: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., step_ns: _Optional[int] = ..., cursor: _Optional[int] = ..., final: bool = ..., encoding: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., numel: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class Chunk(_message.Message):
+    __slots__ = ("offset", "crc32", "data")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    CRC32_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    crc32: int
+    data: bytes
+    def __init__(self, offset: _Optional[int] = ..., crc32: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class PushCommit(_message.Message):
+    __slots__ = ("payload_bytes", "digest")
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    payload_bytes: int
+    digest: str
+    def __init__(self, payload_bytes: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class PushRequest(_message.Message):
+    __slots__ = ("header", "chunk", "commit")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    header: PushHeader
+    chunk: Chunk
+    commit: PushCommit
+    def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., commit: _Optional[_Union[PushCommit, _Mapping]] = ...) -> None: ...
+
+class PushAdmitted(_message.Message):
+    __slots__ = ("offset",)
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    def __init__(self, offset: _Optional[int] = ...) -> None: ...
+
+class PushResult(_message.Message):
+    __slots__ = ("outcome", "reason", "version", "fate", "text")
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FATE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    outcome: Outcome
+    reason: Reason
+    version: int
+    fate: Fate
+    text: str
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., version: _Optional[int] = ..., fate: _Optional[_Union[Fate, _Mapping]] = ..., text: _Optional[str] = ...) -> None: ...
+
+class PushResponse(_message.Message):
+    __slots__ = ("admitted", "result")
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    admitted: PushAdmitted
+    result: PushResult
+    def __init__(self, admitted: _Optional[_Union[PushAdmitted, _Mapping]] = ..., result: _Optional[_Union[PushResult, _Mapping]] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("run_id", "site_id", "incarnation")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SITE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    site_id: str
+    incarnation: int
+    def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class Published(_message.Message):
+    __slots__ = ("epoch", "fragment", "version", "digest", "run_tokens", "progress_ppm")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_PPM_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    fragment: int
+    version: int
+    digest: str
+    run_tokens: int
+    progress_ppm: int
+    def __init__(self, epoch: _Optional[int] = ..., fragment: _Optional[int] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., run_tokens: _Optional[int] = ..., progress_ppm: _Optional[int] = ...) -> None: ...
+
+class Final(_message.Message):
+    __slots__ = ("ending",)
+    ENDING_FIELD_NUMBER: _ClassVar[int]
+    ending: Ending
+    def __init__(self, ending: _Optional[_Union[Ending, str]] = ...) -> None: ...
+
+class Dropped(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: Reason
+    def __init__(self, reason: _Optional[_Union[Reason, str]] = ...) -> None: ...
+
+class Alive(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchResponse(_message.Message):
+    __slots__ = ("published", "fate", "final", "dropped", "alive")
+    PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    FATE_FIELD_NUMBER: _ClassVar[int]
+    FINAL_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
+    published: Published
+    fate: Fate
+    final: Final
+    dropped: Dropped
+    alive: Alive
+    def __init__(self, published: _Optional[_Union[Published, _Mapping]] = ..., fate: _Optional[_Union[Fate, _Mapping]] = ..., final: _Optional[_Union[Final, _Mapping]] = ..., dropped: _Optional[_Union[Dropped, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ...) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("run_id", "site_id", "fragment", "have_version", "want_version", "offset")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SITE_ID_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    HAVE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WANT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    site_id: str
+    fragment: int
+    have_version: int
+    want_version: int
+    offset: int
+    def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., fragment: _Optional[int] = ..., have_version: _Optional[int] = ..., want_version: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class PullHeader(_message.Message):
+    __slots__ = ("fragment", "from_version", "version", "whole", "encoding", "numel", "payload_bytes", "part_bytes", "digest", "payload_crc32", "fates")
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    FROM_VERSION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    ENCODING_FIELD_NUMBER: _ClassVar[int]
+    NUMEL_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PART_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_CRC32_FIELD_NUMBER: _ClassVar[int]
+    FATES_FIELD_NUMBER: _ClassVar[int]
+    fragment: int
+    from_version: int
+    version: int
+    whole: bool
+    encoding: str
+    numel: int
+    payload_bytes: int
+    part_bytes: _containers.RepeatedScalarFieldContainer[int]
+    digest: str
+    payload_crc32: int
+    fates: _containers.RepeatedCompositeFieldContainer[Fate]
+    def __init__(self, fragment: _Optional[int] = ..., from_version: _Optional[int] = ..., version: _Optional[int] = ..., whole: bool = ..., encoding: _Optional[str] = ..., numel: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., part_bytes: _Optional[_Iterable[int]] = ..., digest: _Optional[str] = ..., payload_crc32: _Optional[int] = ..., fates: _Optional[_Iterable[_Union[Fate, _Mapping]]] = ...) -> None: ...
+
+class PullResponse(_message.Message):
+    __slots__ = ("header", "chunk")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    header: PullHeader
+    chunk: Chunk
+    def __init__(self, header: _Optional[_Union[PullHeader, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+
+class ReportRequest(_message.Message):
+    __slots__ = ("run_id", "site_id", "incarnation", "step", "tokens_processed", "tokens_unsent", "tokens_in_flight", "tokens_overwritten", "tokens_lost", "loss", "tokens_per_s", "step_ns", "train_ns", "stall_ns", "bytes_up", "bytes_down", "versions")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SITE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PROCESSED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_UNSENT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_OVERWRITTEN_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_LOST_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_NS_FIELD_NUMBER: _ClassVar[int]
+    TRAIN_NS_FIELD_NUMBER: _ClassVar[int]
+    STALL_NS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_UP_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DOWN_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    site_id: str
+    incarnation: int
+    step: int
+    tokens_processed: int
+    tokens_unsent: int
+    tokens_in_flight: int
+    tokens_overwritten: int
+    tokens_lost: int
+    loss: float
+    tokens_per_s: float
+    step_ns: int
+    train_ns: int
+    stall_ns: int
+    bytes_up: int
+    bytes_down: int
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens_processed: _Optional[int] = ..., tokens_unsent: _Optional[int] = ..., tokens_in_flight: _Optional[int] = ..., tokens_overwritten: _Optional[int] = ..., tokens_lost: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., step_ns: _Optional[int] = ..., train_ns: _Optional[int] = ..., stall_ns: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReportResponse(_message.Message):
+    __slots__ = ("epoch", "run_tokens", "progress_ppm", "known", "ending")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_PPM_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    ENDING_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    run_tokens: int
+    progress_ppm: int
+    known: bool
+    ending: Ending
+    def __init__(self, epoch: _Optional[int] = ..., run_tokens: _Optional[int] = ..., progress_ppm: _Optional[int] = ..., known: bool = ..., ending: _Optional[_Union[Ending, str]] = ...) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ("run_id", "site_id", "incarnation")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    SITE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    site_id: str
+    incarnation: int
+    def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class LeaveResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
