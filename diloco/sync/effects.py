@@ -57,11 +57,13 @@ class UpdateRef:
 class Contribution:
     """All updates of one site in one round, in sequence order, with the site's share of the merge.
 
-    ``weight`` is positive; the weights of one outer step sum to 1 (to 1e-12).
+    ``weight`` is positive; the weights of one outer step sum to 1 (to 1e-12).  ``base_version`` is the oldest one that
+    an update of it was measured from.
     """
 
     site: str
     weight: float
+    base_version: int
     updates: tuple[UpdateRef, ...]
 
 

@@ -180,7 +180,7 @@ class OuterSync:
             self._note("resumed", "the run had been drained")
         for index, fragment in enumerate(self.state.fragments):
             if fragment.merging_since_ns is not None:
-                self._effects.append(self._outer_step(index))
+                self._effects.append(self.outer_step(index))
                 self._note("outer_step_again", "it was under way when the last process ended", fragment=index)
 
     def _join(self, event: JoinRequested) -> None:
@@ -356,23 +356,29 @@ class OuterSync:
         fragment.round = None
         fragment.merging_since_ns = self.state.now_ns
         self._note("round_closed", why, fragment=index, version=fragment.version + 1)
-        self._effects.append(self._outer_step(index))
+        self._effects.append(self.outer_step(index))
 
-    def _outer_step(self, index: int) -> StartOuterStep:
+    def outer_step(self, index: int) -> StartOuterStep:
         """The outer step that is under way, from the memory alone, so that a restart gives the same one."""
-        parts: list[tuple[str, float, tuple[UpdateRef, ...]]] = []
-        for name in sorted(self.state.sites):
-            merging = [pending for pending in self.state.sites[name].lines[index].undecided if pending.merging]
-            if merging:
-                tokens, steps = sum(p.tokens for p in merging), sum(p.steps for p in merging)
-                refs = tuple(UpdateRef(p.sequence, p.payload, p.encoding, p.digest) for p in merging)
-                parts.append((name, raw_weight(self.options.weights, tokens, steps), refs))
-        weights = normalised([weight for _, weight, _ in parts])
-        return StartOuterStep(
-            index,
-            self.state.fragments[index].version + 1,
-            tuple(Contribution(name, weight, refs) for (name, _, refs), weight in zip(parts, weights, strict=True)),
+        merging = {
+            name: [pending for pending in self.state.sites[name].lines[index].undecided if pending.merging]
+            for name in sorted(self.state.sites)
+        }
+        merging = {name: updates for name, updates in merging.items() if updates}
+        raw = [
+            raw_weight(self.options.weights, sum(u.tokens for u in updates), sum(u.steps for u in updates))
+            for updates in merging.values()
+        ]
+        contributions = tuple(
+            Contribution(
+                name,
+                weight,
+                min(update.base_version for update in updates),
+                tuple(UpdateRef(u.sequence, u.payload, u.encoding, u.digest) for u in updates),
+            )
+            for (name, updates), weight in zip(merging.items(), normalised(raw), strict=True)
         )
+        return StartOuterStep(index, self.state.fragments[index].version + 1, contributions)
 
     def _outer_step_done(self, event: OuterStepDone) -> None:
         fragment = self.state.fragments[event.fragment]
