@@ -1,0 +1,71 @@
+"""How a call ends: refusals and defects become statuses here and nowhere else.
+
+A refusal changes nothing but a counter.  INTERNAL is always a defect of ours: it is logged with its traceback and
+counted.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from diloco.wire.calls import PUSHBACK_KEY
+from diloco.wire.chunks import ChunkError, DamagedChunk
+from diloco.wire.messages import TEXT_CHARS_MAX, MalformedMessage, Refusal, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from diloco.wire.gates import Counters
+
+_log = logging.getLogger(__name__)
+
+
+def refusal_of(error: Exception, method: str, counters: Counters) -> Refusal:
+    """What ``error`` means to the caller; a defect is logged and counted as ``internal``."""
+    match error:
+        case Refusal():
+            refusal = error
+        case DamagedChunk():
+            refusal = Refusal(Status.DATA_LOSS, str(error))
+        case MalformedMessage() | ChunkError():
+            refusal = Refusal(Status.INVALID_ARGUMENT, str(error))
+        case _:
+            _log.exception("%s failed by a defect", method, exc_info=error)
+            counters.add("internal")
+            return Refusal(Status.INTERNAL, "the syncer hit a defect of its own; its log says which")
+    counters.add(f"refused_{refusal.status.value.lower()}")
+    return refusal
+
+
+def abort(context: Any, refusal: Refusal) -> None:
+    """End the call; raises gRPC's own exception, always."""
+    if refusal.retry_ms is not None:
+        context.set_trailing_metadata(((PUSHBACK_KEY, str(refusal.retry_ms)),))
+    text = " ".join(refusal.text.split())[:TEXT_CHARS_MAX]
+    context.abort(grpc.StatusCode[refusal.status.name], text)
+
+
+def answered(work: Callable[[], bytes], context: Any, method: str, counters: Counters) -> bytes:
+    """The answer of a call that has one message each way."""
+    try:
+        return work()
+    except Exception as error:
+        refusal = refusal_of(error, method, counters)
+    abort(context, refusal)
+    raise AssertionError("abort returned")
+
+
+def streamed(messages: Iterator[bytes], context: Any, method: str, counters: Counters) -> Iterator[bytes]:
+    """The answers of a stream.  A client that went away ends it silently: there is nobody to be told."""
+    try:
+        yield from messages
+        return
+    except grpc.RpcError:
+        counters.add("broken_off")
+        return
+    except Exception as error:
+        refusal = refusal_of(error, method, counters)
+    abort(context, refusal)

@@ -1,0 +1,238 @@
+"""The syncer's end of ``SyncService``.
+
+Messages come as raw bytes and are parsed here, so that bytes which are not a message are the sender's fault
+(INVALID_ARGUMENT) and not ours.  In each call the order is: who is it, is the message within its bounds, may this
+caller say this, is there room; only then the shell is asked.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from diloco.wire import convert, convert_bulk
+from diloco.wire.answers import answered, streamed
+from diloco.wire.calls import SYNC_SERVICE
+from diloco.wire.chunks import Assembler, DamagedChunk, cut
+from diloco.wire.gates import Counters, Gate, OneAtATime
+from diloco.wire.messages import (
+    Alive,
+    Chunk,
+    Dropped,
+    MalformedMessage,
+    PushAdmitted,
+    PushHeader,
+    PushResult,
+    Refusal,
+    Status,
+)
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Iterator
+
+    from diloco.wire.messages import WatchEvent
+    from diloco.wire.options import ServerOptions
+    from diloco.wire.security import Authenticator, Identity
+    from diloco.wire.service import PushSession, SyncerApi, WatchFeed
+    from diloco.wire.stall import Guard, StallWatch
+
+_FEED_WAIT_S = 0.5
+
+
+class SyncHandlers:
+    """All methods of ``SyncService`` over one ``SyncerApi``."""
+
+    def __init__(
+        self,
+        api: SyncerApi,
+        options: ServerOptions,
+        authenticator: Authenticator,
+        stalls: StallWatch,
+        counters: Counters,
+        stopping: threading.Event,
+    ) -> None:
+        self._api = api
+        self._options = options
+        self._authenticator = authenticator
+        self._stalls = stalls
+        self._counters = counters
+        self._stopping = stopping
+        pushback_ms = options.pushback_ms
+        self._pushes = Gate("push", options.push_credits, options.pushes_per_site_max, pushback_ms)
+        self._pulls = Gate("pull", options.pull_credits, options.pulls_per_site_max, pushback_ms)
+        self._watches = Gate("watch", options.watch_credits, options.watches_per_site_max, pushback_ms)
+        self._pushing = OneAtATime("push", pushback_ms)
+        self._watching = OneAtATime("watch", pushback_ms)
+
+    def generic_handler(self) -> Any:
+        """What gRPC's server takes."""
+        handlers = {
+            "Join": grpc.unary_unary_rpc_method_handler(self._unary("Join", self._join)),
+            "Report": grpc.unary_unary_rpc_method_handler(self._unary("Report", self._report)),
+            "Leave": grpc.unary_unary_rpc_method_handler(self._unary("Leave", self._leave)),
+            "Push": grpc.stream_stream_rpc_method_handler(self._streaming("Push", self._push)),
+            "Watch": grpc.unary_stream_rpc_method_handler(self._streaming("Watch", self._watch)),
+            "Pull": grpc.unary_stream_rpc_method_handler(self._streaming("Pull", self._pull)),
+        }
+        return grpc.method_handlers_generic_handler(SYNC_SERVICE, handlers)
+
+    def _unary(self, method: str, work: Callable[[bytes, Identity], bytes]) -> Callable[[bytes, Any], bytes]:
+        def handler(raw: bytes, context: Any) -> bytes:
+            return answered(lambda: work(raw, self._authenticator.identify(context)), context, method, self._counters)
+
+        return handler
+
+    def _streaming(
+        self, method: str, work: Callable[[Any, Any], Iterator[bytes]]
+    ) -> Callable[[Any, Any], Iterator[bytes]]:
+        def handler(request: Any, context: Any) -> Iterator[bytes]:
+            return streamed(work(request, context), context, method, self._counters)
+
+        return handler
+
+    def _check_run(self, run_id: str) -> None:
+        if run_id != self._options.run_id:
+            raise Refusal(Status.NOT_FOUND, f"run_id is {run_id!r}: there is no such run here")
+
+    def _join(self, raw: bytes, identity: Identity) -> bytes:
+        ask = convert.unpack_join(raw)
+        identity.check_site(ask.site_id)
+        return convert.pack_join_reply(self._api.join(ask, identity))
+
+    def _report(self, raw: bytes, identity: Identity) -> bytes:
+        report = convert.unpack_report(raw)
+        identity.check_site(report.site_id)
+        self._check_run(report.run_id)
+        return convert.pack_report_reply(self._api.report(report, identity))
+
+    def _leave(self, raw: bytes, identity: Identity) -> bytes:
+        ask = convert.unpack_leave(raw)
+        identity.check_site(ask.site_id)
+        self._check_run(ask.run_id)
+        self._api.leave(ask.site_id, ask.incarnation, identity)
+        return b""
+
+    # --- Push --------------------------------------------------------------------------------------------------
+
+    def _push(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        identity = self._authenticator.identify(context)
+        with self._stalls.guard(self._options.header_timeout_s, context.cancel) as guard:
+            header = self._declared(requests, identity)
+            key = (header.site_id, header.fragment, header.sequence)
+            with (
+                self._pushing.enter(key, header.incarnation, context.cancel),
+                self._pushes.enter(header.site_id),
+            ):
+                guard.limit(None)
+                opened = self._api.open_push(header, identity)
+                guard.limit(self._options.stall_s)
+                if isinstance(opened, PushResult):
+                    result = opened
+                else:
+                    with closing(opened):
+                        yield convert_bulk.pack_push_reply(PushAdmitted(opened.offset))
+                        result = self._received(header, opened, requests, guard)
+            yield convert_bulk.pack_push_reply(result)
+
+    def _declared(self, requests: Iterator[bytes], identity: Identity) -> PushHeader:
+        raw = next(requests, None)
+        if raw is None:
+            raise DamagedChunk("the stream ended before the header")
+        header = convert_bulk.unpack_push(raw)
+        if not isinstance(header, PushHeader):
+            raise MalformedMessage("the first message of a push is not its header")
+        identity.check_site(header.site_id)
+        self._check_run(header.run_id)
+        if header.payload_bytes > self._options.payload_bytes_max:
+            raise MalformedMessage(
+                f"payload_bytes is {header.payload_bytes}: at most {self._options.payload_bytes_max} wanted"
+            )
+        return header
+
+    def _received(
+        self, header: PushHeader, session: PushSession, requests: Iterator[bytes], guard: Guard
+    ) -> PushResult:
+        assembler = Assembler(header.payload_bytes, session.write, session.offset)
+        for raw in requests:
+            guard.touch()
+            part = convert_bulk.unpack_push(raw)
+            if isinstance(part, Chunk):
+                self._counters.add("payload_bytes_in", len(part.data))
+                assembler.accept(part.offset, part.data, part.crc32)
+            elif isinstance(part, PushHeader):
+                raise MalformedMessage("a push has one header")
+            elif (part.payload_bytes, part.digest) != (header.payload_bytes, header.digest):
+                raise MalformedMessage("the commit does not repeat what the header declared")
+            else:
+                assembler.finish()
+                guard.limit(None)
+                result = session.commit(part.digest)
+                guard.limit(self._options.stall_s)
+                return result
+        # A stream's end means nothing: a client that was killed looks like one that has finished.
+        self._counters.add("broken_off")
+        raise DamagedChunk(f"the stream ended at {assembler.offset} of {header.payload_bytes} bytes, before the commit")
+
+    # --- Watch -------------------------------------------------------------------------------------------------
+
+    def _watch(self, raw: bytes, context: Any) -> Iterator[bytes]:
+        identity = self._authenticator.identify(context)
+        ask = convert.unpack_watch(raw)
+        identity.check_site(ask.site_id)
+        self._check_run(ask.run_id)
+        with (
+            self._watching.enter((ask.site_id,), ask.incarnation, context.cancel),
+            self._watches.enter(ask.site_id),
+            closing(self._api.watch(ask.site_id, ask.incarnation, identity)) as feed,
+            self._stalls.guard(self._options.stall_s, context.cancel) as guard,
+        ):
+            context.add_callback(feed.close)
+            yield convert.pack_watch_event(Alive())
+            while context.is_active() and not self._stopping.is_set():
+                event = self._next_event(feed, context)
+                guard.touch()
+                yield convert.pack_watch_event(event)
+                guard.touch()
+                if isinstance(event, Dropped):
+                    return
+            if self._stopping.is_set():
+                raise Refusal(Status.UNAVAILABLE, "the syncer stops")
+
+    def _next_event(self, feed: WatchFeed, context: Any) -> WatchEvent:
+        silent_until_s = time.monotonic() + self._options.alive_s
+        while context.is_active() and not self._stopping.is_set():
+            asked_s = time.monotonic()
+            if asked_s >= silent_until_s:
+                break
+            wait_s = min(_FEED_WAIT_S, silent_until_s - asked_s)
+            event = feed.get(wait_s)
+            if event is not None:
+                return event
+            # A feed that was closed has nothing to wait for, and must not make this loop spin.
+            self._stopping.wait(max(0.0, wait_s - (time.monotonic() - asked_s)))
+        return Alive()
+
+    # --- Pull --------------------------------------------------------------------------------------------------
+
+    def _pull(self, raw: bytes, context: Any) -> Iterator[bytes]:
+        identity = self._authenticator.identify(context)
+        ask = convert_bulk.unpack_pull(raw)
+        identity.check_reader(ask.site_id)
+        self._check_run(ask.run_id)
+        with self._pulls.enter(ask.site_id):
+            source = self._api.pull(ask, identity)
+            try:
+                if ask.offset > source.header.payload_bytes:
+                    raise Refusal(Status.NOT_FOUND, f"offset is {ask.offset}: the payload is shorter")
+                with self._stalls.guard(self._options.stall_s, context.cancel) as guard:
+                    yield convert_bulk.pack_pull_part(source.header)
+                    for offset, data, crc32 in cut(source.parts, self._options.chunk_bytes, ask.offset):
+                        yield convert_bulk.pack_pull_part(Chunk(offset, data, crc32))
+                        self._counters.add("payload_bytes_out", len(data))
+                        guard.touch()
+            finally:
+                source.close()
