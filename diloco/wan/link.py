@@ -1,0 +1,288 @@
+"""The model of one WAN link: when does what was sent at one end come out at the other?
+
+Pure: no clock, no sockets, no loop.  Instants are integer nanoseconds and always an argument, so that a whole
+link can be tried in a test without waiting for it.
+
+A byte that enters a direction is first serialised (the rate is shared by everything that goes the same way, first
+come first served), then travels for half the round-trip time plus the jitter of that moment, and then may wait for a
+stall to end.  Nothing overtakes anything.
+
+The weather (jitter and stalls) is a function of the seed, the direction and the time since the link was started, and
+of nothing else.  How a program cuts its writes, or how the kernel cuts our reads, does not change it, so two runs with
+one seed see the same weather even though no two runs read the same pieces.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MILLISECOND_NS = 1_000_000
+SECOND_NS = 1_000_000_000
+JITTER_SLOT_NS = 10 * MILLISECOND_NS
+SLOTS_PER_SECOND = SECOND_NS // JITTER_SLOT_NS
+STALL_MS_MAX = 10_000.0
+STALLED_SHARE_MAX = 0.5
+RTT_MS_MAX = 60_000.0
+SECONDS_KEPT_MAX = 32
+
+READ_SPAN_NS = 2 * MILLISECOND_NS
+READ_BYTES_MIN = 4 * 1024
+READ_BYTES_MAX = 256 * 1024
+UNLIMITED_WINDOW_BYTES = 64 * 1024 * 1024
+
+DIRECTIONS = ("up", "down")
+
+Item = TypeVar("Item")
+
+
+def _check_number(field: str, value: object, low: float, high: float, wanted: str) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # NaN fails both comparisons and is refused with the rest.
+    if not (is_number and low <= value <= high):  # type: ignore[operator]
+        raise ValueError(f"{field} is {value!r}: {wanted}")
+
+
+@dataclass(kw_only=True, slots=True)
+class LinkOptions:
+    """What a link is like.  Both directions are alike; each draws its own weather.
+
+    The measured round trip of an idle link lies between ``rtt_ms - jitter_ms`` and ``rtt_ms + jitter_ms``.
+    """
+
+    rtt_ms: float = 0.0
+    """Round-trip time; each direction delays by half of it."""
+    jitter_ms: float = 0.0
+    """Half the width of the round trip's spread: each direction adds a uniform draw of +- half of this."""
+    mbps: float = 0.0
+    """Payload rate of each direction in 10^6 bits a second, headers not counted; 0 for no bound."""
+    queue_kib: float = 1024.0
+    """What may wait in front of the link, beyond what is under way on it."""
+    stall_percent: float = 0.0
+    """Chance in each second that a direction stalls, as it does while a lost segment is sent again."""
+    stall_ms: float = 200.0
+    """How long one stall lasts (200 ms is the least retransmission time-out of Linux)."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_number("rtt_ms", self.rtt_ms, 0, RTT_MS_MAX, f"0 to {RTT_MS_MAX:g}")
+        _check_number("jitter_ms", self.jitter_ms, 0, self.rtt_ms, f"0 to rtt_ms={self.rtt_ms!r}: no delay is negative")
+        _check_number("mbps", self.mbps, 0, 1e6, "0 (no bound) to 1000000")
+        if 0 < self.mbps < 1e-3:
+            raise ValueError(f"mbps is {self.mbps!r}: 0 (no bound) or at least 0.001")
+        _check_number("queue_kib", self.queue_kib, 0, 1 << 20, f"0 to {1 << 20}")
+        _check_number("stall_percent", self.stall_percent, 0, 100, "0 to 100")
+        _check_number("stall_ms", self.stall_ms, 0, STALL_MS_MAX, f"0 to {STALL_MS_MAX:g}")
+        stalled_share = self.stall_percent / 100 * self.stall_ms / 1000
+        if stalled_share > STALLED_SHARE_MAX:
+            raise ValueError(
+                f"stall_percent is {self.stall_percent!r}: with stall_ms={self.stall_ms!r} the link would stand still "
+                f"{stalled_share:.0%} of the time, and {STALLED_SHARE_MAX:.0%} is the most"
+            )
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ValueError(f"seed is {self.seed!r}: a whole number")
+
+    @property
+    def read_bytes(self) -> int:
+        """The most to take from a socket at once: 2 ms of the link, so that no sender is served in lumps."""
+        if self.mbps == 0:
+            return READ_BYTES_MAX
+        return min(max(self._bytes_in(READ_SPAN_NS), READ_BYTES_MIN), READ_BYTES_MAX)
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes one direction may hold before its senders must wait: rate x delay plus the queue."""
+        queue_bytes = max(int(self.queue_kib * 1024), 2 * self.read_bytes)
+        if self.mbps == 0:
+            return UNLIMITED_WINDOW_BYTES + queue_bytes
+        longest_ns = int((self.rtt_ms + self.jitter_ms) * MILLISECOND_NS / 2)
+        return self._bytes_in(longest_ns) + queue_bytes
+
+    def serialise_ns(self, num_bytes: int) -> int:
+        """How long ``num_bytes`` occupy the link, in ns."""
+        return int(num_bytes * 8000 / self.mbps) if self.mbps else 0
+
+    def _bytes_in(self, span_ns: int) -> int:
+        return int(span_ns * self.mbps / 8000)
+
+
+@dataclass(frozen=True, slots=True)
+class _Second:
+    """What the weather does in one second of a link's life."""
+
+    stall_chance: float
+    """In [0, 1): the second stalls if this is below ``stall_percent / 100``."""
+    stall_offset_ns: int
+    jitter: tuple[float, ...]
+    """One draw in [-1, 1] for each slot of ``JITTER_SLOT_NS``."""
+
+
+class Weather:
+    """Jitter and stalls of one direction, by seed and time since the start.
+
+    Each second has a generator of its own, seeded by (seed, direction, second), which draws in this order: the chance
+    of a stall, its offset in the second, one jitter for each of 100 slots.  All are drawn whether the options use them
+    or not, so a change of the options does not shift what comes later, and an idle hour costs nothing.
+    """
+
+    def __init__(self, seed: int, direction: str) -> None:
+        self._key = f"{seed}/{direction}"
+        self._seconds: dict[int, _Second] = {}
+
+    def jitter(self, at_ns: int) -> float:
+        """The draw in [-1, 1] that holds at ``at_ns`` since the start."""
+        second, offset_ns = divmod(at_ns, SECOND_NS)
+        return self._second(second).jitter[offset_ns // JITTER_SLOT_NS]
+
+    def stall_at(self, at_ns: int, options: LinkOptions) -> tuple[int, int] | None:
+        """The (second, end in ns) of the latest-ending stall that covers ``at_ns``, or None."""
+        stall_ns = int(options.stall_ms * MILLISECOND_NS)
+        if options.stall_percent == 0 or stall_ns == 0:
+            return None
+        found: tuple[int, int] | None = None
+        for second in range(max(0, (at_ns - stall_ns) // SECOND_NS), at_ns // SECOND_NS + 1):
+            drawn = self._second(second)
+            begin_ns = second * SECOND_NS + drawn.stall_offset_ns
+            stalls = drawn.stall_chance * 100 < options.stall_percent
+            if stalls and begin_ns <= at_ns < begin_ns + stall_ns:
+                # All stalls are equally long, so the one that began last ends last.
+                found = (second, begin_ns + stall_ns)
+        return found
+
+    def _second(self, index: int) -> _Second:
+        known = self._seconds.get(index)
+        if known is not None:
+            return known
+        draws = random.Random(f"{self._key}/{index}")
+        drawn = _Second(
+            stall_chance=draws.random(),
+            stall_offset_ns=int(draws.random() * SECOND_NS),
+            jitter=tuple(2 * draws.random() - 1 for _ in range(SLOTS_PER_SECOND)),
+        )
+        if len(self._seconds) >= SECONDS_KEPT_MAX:
+            self._seconds.pop(next(iter(self._seconds)))
+        self._seconds[index] = drawn
+        return drawn
+
+
+@dataclass(slots=True)
+class Passage(Generic[Item]):
+    """One thing on its way through a direction: from where it waits to when it comes out.  Instants in ns."""
+
+    item: Item
+    num_bytes: int
+    start_ns: int = 0
+    """When the link begins to take it."""
+    end_ns: int = 0
+    """When the link has taken all of it and is free for the next."""
+    due_ns: int = 0
+    """When it comes out at the other end."""
+
+
+class Path(Generic[Item]):
+    """One direction of a link: what is under way on it, and when each thing is due.
+
+    First in, first out.  ``push`` plans, ``take_due`` lets out, ``change`` and ``heal`` plan again.
+    """
+
+    def __init__(self, options: LinkOptions, direction: str, started_ns: int) -> None:
+        if direction not in DIRECTIONS:
+            raise ValueError(f"direction is {direction!r}: one of {', '.join(DIRECTIONS)}")
+        self.options = options
+        self.direction = direction
+        self.blocked = False
+        """True in a partition: things go in, nothing comes out, and nothing is lost."""
+        self.in_flight_bytes = 0
+        self.in_flight_bytes_peak = 0
+        self.num_stalls = 0
+        """Stalls that held something up."""
+        self._started_ns = started_ns
+        self._weather = Weather(options.seed, direction)
+        self._passages: deque[Passage[Item]] = deque()
+        self._free_ns = started_ns
+        self._last_due_ns = started_ns
+        self._last_stall_second = -1
+
+    @property
+    def room_bytes(self) -> int:
+        """How much more may be read before the senders must wait; not above zero when they must."""
+        return self.options.window_bytes - self.in_flight_bytes
+
+    def push(self, item: Item, num_bytes: int, now_ns: int) -> None:
+        """Put ``item`` at the end of the queue; 0 bytes for what only needs its turn (a close, a handshake)."""
+        passage = Passage(item, num_bytes)
+        self._plan(passage, now_ns)
+        self._passages.append(passage)
+        self.in_flight_bytes += num_bytes
+        self.in_flight_bytes_peak = max(self.in_flight_bytes_peak, self.in_flight_bytes)
+
+    def next_due_ns(self) -> int | None:
+        """When ``take_due`` next has something, or None while empty or blocked."""
+        if self.blocked or not self._passages:
+            return None
+        return self._passages[0].due_ns
+
+    def take_due(self, now_ns: int) -> list[Passage[Item]]:
+        """All that has come out by ``now_ns``, in order."""
+        taken: list[Passage[Item]] = []
+        while not self.blocked and self._passages and self._passages[0].due_ns <= now_ns:
+            passage = self._passages.popleft()
+            self.in_flight_bytes -= passage.num_bytes
+            taken.append(passage)
+        return taken
+
+    def change(self, options: LinkOptions, now_ns: int) -> None:
+        """Go on with other options.  What the link has taken keeps its instants; what still waits is planned anew."""
+        if options.seed != self.options.seed:
+            self._weather = Weather(options.seed, self.direction)
+        self.options = options
+        self._free_ns = now_ns
+        self._last_due_ns = now_ns
+        for passage in self._passages:
+            if passage.start_ns < now_ns:
+                self._free_ns = max(self._free_ns, passage.end_ns)
+                self._last_due_ns = max(self._last_due_ns, passage.due_ns)
+            else:
+                self._plan(passage, now_ns)
+
+    def heal(self, now_ns: int) -> None:
+        """End a partition.  All that was under way is sent again from the start, as TCP would have to."""
+        if not self.blocked:
+            return
+        self.blocked = False
+        self._free_ns = now_ns
+        self._last_due_ns = now_ns
+        for passage in self._passages:
+            self._plan(passage, now_ns)
+
+    def drop(self, is_gone: Callable[[Item], bool]) -> None:
+        """Forget all items for which ``is_gone``; the others keep their instants."""
+        self._passages = deque(passage for passage in self._passages if not is_gone(passage.item))
+        self.in_flight_bytes = sum(passage.num_bytes for passage in self._passages)
+
+    def _plan(self, passage: Passage[Item], now_ns: int) -> None:
+        options = self.options
+        passage.start_ns = max(self._free_ns, now_ns)
+        passage.end_ns = passage.start_ns + options.serialise_ns(passage.num_bytes)
+        self._free_ns = passage.end_ns
+        delay_ns = int(options.rtt_ms * MILLISECOND_NS / 2)
+        if options.jitter_ms:
+            unit = self._weather.jitter(passage.end_ns - self._started_ns)
+            delay_ns += int(unit * options.jitter_ms * MILLISECOND_NS / 2)
+        passage.due_ns = max(self._after_stalls(passage.end_ns + delay_ns), self._last_due_ns)
+        self._last_due_ns = passage.due_ns
+
+    def _after_stalls(self, due_ns: int) -> int:
+        """The first instant from ``due_ns`` on at which the direction is not stalled."""
+        while (stall := self._weather.stall_at(due_ns - self._started_ns, self.options)) is not None:
+            second, end_ns = stall
+            if second > self._last_stall_second:
+                self._last_stall_second = second
+                self.num_stalls += 1
+            due_ns = self._started_ns + end_ns
+        return due_ns

@@ -1,0 +1,169 @@
+"""The relay as a process of its own: control, death, and never a process left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from diloco.wan.link import LinkOptions
+from diloco.wan.process import RelayDiedError, RelayProcess
+from diloco.wan.relay import format_address, parse_address
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+WAIT_S = 10.0
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def relays() -> Iterator[RelayProcess]:
+    with RelayProcess() as running:
+        yield running
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(WAIT_S)
+        yield listening
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is not just waiting to be reaped."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_links_are_hosted_by_name_and_controlled_while_they_run(relays: RelayProcess, listener: socket.socket) -> None:
+    target = format_address(*listener.getsockname())
+    addresses = {name: relays.add(name, LinkOptions(rtt_ms=10), target) for name in ("near", "far")}
+    relays.set("far", rtt_ms=40.0)
+    assert len(set(addresses.values())) == 2
+    with socket.create_connection(parse_address(addresses["far"]), timeout=WAIT_S) as client:
+        server, _ = listener.accept()
+        with server:
+            server.settimeout(WAIT_S)
+            client.sendall(b"up!")
+            assert server.recv(16) == b"up!"
+            relays.partition("far", "down")
+            server.sendall(b"down")
+            client.settimeout(0.3)
+            with pytest.raises(TimeoutError):
+                client.recv(16)
+            client.settimeout(WAIT_S)
+            relays.heal("far")
+            assert client.recv(16) == b"down"
+            stats = relays.stats()
+            assert (stats["far"]["bytes_up"], stats["far"]["bytes_down"], stats["far"]["connections"]) == (3, 4, 1)
+            assert stats["near"]["bytes_up"] == stats["near"]["connections_total"] == 0
+            relays.reset("far")
+            for end in (client, server):
+                with pytest.raises(ConnectionResetError):
+                    end.recv(16)
+    relays.refuse("near")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(parse_address(addresses["near"]), timeout=WAIT_S)
+    relays.accept("near")
+    socket.create_connection(parse_address(addresses["near"]), timeout=WAIT_S).close()
+    relays.remove("near")
+    assert list(relays.stats()) == ["far"]
+    assert 0 < relays.cpu_s() < WAIT_S
+
+
+def test_refusals_cross_the_pipe_in_words_and_the_relay_goes_on(relays: RelayProcess, listener: socket.socket) -> None:
+    with pytest.raises(ValueError, match=r"target_host is '192\.0\.2\.1': only loopback"):
+        relays.add("a", LinkOptions(), "192.0.2.1:80")
+    with pytest.raises(ValueError, match=r"link is 'a': one of \(none yet\)"):
+        relays.heal("a")
+    with pytest.raises(ValueError, match="in use"):
+        relays.add("a", LinkOptions(), "127.0.0.1:1", listen=format_address(*listener.getsockname()))
+    assert relays.stats() == {}
+    assert relays.is_alive()
+
+
+def test_many_threads_may_ask_at_once(relays: RelayProcess) -> None:
+    names = [f"link{number}" for number in range(8)]
+    threads = [threading.Thread(target=relays.add, args=(name, LinkOptions(rtt_ms=1), "127.0.0.1:1")) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert sorted(relays.stats()) == names
+
+
+def test_a_killed_relay_is_noticed() -> None:
+    with RelayProcess() as relays:
+        relays.add("a", LinkOptions(), "127.0.0.1:1")
+        os.kill(relays.pid, signal.SIGKILL)
+        with pytest.raises(RelayDiedError, match=r"has ended \(exit code -9\)"):
+            relays.stats()
+        assert not relays.is_alive()
+        with pytest.raises(RelayDiedError):
+            relays.heal("a")
+
+
+def test_a_silent_relay_is_noticed_in_bounded_time_and_may_come_back() -> None:
+    with RelayProcess() as patient:
+        patient.stats()
+        with RelayProcess(answer_timeout_s=WAIT_S) as relays:
+            relays.stats()
+            relays._answer_timeout_s = 0.3
+            os.kill(relays.pid, signal.SIGSTOP)
+            try:
+                with pytest.raises(RelayDiedError, match=r"did not answer within 0\.3 s"):
+                    relays.stats()
+            finally:
+                os.kill(relays.pid, signal.SIGCONT)
+            relays._answer_timeout_s = WAIT_S
+            assert relays.cpu_s() > 0, "the answer that came too late was taken for this one's"
+
+
+def test_a_relay_that_fails_says_its_last_words() -> None:
+    with RelayProcess() as relays:
+        relays.stats()
+        with pytest.raises(RelayDiedError, match="TypeError"):
+            # No method asks for this: a link without its arguments is a defect of ours, and ends the child.
+            relays._do("add")
+
+
+def test_closing_ends_the_process_and_closing_twice_is_allowed() -> None:
+    relays = RelayProcess()
+    relays.add("a", LinkOptions(), "127.0.0.1:1")
+    relays.close()
+    relays.close()
+    assert not is_running(relays.pid)
+    assert relays._child.returncode == 0
+    with pytest.raises(RelayDiedError, match="was closed"):
+        relays.stats()
+
+
+def test_the_relay_does_not_outlive_a_parent_that_was_killed() -> None:
+    program = (
+        "import os, sys; from diloco.wan.process import RelayProcess; relays = RelayProcess(); relays.stats(); "
+        "sys.stdout.write(str(relays.pid)); sys.stdout.flush(); os.kill(os.getpid(), 9)"
+    )
+    parent = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=30, check=False)
+    assert parent.returncode == -9, parent.stderr.decode()
+    deadline_s = time.monotonic() + WAIT_S
+    while is_running(int(parent.stdout)) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert not is_running(int(parent.stdout))
+
+
+def test_the_relay_is_in_a_session_of_its_own_and_imports_no_torch(relays: RelayProcess) -> None:
+    relays.stats()
+    assert os.getsid(relays.pid) == relays.pid != os.getsid(0), "a Ctrl-C for the run would end the links"
+    maps = Path(f"/proc/{relays.pid}/maps").read_text(encoding="utf-8")
+    assert "libtorch" not in maps
