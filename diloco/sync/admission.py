@@ -48,7 +48,7 @@ def admit(
         return Verdict(Outcome.REFUSED, Reason.EVICTED)
     if incarnation != member.incarnation or member.status is Status.LEFT:
         return Verdict(Outcome.REFUSED, Reason.FENCED)
-    if state.phase is Phase.ENDED:
+    if state.phase is Phase.ENDED or (state.final_deadline_ns is not None and state.now_ns >= state.final_deadline_ns):
         return Verdict(Outcome.REFUSED, Reason.FINISHED)
     if sequence > line.watermark + 1:
         return Verdict(Outcome.RETRY, Reason.GAP)

@@ -182,6 +182,11 @@ class OuterSync:
             if fragment.merging_since_ns is not None:
                 self._effects.append(self.outer_step(index))
                 self._note("outer_step_again", "it was under way when the last process ended", fragment=index)
+            self._refuse_stale(index)  # The bound may be a smaller one in this process.
+        if self.state.ending is not None:  # The last process may have ended between the record and the word.
+            self._effects.append(AnnounceFinal(self.state.ending))
+        if self.state.phase is Phase.ENDED:
+            self._mark_final()
 
     def _join(self, event: JoinRequested) -> None:
         site = self.state.sites.get(event.site)
@@ -221,10 +226,12 @@ class OuterSync:
         if isinstance(event, SiteSilent) and site.status is Status.LIVE:
             site.status = Status.SILENT
             self._note("site_silent", f"nothing heard for {self.options.site_timeout_ns / 1e9:g} s", site=event.site)
-            self._leave_rounds(event.site, "it is silent")
         elif isinstance(event, SiteHeard) and site.status is Status.SILENT:
-            site.status = Status.LIVE
-            self._note("site_back", "it was heard again", site=event.site)
+            self._back(event.site, site)
+
+    def _back(self, name: str, site: Site) -> None:
+        site.status = Status.LIVE
+        self._note("site_back", "it was heard again", site=name)
 
     def _left(self, event: SiteLeft) -> None:
         site = self.state.sites.get(event.site)
@@ -235,7 +242,6 @@ class OuterSync:
         site.status = Status.LEFT
         self._effects.append(AnswerDone(event.call))
         self._note("site_left", "it said goodbye", site=event.site)
-        self._leave_rounds(event.site, "it left")
 
     def _evicted(self, event: SiteEvicted) -> None:
         site = self.state.sites.get(event.site)
@@ -248,15 +254,6 @@ class OuterSync:
                 self._refuse(event.site, index, pending, Reason.EVICTED)
         self._effects += [DropSite(event.site, site.incarnation, Reason.EVICTED), AnswerDone(event.call)]
         self._note("site_evicted", "an operator's word", site=event.site)
-        self._leave_rounds(event.site, "it was evicted")
-
-    def _leave_rounds(self, name: str, why: str) -> None:
-        """A site that is gone is waited for no more; what it has delivered still counts."""
-        for index, fragment in enumerate(self.state.fragments):
-            if fragment.round and name in fragment.round.members and name not in self.state.arrived(index):
-                fragment.round.members.remove(name)
-                left = len(fragment.round.members)
-                self._note("round_shrunk", f"{why}: {left} members left", site=name, fragment=index)
 
     # --- updates and rounds ------------------------------------------------------------------------------------
 
@@ -274,7 +271,8 @@ class OuterSync:
         if verdict.outcome is not Outcome.ACCEPTED:
             return
         site, fragment = self.state.sites[event.site], self.state.fragments[event.fragment]
-        site.status = Status.LIVE
+        if site.status is Status.SILENT:
+            self._back(event.site, site)
         site.step_ns = smoothed(site.step_ns, event.step_ns)
         line = site.lines[event.fragment]
         line.watermark, line.cursor, line.final = event.sequence, max(line.cursor, event.cursor), event.final
@@ -306,15 +304,16 @@ class OuterSync:
             if run_end_ns is not None and state.now_ns >= run_end_ns:
                 self._begin_ending(Ending.FINISHED, f"{self.options.run_ns / 1e9:g} s have passed")
         for index, fragment in enumerate(state.fragments):
-            if fragment.merging_since_ns is None:
-                self._consider(index, fragment)
+            self._consider(index, fragment)
         if state.phase is Phase.ENDING and all(self._is_final(index) for index in range(len(state.fragments))):
-            assert state.ending is not None
             state.phase = Phase.ENDED
-            self._effects.append(MarkFinal(state.ending, tuple(f.version for f in state.fragments)))
+            self._mark_final()
 
     def _consider(self, index: int, fragment: FragmentState) -> None:
-        """Close the fragment's round if it may close; start its grace when the quorum is met."""
+        """Close the fragment's round if it may close; start its grace when the quorum is met.
+
+        A merge under way keeps the round open, but quorum and grace do not wait for it.
+        """
         arrived = self.state.arrived(index)
         if not arrived:
             fragment.round = None  # Every update of it was refused: no version is made of nothing.
@@ -322,12 +321,17 @@ class OuterSync:
         if fragment.round is None:
             self._open_round(index)
         assert fragment.round is not None
+        shrunk = self._shrink(index, fragment.round, arrived)
+        merging = fragment.merging_since_ns is not None
         if self._all_final(index):
-            self._close(index, "the last round is complete")
+            if not merging:
+                self._close(index, "the last round is complete")
             return
         stand = standing(self.options, fragment.round.members, self.state.live(), arrived)
         if not stand.met:
             fragment.round.met_ns = fragment.round.deadline_ns = None
+            if shrunk and set(fragment.round.members) <= set(arrived):
+                self._note("round_waits", stand.why, fragment=index)
             return
         now_ns = self.state.now_ns
         if fragment.round.met_ns is None:
@@ -338,10 +342,22 @@ class OuterSync:
             if wait_ns and not stand.complete:
                 self._note("grace", f"{stand.why}; {wait_ns / 1e6:.0f} ms for more", fragment=index)
         assert fragment.round.deadline_ns is not None
+        if merging:
+            return
         if stand.complete:
             self._close(index, "every live site arrived")
         elif now_ns >= fragment.round.deadline_ns:
             self._close(index, f"{stand.why}; grace over")
+
+    def _shrink(self, index: int, open_round: Round, arrived: list[str]) -> bool:
+        """A member that is gone is waited for no more; what it has delivered still counts."""
+        waited_for = {*self.state.live(), *arrived}
+        gone = [name for name in open_round.members if name not in waited_for]
+        for name in gone:
+            open_round.members.remove(name)
+            why = f"it is {self.state.sites[name].status.value}: {len(open_round.members)} members left"
+            self._note("round_shrunk", why, site=name, fragment=index)
+        return bool(gone)
 
     def _grace_ns(self, fragment: FragmentState) -> int:
         step_ns = max((self.state.sites[name].step_ns for name in self.state.live()), default=0)
@@ -391,10 +407,15 @@ class OuterSync:
         for name, pending in self._under_merge(event.fragment):
             fates.append(self._decide(name, event.fragment, pending, event.version, None))
         self._effects += [PublishVersion(event.fragment, event.version, event.digest), *fates]
+        self._refuse_stale(event.fragment)
+
+    def _refuse_stale(self, index: int) -> None:
+        """Staleness is judged against the version that the next outer step begins from."""
+        version = self.state.fragments[index].version
         for name in sorted(self.state.sites):
-            for pending in self.state.sites[name].lines[event.fragment].waiting():
-                if event.version - pending.base_version > self.options.staleness_max:
-                    self._refuse(name, event.fragment, pending, Reason.STALE)
+            for pending in self.state.sites[name].lines[index].waiting():
+                if version - pending.base_version > self.options.staleness_max:
+                    self._refuse(name, index, pending, Reason.STALE)
 
     def _outer_step_failed(self, event: OuterStepFailed) -> None:
         fragment = self.state.fragments[event.fragment]
@@ -425,6 +446,8 @@ class OuterSync:
             line.updates_refused[reason.value] = line.updates_refused.get(reason.value, 0) + 1
             if reason in DISCARDING:
                 line.tokens_discarded += pending.tokens
+            else:
+                line.final = False  # The site kept the progress and sends it once more.
         return TellFate(name, fate)
 
     # --- the end -----------------------------------------------------------------------------------------------
@@ -442,14 +465,23 @@ class OuterSync:
         self._effects.append(AnnounceFinal(ending))
         self._note("last_round", why)
 
+    def _mark_final(self) -> None:
+        assert self.state.ending is not None
+        self._effects.append(MarkFinal(self.state.ending, tuple(f.version for f in self.state.fragments)))
+
     def _all_final(self, index: int) -> bool:
-        """Whether nothing more will arrive for the fragment in the last round."""
+        """Whether nothing more can arrive for the fragment in the last round before it closes.
+
+        A site whose window is full is no reason to wait: it sends its last update after the fates that a close brings.
+        """
         state = self.state
         if state.phase is not Phase.ENDING:
             return False
         assert state.final_deadline_ns is not None
-        late = state.now_ns >= state.final_deadline_ns
-        return late or all(state.sites[name].lines[index].final for name in state.live())
+        if state.now_ns >= state.final_deadline_ns:
+            return True
+        lines = [state.sites[name].lines[index] for name in state.live()]
+        return all(line.final or len(line.undecided) >= self.options.updates_in_flight_max for line in lines)
 
     def _is_final(self, index: int) -> bool:
         fragment = self.state.fragments[index]

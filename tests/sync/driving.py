@@ -1,0 +1,125 @@
+"""Short words for driving the outer machine in tests.
+
+``Syncer`` holds a machine, its time and its journal, fills in what a test does not care about, and looks after every
+event at what must always hold.  Tests say what happens; they read the effects.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from diloco.sync import effects as fx
+from diloco.sync import events as ev
+from diloco.sync.journal import Record, digest_effects
+from diloco.sync.options import SECOND_NS, OuterOptions
+from diloco.sync.state import OuterState, Phase
+from diloco.sync.syncer import OuterSync
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+MS = 1_000_000
+E = TypeVar("E")
+
+
+def only(kind: type[E], effects: Sequence[object]) -> E:
+    """The one effect of ``kind``."""
+    found = of(kind, effects)
+    assert len(found) == 1, f"{len(found)} effects are {kind.__name__}: {effects}"
+    return found[0]
+
+
+def of(kind: type[E], effects: Sequence[object]) -> list[E]:
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
+def notes(effects: Sequence[object]) -> list[str]:
+    return [note.what for note in of(fx.Note, effects)]
+
+
+def through_json(plain: object) -> Any:
+    """``plain`` as it comes back from a file."""
+    return json.loads(json.dumps(plain))
+
+
+def check_outer(state: OuterState) -> None:
+    """What holds in the outer machine's memory after every event."""
+    for name, site in state.sites.items():
+        for line in site.lines:
+            sequences = [pending.sequence for pending in line.undecided]
+            assert sequences == sorted(set(sequences)), (name, sequences)
+            decided = [fate.sequence for fate in line.fates]
+            assert len(set(decided)) == len(decided), f"{name} has two fates for one update: {decided}"
+            assert not set(decided) & set(sequences), f"{name} has a fate and none for one update"
+            assert all(sequence <= line.watermark for sequence in [*sequences, *decided])
+    for index, fragment in enumerate(state.fragments):
+        merging = any(pending.merging for site in state.sites.values() for pending in site.lines[index].undecided)
+        assert merging == (fragment.merging_since_ns is not None), f"fragment {index}"
+        assert fragment.round is None or state.arrived(index), f"fragment {index} has a round without an update"
+        assert state.phase is not Phase.ENDED or not (merging or state.arrived(index)), f"fragment {index}"
+
+
+class Syncer:
+    """An outer machine with its time in seconds and its journal."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = OuterOptions(**options)
+        self.machine = OuterSync(self.options)
+        self.records: list[Record] = []
+        self.now_ns = 0
+        self.handle(ev.SyncerStarted(1))
+
+    def handle(self, event: ev.OuterEvent, at_s: float | None = None) -> list[fx.OuterEffect]:
+        if at_s is not None:
+            self.now_ns = round(at_s * SECOND_NS)
+        versions = [fragment.version for fragment in self.machine.state.fragments]
+        effects = self.machine.handle(event, self.now_ns)
+        self.records.append(Record(self.now_ns, event, digest_effects(effects)))
+        check_outer(self.machine.state)
+        published = [effect.fragment for effect in of(fx.PublishVersion, effects)]
+        for index, fragment in enumerate(self.machine.state.fragments):
+            assert fragment.version == versions[index] + published.count(index)
+        return effects
+
+    def join(self, site: str, process: str = "p1", at_s: float | None = None) -> list[fx.OuterEffect]:
+        return self.handle(ev.JoinRequested(1, site, process), at_s)
+
+    def push(self, site: str, sequence: int = 1, at_s: float | None = None, **given: Any) -> list[fx.OuterEffect]:
+        fields: dict[str, Any] = {
+            "call": 1,
+            "site": site,
+            "incarnation": 1,
+            "fragment": 0,
+            "sequence": sequence,
+            "base_version": 0,
+            "tokens": 100,
+            "steps": 10,
+            "step_ns": 100 * MS,
+            "cursor": 10 * sequence,
+            "digest": f"{site}{sequence}",
+            "payload": f"spool/{site}{sequence}",
+            "encoding": "fp32",
+            "finite": True,
+            "final": False,
+        }
+        return self.handle(ev.UpdateArrived(**(fields | given)), at_s)
+
+    def done(self, fragment: int = 0, at_s: float | None = None) -> list[fx.OuterEffect]:
+        version = self.machine.state.fragments[fragment].version + 1
+        return self.handle(ev.OuterStepDone(fragment, version, f"v{version}", f"d{version}"), at_s)
+
+    def deadline(self, at_s: float | None = None) -> list[fx.OuterEffect]:
+        """Go to the next deadline, or to ``at_s``."""
+        if at_s is None:
+            wanted = self.machine.next_deadline_ns()
+            assert wanted is not None, "the machine waits for no instant"
+            self.now_ns = wanted
+        return self.handle(ev.DeadlinePassed(), at_s)
+
+    def restart(self, **changed: Any) -> list[fx.OuterEffect]:
+        """Another process takes over from the snapshot, perhaps with other options."""
+        options = dataclasses.replace(self.options, **changed)
+        self.machine = OuterSync.restore(options, through_json(self.machine.snapshot()))
+        return self.handle(ev.SyncerStarted(self.machine.state.epoch + 1))
