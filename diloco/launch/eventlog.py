@@ -1,0 +1,100 @@
+"""``events.jsonl``: what happened, one JSON object a line, written by several processes at once.
+
+Every line is ``{"at": unix seconds, "who": "site-a", "what": "step", ...}``.  A line goes to the file in one write that
+the kernel appends as a whole, so that processes which share the file never mix their lines.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+Event = dict[str, object]
+CLOSE_WAIT_S = 5.0
+
+
+class EventLog:
+    """Appends to ``path`` in a thread of its own, so that whoever emits never waits for a file.
+
+    ``also`` is called in that thread with every event, for lines on a terminal.  Events of one emitter keep their
+    order.  When the disk refuses, the first error is kept in ``error`` and the run goes on: the log is for people.
+    """
+
+    def __init__(self, path: Path, who: str, also: Callable[[Event], None] | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.error: OSError | None = None
+        self._who = who
+        self._also = also
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write_all, name="event-log", daemon=True)
+        self._thread.start()
+
+    def emit(self, what: str, fields: dict[str, object] | None = None) -> None:
+        """Note that ``what`` happened now.  ``fields`` hold what JSON can carry; NaN and infinity become null."""
+        self._queue.put({"at": round(time.time(), 6), "who": self._who, "what": what, **(fields or {})})
+
+    def close(self) -> None:
+        """Write what was emitted so far, waiting at most a few seconds for a slow disk."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join(CLOSE_WAIT_S)
+
+    def _write_all(self) -> None:
+        while (event := self._queue.get()) is not None:
+            self._write(event)
+            if self._also is not None:
+                self._also(event)
+        os.close(self._file)
+
+    def _write(self, event: Event) -> None:
+        line = memoryview((json.dumps(finite(event), allow_nan=False) + "\n").encode())
+        try:
+            while line:
+                line = line[os.write(self._file, line) :]
+        except OSError as error:
+            self.error = self.error or error
+
+
+def finite(value: object) -> object:
+    """``value`` with every NaN and infinity replaced by None, which JSON can carry."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
+
+
+def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
+    """The whole lines of ``path`` from byte ``offset`` on, and the offset to go on from; none where there is no file.
+
+    A line that is no event (a write that a full disk cut short) is passed over.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read()
+    except FileNotFoundError:
+        return [], offset
+    whole = data[: data.rfind(b"\n") + 1]
+    return [event for line in whole.splitlines() if (event := _parsed(line)) is not None], offset + len(whole)
+
+
+def _parsed(line: bytes) -> Event | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and {"at", "who", "what"} <= event.keys() else None

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from diloco.launch.eventlog import EventLog, read_events
+
+WRITER = """
+import sys
+from pathlib import Path
+from diloco.launch.eventlog import EventLog
+log = EventLog(Path(sys.argv[1]), sys.argv[2])
+for number in range(300):
+    log.emit("step", {"step": number, "text": "x" * 400})
+log.close()
+"""
+
+
+def test_an_event_says_when_who_and_what(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "deep" / "events.jsonl", "site-a")
+    log.emit("step", {"step": 3, "loss": math.nan, "sites": {"a": math.inf}, "versions": (1, 2)})
+    log.emit("connected")
+    log.close()
+    events, _ = read_events(log.path)
+    assert events[0]["who"] == "site-a"
+    assert events[0]["loss"] is None
+    assert events[0]["sites"] == {"a": None}
+    assert events[0]["versions"] == [1, 2]
+    assert [event["what"] for event in events] == ["step", "connected"]
+
+
+def test_processes_share_a_file_without_mixing_lines(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    names = ("site-a", "site-b", "syncer")
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), name]) for name in names]
+    assert [writer.wait(timeout=30) for writer in writers] == [0, 0, 0]
+    for line in path.read_text().splitlines():
+        json.loads(line)
+    events, _ = read_events(path)
+    for name in names:
+        assert [event["step"] for event in events if event["who"] == name] == list(range(300))
+
+
+def test_a_reader_goes_on_where_it_stopped_and_leaves_half_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    assert read_events(path) == ([], 0)
+    path.write_bytes(b'{"at": 1, "who": "up", "what": "a"}\n{"at": 2, "who"')
+    events, offset = read_events(path)
+    assert [event["what"] for event in events] == ["a"]
+    with path.open("ab") as file:
+        file.write(b': "up", "what": "b"}\nnot an event\n{"at": 3, "who": "up", "what": "c"}\n')
+    events, offset = read_events(path, offset)
+    assert [event["what"] for event in events] == ["b", "c"]
+    assert offset == path.stat().st_size
+
+
+def test_emitting_does_not_wait_for_the_one_who_writes(tmp_path: Path) -> None:
+    gate = threading.Event()
+    log = EventLog(tmp_path / "events.jsonl", "site-a", also=lambda event: gate.wait(10) and None)
+    for number in range(100):
+        log.emit("step", {"step": number})
+    gate.set()
+    log.close()
+    assert len(read_events(log.path)[0]) == 100
+
+
+def test_a_full_disk_is_kept_as_an_error_and_ends_nothing() -> None:
+    log = EventLog(Path("/dev/full"), "site-a")
+    log.emit("step")
+    log.close()
+    assert log.error is not None
