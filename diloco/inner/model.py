@@ -1,0 +1,257 @@
+"""A decoder-only transformer in the field's usual form.
+
+Pre-norm blocks with RMSNorm (arXiv 1910.07467), rotary positions (arXiv 2104.09864), SwiGLU (arXiv 2002.05202),
+grouped-query attention (arXiv 2305.13245) and PyTorch's own scaled-dot-product attention.  No biases, no dropout.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from diloco.inner.checks import require
+
+FFN_MULTIPLE = 32
+PLAIN_LENGTH_MAX = 512
+EMBEDDING_STD = 0.5
+"""Scale of an untied embedding.  The first RMSNorm takes the scale away, so this only sets how much of the residual
+stream the token itself is beside what the blocks add; measured on the demo model."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelOptions:
+    """Size and shape of the transformer.  A value that cannot work raises ``ValueError`` with field and value."""
+
+    vocab_size: int = 1024
+    layers: int = 4
+    dim: int = 128
+    heads: int = 4
+    kv_heads: int = 0
+    """Key and value heads, each shared by ``heads / kv_heads`` query heads; 0 for as many as ``heads``."""
+    ffn_dim: int = 0
+    """Width of the SwiGLU layer; 0 for 8/3 of ``dim``, rounded up to a multiple of 32."""
+    context: int = 128
+    """Longest sequence in tokens."""
+    tied: bool = False
+    """Whether the head uses the embedding's matrix."""
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        require(self.vocab_size >= 2, "vocab_size", self.vocab_size, "at least 2")
+        require(self.layers >= 1, "layers", self.layers, "at least 1")
+        require(self.dim >= 2, "dim", self.dim, "at least 2")
+        require(self.heads >= 1, "heads", self.heads, "at least 1")
+        require(self.dim % self.heads == 0, "heads", self.heads, f"a divisor of dim={self.dim}")
+        require(
+            self.head_dim % 2 == 0, "heads", self.heads, f"dim/heads must be even for rotary positions, dim={self.dim}"
+        )
+        require(self.kv_heads >= 0, "kv_heads", self.kv_heads, "0 (as many as heads) or more")
+        require(
+            self.kv_heads == 0 or self.heads % self.kv_heads == 0,
+            "kv_heads",
+            self.kv_heads,
+            f"0 or a divisor of heads={self.heads}",
+        )
+        require(self.ffn_dim >= 0, "ffn_dim", self.ffn_dim, "0 (derived) or more")
+        require(self.context >= 1, "context", self.context, "at least 1")
+        require(self.rope_theta > 1.0, "rope_theta", self.rope_theta, "above 1")
+        require(self.norm_eps > 0.0, "norm_eps", self.norm_eps, "positive")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.dim // self.heads
+
+    @property
+    def kv_heads_used(self) -> int:
+        """Key and value heads with the 0 resolved."""
+        return self.kv_heads or self.heads
+
+    @property
+    def ffn_dim_used(self) -> int:
+        """Width of the SwiGLU layer with the 0 resolved."""
+        return self.ffn_dim or math.ceil(8 * self.dim / 3 / FFN_MULTIPLE) * FFN_MULTIPLE
+
+
+def rotary_tables(options: ModelOptions) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, fp32 [context, head_dim / 2]: angle t * theta^(-2i / head_dim) (RoFormer, equation 15)."""
+    pair = torch.arange(0, options.head_dim, 2, dtype=torch.float64)
+    angles = torch.outer(
+        torch.arange(options.context, dtype=torch.float64), options.rope_theta ** (-pair / options.head_dim)
+    )
+    return angles.cos().float(), angles.sin().float()
+
+
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Turn each pair (i, i + head_dim / 2) of ``x`` [B, heads, T, head_dim] by its position's angle; dtype kept.
+
+    The fp32 tables promote the products, so the angles are never rounded to bf16.
+    """
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
+    return turned.to(x.dtype)
+
+
+def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal softmax(q k^T / sqrt(head_dim)) v, written out; [B, heads, T, head_dim], fewer key heads allowed."""
+    if key.shape[1] != query.shape[1]:
+        shared = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
+    length = query.shape[2]
+    future = torch.full((length, length), -math.inf, dtype=query.dtype, device=query.device).triu_(1)
+    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-1, -2) + future
+    return torch.softmax(scores, dim=-1) @ value
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention by the faster of two equal ways; [B, heads, T, head_dim], fewer key heads allowed.
+
+    PyTorch's fused attention, except for bf16 on a CPU and sequences of up to 512 tokens, where the backward pass of
+    its flash kernel is 6 times slower than the formula written out (15.4 against 2.5 ms at 16 x 4 x 128 x 32, one
+    thread, torch 2.13): the whole step of the demo model takes 60 ms instead of 109.
+    """
+    if query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[2] <= PLAIN_LENGTH_MAX:
+        with torch.autocast("cpu", enabled=False):
+            return plain_attention(query, key, value)
+    grouped = key.shape[1] != query.shape[1]
+    return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions and, if asked, fewer key and value heads than query heads."""
+
+    def __init__(self, options: ModelOptions) -> None:
+        super().__init__()
+        self.head_dim = options.head_dim
+        kv_dim = options.kv_heads_used * options.head_dim
+        self.query = nn.Linear(options.dim, options.dim, bias=False)
+        self.key = nn.Linear(options.dim, kv_dim, bias=False)
+        self.value = nn.Linear(options.dim, kv_dim, bias=False)
+        self.output = nn.Linear(options.dim, options.dim, bias=False)
+
+    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        """Map [B, T, dim] to [B, T, dim]."""
+        batch, length, dim = x.shape
+        query, key, value = (
+            part.view(batch, length, -1, self.head_dim).transpose(1, 2)
+            for part in (self.query(x), self.key(x), self.value(x))
+        )
+        query, key = rotate(query, cosines, sines), rotate(key, cosines, sines)
+        mixed = causal_attention(query, key, value)
+        projected: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, length, dim))
+        return projected
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate x) * up x)."""
+
+    def __init__(self, options: ModelOptions) -> None:
+        super().__init__()
+        self.gate = nn.Linear(options.dim, options.ffn_dim_used, bias=False)
+        self.up = nn.Linear(options.dim, options.ffn_dim_used, bias=False)
+        self.down = nn.Linear(options.ffn_dim_used, options.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., dim] to [..., dim]."""
+        mapped: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
+        return mapped
+
+
+class Block(nn.Module):
+    """One pre-norm layer."""
+
+    def __init__(self, options: ModelOptions) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(options.dim, eps=options.norm_eps)
+        self.attention = Attention(options)
+        self.feed_forward_norm = nn.RMSNorm(options.dim, eps=options.norm_eps)
+        self.feed_forward = FeedForward(options)
+
+    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        """Map [B, T, dim] to [B, T, dim]."""
+        x = x + self.attention(self.attention_norm(x), cosines, sines)
+        mixed: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        return mixed
+
+
+class Transformer(nn.Module):
+    """The whole model.  The same ``options`` and ``seed`` give the same fp32 parameters on every machine.
+
+    Initial values come from a generator of its own on the CPU, so that building a model neither reads nor moves
+    PyTorch's global random state.
+    """
+
+    cosines: Tensor
+    sines: Tensor
+
+    def __init__(self, options: ModelOptions, seed: int = 0) -> None:
+        super().__init__()
+        self.options = options
+        # torch's own layers draw initial values when they are made; what they draw is put back, and overwritten.
+        with torch.random.fork_rng(devices=[]):
+            self.embedding = nn.Embedding(options.vocab_size, options.dim)
+            self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
+            self.norm = nn.RMSNorm(options.dim, eps=options.norm_eps)
+            self.head = nn.Linear(options.dim, options.vocab_size, bias=False)
+        if options.tied:
+            self.head.weight = self.embedding.weight
+        cosines, sines = rotary_tables(options)
+        self.register_buffer("cosines", cosines, persistent=False)
+        self.register_buffer("sines", sines, persistent=False)
+        self._initialise(torch.Generator().manual_seed(seed))
+
+    @torch.no_grad()
+    def _initialise(self, generator: torch.Generator) -> None:
+        """Matrices normal with std 1/sqrt(fan in); those that write to the residual stream by sqrt(2 layers) smaller.
+
+        An untied head starts ten times smaller, so that the first loss is close to ln(vocab_size).
+        """
+        residual = 1.0 / math.sqrt(2 * self.options.layers)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim < 2:
+                continue
+            std = 1.0 / math.sqrt(parameter.shape[1])
+            if name.endswith(("attention.output.weight", "feed_forward.down.weight")):
+                std *= residual
+            elif name == "head.weight":
+                std *= 0.1
+            elif name == "embedding.weight":
+                std = 1.0 / self.options.dim if self.options.tied else EMBEDDING_STD
+            parameter.normal_(0.0, std, generator=generator)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [B, T, vocab_size] for ``tokens`` int64 [B, T] with T at most ``context``; ValueError if longer."""
+        length = tokens.shape[1]
+        require(length <= self.options.context, "sequence length", length, f"at most context={self.options.context}")
+        x = self.embedding(tokens)
+        cosines, sines = self.cosines[:length], self.sines[:length]
+        for block in self.blocks:
+            x = block(x, cosines, sines)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def num_parameters(self) -> int:
+        """Trained values; tied matrices count once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in nats per token, fp32 scalar, of ``logits`` [B, T, V] against ``targets`` int64 [B, T]."""
+    return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def flops_per_token(options: ModelOptions, sequence_length: int | None = None) -> int:
+    """Floating-point operations of one training step per token: 6 N + 12 L d T (PaLM, arXiv 2204.02311, appendix B).
+
+    N counts the matrices that multiply (the head, not the embedding); the attention term is not halved for causality.
+    """
+    length = sequence_length or options.context
+    kv_dim = options.kv_heads_used * options.head_dim
+    block = 2 * options.dim * options.dim + 2 * options.dim * kv_dim + 3 * options.dim * options.ffn_dim_used
+    multiplied = options.layers * block + options.dim * options.vocab_size
+    return 6 * multiplied + 12 * options.layers * options.dim * length
