@@ -1,0 +1,211 @@
+"""The inner optimizers, and the learning rate as a pure function of progress.
+
+``muon`` gives the 2-D matrices of the blocks to ``torch.optim.Muon`` (Keller Jordan's Muon,
+https://kellerjordan.github.io/posts/muon) and all else (embedding, head, norms) to AdamW (arXiv 1711.05101).
+``sgd`` is plain, without momentum or decay: for tests of equivalence.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from diloco.inner.checks import require
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+OPTIMIZERS = ("adamw", "muon", "sgd")
+SCHEDULES = ("wsd", "cosine", "constant")
+
+
+@dataclass(kw_only=True, slots=True)
+class InnerOptions:
+    """What one inner step does.  A value that cannot work raises ``ValueError`` with field and value."""
+
+    optimizer: str = "adamw"
+    lr: float = 0.003
+    """Peak learning rate of AdamW; under ``muon`` that of the embedding, the head and the norms."""
+    muon_lr: float = 0.02
+    muon_momentum: float = 0.95
+    muon_weight_decay: float = 0.0
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """Decoupled decay of AdamW's matrices; vectors (norms) have none."""
+    clip: float = 1.0
+    """Largest global norm of the gradient; 0 for no bound."""
+    batch_sequences: int = 16
+    """Sequences in one micro-batch of one rank."""
+    accumulation: int = 1
+    """Micro-batches in one inner step."""
+    warmup_steps: int = 20
+    """Own steps over which the learning rate rises from 0 to its peak."""
+    schedule: str = "wsd"
+    """``wsd``: flat, then linear to ``lr_floor`` over the last ``decay_share``.  ``cosine``: to ``lr_floor``."""
+    decay_share: float = 0.4
+    lr_floor: float = 0.0
+    """Share of the peak that is left at progress 1."""
+
+    def __post_init__(self) -> None:
+        require(self.optimizer in OPTIMIZERS, "optimizer", self.optimizer, f"one of {', '.join(OPTIMIZERS)}")
+        require(self.schedule in SCHEDULES, "schedule", self.schedule, f"one of {', '.join(SCHEDULES)}")
+        for name in ("lr", "muon_lr", "eps"):
+            value = getattr(self, name)
+            require(math.isfinite(value) and value > 0, name, value, "positive and finite")
+        for name in ("weight_decay", "muon_weight_decay", "clip"):
+            value = getattr(self, name)
+            require(math.isfinite(value) and value >= 0, name, value, "finite and not negative")
+        require(0 <= self.muon_momentum < 1, "muon_momentum", self.muon_momentum, "0 or more and below 1")
+        require(
+            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
+            "betas",
+            self.betas,
+            "two numbers, each 0 or more and below 1",
+        )
+        require(self.batch_sequences >= 1, "batch_sequences", self.batch_sequences, "at least 1")
+        require(self.accumulation >= 1, "accumulation", self.accumulation, "at least 1")
+        require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "not negative")
+        require(0 < self.decay_share <= 1, "decay_share", self.decay_share, "above 0 and at most 1")
+        require(0 <= self.lr_floor <= 1, "lr_floor", self.lr_floor, "0 to 1")
+
+
+def lr_factor(options: InnerOptions, progress: float, step: int) -> float:
+    """Share of the peak learning rate for the step after ``step`` finished ones, at ``progress`` of the run.
+
+    ``progress`` is the run's share of its tokens (0 to 1, cut to that range), never a site's own step count, so that
+    fast and slow sites anneal together; only the warm-up counts own steps.  Pure; ValueError when it is not finite.
+    """
+    require(math.isfinite(progress), "progress", progress, "a finite share of the run")
+    at = min(max(progress, 0.0), 1.0)
+    warmup = min(1.0, (step + 1) / options.warmup_steps) if options.warmup_steps else 1.0
+    shape = 1.0
+    if options.schedule == "wsd":
+        shape = min(1.0, (1.0 - at) / options.decay_share)
+    elif options.schedule == "cosine":
+        shape = 0.5 * (1.0 + math.cos(math.pi * at))
+    return warmup * (options.lr_floor + (1.0 - options.lr_floor) * shape)
+
+
+class InnerOptimizers:
+    """One or two torch optimizers that step as one.  They keep references to the parameters and no copies.
+
+    State is told by parameter name, as flat tensors and plain JSON values, so that nothing needs pickle.  The
+    hyperparameters are not state: after a resume the options of that start hold.
+    """
+
+    def __init__(self, parts: Mapping[str, tuple[torch.optim.Optimizer, list[str]]], options: InnerOptions) -> None:
+        self.options = options
+        self._parts = dict(parts)
+        self._peaks = {
+            name: [float(group["lr"]) for group in optimizer.param_groups] for name, (optimizer, _) in parts.items()
+        }
+        self._parameters = [
+            parameter
+            for optimizer, _ in self._parts.values()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for optimizer, _ in self._parts.values():
+            optimizer.zero_grad(set_to_none=True)
+
+    def clip(self) -> Tensor:
+        """Scale the gradients to at most ``options.clip`` and return their global 2-norm before, an fp32 scalar."""
+        bound = self.options.clip or math.inf
+        return torch.nn.utils.clip_grad_norm_(self._parameters, bound)
+
+    def step(self) -> None:
+        """Apply the gradients."""
+        for optimizer, _ in self._parts.values():
+            optimizer.step()
+
+    def set_lr_factor(self, factor: float) -> None:
+        """Set every learning rate to ``factor`` times its peak."""
+        for name, (optimizer, _) in self._parts.items():
+            for group, peak in zip(optimizer.param_groups, self._peaks[name], strict=True):
+                group["lr"] = peak * factor
+
+    @property
+    def lr(self) -> float:
+        """The main learning rate now: Muon's under ``muon``, else AdamW's."""
+        first = next(iter(self._parts.values()))[0]
+        return float(first.param_groups[0]["lr"])
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, float | int | bool]]:
+        """Tensors (references, not copies) and plain values, both under ``part/parameter/field``."""
+        tensors: dict[str, Tensor] = {}
+        values: dict[str, float | int | bool] = {}
+        for part, (optimizer, names) in self._parts.items():
+            for index, fields in optimizer.state_dict()["state"].items():
+                for key, value in fields.items():
+                    path = f"{part}/{names[index]}/{key}"
+                    if isinstance(value, Tensor):
+                        tensors[path] = value
+                    else:
+                        values[path] = value
+        return tensors, values
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, float | int | bool]) -> None:
+        """Take over what ``state_dict`` told.  ValueError names a part or parameter that is not of these optimizers."""
+        states: dict[str, dict[int, dict[str, object]]] = {part: {} for part in self._parts}
+        for path, value in (*tensors.items(), *values.items()):
+            part, _, rest = path.partition("/")
+            name, _, key = rest.rpartition("/")
+            require(part in self._parts, "optimizer state", path, f"one of {', '.join(self._parts)} first")
+            names = self._parts[part][1]
+            require(name in names, "optimizer state", path, f"a parameter that {part} steps")
+            states[part].setdefault(names.index(name), {})[key] = value
+        for part, (optimizer, _) in self._parts.items():
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": states[part], "param_groups": groups})
+
+
+def _muon_takes(model: nn.Module) -> set[int]:
+    """Ids of the parameters that are 2-D matrices of hidden layers: of a Linear that is no head and not tied."""
+    embeddings = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    return {
+        id(module.weight)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] != "head" and id(module.weight) not in embeddings
+    }
+
+
+def build_optimizers(model: nn.Module, options: InnerOptions) -> InnerOptimizers:
+    """Optimizers over the plain ``model`` (not its DDP wrapper), every parameter in exactly one of them."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    parts: dict[str, tuple[torch.optim.Optimizer, list[str]]] = {}
+    if options.optimizer == "muon":
+        ids = _muon_takes(model)
+        hidden = {name: parameter for name, parameter in trained.items() if id(parameter) in ids}
+        trained = {name: parameter for name, parameter in trained.items() if id(parameter) not in ids}
+        if hidden:
+            muon = torch.optim.Muon(
+                list(hidden.values()),
+                lr=options.muon_lr,
+                momentum=options.muon_momentum,
+                weight_decay=options.muon_weight_decay,
+            )
+            parts["muon"] = (muon, list(hidden))
+    if options.optimizer == "sgd":
+        parts["sgd"] = (torch.optim.SGD(list(trained.values()), lr=options.lr), list(trained))
+        return InnerOptimizers(parts, options)
+    # torch numbers a state by position over all groups in order, so the names are kept in that order.
+    matrices = [name for name, parameter in trained.items() if parameter.ndim >= 2]
+    vectors = [name for name, parameter in trained.items() if parameter.ndim < 2]
+    groups = [
+        {"params": [trained[name] for name in names], "weight_decay": decay}
+        for names, decay in ((matrices, options.weight_decay), (vectors, 0.0))
+        if names
+    ]
+    if groups:
+        betas = (options.betas[0], options.betas[1])
+        adamw = torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.eps, fused=True)
+        parts["adamw"] = (adamw, matrices + vectors)
+    return InnerOptimizers(parts, options)
