@@ -1,0 +1,417 @@
+"""Text as memory-mapped token shards with a manifest, and the batches that a site draws from them.
+
+``prepare_corpus`` writes ``<cache>/<key>/{manifest.json, train-00000.bin, validation-00000.bin, ...}``: uint16 little
+endian, documents in the order of their sha256.  ``TokenStream`` is a pure function from a cursor to a batch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from diloco.inner.checks import require
+from diloco.inner.corpus import (
+    SPLITS,
+    Corpus,
+    DataError,
+    Document,
+    check_kind,
+    read_corpus,
+    read_text,
+    source_files,
+)
+from diloco.inner.permutation import permuted
+from diloco.inner.tokenizer import TOKENIZERS, Tokenizer, make_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+FORMAT = 1
+ENCODE_BYTES = 4_000_000
+"""Text handed to the tokenizer at once; bounds memory."""
+LOCK_POLL_S = 0.1
+
+
+@dataclass(kw_only=True, slots=True)
+class DataOptions:
+    """Where the text comes from and how it becomes tokens."""
+
+    kind: str = "stdlib"
+    """``stdlib``: this Python's standard library in source.  ``text``: files of UTF-8.  ``jsonl``: field "text"."""
+    path: str = ""
+    """A file or a folder, for ``text`` and ``jsonl``."""
+    pattern: str = ""
+    """Which files of the folder; empty for all (``text``) or ``**/*.jsonl`` (``jsonl``)."""
+    tokenizer: str = "bpe1024"
+    end_of_file: bool = True
+    """Whether a token marks the end of each document."""
+    shard_tokens: int = 1 << 26
+    lock_wait_s: float = 600.0
+    """How long to wait for another process that prepares the same text."""
+
+    def __post_init__(self) -> None:
+        check_kind(self.kind, self.path)
+        require(self.tokenizer in TOKENIZERS, "tokenizer", self.tokenizer, f"one of {', '.join(TOKENIZERS)}")
+        require(self.shard_tokens >= 1024, "shard_tokens", self.shard_tokens, "at least 1024")
+        require(self.lock_wait_s > 0, "lock_wait_s", self.lock_wait_s, "positive")
+
+    @property
+    def pattern_used(self) -> str:
+        """The glob with the empty default resolved."""
+        return self.pattern or ("**/*.jsonl" if self.kind == "jsonl" else "**/*")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One file of tokens."""
+
+    file: str
+    tokens: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class SplitManifest:
+    """One split: how much text, and in which shards."""
+
+    documents: int
+    text_bytes: int
+    tokens: int
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusManifest:
+    """What was prepared, as ``manifest.json`` tells it.  Holds no path but where it was read from."""
+
+    directory: Path
+    kind: str
+    tokenizer: str
+    tokenizer_sha256: str
+    end_of_file: bool
+    vocab_size: int
+    corpus_sha256: str
+    """Sha256 hex of the documents' sorted sha256 digests."""
+    num_duplicates: int
+    num_not_text: int
+    train: SplitManifest
+    validation: SplitManifest
+
+    @property
+    def identity(self) -> str:
+        """Sha256 hex of all that decides the tokens: equal on two machines exactly when they train on the same data."""
+        splits = {name: [asdict(shard) for shard in self.split(name).shards] for name in SPLITS}
+        told = {"format": FORMAT, "tokenizer": self.tokenizer_sha256, "corpus": self.corpus_sha256, "splits": splits}
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of UTF-8 per token of the validation split: turns nats per token into bits per byte."""
+        return self.validation.text_bytes / self.validation.tokens
+
+    def split(self, name: str) -> SplitManifest:
+        """The split called ``name``; ValueError for another name than ``train`` and ``validation``."""
+        require(name in SPLITS, "split", name, f"one of {', '.join(SPLITS)}")
+        return self.train if name == "train" else self.validation
+
+    def verify(self) -> None:
+        """Read every shard and compare its sha256; DataError names the first that differs."""
+        for shard in (*self.train.shards, *self.validation.shards):
+            with (self.directory / shard.file).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
+                    raise DataError(f"{self.directory / shard.file} is damaged (its sha256 differs from the manifest)")
+
+    def to_json(self) -> str:
+        """The text of ``manifest.json``."""
+        told = {name: value for name, value in asdict(self).items() if name != "directory"}
+        return json.dumps({"format": FORMAT, "identity": self.identity, **told}, indent=1) + "\n"
+
+
+def load_manifest(directory: Path) -> CorpusManifest:
+    """Read ``directory/manifest.json``; DataError names the file that is damaged and what to delete."""
+    path = directory / "manifest.json"
+    try:
+        told = json.loads(path.read_text())
+        if told.pop("format") != FORMAT:
+            raise DataError(f"{path} has another format than {FORMAT}: delete {directory} to have it made again")
+        identity = told.pop("identity")
+        for name in SPLITS:
+            shards = tuple(Shard(**shard) for shard in told[name].pop("shards"))
+            told[name] = SplitManifest(shards=shards, **told[name])
+        manifest = CorpusManifest(directory=directory, **told)
+        wrong = "its identity does not match" if manifest.identity != identity else ""
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise DataError(f"{path} is damaged ({error}): delete {directory} to have it made again") from error
+    for shard in (*manifest.train.shards, *manifest.validation.shards):
+        found = (directory / shard.file).stat().st_size if (directory / shard.file).is_file() else -1
+        if found != 2 * shard.tokens:
+            wrong = wrong or f"{shard.file} has {found} bytes and the manifest says {2 * shard.tokens}"
+    if wrong:
+        raise DataError(f"{path} is damaged ({wrong}): delete {directory} to have it made again")
+    return manifest
+
+
+def prepare_corpus(options: DataOptions, cache_dir: Path) -> CorpusManifest:
+    """Tokenise the text once and return its manifest; later calls find it by the files' names, sizes and times.
+
+    Several processes may call it at once: one works, the others wait for it, at most ``options.lock_wait_s``.  A
+    process that dies leaves a temporary folder, which the next one removes.  Raises DataError in words.
+    """
+    tokenizer = make_tokenizer(options.tokenizer, options.end_of_file)
+    files = source_files(options.kind, options.path, options.pattern_used)
+    key = f"{options.kind}-{options.tokenizer}-{_source_key(options, tokenizer, files)[:16]}"
+    directory = cache_dir / key
+    if (directory / "manifest.json").is_file():
+        return load_manifest(directory)
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with _lock(cache_dir / f"{key}.lock", options.lock_wait_s):
+        if not (directory / "manifest.json").is_file():
+            for left in cache_dir.glob(f"{key}.tmp-*"):
+                shutil.rmtree(left)
+            corpus = read_corpus(options.kind, files)
+            temporary = cache_dir / f"{key}.tmp-{os.getpid()}"
+            temporary.mkdir()
+            _write_all(corpus, options, tokenizer, temporary)
+            temporary.rename(directory)
+            _sync_directory(cache_dir)
+    return load_manifest(directory)
+
+
+def _source_key(options: DataOptions, tokenizer: Tokenizer, files: list[Path]) -> str:
+    """Sha256 hex over what the shards are made from, by names, sizes and times, without reading the text."""
+    told = hashlib.sha256(
+        json.dumps([FORMAT, options.kind, tokenizer.digest, options.end_of_file, options.shard_tokens]).encode()
+    )
+    for file in files:
+        facts = file.stat()
+        told.update(f"\n{file.resolve()}\0{facts.st_size}\0{facts.st_mtime_ns}".encode(errors="surrogateescape"))
+    return told.hexdigest()
+
+
+@contextmanager
+def _lock(path: Path, wait_s: float) -> Iterator[None]:
+    """Hold an exclusive lock on ``path``; the system drops it when its holder dies.  DataError after ``wait_s``."""
+    deadline = time.monotonic() + wait_s
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise DataError(
+                        f"another process has been preparing the same text for over {wait_s:g} s (it holds {path}): "
+                        "wait for it, or stop it if it hangs"
+                    ) from None
+                time.sleep(LOCK_POLL_S)
+        yield
+
+
+def _write_all(corpus: Corpus, options: DataOptions, tokenizer: Tokenizer, directory: Path) -> None:
+    splits = {name: _write_split(name, corpus.split(name), options, tokenizer, directory) for name in SPLITS}
+    manifest = CorpusManifest(
+        directory=directory,
+        kind=options.kind,
+        tokenizer=tokenizer.name,
+        tokenizer_sha256=tokenizer.digest,
+        end_of_file=options.end_of_file,
+        vocab_size=tokenizer.vocab_size,
+        corpus_sha256=corpus.digest,
+        num_duplicates=corpus.num_duplicates,
+        num_not_text=corpus.num_not_text,
+        train=splits["train"],
+        validation=splits["validation"],
+    )
+    with (directory / "manifest.json").open("w") as file:
+        file.write(manifest.to_json())
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_directory(directory)
+
+
+def _write_split(
+    name: str, documents: list[Document], options: DataOptions, tokenizer: Tokenizer, directory: Path
+) -> SplitManifest:
+    writer = _ShardWriter(directory, name, options.shard_tokens)
+    for texts in _text_batches(options.kind, documents):
+        for ids in tokenizer.encode_batch(texts):
+            writer.write(ids)
+            if tokenizer.end_of_file is not None:
+                writer.write(np.array([tokenizer.end_of_file], dtype=np.uint16))
+    shards = writer.close()
+    text_bytes = sum(document.text_bytes for document in documents)
+    return SplitManifest(len(documents), text_bytes, sum(shard.tokens for shard in shards), tuple(shards))
+
+
+def _text_batches(kind: str, documents: list[Document]) -> Iterator[list[str]]:
+    texts: list[str] = []
+    held = 0
+    for document in documents:
+        texts.append(read_text(kind, document))
+        held += document.text_bytes
+        if held >= ENCODE_BYTES:
+            yield texts
+            texts, held = [], 0
+    if texts:
+        yield texts
+
+
+class _ShardWriter:
+    """Appends ids to shards of at most ``shard_tokens`` each, hashing on the way."""
+
+    def __init__(self, directory: Path, split: str, shard_tokens: int) -> None:
+        self._directory, self._split, self._shard_tokens = directory, split, shard_tokens
+        self._shards: list[Shard] = []
+        self._pending: list[NDArray[np.uint16]] = []
+        self._held = 0
+
+    def write(self, ids: NDArray[np.uint16]) -> None:
+        """Append ``ids``; a shard that is full goes to disk."""
+        while self._held + len(ids) >= self._shard_tokens:
+            room = self._shard_tokens - self._held
+            self._pending.append(ids[:room])
+            self._flush()
+            ids = ids[room:]
+        self._pending.append(ids)
+        self._held += len(ids)
+
+    def close(self) -> list[Shard]:
+        """Write what is left and return all shards."""
+        if self._held:
+            self._flush()
+        return self._shards
+
+    def _flush(self) -> None:
+        values = np.concatenate(self._pending).astype("<u2")
+        content = values.tobytes()
+        name = f"{self._split}-{len(self._shards):05d}.bin"
+        with (self._directory / name).open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        self._shards.append(Shard(name, len(values), hashlib.sha256(content).hexdigest()))
+        self._pending, self._held = [], 0
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make the names in ``directory`` durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _Windows:
+    """A split cut into windows of ``length`` + 1 tokens that share one token with the next; none crosses a shard."""
+
+    def __init__(self, manifest: CorpusManifest, split: str, length: int) -> None:
+        require(length >= 1, "sequence_length", length, "at least 1")
+        shards = manifest.split(split).shards
+        self._length = length
+        self._tokens = [np.memmap(manifest.directory / shard.file, dtype="<u2", mode="r") for shard in shards]
+        self._ends = np.cumsum([(shard.tokens - 1) // length for shard in shards])
+        self.count = int(self._ends[-1]) if shards else 0
+        require(
+            self.count >= 1, "sequence_length", length, f"at most the {manifest.split(split).tokens} tokens of {split}"
+        )
+
+    def read(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, int64 [len(indices), length] each; targets are one token further."""
+        rows = np.empty((len(indices), self._length + 1), dtype=np.int64)
+        for row, index in zip(rows, indices, strict=True):
+            shard = int(np.searchsorted(self._ends, index, side="right"))
+            first = int(index) - (int(self._ends[shard - 1]) if shard else 0)
+            row[:] = self._tokens[shard][first * self._length : (first + 1) * self._length + 1]
+        both = torch.from_numpy(rows)
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+
+class TokenStream:
+    """A site's endless, seeded draw of sequences; ``batch`` is a pure function of (seed, site, rank, cursor).
+
+    The seed deals all windows of the split to ``num_sites`` fixed, disjoint shares that cover it; each epoch of a
+    site is a new permutation of its share.  The **cursor** counts sequences drawn by the whole site, so it keeps its
+    meaning when a site comes back with another number of ranks; rank r of a batch takes the r-th part of it.
+    """
+
+    def __init__(
+        self,
+        manifest: CorpusManifest,
+        split: str,
+        sequence_length: int,
+        batch_sequences: int,
+        site_index: int = 0,
+        num_sites: int = 1,
+        rank: int = 0,
+        world: int = 1,
+        seed: int = 0,
+    ) -> None:
+        require(batch_sequences >= 1, "batch_sequences", batch_sequences, "at least 1")
+        require(num_sites >= 1, "num_sites", num_sites, "at least 1")
+        require(0 <= site_index < num_sites, "site_index", site_index, f"0 to num_sites-1={num_sites - 1}")
+        require(world >= 1, "world", world, "at least 1")
+        require(0 <= rank < world, "rank", rank, f"0 to world-1={world - 1}")
+        self._windows = _Windows(manifest, split, sequence_length)
+        require(
+            num_sites <= self._windows.count, "num_sites", num_sites, f"at most the {self._windows.count} sequences"
+        )
+        self.identity = f"{manifest.identity}/{split}/{sequence_length}/site-{site_index}-of-{num_sites}/seed-{seed}"
+        """Equal where equal cursors mean equal sequences."""
+        self.sequence_length = sequence_length
+        self.batch_sequences = batch_sequences
+        self.sequences_per_batch = batch_sequences * world
+        """How far a batch of the whole site moves the cursor."""
+        self.sequences_per_epoch = len(range(site_index, self._windows.count, num_sites))
+        self._site_index, self._num_sites, self._rank, self._seed = site_index, num_sites, rank, seed
+
+    @property
+    def tokens_per_batch(self) -> int:
+        """Target tokens of one batch of the whole site."""
+        return self.sequences_per_batch * self.sequence_length
+
+    def batch(self, cursor: int) -> tuple[Tensor, Tensor]:
+        """This rank's inputs and targets at ``cursor``, int64 [batch_sequences, sequence_length] each."""
+        return self._windows.read(self.window_indices(cursor))
+
+    def window_indices(self, cursor: int) -> NDArray[np.int64]:
+        """Which windows of the split ``batch`` reads, int64 [batch_sequences]; ValueError for a negative cursor."""
+        require(cursor >= 0, "cursor", cursor, "not negative")
+        first = cursor + self._rank * self.batch_sequences
+        drawn = np.arange(first, first + self.batch_sequences, dtype=np.int64)
+        epochs, places = np.divmod(drawn, self.sequences_per_epoch)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            key = f"{self._seed}/site/{self._site_index}/{self._num_sites}/epoch/{epoch}"
+            places[here] = permuted(places[here], self.sequences_per_epoch, key)
+        dealt = places * self._num_sites + self._site_index
+        return permuted(dealt, self._windows.count, f"{self._seed}/deal")
+
+
+def validation_batches(
+    manifest: CorpusManifest, sequence_length: int, batch_sequences: int, num_batches: int = 0
+) -> list[tuple[Tensor, Tensor]]:
+    """The same batches at every call and every site: windows spread evenly over the validation split.
+
+    ``num_batches`` 0 takes every window (the last batch may be shorter); never more windows than there are.
+    """
+    require(batch_sequences >= 1, "batch_sequences", batch_sequences, "at least 1")
+    require(num_batches >= 0, "num_batches", num_batches, "0 (all) or more")
+    windows = _Windows(manifest, "validation", sequence_length)
+    wanted = min(num_batches * batch_sequences or windows.count, windows.count)
+    chosen = np.arange(wanted, dtype=np.int64) * windows.count // wanted
+    return [windows.read(chosen[at : at + batch_sequences]) for at in range(0, wanted, batch_sequences)]

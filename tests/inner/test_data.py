@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from diloco.inner.corpus import DataError, read_corpus, read_text, source_files
+from diloco.inner.data import (
+    CorpusManifest,
+    DataOptions,
+    TokenStream,
+    load_manifest,
+    prepare_corpus,
+    validation_batches,
+)
+from tests.inner.conftest import write_text
+
+PREPARE = """
+import sys
+from pathlib import Path
+from diloco.inner.data import DataOptions, prepare_corpus
+options = DataOptions(kind="text", path=sys.argv[1], tokenizer="bytes")
+print(prepare_corpus(options, Path(sys.argv[2])).identity)
+"""
+
+
+def all_tokens(manifest: CorpusManifest, split: str) -> list[int]:
+    parts = [np.fromfile(manifest.directory / shard.file, dtype="<u2") for shard in manifest.split(split).shards]
+    return [int(token) for token in np.concatenate(parts)]
+
+
+def drawn(manifest: CorpusManifest, batches: int, start: int = 0, **place: int) -> list[int]:
+    stream = TokenStream(manifest, "train", 16, 4, **place)
+    cursors = (start + number * stream.sequences_per_batch for number in range(batches))
+    return [int(index) for cursor in cursors for index in stream.window_indices(cursor)]
+
+
+def test_shards_hold_every_document_in_hash_order_with_its_end(manifest: CorpusManifest) -> None:
+    files = source_files("text", str(manifest.directory.parent.parent / "text"), "**/*")
+    corpus = read_corpus("text", files)
+    for split in ("train", "validation"):
+        wanted: list[int] = []
+        for document in corpus.split(split):
+            wanted += [*read_text("text", document).encode(), 256]
+        assert all_tokens(manifest, split) == wanted
+        assert manifest.split(split).tokens == len(wanted)
+    assert manifest.corpus_sha256 == corpus.digest
+    assert manifest.bytes_per_token == pytest.approx(1.0, rel=0.01)
+    manifest.verify()
+
+
+def test_small_shards_hold_the_same_tokens(tmp_path: Path, manifest: CorpusManifest) -> None:
+    text = manifest.directory.parent.parent / "text"
+    many = prepare_corpus(
+        DataOptions(kind="text", path=str(text), tokenizer="bytes", shard_tokens=1024), tmp_path / "cache"
+    )
+    assert len(many.train.shards) > 5
+    assert all_tokens(many, "train") == all_tokens(manifest, "train")
+    inputs, targets = TokenStream(many, "train", 16, 64).batch(0)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    joined = bytes(token % 256 for token in all_tokens(many, "train"))
+    rows = [bytes(int(token) % 256 for token in row) for row in inputs]
+    assert all(row in joined for row in rows)
+
+
+def test_preparing_again_changes_nothing_and_identity_follows_the_text(tmp_path: Path) -> None:
+    text = write_text(tmp_path / "text", num_files=6)
+    options = DataOptions(kind="text", path=str(text), tokenizer="bytes")
+    first = prepare_corpus(options, tmp_path / "cache")
+    stamp = (first.directory / "train-00000.bin").stat().st_mtime_ns
+    again = prepare_corpus(options, tmp_path / "cache")
+    assert again == first
+    assert (first.directory / "train-00000.bin").stat().st_mtime_ns == stamp
+    # The same text elsewhere, under other names, is the same data; other text or another tokenizer is not.
+    copied = tmp_path / "copied"
+    copied.mkdir()
+    for file in text.iterdir():
+        shutil.copyfile(file, copied / f"z{file.name}")
+    elsewhere = DataOptions(kind="text", path=str(copied), tokenizer="bytes")
+    assert prepare_corpus(elsewhere, tmp_path / "other").identity == first.identity
+    (copied / "more.txt").write_text("more text\n" * 50)
+    assert prepare_corpus(elsewhere, tmp_path / "other").identity != first.identity
+    bpe = DataOptions(kind="text", path=str(text), tokenizer="bpe1024")
+    assert prepare_corpus(bpe, tmp_path / "cache").identity != first.identity
+
+
+def test_what_a_dead_process_left_is_removed_and_a_second_process_finds_the_same(tmp_path: Path) -> None:
+    text = write_text(tmp_path / "text", num_files=6)
+    cache = tmp_path / "cache"
+    command = [sys.executable, "-c", PREPARE, str(text), str(cache)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    identities = {process.communicate(timeout=60)[0].strip() for process in both}
+    assert [process.returncode for process in both] == [0, 0]
+    assert len(identities) == 1
+    (directory,) = (entry for entry in cache.iterdir() if entry.is_dir())
+    left = cache / f"{directory.name}.tmp-1"
+    shutil.move(directory, left)
+    (left / "manifest.json").unlink()
+    made = prepare_corpus(DataOptions(kind="text", path=str(text), tokenizer="bytes"), cache)
+    assert made.identity in identities
+    assert not left.exists()
+
+
+def test_waiting_for_another_process_has_a_bound(tmp_path: Path) -> None:
+    text = write_text(tmp_path / "text", num_files=6)
+    cache = tmp_path / "cache"
+    options = DataOptions(kind="text", path=str(text), tokenizer="bytes", lock_wait_s=0.3)
+    made = prepare_corpus(options, cache)
+    shutil.rmtree(made.directory)
+    with (cache / f"{made.directory.name}.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        began = time.monotonic()
+        with pytest.raises(DataError, match=r"another process has been preparing .* over 0\.3 s"):
+            prepare_corpus(options, cache)
+        assert 0.3 <= time.monotonic() - began < 10
+    assert prepare_corpus(options, cache).identity == made.identity
+
+
+def test_damage_is_told_by_file(tmp_path: Path) -> None:
+    options = DataOptions(kind="text", path=str(write_text(tmp_path / "text", 6)), tokenizer="bytes")
+    made = prepare_corpus(options, tmp_path / "cache")
+    shard = made.directory / "train-00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[10] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(DataError, match=r"train-00000\.bin is damaged"):
+        made.verify()
+    shard.write_bytes(content[:-2])
+    with pytest.raises(DataError, match=r"train-00000\.bin has \d+ bytes and the manifest says"):
+        prepare_corpus(options, tmp_path / "cache")
+    shard.write_bytes(content)
+    told = json.loads((made.directory / "manifest.json").read_text())
+    told["corpus_sha256"] = "0" * 64
+    (made.directory / "manifest.json").write_text(json.dumps(told))
+    with pytest.raises(DataError, match="its identity does not match"):
+        load_manifest(made.directory)
+    (made.directory / "manifest.json").write_text("{")
+    with pytest.raises(DataError, match=r"manifest\.json is damaged"):
+        load_manifest(made.directory)
+
+
+@pytest.mark.parametrize("num_sites", [1, 3])
+def test_sites_and_ranks_draw_disjoint_sequences_that_cover_the_split(manifest: CorpusManifest, num_sites: int) -> None:
+    count = (manifest.train.tokens - 1) // 16
+    seen: list[int] = []
+    for site in range(num_sites):
+        share = TokenStream(manifest, "train", 16, 4, site, num_sites).sequences_per_epoch
+        by_rank = [
+            drawn(manifest, -(-share // 8), site_index=site, num_sites=num_sites, rank=rank, world=2, seed=9)
+            for rank in range(2)
+        ]
+        # Two ranks of 4 draw what one rank of 8 would: rank 0 the first half of each batch, rank 1 the second.
+        merged = [
+            index
+            for batch in range(len(by_rank[0]) // 4)
+            for rank in by_rank
+            for index in rank[batch * 4 : batch * 4 + 4]
+        ]
+        assert merged == drawn(manifest, len(merged) // 4, site_index=site, num_sites=num_sites, seed=9)
+        assert len(set(merged[:share])) == share
+        seen += merged[:share]
+    assert sorted(seen) == list(range(count)), "seed 9"
+
+
+def test_shares_stay_disjoint_in_later_epochs_and_epochs_differ(manifest: CorpusManifest) -> None:
+    epochs = []
+    for site in range(2):
+        share = TokenStream(manifest, "train", 16, 4, site, 2).sequences_per_epoch
+        epochs.append([drawn(manifest, share // 4, epoch * share, site_index=site, num_sites=2) for epoch in (0, 5)])
+    first, later = epochs[0]
+    assert first != later
+    assert set(first).isdisjoint(epochs[1][1])
+    assert set(later).isdisjoint(epochs[1][0])
+
+
+def test_a_batch_is_a_pure_function_of_seed_place_and_cursor(manifest: CorpusManifest) -> None:
+    one, two = (TokenStream(manifest, "train", 16, 4, seed=3) for _ in range(2))
+    late = one.batch(1000)
+    for cursor in (0, 4, 999):
+        two.batch(cursor)
+    assert torch.equal(two.batch(1000)[0], late[0])
+    assert late[0].dtype == torch.int64
+    assert late[0].shape == (4, 16)
+    assert torch.equal(late[0][:, 1:], late[1][:, :-1])
+    assert not torch.equal(TokenStream(manifest, "train", 16, 4, seed=4).batch(1000)[0], late[0])
+    # A cursor counts sequences, so overlapping batches overlap.
+    assert torch.equal(one.batch(1002)[0][:2], late[0][2:])
+    assert one.tokens_per_batch == 64
+
+
+def test_validation_batches_are_fixed_spread_and_complete(manifest: CorpusManifest) -> None:
+    windows = (manifest.validation.tokens - 1) // 16
+    everything = validation_batches(manifest, 16, 5)
+    assert sum(len(inputs) for inputs, _ in everything) == windows
+    some = validation_batches(manifest, 16, 4, num_batches=3)
+    assert [tuple(inputs.shape) for inputs, _ in some] == [(4, 16)] * 3
+    rows = {tuple(row.tolist()) for inputs, _ in everything for row in inputs}
+    assert all(tuple(row.tolist()) in rows for inputs, _ in some for row in inputs)
+    again = validation_batches(manifest, 16, 4, num_batches=3)
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(some, again, strict=True))
+    assert sum(len(inputs) for inputs, _ in validation_batches(manifest, 16, 4, 10**6)) == windows
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("site_index", {"site_index": 2, "num_sites": 2}),
+        ("rank", {"rank": 1}),
+        ("num_sites", {"num_sites": 10**6}),
+        ("sequence_length", {"sequence_length": 10**7}),
+        ("split", {"split": "test"}),
+        ("world", {"world": 0}),
+    ],
+)
+def test_a_wrong_place_is_named(manifest: CorpusManifest, field: str, changes: dict[str, object]) -> None:
+    place: dict[str, object] = {"split": "train", "sequence_length": 16, "batch_sequences": 4, **changes}
+    with pytest.raises(ValueError, match=f"{field} is "):
+        TokenStream(manifest, **place)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cursor is -1"):
+        TokenStream(manifest, "train", 16, 4).batch(-1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("kind", "hf"), ("tokenizer", "gpt2"), ("shard_tokens", 1), ("lock_wait_s", 0.0), ("path", "")],
+)
+def test_a_wrong_option_is_named(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{field} is {value!r}"):
+        DataOptions(**{"kind": "text", "path": "somewhere", field: value})  # type: ignore[arg-type]
