@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco.inner import checkpoint
+from diloco.inner.checkpoint import AsyncWriter, CheckpointError, latest, load, names, save
+
+
+def some(value: float) -> dict[str, torch.Tensor]:
+    return {
+        "model/a.weight": torch.full((3, 4), value),
+        "model/b": torch.full((), value, dtype=torch.bfloat16),
+        "random/0/cpu": torch.arange(9, dtype=torch.uint8),
+    }
+
+
+def test_what_is_saved_comes_back_with_dtype_shape_and_meta(tmp_path: Path) -> None:
+    meta = {"step": 3, "lr": 0.1 + 0.2, "names": ["a"], "none": None}
+    path = save(tmp_path, "step-3", some(1.5), meta)
+    found = load(path)
+    assert found.meta == meta
+    assert found.tensors.keys() == some(0).keys()
+    for name, tensor in some(1.5).items():
+        assert found.tensors[name].dtype == tensor.dtype
+        assert torch.equal(found.tensors[name], tensor)
+    assert found.part("model").keys() == {"a.weight", "b"}
+    assert found.part("random/0").keys() == {"cpu"}
+    assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "model.safetensors", "random.safetensors"]
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in range(5):
+        save(tmp_path, f"step-{step}", some(step), {}, keep=2)
+    assert names(tmp_path) == ["step-3", "step-4"]
+    save(tmp_path, "step-5", some(5), {}, keep=0)
+    assert len(names(tmp_path)) == 3
+
+
+def test_saving_under_a_name_again_replaces_it(tmp_path: Path) -> None:
+    save(tmp_path, "step-1", some(1), {})
+    save(tmp_path, "step-1", some(2), {})
+    assert float(load(tmp_path / "step-1").tensors["model/b"]) == 2.0
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-1"]
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "model.safetensors", "random.safetensors"])
+@pytest.mark.parametrize("harm", ["flip", "cut", "gone"])
+def test_a_damaged_file_is_named_and_the_one_before_is_taken(tmp_path: Path, file: str, harm: str) -> None:
+    save(tmp_path, "step-1", some(1), {"step": 1})
+    save(tmp_path, "step-2", some(2), {"step": 2})
+    target = tmp_path / "step-2" / file
+    content = bytearray(target.read_bytes())
+    if harm == "gone":
+        target.unlink()
+    else:
+        content[-9] ^= 4
+        target.write_bytes(content if harm == "flip" else content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match=rf"step-2/{file}"):
+        load(tmp_path / "step-2")
+    found = latest(tmp_path)
+    assert found is not None
+    assert found.meta == {"step": 1}
+    assert len(found.skipped) == 1
+    assert file in found.skipped[0]
+
+
+def test_none_is_none_and_all_damaged_is_an_error(tmp_path: Path) -> None:
+    assert latest(tmp_path / "nowhere") is None
+    (tmp_path / ".tmp-step-9").mkdir()
+    assert latest(tmp_path) is None
+    save(tmp_path, "step-1", some(1), {})
+    (tmp_path / "step-1" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):
+        latest(tmp_path)
+
+
+def test_a_write_that_dies_leaves_the_older_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, "step-1", some(1), {"step": 1})
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("safetensors.torch.save_file", full)
+        with pytest.raises(CheckpointError, match=r"step-2 could not be written: .*No space left"):
+            save(tmp_path, "step-2", some(2), {})
+    assert names(tmp_path) == ["step-1"]
+    save(tmp_path, "step-2", some(2), {"step": 2})
+    assert latest(tmp_path).meta == {"step": 2}  # type: ignore[union-attr]
+
+
+def test_the_writer_works_beside_and_tells_its_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    real = checkpoint.save
+
+    def slow(*arguments: object) -> Path:
+        assert gate.wait(20)
+        return real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(checkpoint, "save", slow)
+    writer = AsyncWriter(tmp_path / "out", keep=2)
+    writer.submit("step-1", some(1), {})
+    assert writer.busy
+    assert names(tmp_path / "out") == []
+    with pytest.raises(CheckpointError, match=r"still being written after 0\.05 s"):
+        writer.wait(0.05)
+    gate.set()
+    writer.wait(20)
+    assert not writer.busy
+    assert names(tmp_path / "out") == ["step-1"]
+    (tmp_path / "file").write_text("in the way")
+    blocked = AsyncWriter(tmp_path / "file")
+    blocked.submit("step-1", some(1), {})
+    with pytest.raises(CheckpointError, match="could not be written"):
+        blocked.wait(20)
+    assert not blocked.busy
+
+
+def test_the_synchronous_writer_is_done_when_it_returns(tmp_path: Path) -> None:
+    writer = AsyncWriter(tmp_path, synchronous=True)
+    writer.submit("step-1", some(1), {})
+    assert not writer.busy
+    assert names(tmp_path) == ["step-1"]
+
+
+def test_names_of_tensors_have_a_part(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="tensor name is 'weight'"):
+        save(tmp_path, "step-1", {"weight": torch.zeros(1)}, {})
