@@ -59,15 +59,7 @@ from diloco.sync.events import (
     VersionPublished,
 )
 from diloco.sync.plain import from_plain, to_plain
-from diloco.sync.progress import (
-    FragmentProgress,
-    LearnerState,
-    Orphan,
-    Retaking,
-    Sent,
-    SentState,
-    site_ledger,
-)
+from diloco.sync.progress import Doubt, FragmentProgress, LearnerState, Orphan, Retaking, Sent, SentState, site_ledger
 from diloco.sync.quorum import smoothed
 from diloco.sync.schedule import is_due
 
@@ -102,9 +94,11 @@ class LearnerSync:
         """
         machine = cls(options, from_plain(LearnerState, plain, "state"))
         machine.state.tokens_processed = max(machine.state.tokens_processed, tokens_processed)
-        machine.state.ending, machine.state.stopping, machine.state.left = None, False, False
+        machine.state.ending = None
+        machine.state.stopping = machine.state.at_rest = machine.state.left = False
+        machine.state.incarnation = 0  # Until the syncer says what an earlier process sent, no number is ours to give.
         for index, part in enumerate(machine.state.fragments):
-            part.fetching, part.fetched = False, part.base_version
+            part.fetching, part.fetched, part.doubt = False, part.base_version, None
             for sent in list(part.in_flight):
                 stored = outbox.get((index, sent.sequence)) == sent.digest
                 if sent.state is not SentState.ACCEPTED and not (sent.state is SentState.SEALED and stored):
@@ -162,8 +156,10 @@ class LearnerSync:
         return not any(part.undecided() or part.orphans for part in self.state.fragments)
 
     def must_wait(self) -> bool:
-        """Lock-step only: whether an update is not yet answered by an adopted version."""
-        return self.options.lock_step and any(part.in_flight for part in self.state.fragments)
+        """Lock-step only: whether an update, of an earlier process too, is not yet answered by an adopted version."""
+        return self.options.lock_step and any(
+            part.in_flight or part.orphans or part.published > part.base_version for part in self.state.fragments
+        )
 
     # --- joining -----------------------------------------------------------------------------------------------
 
@@ -175,8 +171,9 @@ class LearnerSync:
         state.epoch, state.incarnation = event.epoch, event.incarnation
         state.run_tokens, state.progress_ppm = event.run_tokens, event.progress_ppm
         before = state.cursor
-        for standing in event.standings:
-            self._compare(standing)
+        doubtful = [standing.fragment for standing in event.standings if not self._compare(standing)]
+        if doubtful and not state.left:
+            self._effects.append(Join("the answer knows less than the syncer has acknowledged: it may be a late one"))
         self._settle()
         if state.cursor > before:
             self._effects.append(SkipData(state.cursor))
@@ -185,17 +182,23 @@ class LearnerSync:
         if event.ending is not None:
             self._end(event.ending, f"the run is {event.ending.value}")
 
-    def _compare(self, standing: FragmentStanding) -> None:
-        """Bring one fragment in line with what the syncer has accepted and decided."""
+    def _compare(self, standing: FragmentStanding) -> bool:
+        """Bring one fragment in line with what the syncer has accepted and decided; False if it seems to know less.
+
+        An ack or a version can overtake the answer to a join.  Only one that was asked for afterwards is proof.
+        """
         index, part = standing.fragment, self.state.fragments[standing.fragment]
         part.published = max(part.published, standing.version)
         accepted = max((s.sequence for s in part.in_flight if s.state is SentState.ACCEPTED), default=0)
         if standing.watermark < accepted or standing.version < part.base_version:
-            self._stop(f"the syncer has forgotten what it acknowledged of fragment {index}", failed=True)
-            return
+            doubt, part.doubt = part.doubt, Doubt(accepted, part.base_version)
+            if doubt is not None and (standing.watermark < doubt.sequence or standing.version < doubt.version):
+                self._stop(f"the syncer has forgotten what it acknowledged of fragment {index}", failed=True)
+            return False
+        part.doubt = None
         if standing.watermark >= part.next_sequence:
             self._outrun(standing)
-            return
+            return True
         for sent in part.in_flight:
             if sent.state is SentState.SEALED and sent.sequence <= standing.watermark:
                 self._accept(index, sent)
@@ -205,6 +208,7 @@ class LearnerSync:
             self._fate(fate)
         if part.base_version < 0:
             part.retaking = part.retaking or Retaking(standing.version, "first version of a new site")
+        return True
 
     def _outrun(self, standing: FragmentStanding) -> None:
         """The syncer has accepted work that this process does not know: an earlier process did it.
@@ -249,6 +253,7 @@ class LearnerSync:
         self._boundary()
 
     def _boundary(self) -> None:
+        self.state.at_rest = self.state.stopping
         for index, part in enumerate(self.state.fragments):
             if part.retaking is not None:
                 if max(part.fetched, part.base_version) >= max(part.retaking.version, 0):
@@ -284,7 +289,9 @@ class LearnerSync:
     def _may_seal(self, part: FragmentProgress) -> bool:
         if not (part.due or self.state.stopping) or part.unsent_tokens == 0:
             return False
-        if part.base_version < 0 or part.retaking is not None or part.unanswered() or self.state.left:
+        if part.base_version <= part.stale_base or part.retaking is not None or part.unanswered():
+            return False
+        if self.state.incarnation == 0 or self.state.left:
             return False
         allowed = 1 if self.options.lock_step else self.options.updates_in_flight_max
         return len(part.undecided()) < allowed
@@ -298,19 +305,9 @@ class LearnerSync:
         part.next_sequence += 1
         part.unsent_tokens = part.unsent_steps = 0
         part.due = False
-        self._effects.append(
-            Seal(
-                index,
-                sent.sequence,
-                sent.base_version,
-                subtract,
-                sent.tokens,
-                sent.steps,
-                self.state.step_ns,
-                self.state.cursor,
-                final=self.state.stopping,
-            )
-        )
+        site = self.state
+        where = (index, sent.sequence, sent.base_version, subtract)
+        self._effects.append(Seal(*where, sent.tokens, sent.steps, site.step_ns, site.cursor, final=site.stopping))
 
     # --- sending -----------------------------------------------------------------------------------------------
 
@@ -323,18 +320,19 @@ class LearnerSync:
         if sent is None:  # A join in between has shown that an earlier process was ahead: these bytes are not wanted.
             self._effects += [Forget(event.fragment, event.sequence), Release(event.fragment, event.sequence)]
             return
-        sent.state, sent.digest = SentState.SEALED, event.digest
-        self._effects.append(Send(event.fragment, event.sequence))
+        if sent.state is SentState.SEALING:
+            sent.state, sent.digest = SentState.SEALED, event.digest
+            self._effects.append(Send(event.fragment, event.sequence))
 
     def _seal_failed(self, event: SealFailed) -> None:
         sent = self._find(event.fragment, event.sequence)
-        if sent is not None:
+        if sent is not None and sent.state is SentState.SEALING:
             self._discard(event.fragment, sent, Reason.NON_FINITE)
 
     def _push_answered(self, event: PushAnswered) -> None:
         sent = self._find(event.fragment, event.sequence)
-        if sent is None or sent.state is SentState.ACCEPTED:
-            return
+        if sent is None or sent.state is not SentState.SEALED:
+            return  # It is known by a join or a fate already, or the answer is a late one to what was taken back.
         if event.outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE):
             self._accept(event.fragment, sent)
             return
@@ -344,16 +342,16 @@ class LearnerSync:
             self._stop(f"the syncer no longer takes this process for the site: {event.reason.value}", failed=True)
         elif event.reason in DISCARDING:
             self._discard(event.fragment, sent, event.reason)
-        elif event.reason is Reason.STALE:
+        elif event.reason in (Reason.STALE, Reason.OVERLOAD):
             self._keep(event.fragment, sent, event.reason)
         elif event.reason is Reason.FINISHED:
             self._keep(event.fragment, sent, event.reason)
-            self.state.stopping = self.state.left = True  # Nothing will be taken any more, so nothing is sent again.
-            self._effects.append(Leave(self.state.ending))
+            self._finished()
         elif event.reason is Reason.NOT_JOINED:
             self._effects.append(Join("the syncer does not know this site"))
         else:
-            self._stop(f"the syncer has another update under this number: {event.reason.value}", failed=True)
+            what = f"update {event.sequence} of fragment {event.fragment}"
+            self._stop(f"the syncer refuses {what} for good: {event.reason.value}", failed=True)
 
     def _accept(self, index: int, sent: Sent) -> None:
         sent.state = SentState.ACCEPTED
@@ -361,26 +359,34 @@ class LearnerSync:
 
     def _unsend(self, part: FragmentProgress, sent: Sent) -> None:
         """The update never was: its progress is unsent again and its number free."""
-        part.in_flight.remove(sent)
-        part.unsent_tokens += sent.tokens
-        part.unsent_steps += sent.steps
-        part.due = True
+        self._give_back(part, sent)
         part.next_sequence = sent.sequence
+
+    def _give_back(self, part: FragmentProgress, sent: Sent) -> None:
+        """Out of the in-flight list; its progress is in the values still, unless an adopt has replaced them."""
+        part.in_flight.remove(sent)
+        if sent.since_adopt or self.options.adopt == "rebase":
+            part.unsent_tokens += sent.tokens
+            part.unsent_steps += sent.steps
+            part.due = True
+        else:
+            part.tokens_overwritten += sent.tokens
 
     def _keep(self, index: int, sent: Sent, reason: Reason) -> None:
         """Refused, and the progress goes out again with the next update."""
         part = self.state.fragments[index]
         part.updates_refused[reason.value] = part.updates_refused.get(reason.value, 0) + 1
         if sent.state is SentState.ACCEPTED:  # Its number is used up; one refused at the door leaves it free.
-            part.in_flight.remove(sent)
-            part.unsent_tokens += sent.tokens
-            part.unsent_steps += sent.steps
-            part.due = True
+            self._give_back(part, sent)
         else:
             self._unsend(part, sent)
             self._effects.append(Forget(index, sent.sequence))
         self._effects.append(Release(index, sent.sequence))
         self._note("update_kept", f"{reason.value}: its progress goes out with the next update", index)
+        if reason is Reason.STALE:  # So there is a newer version, and with this base the next one would be stale too.
+            part.stale_base = max(part.stale_base, sent.base_version)
+            part.published = max(part.published, sent.base_version + 1)
+            self._want(index)
 
     def _discard(self, index: int, sent: Sent, reason: Reason) -> None:
         """Refused, and the progress is worth nothing: back to the published values."""
@@ -434,6 +440,7 @@ class LearnerSync:
         if event.epoch < self.state.epoch:
             self._note("publish_ignored", f"epoch {event.epoch} is older than {self.state.epoch}", event.fragment)
             return
+        self.state.epoch = event.epoch
         self.state.run_tokens, self.state.progress_ppm = event.run_tokens, event.progress_ppm
         part = self.state.fragments[event.fragment]
         part.published = max(part.published, event.version)
@@ -464,14 +471,22 @@ class LearnerSync:
             self.state.stopping = True
             self._effects.append(StopTraining(ending, why))
 
+    def _finished(self) -> None:
+        """The syncer takes nothing any more.  A site that was not told the end asks for it: it may be over by now."""
+        if self.state.stopping:
+            self.state.left = True
+            self._effects.append(Leave(self.state.ending))
+        else:
+            self._effects.append(Join("the last round is over and this site was not told"))
+
     def _stop(self, why: str, *, failed: bool) -> None:
         self.state.stopping = self.state.left = True
         self._effects.append(StopTraining(None, why, failed))
 
     def _maybe_leave(self) -> None:
         """Say goodbye once nothing is left to send and nothing awaits an answer."""
-        if not self.state.stopping or self.state.left or self.state.incarnation == 0:
-            return
+        if not self.state.at_rest or self.state.left or self.state.incarnation == 0:
+            return  # A step under way when the stop was told still brings tokens.
         if all(part.unsent_tokens == 0 and not part.unanswered() for part in self.state.fragments):
             self.state.left = True
             self._effects.append(Leave(self.state.ending))

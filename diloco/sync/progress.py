@@ -69,10 +69,22 @@ class Retaking:
 
 
 @dataclass(slots=True)
+class Doubt:
+    """What the syncer had acknowledged when a join's answer knew less: the next answer must know it."""
+
+    sequence: int
+    version: int
+
+
+@dataclass(slots=True)
 class FragmentProgress:
-    """A site's place in one fragment.  ``base_version`` is -1 until the first version is here."""
+    """A site's place in one fragment.
+
+    ``base_version`` is -1 until the first version is here; an update measured from ``stale_base`` was too old.
+    """
 
     base_version: int = -1
+    stale_base: int = -1
     next_sequence: int = 1
     published: int = -1
     fetched: int = -1
@@ -88,6 +100,7 @@ class FragmentProgress:
     updates_merged: int = 0
     updates_refused: dict[str, int] = field(default_factory=dict)
     retaking: Retaking | None = None
+    doubt: Doubt | None = None
     in_flight: list[Sent] = field(default_factory=list)
     orphans: list[Orphan] = field(default_factory=list)
 
@@ -111,7 +124,11 @@ class FragmentProgress:
 
 @dataclass(slots=True)
 class LearnerState:
-    """All of a site machine's memory.  ``stopping``: the training loop was told to end; ``left``: goodbye is said."""
+    """All of a site machine's memory.
+
+    ``stopping``: the training loop was told to end; ``at_rest``: it has been at a boundary since, so that no step is
+    under way any more; ``left``: goodbye is said.
+    """
 
     fragments: list[FragmentProgress]
     epoch: int = 0
@@ -124,6 +141,7 @@ class LearnerState:
     progress_ppm: int = 0
     ending: Ending | None = None
     stopping: bool = False
+    at_rest: bool = False
     left: bool = False
 
 

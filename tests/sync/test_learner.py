@@ -1,0 +1,172 @@
+"""A site's machine: what it sends and adopts, where its tokens are, and what a restart may claim."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco.sync import effects as fx
+from diloco.sync import events as ev
+from diloco.sync.events import Ending, Outcome, Reason
+from tests.sync.driving import notes, of, only
+from tests.sync.driving_site import Site, known
+
+# --- restart ---------------------------------------------------------------------------------------------------
+
+
+def test_restarted_site_seals_nothing_before_the_syncer_has_answered() -> None:
+    site = Site()
+    checkpoint = site.machine.snapshot()
+    site.send(1)  # An earlier process sends update 1 after the checkpoint; this one must not make another update 1.
+    site.restart(checkpoint, processed=150)
+    assert site.machine.state.incarnation == 0
+    assert not of(fx.Seal, site.train(15)), "two processes made an update of one number"
+    site.join(known(watermark=1, cursor=15, undecided=((1, 150),)), incarnation=2)
+    assert site.machine.state.fragments[0].next_sequence == 2
+    only(fx.Retake, site.boundary())
+    assert only(fx.Seal, site.train(15)).sequence == 2
+
+
+def test_restarted_site_leaves_only_after_the_syncer_has_answered() -> None:
+    site = Site()
+    site.restart(site.machine.snapshot())
+    effects = site.handle(ev.LeaveAsked())
+    assert not of(fx.Leave, effects)
+    assert only(fx.StopTraining, effects).ending is None
+    assert of(fx.Leave, site.join(incarnation=2))
+
+
+def test_late_answer_to_a_join_is_no_proof_that_the_syncer_forgot() -> None:
+    site = Site()
+    site.send(1)
+    effects = site.join(known(watermark=0))  # The syncer wrote it before update 1 was accepted.
+    assert not of(fx.StopTraining, effects)
+    only(fx.Join, effects)
+    assert not of(fx.StopTraining, site.join(known(watermark=1, undecided=((1, 150),))))
+    assert not of(fx.StopTraining, site.join(known(watermark=0))), "each doubt is a new one"
+
+
+def test_second_answer_that_is_behind_is_proof_that_the_syncer_forgot() -> None:
+    site = Site()
+    site.send(1)
+    site.join(known(watermark=0))
+    assert only(fx.StopTraining, site.join(known(watermark=0))).failed
+
+
+def test_version_that_goes_back_is_proof_only_when_said_twice() -> None:
+    site = Site()
+    site.handle(ev.VersionPublished(1, 0, 3, 0, 0))
+    site.handle(ev.VersionFetched(0, 3, ()))
+    site.boundary()
+    only(fx.Join, site.join(known(version=2)))
+    assert only(fx.StopTraining, site.join(known(version=2))).failed
+
+
+# --- lock-step -------------------------------------------------------------------------------------------------
+
+
+def test_lock_step_waits_for_the_update_of_an_earlier_process_too() -> None:
+    site = Site(lock_step=True)
+    checkpoint = site.machine.snapshot()
+    site.restart(checkpoint)
+    site.join(known(watermark=1, undecided=((1, 150),)), incarnation=2)
+    only(fx.Retake, site.boundary())
+    assert site.machine.must_wait(), "it would train from a version that lacks its own last round"
+    site.handle(ev.VersionPublished(1, 0, 1, 0, 0))
+    site.fate(1, 1)
+    assert site.machine.must_wait(), "the version with its last round is not adopted yet"
+    site.handle(ev.VersionFetched(0, 1, ()))
+    assert only(fx.Adopt, site.boundary()).version == 1
+    assert not site.machine.must_wait()
+
+
+# --- answers ---------------------------------------------------------------------------------------------------
+
+
+def test_site_that_missed_the_end_asks_how_it_ended() -> None:
+    site = Site()
+    only(fx.Seal, site.train(15))
+    site.seal(1)
+    effects = site.answer(1, Outcome.REFUSED, Reason.FINISHED)
+    only(fx.Join, effects)
+    assert not of(fx.Leave, effects), "the training would go on with nobody to stop it"
+    effects = site.join(ending=Ending.DRAINED)
+    assert only(fx.StopTraining, effects).ending is Ending.DRAINED
+    assert only(fx.Seal, site.boundary()).final
+    site.seal(1)
+    assert only(fx.Leave, site.answer(1, Outcome.REFUSED, Reason.FINISHED)).ending is Ending.DRAINED
+
+
+def test_site_that_missed_a_pause_goes_on() -> None:
+    site = Site()
+    site.train(15)
+    site.seal(1)
+    site.answer(1, Outcome.REFUSED, Reason.FINISHED)
+    assert not of(fx.StopTraining, site.join(epoch=2))
+    assert only(fx.Seal, site.train()).sequence == 1
+
+
+@pytest.mark.parametrize("reason", [Reason.STALE, Reason.OVERLOAD])
+def test_refused_and_kept_progress_goes_out_with_the_next_update(reason: Reason) -> None:
+    site = Site()
+    site.train(15)
+    site.seal(1)
+    effects = site.answer(1, Outcome.REFUSED, reason)
+    assert [type(effect) for effect in effects][:2] == [fx.Forget, fx.Release]
+    assert not of(fx.StopTraining, effects)
+    site.handle(ev.VersionFetched(0, 9, ()))
+    again = only(fx.Seal, site.train())
+    assert (again.sequence, again.tokens, again.steps) == (1, 160, 16)
+
+
+def test_stale_update_is_not_made_again_before_a_newer_base() -> None:
+    site = Site()
+    site.train(15)
+    site.seal(1)
+    effects = site.answer(1, Outcome.REFUSED, Reason.STALE)
+    assert only(fx.Fetch, effects).have_version == 0, "stale says that there is a newer version"
+    assert not of(fx.Seal, site.train(30)), "the same base can only be refused again"
+    site.handle(ev.VersionFetched(0, 9, ()))
+    assert only(fx.Seal, site.boundary()).base_version == 9
+
+
+@pytest.mark.parametrize("adopt", ["overwrite", "blend"])
+def test_kept_progress_that_an_adopt_threw_away_is_counted(adopt: str) -> None:
+    site = Site(adopt=adopt)
+    site.send(1)
+    site.handle(ev.VersionFetched(0, 1, ()))
+    site.boundary()
+    site.fate(1, 1, Reason.STALE)
+    part = site.machine.state.fragments[0]
+    assert (part.unsent_tokens, part.tokens_overwritten) == (0, 150), "the next update cannot hold this progress"
+
+
+def test_answer_to_an_update_that_is_not_sent_changes_nothing() -> None:
+    site = Site()
+    site.train(15)  # Update 1 is being sealed: an answer can only be a late one to an earlier update 1.
+    before = site.machine.snapshot()
+    assert not site.answer(1, Outcome.REFUSED, Reason.STALE)
+    assert site.machine.snapshot() == before
+    site.seal(1)
+    site.answer(1)
+    before = site.machine.snapshot()
+    assert not site.seal(1)
+    assert not site.handle(ev.SealFailed(0, 1))
+    assert site.machine.snapshot() == before, "what was accepted stays accepted"
+
+
+def test_base_that_the_syncer_does_not_have_is_named() -> None:
+    site = Site()
+    site.train(15)
+    site.seal(1)
+    stop = only(fx.StopTraining, site.answer(1, Outcome.REFUSED, Reason.BAD_BASE))
+    assert stop.failed
+    assert "bad_base" in stop.why
+    assert "another update" not in stop.why
+
+
+def test_epoch_rises_with_a_published_version() -> None:
+    site = Site()
+    site.handle(ev.VersionPublished(3, 0, 1, 0, 0))
+    assert notes(site.handle(ev.VersionPublished(2, 0, 9, 0, 0))) == ["publish_ignored"]
+    assert notes(site.join(epoch=2)) == ["join_ignored"]
+    assert site.machine.state.fragments[0].published == 1
