@@ -7,9 +7,10 @@ and the weather is the same for the same seed (see ``link``).
 
 What it does not model: packet loss, reordering, congestion control and slow start. ``connect`` returns at once, because
 the relay's own kernel accepts; in its stead the far side is opened one round trip later and nothing is read before.
-TCP never notices a partition, because the kernel of the relay goes on acknowledging: only pings of the application
-do (HTTP/2 keepalive with its own time-out does; TCP_USER_TIMEOUT does not). The kernel's socket buffers, some
-256 KiB at each socket of the relay, are a queue beside the one that is modelled. So: right for delay, rate,
+TCP never notices a partition, because the kernel of the relay goes on acknowledging, as that of any proxy would: only
+pings of the application do. (Seen with grpcio 1.85: its pings time out by ``grpc.http2.ping_timeout_ms``, while
+``grpc.keepalive_timeout_ms`` worked by TCP_USER_TIMEOUT alone and so not through here.) The kernel's socket buffers,
+some 256 KiB at each socket of the relay, are a queue beside the one that is modelled. So: right for delay, rate,
 partition and reset as an application sees them, and never the ground for a claim about loss or congestion.
 
 Up is from the client (a site) to the target (the syncer). Run as a program, it hosts several links and is controlled by
