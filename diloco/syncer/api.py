@@ -1,0 +1,272 @@
+"""What the network may ask of the syncer (``wire.service.SyncerApi``), answered through the decision loop."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from diloco.codec.registry import make_codec
+from diloco.outer.fragments import Layout
+from diloco.sync.agreement import Agreement, disagreement
+from diloco.sync.effects import AnswerDone, AnswerJoin
+from diloco.sync.events import (
+    DrainRequested,
+    Fate,
+    FateTold,
+    FinalAnnounced,
+    JoinRequested,
+    Outcome,
+    Reason,
+    SiteEvicted,
+    SiteLeft,
+)
+from diloco.sync.state import Status as SiteStatus
+from diloco.syncer.receive import Reception
+from diloco.syncer.status import describe
+from diloco.wire.messages import (
+    JoinAsk,
+    JoinReply,
+    LearnerSettings,
+    PullAsk,
+    PushHeader,
+    PushResult,
+    Refusal,
+    ReportInfo,
+    ReportReply,
+    Status,
+)
+
+if TYPE_CHECKING:
+    from diloco.sync.syncer import OuterSync
+    from diloco.syncer.feeds import Feed
+    from diloco.syncer.server import Syncer
+    from diloco.wire.security import Identity
+    from diloco.wire.service import PullSource
+
+JOIN_STATUS = {
+    Reason.EVICTED: Status.PERMISSION_DENIED,
+    Reason.SUPERSEDED: Status.ALREADY_EXISTS,
+    Reason.FULL: Status.RESOURCE_EXHAUSTED,
+}
+JOIN_TEXT = {
+    Reason.EVICTED: "site {site} was put out of the run by an operator",
+    Reason.SUPERSEDED: "a newer process speaks for site {site}: is it started twice?",
+    Reason.FULL: "the run has no room for site {site}: outer.sites_max is reached",
+}
+
+
+class Api:
+    """Called from many threads; all state is behind the decision loop or the lock."""
+
+    def __init__(self, syncer: Syncer) -> None:
+        self._syncer = syncer
+        self._lock = threading.Lock()
+        self._reports: dict[str, tuple[ReportInfo, float]] = {}
+        self._bytes: dict[str, list[int]] = {}
+        self._refusals: dict[str, int] = {}
+        self._began = time.monotonic()
+
+    def join(self, request: JoinAsk, identity: Identity) -> JoinReply:
+        """Take a learner process in, if it agrees with us on everything that is shared."""
+        del identity
+        syncer, core = self._syncer, self._syncer.core
+        self._agree(request)
+        answer = core.call(lambda call: JoinRequested(call, request.site_id, request.process))
+        assert isinstance(answer, AnswerJoin), answer
+        if answer.reason is not None:
+            text = JOIN_TEXT[answer.reason].format(site=request.site_id)
+            raise Refusal(JOIN_STATUS[answer.reason], text)
+        epoch, run_tokens, progress_ppm = core.ask(_standing_of_run)
+        options = syncer.plan.outer
+        return JoinReply(
+            epoch=epoch,
+            incarnation=answer.incarnation,
+            lineage=syncer.plan.agreement.lineage,
+            standings=answer.standings,
+            run_tokens=run_tokens,
+            progress_ppm=progress_ppm,
+            ending=answer.ending,
+            settings=LearnerSettings(
+                heartbeat_ns=int(syncer.options.heartbeat_s * 1e9),
+                chunk_bytes=syncer.network.chunk_bytes,
+                updates_in_flight_max=options.updates_in_flight_max,
+                site_timeout_ns=options.site_timeout_ns,
+            ),
+        )
+
+    def _agree(self, request: JoinAsk) -> None:
+        ours = self._syncer.plan.agreement
+        theirs = Agreement(
+            request.protocol, request.run_id, request.lineage, request.layout_fingerprint, request.shared_config
+        )
+        text = disagreement(ours, theirs)
+        if text is None:
+            return
+        if theirs.layout_fingerprint != ours.layout_fingerprint and "layout" in text and request.layout_json:
+            try:
+                layout = Layout.from_json(request.layout_json.decode())
+            except ValueError as error:
+                raise Refusal(Status.INVALID_ARGUMENT, f"layout_json describes no layout: {error}") from error
+            text = self._syncer.plan.layout.first_difference(layout) or text
+        raise Refusal(Status.FAILED_PRECONDITION, text)
+
+    def open_push(self, header: PushHeader, identity: Identity) -> Reception | PushResult:
+        """Admit an update before its first payload byte, or answer at once."""
+        del identity
+        core = self._syncer.core
+        core.heard(header.site_id)
+        verdict = core.ask(
+            lambda machine: machine.admit(
+                header.site_id,
+                header.incarnation,
+                header.fragment,
+                header.sequence,
+                header.base_version,
+                header.digest,
+            )
+        )
+        if verdict.outcome is not Outcome.ACCEPTED:
+            if verdict.reason is not None:
+                self._count_refusal(verdict.reason.value)
+            version = core.ask(lambda machine: _version(machine, header.fragment))
+            return PushResult(verdict.outcome, version, verdict.reason, verdict.fate)
+        self._check_shape(header)
+        self._count_bytes(header.site_id, 0, header.payload_bytes)
+        return Reception(core, self._syncer.store.spool, header)
+
+    def _check_shape(self, header: PushHeader) -> None:
+        """The declared size must be what the fragment and the encoding give, before a byte of it is read."""
+        if header.encoding not in self._syncer.options.up_codecs:
+            allowed = ", ".join(self._syncer.options.up_codecs)
+            self._count_refusal("encoding")
+            raise Refusal(Status.INVALID_ARGUMENT, f"encoding is {header.encoding!r}: this run allows {allowed}")
+        numel = self._syncer.plan.layout.fragments[header.fragment].numel
+        if header.numel != numel:
+            self._count_refusal("numel")
+            raise Refusal(
+                Status.INVALID_ARGUMENT, f"numel is {header.numel}: fragment {header.fragment} has {numel} values"
+            )
+        most = make_codec(header.encoding).payload_bytes(numel) + 1
+        if header.payload_bytes > most:
+            self._count_refusal("payload_bytes")
+            raise Refusal(
+                Status.INVALID_ARGUMENT,
+                f"payload_bytes is {header.payload_bytes}: {header.encoding} of {numel} values has at most {most}",
+            )
+
+    def watch(self, site: str, incarnation: int, identity: Identity) -> Feed:
+        """The events for ``site`` from now on, after how everything stands."""
+        del identity
+        feeds = self._syncer.feeds
+
+        def begin(machine: OuterSync) -> Feed:
+            known = machine.state.sites.get(site)
+            if known is None or known.incarnation != incarnation:
+                raise Refusal(Status.FAILED_PRECONDITION, f"incarnation is {incarnation}: join first")
+            feed = feeds.open(site, incarnation)
+            # What was said between the join and this instant was said to nobody: say it (again).
+            for index, fragment in enumerate(machine.state.fragments):
+                feed.put(self._syncer.published(machine, index, fragment.version, fragment.digest))
+                for fate in known.lines[index].fates[-2 * machine.options.updates_in_flight_max :]:
+                    feed.put(FateTold(fate))
+            if machine.state.ending is not None:
+                feed.put(FinalAnnounced(machine.state.ending))
+            return feed
+
+        return self._syncer.core.ask(begin)
+
+    def pull(self, ask: PullAsk, identity: Identity) -> PullSource:
+        """A version, with the site's fates as of the same instant."""
+        del identity
+        syncer = self._syncer
+        if ask.fragment >= len(syncer.plan.layout.fragments):
+            raise Refusal(Status.NOT_FOUND, f"fragment is {ask.fragment}: the run has no such fragment")
+
+        def look(machine: OuterSync) -> PullSource:
+            site = machine.state.sites.get(ask.site_id)
+            fates: tuple[Fate, ...] = tuple(site.lines[ask.fragment].fates) if site else ()
+            return syncer.holdings.source(ask, fates)
+
+        source = syncer.core.ask(look)
+        if ask.site_id:
+            syncer.core.heard(ask.site_id)
+            self._count_bytes(ask.site_id, source.header.payload_bytes, 0)
+        return source
+
+    def report(self, report: ReportInfo, identity: Identity) -> ReportReply:
+        """A heartbeat: a sign of life, and figures for status."""
+        del identity
+        core = self._syncer.core
+        core.heard(report.site_id)
+        with self._lock:
+            self._reports[report.site_id] = (report, time.monotonic())
+
+        def look(machine: OuterSync) -> ReportReply:
+            site = machine.state.sites.get(report.site_id)
+            known = (
+                site is not None and site.incarnation == report.incarnation and site.status is not SiteStatus.EVICTED
+            )
+            state = machine.state
+            return ReportReply(state.epoch, state.run_tokens(), machine.progress_ppm(), known, state.ending)
+
+        return core.ask(look)
+
+    def leave(self, site: str, incarnation: int, identity: Identity) -> None:
+        """``site`` says goodbye."""
+        del identity
+        self._done(self._syncer.core.call(lambda call: SiteLeft(call, site, incarnation)), site)
+
+    def status(self) -> dict[str, object]:
+        """How the run stands."""
+        with self._lock:
+            reports, bytes_by_site, refusals = dict(self._reports), dict(self._bytes), dict(self._refusals)
+        now = time.monotonic()
+        plan = self._syncer.plan
+        return self._syncer.core.ask(
+            lambda machine: {
+                "run_id": plan.agreement.run_id,
+                "lineage": plan.agreement.lineage,
+                "up_seconds": round(now - self._began, 1),
+                "refused_at_the_door": refusals,
+                **describe(machine, reports, bytes_by_site, now),
+            }
+        )
+
+    def drain(self) -> None:
+        """Begin the last round of this part of the run."""
+        self._syncer.core.call(DrainRequested)
+
+    def evict(self, site: str) -> None:
+        """Put ``site`` out of the run."""
+        answer = self._syncer.core.call(lambda call: SiteEvicted(call, site))
+        self._done(answer, site)
+
+    def snapshot(self) -> None:
+        """Write a snapshot now."""
+        self._syncer.snapshot_now()
+
+    def _done(self, answer: object, site: str) -> None:
+        assert isinstance(answer, AnswerDone), answer
+        if answer.reason is Reason.NOT_JOINED:
+            raise Refusal(Status.NOT_FOUND, f"site_id is {site!r}: the run has no such site")
+        if answer.reason is not None:
+            raise Refusal(Status.FAILED_PRECONDITION, f"site {site}: {answer.reason.value}")
+
+    def _count_refusal(self, why: str) -> None:
+        with self._lock:
+            self._refusals[why] = self._refusals.get(why, 0) + 1
+
+    def _count_bytes(self, site: str, down: int, up: int) -> None:
+        with self._lock:
+            counts = self._bytes.setdefault(site, [0, 0])
+            counts[0] += up
+            counts[1] += down
+
+
+def _standing_of_run(machine: OuterSync) -> tuple[int, int, int]:
+    return machine.state.epoch, machine.state.run_tokens(), machine.progress_ppm()
+
+
+def _version(machine: OuterSync, fragment: int) -> int:
+    return machine.state.fragments[fragment].version if fragment < len(machine.state.fragments) else 0

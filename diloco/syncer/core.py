@@ -1,0 +1,239 @@
+"""The syncer's one decision loop: events in, journal, effects out.
+
+A single thread owns the machine.  It takes what has arrived, lets the machine decide, appends the records, makes them
+durable with one fsync, and only then carries out the effects: an ack, a fate or a version is never ahead of the disk.
+Long work (outer steps, snapshots) runs in a second thread and comes back as an event or not at all.
+
+A failure of either thread ends the process (``failed``): after a failed fsync nothing may be acknowledged any more.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from diloco.sync.effects import AnswerDone, AnswerJoin, AnswerPush
+from diloco.sync.events import DeadlinePassed, JoinRequested, Outcome, OuterEvent
+from diloco.sync.journal import Record, digest_effects
+from diloco.sync.leases import Leases
+from diloco.sync.state import Status
+from diloco.sync.syncer import OuterSync
+
+if TYPE_CHECKING:
+    from diloco.sync.effects import OuterEffect
+    from diloco.syncer.store import Store
+
+Answer = AnswerJoin | AnswerPush | AnswerDone
+T = TypeVar("T")
+IDLE_S = 0.5
+BATCH_MAX = 256
+
+
+class CoreStopped(RuntimeError):
+    """The decision loop has ended; nothing will be answered any more."""
+
+
+@dataclass(slots=True)
+class _Question:
+    ask: Callable[[OuterSync], object]
+    future: Future[object]
+
+    def answer(self, machine: OuterSync) -> None:
+        try:
+            self.future.set_result(self.ask(machine))
+        except BaseException as error:  # The asker gets it, wherever it is waiting.
+            self.future.set_exception(error)
+
+
+class Core:
+    """The loop.  ``carry_out`` gets every effect that is not an answer, in order, in the loop's thread."""
+
+    def __init__(
+        self,
+        machine: OuterSync,
+        store: Store,
+        carry_out: Callable[[OuterEffect], None],
+        *,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.machine = machine  # Only the loop's thread may touch it.
+        self._store = store
+        self._carry_out = carry_out
+        self._clock_ns = clock_ns
+        self._origin_ns = machine.state.now_ns - clock_ns()
+        self.leases = Leases(machine.options.site_timeout_ns)
+        self._inbox: queue.SimpleQueue[OuterEvent | _Question | str] = queue.SimpleQueue()
+        self._calls: dict[int, Future[Answer]] = {}
+        self._calls_lock = threading.Lock()
+        self._next_call = 1
+        self._stopping = threading.Event()
+        self.failed: BaseException | None = None
+        self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="outer-step")
+        self._thread = threading.Thread(target=self._run, name="syncer-core", daemon=True)
+        for name, site in machine.state.sites.items():
+            if site.status in (Status.LIVE, Status.SILENT):
+                self.leases.watch(name, machine.state.now_ns, silent=site.status is Status.SILENT)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """End the loop after what has arrived, and the long work after what is under way."""
+        self._stopping.set()
+        self._inbox.put("")
+        self._thread.join(timeout_s)
+        self.worker.shutdown(wait=True, cancel_futures=True)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the loop still decides."""
+        return self._thread.is_alive()
+
+    def now_ns(self) -> int:
+        """The machine's time: it goes on from where the last process left it."""
+        return self._origin_ns + self._clock_ns()
+
+    def post(self, event: OuterEvent) -> None:
+        """Hand in an event that nobody waits for."""
+        self._inbox.put(event)
+
+    def heard(self, site: str) -> None:
+        """``site`` gave a sign of life."""
+        self._inbox.put(site)
+
+    def call(self, make: Callable[[int], OuterEvent], timeout_s: float = 60.0) -> Answer:
+        """Hand in the event that ``make`` gives for a call number, and wait for its answer."""
+        future: Future[Answer] = Future()
+        with self._calls_lock:
+            number = self._next_call
+            self._next_call += 1
+            self._calls[number] = future
+        try:
+            self._inbox.put(make(number))
+            return self._wait(future, timeout_s)
+        finally:
+            with self._calls_lock:
+                self._calls.pop(number, None)
+
+    def ask(self, question: Callable[[OuterSync], T], timeout_s: float = 30.0) -> T:
+        """Read the machine between two events; ``question`` must not change it."""
+        future: Future[object] = Future()
+        self._inbox.put(_Question(question, future))
+        return self._wait(future, timeout_s)  # type: ignore[return-value]
+
+    def _wait(self, future: Future[T], timeout_s: float) -> T:
+        until = time.monotonic() + timeout_s
+        while True:
+            try:
+                return future.result(timeout=min(1.0, max(0.0, until - time.monotonic())))
+            except TimeoutError:
+                if not self.alive or time.monotonic() >= until:
+                    raise CoreStopped("the syncer stopped before it could answer") from None
+
+    # --- the loop ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._turn()
+        except BaseException as error:
+            self.failed = error
+            raise
+        finally:
+            with self._calls_lock:
+                waiting, self._calls = list(self._calls.values()), {}
+            for future in waiting:
+                future.set_exception(CoreStopped("the syncer stopped before it could answer"))
+
+    def _turn(self) -> None:
+        """Take what has arrived, decide, make durable, carry out."""
+        decided: list[OuterEffect] = []
+        written = False
+        questions: list[_Question] = []
+        for item in self._arrived():
+            if isinstance(item, _Question):
+                questions.append(item)
+                continue
+            event = self.leases.heard(item, self.now_ns()) if isinstance(item, str) else item
+            if event is not None:
+                written |= self._decide(event, decided)
+        now_ns = self.now_ns()
+        for silent in self.leases.expired(now_ns):
+            written |= self._decide(silent, decided)
+        deadline_ns = self.machine.next_deadline_ns()
+        if deadline_ns is not None and now_ns >= deadline_ns:
+            written |= self._decide(DeadlinePassed(), decided)
+        if written:
+            self._store.journal.flush()
+        for effect in decided:
+            if isinstance(effect, AnswerJoin | AnswerPush | AnswerDone):
+                self._answer(effect)
+            else:
+                self._carry_out(effect)
+        for question in questions:
+            question.answer(self.machine)
+
+    def _arrived(self) -> list[OuterEvent | _Question | str]:
+        """Wait for something until the next deadline, then take all that is there, up to a bound."""
+        items: list[OuterEvent | _Question | str] = []
+        try:
+            items.append(self._inbox.get(timeout=self._patience_s()))
+            while len(items) < BATCH_MAX:
+                items.append(self._inbox.get_nowait())
+        except queue.Empty:
+            pass
+        return items
+
+    def _patience_s(self) -> float:
+        wanted = [at for at in (self.machine.next_deadline_ns(), self.leases.next_deadline_ns()) if at is not None]
+        if not wanted:
+            return IDLE_S
+        return min(IDLE_S, max(0.0, (min(wanted) - self.now_ns()) / 1e9))
+
+    def _decide(self, event: OuterEvent, decided: list[OuterEffect]) -> bool:
+        """Let the machine decide; write the record unless nothing changed.  Returns whether one was written."""
+        now_ns = max(self.now_ns(), self.machine.state.now_ns)
+        effects = self.machine.handle(event, now_ns)
+        self._follow_leases(event, now_ns)
+        decided += effects
+        if changes_nothing(event, effects):
+            return False
+        self._store.append(Record(now_ns, event, digest_effects(effects)))
+        return True
+
+    def _follow_leases(self, event: OuterEvent, now_ns: int) -> None:
+        name = getattr(event, "site", None)
+        site = self.machine.state.sites.get(name) if name is not None else None
+        if name is None or site is None:
+            return
+        if site.status in (Status.LEFT, Status.EVICTED):
+            self.leases.forget(name)
+        elif isinstance(event, JoinRequested):
+            self.leases.watch(name, now_ns)
+
+    def _answer(self, answer: Answer) -> None:
+        with self._calls_lock:
+            future = self._calls.pop(answer.call, None)
+        if future is not None:
+            future.set_result(answer)
+
+
+def changes_nothing(event: OuterEvent, effects: list[OuterEffect]) -> bool:
+    """Whether the machine is as it was before ``event``: then it is not journalled (DESIGN section 4).
+
+    That is so when all that came of it is an answer that says no, or the answer to a join that was known already.
+    """
+    if not effects:
+        return isinstance(event, DeadlinePassed) or type(event).__name__ in ("SiteSilent", "SiteHeard")
+    if len(effects) > 1:
+        return False
+    (effect,) = effects
+    if isinstance(effect, AnswerPush):
+        return effect.outcome is not Outcome.ACCEPTED
+    return isinstance(effect, AnswerJoin) or (isinstance(effect, AnswerDone) and effect.reason is not None)

@@ -1,0 +1,92 @@
+"""Watch streams: small events on their way to the sites, each stream with a bound."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import TYPE_CHECKING
+
+from diloco.wire.messages import Dropped
+
+if TYPE_CHECKING:
+    from diloco.sync.events import Reason
+    from diloco.wire.messages import WatchEvent
+
+EVENTS_MAX = 4096
+"""Events kept for a stream that is read too slowly; after that it is ended, and its site joins again."""
+
+
+class Feed:
+    """One stream; satisfies ``wire.service.WatchFeed``."""
+
+    def __init__(self, feeds: Feeds, site: str, incarnation: int) -> None:
+        self.site = site
+        self.incarnation = incarnation
+        self._feeds = feeds
+        self._events: queue.Queue[WatchEvent | None] = queue.Queue(EVENTS_MAX)
+        self.closed = False
+
+    def put(self, event: WatchEvent) -> bool:
+        """Queue ``event``; False when the stream is too far behind."""
+        try:
+            self._events.put_nowait(event)
+        except queue.Full:
+            return False
+        return True
+
+    def get(self, timeout_s: float) -> WatchEvent | None:
+        """The next event, or None after ``timeout_s`` or when closed."""
+        if self.closed and self._events.empty():
+            return None
+        try:
+            return self._events.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        """End the stream from either side."""
+        self.closed = True
+        self._feeds.forget(self)
+        if not self._events.full():
+            self._events.put_nowait(None)
+
+
+class Feeds:
+    """All streams."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._feeds: list[Feed] = []
+
+    def open(self, site: str, incarnation: int) -> Feed:
+        """A new stream for ``site``."""
+        feed = Feed(self, site, incarnation)
+        with self._lock:
+            self._feeds.append(feed)
+        return feed
+
+    def forget(self, feed: Feed) -> None:
+        """``feed`` is closed."""
+        with self._lock:
+            if feed in self._feeds:
+                self._feeds.remove(feed)
+
+    def count(self) -> int:
+        """Streams open now."""
+        with self._lock:
+            return len(self._feeds)
+
+    def tell(self, event: WatchEvent, site: str | None = None) -> None:
+        """Send ``event`` to every stream, or to those of ``site``; one that is too far behind is ended."""
+        with self._lock:
+            chosen = [feed for feed in self._feeds if site is None or feed.site == site]
+        for feed in chosen:
+            if not feed.put(event):
+                feed.close()
+
+    def drop(self, site: str, incarnation: int, reason: Reason) -> None:
+        """End the streams of one incarnation, saying why."""
+        with self._lock:
+            chosen = [feed for feed in self._feeds if feed.site == site and feed.incarnation <= incarnation]
+        for feed in chosen:
+            feed.put(Dropped(reason))

@@ -1,0 +1,131 @@
+"""Updates on disk: one file each, durable before its ack, kept until a snapshot no longer needs it.
+
+A push that breaks off leaves ``partial/...``, from whose length it can be resumed.  A whole one is made durable and
+renamed to ``<site>/<fragment>-<sequence>-<digest>.update``; that relative name is the *payload reference* of the
+journal.  What a power cut leaves: a partial file, or a whole one; never a whole name with other content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from diloco.durable import sync_file, sync_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
+    from diloco.wire.messages import PushHeader
+
+
+class SpoolError(ValueError):
+    """A payload that the journal names is missing or not what it was."""
+
+
+class Spool:
+    """The folder of updates."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.partial = folder / "partial"
+        self.partial.mkdir(parents=True, exist_ok=True)
+
+    def reference(self, header: PushHeader) -> str:
+        """The name of the update's payload, the same for every attempt to send it."""
+        return self.name(header.site_id, header.fragment, header.sequence, header.digest)
+
+    def name(self, site: str, fragment: int, sequence: int, digest: str) -> str:
+        """The same name, from what a fate knows."""
+        return f"{site}/{fragment}-{sequence}-{digest[:16]}.update"
+
+    def open_partial(self, header: PushHeader) -> PartialUpdate:
+        """The place for the rest of an update; what other updates of this (site, fragment) left is dropped."""
+        path = self.partial / self.reference(header).replace("/", "@")
+        for other in self.partial.glob(f"{header.site_id}@{header.fragment}-*.update"):
+            if other != path:
+                other.unlink(missing_ok=True)
+        return PartialUpdate(path, header.payload_bytes)
+
+    def keep(self, partial: PartialUpdate, header: PushHeader) -> str:
+        """Make a whole update durable and give it its name."""
+        reference = self.reference(header)
+        target = self.folder / reference
+        if not target.parent.exists():
+            target.parent.mkdir()
+            sync_folder(self.folder)
+        sync_file(partial.path)
+        partial.path.replace(target)
+        sync_folder(target.parent)
+        return reference
+
+    def give_back(self, reference: str, partial: PartialUpdate) -> None:
+        """The update was not taken yet: keep its bytes for the next attempt."""
+        (self.folder / reference).replace(partial.path)
+
+    def drop(self, reference: str) -> None:
+        """Nobody needs this payload any more."""
+        (self.folder / reference).unlink(missing_ok=True)
+
+    def read(self, reference: str, digest: str) -> bytes:
+        """The payload, verified; ``SpoolError`` names the file that is missing or damaged."""
+        path = self.folder / reference
+        try:
+            payload = path.read_bytes()
+        except FileNotFoundError:
+            raise SpoolError(f"{path} is missing: the journal names it") from None
+        if hashlib.sha256(payload).hexdigest() != digest:
+            raise SpoolError(f"{path} is damaged: its digest is not the one that was acknowledged")
+        return payload
+
+    def sweep(self, needed: Collection[str]) -> int:
+        """Drop every whole update that is not ``needed``; returns how many went."""
+        wanted = set(needed)
+        gone = 0
+        for path in sorted(self.folder.glob("*/*.update")):
+            reference = path.relative_to(self.folder).as_posix()
+            if path.parent != self.partial and reference not in wanted:
+                path.unlink()
+                gone += 1
+        return gone
+
+
+class PartialUpdate:
+    """An update on its way in.  ``offset`` bytes are here; ``write`` appends, ``digest`` is over all of them."""
+
+    def __init__(self, path: Path, payload_bytes: int) -> None:
+        self.path = path
+        self._hash = hashlib.sha256()
+        self.offset = 0
+        if path.exists():
+            held = path.read_bytes()
+            if len(held) <= payload_bytes:
+                self._hash.update(held)
+                self.offset = len(held)
+        self._file = path.open("r+b" if self.offset else "wb")
+        self._file.seek(self.offset)
+
+    def write(self, data: memoryview) -> None:
+        """Append ``data``."""
+        self._file.write(data)
+        self._hash.update(data)
+        self.offset += len(data)
+
+    def digest(self) -> str:
+        """SHA-256 over everything written, hexadecimal."""
+        self._file.flush()
+        return self._hash.hexdigest()
+
+    def read(self) -> bytes:
+        """Everything written."""
+        self._file.flush()
+        return self.path.read_bytes()
+
+    def close(self) -> None:
+        """Leave the bytes for a later attempt."""
+        self._file.close()
+
+    def discard(self) -> None:
+        """Throw the bytes away: they are not what was declared."""
+        self._file.close()
+        self.path.unlink(missing_ok=True)

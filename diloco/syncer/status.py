@@ -1,0 +1,86 @@
+"""How a run stands, as what JSON can carry: the data of ``diloco status`` and of the live view."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from diloco.sync.state import Site
+    from diloco.sync.syncer import OuterSync
+    from diloco.wire.messages import ReportInfo
+
+
+def describe(
+    machine: OuterSync,
+    reports: Mapping[str, tuple[ReportInfo, float]],
+    bytes_by_site: Mapping[str, Sequence[int]],
+    now_s: float,
+) -> dict[str, object]:
+    """Versions, rounds and sites.  ``reports`` are the sites' last heartbeats with the instant they came at."""
+    state = machine.state
+    versions = [fragment.version for fragment in state.fragments]
+    return {
+        "epoch": state.epoch,
+        "phase": state.phase.value,
+        "ending": state.ending.value if state.ending else None,
+        "run_tokens": state.run_tokens(),
+        "progress": machine.progress_ppm() / 1e6,
+        "fragments": [
+            {
+                "version": fragment.version,
+                "digest": fragment.digest,
+                "arrived": state.arrived(index),
+                "members": list(fragment.round.members) if fragment.round else [],
+                "merging": fragment.merging_since_ns is not None,
+            }
+            for index, fragment in enumerate(state.fragments)
+        ],
+        "sites": {
+            name: {
+                **_membership(site),
+                **_figures(versions, reports.get(name), now_s),
+                "payload_bytes_up": bytes_by_site.get(name, (0, 0))[0],
+                "payload_bytes_down": bytes_by_site.get(name, (0, 0))[1],
+            }
+            for name, site in sorted(state.sites.items())
+        },
+    }
+
+
+def _membership(site: Site) -> dict[str, object]:
+    count = len(site.lines)
+    refused: dict[str, int] = {}
+    for line in site.lines:
+        for reason, number in line.updates_refused.items():
+            refused[reason] = refused.get(reason, 0) + number
+    return {
+        "status": site.status.value,
+        "incarnation": site.incarnation,
+        "tokens_merged": sum(line.tokens_merged for line in site.lines) // count,
+        "updates_merged": sum(line.updates_merged for line in site.lines),
+        "updates_refused": refused,
+        "undecided": sum(len(line.undecided) for line in site.lines),
+    }
+
+
+def _figures(versions: Sequence[int], known: tuple[ReportInfo, float] | None, now_s: float) -> dict[str, object]:
+    if known is None:
+        return {"heard_seconds_ago": None}
+    report, at_s = known
+    lags = [version - base for version, base in zip(versions, report.versions, strict=False) if base >= 0]
+    return {
+        "heard_seconds_ago": round(now_s - at_s, 1),
+        "step": report.step,
+        "loss": report.loss,
+        "tokens_per_s": report.tokens_per_s,
+        "tokens_processed": report.tokens_processed,
+        "tokens_in_flight": report.tokens_in_flight,
+        "tokens_unsent": report.tokens_unsent,
+        "base_versions": list(report.versions),
+        "staleness": max(lags, default=0),
+        "bytes_up": report.bytes_up,
+        "bytes_down": report.bytes_down,
+        "stall_share": report.stall_ns / report.train_ns if report.train_ns else 0.0,
+    }
