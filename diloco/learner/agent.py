@@ -1,0 +1,495 @@
+"""Between a training loop and the syncer: the one object that a site's loop talks to.
+
+``after_step`` is called by the training thread between two inner steps.  It lets the machine decide, copies tensors,
+and returns; it waits for no socket and no file.  Encoding, disk and network are the work of the threads in ``couriers``
+and of the sealing thread here.  The lock is held for decisions and copies only, never while waiting.
+
+With several ranks, rank 0 has the ``Agent`` and the others a ``Follower``; rank 0 tells them at every boundary what it
+has adopted, over the site's own process group, so that all ranks change at the same inner step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.codec.contract import NonFiniteError
+from diloco.codec.registry import make_codec
+from diloco.inner.trainer import StepInfo, Verdict
+from diloco.learner.couriers import Fetcher, Listener, Sender
+from diloco.learner.follower import ADOPTED, GO_ON, STOP
+from diloco.learner.meter import Meter
+from diloco.learner.odometer import Odometer
+from diloco.learner.outbox import Outbox
+from diloco.learner.replica import Replica, SealInputs
+from diloco.learner.sealing import SealJob, seal
+from diloco.sync.effects import (
+    Adopt,
+    Fetch,
+    Forget,
+    Join,
+    LearnerEffect,
+    Leave,
+    Note,
+    Release,
+    Retake,
+    Seal,
+    Send,
+    SkipData,
+    StopTraining,
+)
+from diloco.sync.events import BoundaryReached, JoinAnswered, LeaveAsked, Sealed, SealFailed, StepDone
+from diloco.sync.learner import LearnerSync
+from diloco.sync.progress import site_ledger
+from diloco.wire.messages import JoinAsk, Refused, ReportInfo, Status, Unreachable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from diloco.inner.parallel import SiteGroup
+    from diloco.outer.fragments import Layout
+    from diloco.sync.agreement import Agreement
+    from diloco.sync.events import LearnerEvent, VersionFetched
+    from diloco.sync.options import LearnerOptions
+    from diloco.wire.client import SyncClient
+    from diloco.wire.messages import JoinReply
+
+
+@dataclass(kw_only=True, slots=True)
+class AgentOptions:
+    """``folder`` is the site's own; it holds the outbox and the odometer."""
+
+    folder: str
+    up_codec: str = "fp32"
+    adopt_alpha: float = 0.5
+    """Share of the local values that ``blend`` keeps."""
+    join_timeout_s: float = 60.0
+    lock_step_timeout_s: float = 300.0
+    finish_timeout_s: float = 30.0
+    """Longest wait at the end for what was sent to be accepted, and then again for its fate."""
+    meter_every_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        make_codec(self.up_codec)
+        if not 0 <= self.adopt_alpha <= 1:
+            raise ValueError(f"adopt_alpha is {self.adopt_alpha!r}: must be from 0 to 1")
+        for name in ("join_timeout_s", "lock_step_timeout_s", "finish_timeout_s", "meter_every_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: positive")
+
+
+class JoinFailed(RuntimeError):
+    """The site was not taken in.  ``kind`` is ``unreachable``, ``mismatch`` or ``refused``."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+        self.text = text
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How the site's part ended: ``finished``, ``drained``, ``left`` or ``failed``, and where its tokens are."""
+
+    ending: str
+    why: str
+    ledger: dict[str, int]
+
+
+class Agent:
+    """Rank 0 of a site."""
+
+    def __init__(
+        self,
+        options: AgentOptions,
+        learner: LearnerOptions,
+        layout: Layout,
+        parameters: Mapping[str, Tensor],
+        agreement: Agreement,
+        client: SyncClient,
+        site_id: str,
+        emit: Callable[[str, dict[str, object]], None],
+        group: SiteGroup,
+        restored: tuple[Mapping[str, Tensor], Mapping[str, object]] | None = None,
+    ) -> None:
+        """``parameters`` are the model's own, written in place; ``restored`` is what ``state`` gave a checkpoint."""
+        self._options, self._learner, self._layout = options, learner, layout
+        self._agreement, self._client, self._site_id = agreement, client, site_id
+        self._emit, self._group = emit, group
+        self._process = secrets.token_hex(8)
+        self._codec = make_codec(options.up_codec)
+        self._outbox = Outbox(Path(options.folder) / "outbox")
+        self._odometer = Odometer(Path(options.folder) / "odometer")
+        self._replica = Replica(layout, parameters, learner.adopt, options.adopt_alpha)
+        self._meter = Meter()
+        self._changed = threading.Condition(threading.RLock())
+        self._machine = self._restored_machine(restored)
+        self._stopping = threading.Event()
+        self._stop: StopTraining | None = None
+        self._leave_asked = False
+        self._leaving = False
+        self._left = False
+        self._heartbeat_s = 1.0
+        self._seals: queue.SimpleQueue[SealJob | tuple[int, int] | None] = queue.SimpleQueue()
+        self._sender = Sender(
+            client, self._outbox, self._incarnation, self._wanted, self._tell, self._rejoin, emit, self._stopping
+        )
+        self._fetcher = Fetcher(client, agreement.run_id, site_id, self._replica, self._deliver, emit, self._stopping)
+        self._listener = Listener(
+            client, self._incarnation, self._join, self._tell, self._give_up, emit, self._stopping
+        )
+        loops = (self._sender.run, self._fetcher.run, self._listener.run, self._seal_loop, self._keep_in_touch)
+        self._threads = [threading.Thread(target=self._guarded, args=(loop,), daemon=True) for loop in loops]
+
+    def _restored_machine(self, restored: tuple[Mapping[str, Tensor], Mapping[str, object]] | None) -> LearnerSync:
+        _, tokens = self._odometer.read()
+        if restored is None:
+            self._outbox.clear(set())
+            machine = LearnerSync(self._learner)
+            machine.state.tokens_processed = tokens
+            return machine
+        tensors, meta = restored
+        machine = LearnerSync.restore(self._learner, meta["machine"], self._outbox.digests(), tokens)
+        self._replica.restore(tensors, [part.base_version for part in machine.state.fragments])
+        in_flight = {
+            (index, sent.sequence) for index, part in enumerate(machine.state.fragments) for sent in part.in_flight
+        }
+        for fragment, sequence in [key for key in self._replica.sent if key not in in_flight]:
+            self._replica.release(fragment, sequence)
+        self._outbox.clear(in_flight)
+        return machine
+
+    # --- what the training loop calls --------------------------------------------------------------------------
+
+    def start(self) -> int:
+        """Join, and bring every fragment here; returns the data cursor (sequences drawn) to go on from.
+
+        Waits at most ``join_timeout_s`` for a syncer; ``JoinFailed`` says why it did not work.
+        """
+        before = self._machine.state.tokens_processed
+        until = time.monotonic() + self._options.join_timeout_s
+        while True:
+            try:
+                self._join()
+                break
+            except Refused as error:
+                mismatch = error.status is Status.FAILED_PRECONDITION
+                raise JoinFailed("mismatch" if mismatch else "refused", error.text) from error
+            except Unreachable as error:
+                if time.monotonic() >= until:
+                    raise JoinFailed("unreachable", error.why) from error
+                time.sleep(0.3)
+        for thread in self._threads:
+            thread.start()
+        adopted = self._until(lambda: self._machine.ready() or self._stop is not None, until, "the first versions")
+        self._tell_ranks(adopted, stop=False)
+        with self._changed:
+            ledger = site_ledger(self._machine.state)
+            if before:
+                self._emit("resumed", {"step": self._machine.state.step, "tokens_lost": ledger.lost})
+            return self._machine.state.cursor
+
+    def after_step(self, info: StepInfo) -> Verdict:
+        """The line in the training loop: account for the step, seal and adopt what is due, say whether to go on."""
+        began_ns = time.perf_counter_ns()
+        with self._changed:
+            effects = self._machine.handle(
+                StepDone(info.step, info.tokens, info.step_ns, info.cursor), time.monotonic_ns()
+            )
+            self._odometer.write(info.step, self._machine.state.tokens_processed)
+            adopted = self._carry_out(effects)
+            waiting = self._machine.must_wait()
+        adopt_ns = time.perf_counter_ns() - began_ns if adopted else 0
+        if waiting:
+            until = time.monotonic() + self._options.lock_step_timeout_s
+            done = lambda: not self._machine.must_wait() or self._stop is not None  # noqa: E731
+            adopted |= self._until(done, until, "the version of its own update (lock_step)")
+        stop = self._stop
+        self._tell_ranks(adopted, stop=stop is not None)
+        self._meter.step(info.step_ns, info.tokens, info.loss)
+        self._meter.stalled(time.perf_counter_ns() - began_ns, adopt_ns)
+        return Verdict(stop is not None, stop.why if stop else "")
+
+    def progress(self) -> float:
+        """The run's progress from 0 to 1, as last told."""
+        return self._machine.state.progress_ppm / 1e6
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
+        """What a checkpoint must hold so that a new process goes on from here."""
+        with self._changed:
+            return self._replica.tensors(), {"machine": self._machine.snapshot()}
+
+    def leave_soon(self) -> None:
+        """The user asked this site to stop.  May be called from a signal handler."""
+        self._leave_asked = True
+
+    def finish(self) -> Finished:
+        """After the loop: send what is unsent, say goodbye, hear the last fates; bounded.  Ends all threads."""
+        if self._stop is None:
+            self._tell(LeaveAsked())
+        stop = self._stop
+        assert stop is not None
+        if not stop.failed:
+            bound = self._options.finish_timeout_s
+            with contextlib.suppress(TimeoutError):  # What is still unsent or undecided then is said in the ledger.
+                self._until(lambda: self._left, time.monotonic() + bound, "its last updates")
+                self._until(self._machine.settled, time.monotonic() + bound, "its last fates")
+        self._emit_meter()
+        ending = self._machine.state.ending
+        name = "failed" if stop.failed else ending.value if ending is not None else "left"
+        with self._changed:
+            ledger = site_ledger(self._machine.state)
+        assert ledger.balanced(), ledger
+        found = {field: getattr(ledger, field) for field in ledger.__slots__}
+        self._emit(
+            "site_done", {"ledger": {f"tokens_{field}": value for field, value in found.items()}, "reason": stop.why}
+        )
+        self.close()
+        return Finished(name, stop.why, found)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._stopping.set()
+        self._seals.put(None)
+        self._listener.wake()
+        self._client.close()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(10.0)
+
+    # --- boundaries, in the training thread --------------------------------------------------------------------
+
+    def _until(self, done: Callable[[], bool], until: float, what: str) -> set[int]:
+        """Stand at a boundary and carry out what comes until ``done``; the fragments that were adopted meanwhile."""
+        adopted: set[int] = set()
+        with self._changed:
+            while True:
+                adopted |= self._carry_out(self._machine.handle(BoundaryReached(), time.monotonic_ns()))
+                if done():
+                    return adopted
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError(f"site {self._site_id} waited in vain for {what}")
+                self._changed.wait(min(left_s, 0.5))
+
+    def _tell_ranks(self, adopted: set[int], *, stop: bool) -> None:
+        """Make every rank of the site hold what rank 0 has adopted, and stop when it stops."""
+        if self._group.world > 1:
+            for fragment in sorted(adopted):
+                self._group.broadcast_small([ADOPTED, fragment])
+                self._group.broadcast_(self._replica.local(fragment))
+            self._group.broadcast_small([STOP if stop else GO_ON])
+
+    # --- effects; the lock is held -----------------------------------------------------------------------------
+
+    def _carry_out(self, effects: list[LearnerEffect]) -> set[int]:
+        """Carry out effects in order; returns the fragments whose values have changed."""
+        adopted: set[int] = set()
+        for effect in effects:
+            match effect:
+                case Adopt():
+                    self._replica.adopt(effect.fragment, effect.version, effect.merged)
+                    adopted.add(effect.fragment)
+                    facts: dict[str, object] = {"fragment": effect.fragment, "version": effect.version}
+                    self._emit("adopted", {**facts, "merged": list(effect.merged)})
+                case Retake():
+                    self._replica.retake(effect.fragment, effect.version, effect.keep)
+                    adopted.add(effect.fragment)
+                    self._emit("retaken", {"fragment": effect.fragment, "version": effect.version, "why": effect.why})
+                case Seal():
+                    inputs: SealInputs = self._replica.measure(effect.fragment, effect.in_flight)
+                    self._seals.put(SealJob(effect, inputs))
+                case Send():
+                    self._sender.queue.put((effect.fragment, effect.sequence))
+                case Forget():
+                    self._seals.put((effect.fragment, effect.sequence))
+                case Release():
+                    self._replica.release(effect.fragment, effect.sequence)
+                case Fetch():
+                    self._fetcher.queue.put(effect.fragment)
+                case Join():
+                    self._rejoin(effect.why)
+                case Leave():
+                    self._leaving = True
+                case StopTraining():
+                    self._stop = self._stop or effect
+                case Note():
+                    self._emit("note", {"note": effect.what, "why": effect.why, "fragment": effect.fragment})
+                case SkipData():
+                    pass  # ``start`` returns the machine's cursor.
+        self._changed.notify_all()
+        return adopted
+
+    # --- beside training ---------------------------------------------------------------------------------------
+
+    def _tell(self, event: LearnerEvent) -> None:
+        """Hand an event to the machine from a thread beside training."""
+        with self._changed:
+            adopted = self._carry_out(self._machine.handle(event, time.monotonic_ns()))
+            assert not adopted, "values may change at a boundary only"
+
+    def _deliver(self, values: Tensor, event: VersionFetched) -> None:
+        """A version is here: its values and the machine's knowledge of it change at one instant."""
+        with self._changed:
+            self._replica.latest[event.fragment] = (event.version, values)
+            self._tell(event)
+
+    def _incarnation(self) -> int:
+        return self._machine.state.incarnation
+
+    def _wanted(self, fragment: int, sequence: int) -> bool:
+        """Whether an update still waits for its answer."""
+        with self._changed:
+            part = self._machine.state.fragments[fragment]
+            return part.unanswered() and any(sent.sequence == sequence for sent in part.in_flight)
+
+    def _join(self) -> None:
+        """One attempt to join (again); raises ``Unreachable`` or ``Refused``."""
+        agreement = self._agreement
+        reply: JoinReply = self._client.join(
+            JoinAsk(
+                agreement.protocol,
+                agreement.run_id,
+                agreement.lineage,
+                self._site_id,
+                self._process,
+                agreement.layout_fingerprint,
+                self._layout.to_json().encode(),
+                agreement.shared,
+            )
+        )
+        self._heartbeat_s = reply.settings.heartbeat_ns / 1e9
+        versions = [standing.version for standing in reply.standings]
+        self._emit("joined", {"incarnation": reply.incarnation, "epoch": reply.epoch, "versions": versions})
+        self._tell(
+            JoinAnswered(
+                reply.epoch, reply.incarnation, reply.standings, reply.run_tokens, reply.progress_ppm, reply.ending
+            )
+        )
+
+    def _rejoin(self, why: str) -> None:
+        self._emit("note", {"note": "rejoin", "why": why})
+        self._listener.wake()
+
+    def _give_up(self, why: str) -> None:
+        with self._changed:
+            self._stop = self._stop or StopTraining(None, why, failed=True)
+            self._changed.notify_all()
+
+    def _guarded(self, loop: Callable[[], None]) -> None:
+        """A thread that dies stops the site in words instead of leaving it half alive."""
+        try:
+            loop()
+        except Exception as error:
+            if not self._stopping.is_set():
+                self._emit("note", {"note": "thread_died", "why": repr(error)})
+                self._give_up(f"a thread of the agent failed: {error!r}")
+                raise
+
+    def _seal_loop(self) -> None:
+        """Encode and store updates, and drop those that are needed no more."""
+        while (job := self._seals.get()) is not None:
+            if isinstance(job, tuple):
+                self._outbox.drop(*job)
+                continue
+            self._seal(job)
+
+    def _seal(self, job: SealJob) -> None:
+        effect = job.effect
+        try:
+            sealed = seal(job, self._codec, self._agreement.run_id, self._site_id, self._incarnation())
+        except NonFiniteError:
+            self._tell(SealFailed(effect.fragment, effect.sequence))
+            return
+        self._outbox.put(sealed.header, sealed.payload)
+        facts: dict[str, object] = {"fragment": effect.fragment, "sequence": effect.sequence, "steps": effect.steps}
+        self._emit(
+            "sealed", {**facts, "base_version": effect.base_version, "tokens": effect.tokens, "norm": sealed.norm}
+        )
+        with self._changed:
+            self._replica.sent[effect.fragment, effect.sequence] = sealed.decoded
+            self._tell(Sealed(effect.fragment, effect.sequence, sealed.header.digest))
+
+    def _keep_in_touch(self) -> None:
+        """Heartbeats, the meter, and goodbye."""
+        next_meter = time.monotonic()
+        next_report = time.monotonic()
+        while not self._stopping.wait(0.1):
+            now = time.monotonic()
+            if self._leave_asked:
+                self._leave_asked = False
+                self._tell(LeaveAsked())
+            if self._leaving and not self._left:
+                self._say_goodbye()
+            if now >= next_meter:
+                next_meter = now + self._options.meter_every_s
+                self._emit_meter()
+            if now >= next_report:
+                next_report = now + self._heartbeat_s
+                self._report()
+
+    def _say_goodbye(self) -> None:
+        self._report()
+        try:
+            self._client.leave(self._incarnation())
+        except Unreachable:
+            return  # Asked again at the next turn, as long as the end of the site waits for it.
+        except Refused as error:
+            self._emit("note", {"note": "leave_refused", "why": error.text})
+        with self._changed:
+            self._left = True
+            self._changed.notify_all()
+
+    def _report(self) -> None:
+        if self._left or self._incarnation() == 0:
+            return
+        try:
+            reply = self._client.report(self._report_info())
+        except (Unreachable, Refused):
+            return  # The Watch stream notices as well, and joins again when the syncer is back.
+        if not reply.known:
+            self._rejoin("the syncer does not know this process")
+
+    def _report_info(self) -> ReportInfo:
+        reading = self._meter.read()
+        with self._changed:
+            state = self._machine.state
+            ledger = site_ledger(state)
+            return ReportInfo(
+                run_id=self._agreement.run_id,
+                site_id=self._site_id,
+                incarnation=state.incarnation,
+                step=state.step,
+                tokens_processed=ledger.processed,
+                tokens_unsent=ledger.unsent,
+                tokens_in_flight=ledger.in_flight,
+                tokens_overwritten=ledger.overwritten,
+                tokens_lost=ledger.lost,
+                loss=reading.loss,
+                tokens_per_s=reading.tokens_per_s,
+                step_ns=state.step_ns,
+                train_ns=int(reading.train_s * 1e9),
+                stall_ns=int(reading.stall_s * 1e9),
+                bytes_up=self._client.bytes_up,
+                bytes_down=self._client.bytes_down,
+                versions=tuple(part.base_version for part in state.fragments),
+            )
+
+    def _emit_meter(self) -> None:
+        reading = self._meter.read()
+        with self._changed:
+            state = self._machine.state
+            in_flight = sum(len(part.undecided()) for part in state.fragments)
+            staleness = max((part.published - part.base_version for part in state.fragments), default=0)
+        fields: dict[str, object] = {name: getattr(reading, name) for name in reading.__slots__}
+        places = {"incarnation": state.incarnation, "in_flight": in_flight, "staleness": staleness}
+        traffic = {"bytes_up": self._client.bytes_up, "bytes_down": self._client.bytes_down}
+        self._emit("meter", {**fields, **places, **traffic})

@@ -1,0 +1,137 @@
+"""A site's tensors of the exchange: bases, references, decoded pseudo-gradients, and the way into the model.
+
+All values are flat fp32 CPU tensors in the fragment's canonical order.  Except for the model's own parameters no tensor
+is ever written to after it is stored here, so that threads and checkpoints may hold references.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from diloco.outer.adopt import blend, overwrite, rebase
+from diloco.outer.fragments import gather, scatter
+from diloco.outer.pseudo_gradient import pseudo_gradient
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from diloco.outer.fragments import Layout
+
+
+class Replica:
+    """The tensors.  The training thread and the threads beside it call this under the agent's lock."""
+
+    def __init__(self, layout: Layout, parameters: Mapping[str, Tensor], adopt: str, adopt_alpha: float) -> None:
+        self.layout = layout
+        self.parameters = parameters
+        self.adopt_rule = adopt
+        self.adopt_alpha = adopt_alpha
+        count = len(layout.fragments)
+        self.base: list[Tensor | None] = [None] * count
+        self.reference: list[Tensor | None] = [None] * count
+        self.latest: list[tuple[int, Tensor] | None] = [None] * count
+        self.sent: dict[tuple[int, int], Tensor] = {}
+
+    def local(self, fragment: int) -> Tensor:
+        """A copy of the model's present values."""
+        return gather(self.layout.fragments[fragment], self.parameters)
+
+    def write(self, fragment: int, values: Tensor) -> None:
+        """Put ``values`` into the model."""
+        scatter(self.layout.fragments[fragment], values, self.parameters)
+
+    def adopt(self, fragment: int, version: int, merged: Sequence[int]) -> Tensor:
+        """Take the latest version into the model; returns the model's new values."""
+        new_base = self._latest(fragment, version)
+        old_base = self.base[fragment]
+        assert old_base is not None
+        if self.adopt_rule == "rebase":
+            own = [self.sent[fragment, sequence] for sequence in merged]
+            values = rebase(self.local(fragment), old_base, new_base, own)
+            reference = new_base
+        elif self.adopt_rule == "overwrite":
+            values = reference = overwrite(new_base)
+        else:
+            values = reference = blend(self.local(fragment), new_base, self.adopt_alpha)
+        for sequence in merged:
+            del self.sent[fragment, sequence]
+        self.base[fragment], self.reference[fragment] = new_base, reference
+        self.write(fragment, values)
+        return values
+
+    def retake(self, fragment: int, version: int, keep: Sequence[int]) -> Tensor:
+        """Throw unsent progress away: the model takes the version, less what is on its way; returns the new values."""
+        latest = self.latest[fragment]
+        base = latest[1] if latest is not None and latest[0] == version else self.base[fragment]
+        assert base is not None
+        values = base
+        if self.adopt_rule == "rebase":
+            # What is in flight is progress that the version lacks; a d points uphill, so it is subtracted.
+            for sequence in keep:
+                values = torch.sub(values, self.sent[fragment, sequence])
+        for held in [key for key in self.sent if key[0] == fragment and key[1] not in keep]:
+            del self.sent[held]
+        self.base[fragment] = base
+        self.reference[fragment] = base if self.adopt_rule == "rebase" else values
+        self.write(fragment, values)
+        return values
+
+    def measure(self, fragment: int, in_flight: Sequence[int]) -> SealInputs:
+        """What the next pseudo-gradient is made of, copied or referred to at this instant."""
+        reference = self.reference[fragment]
+        assert reference is not None
+        return SealInputs(reference, self.local(fragment), [self.sent[fragment, sequence] for sequence in in_flight])
+
+    def release(self, fragment: int, sequence: int) -> None:
+        """An update left the in-flight list unmerged."""
+        self.sent.pop((fragment, sequence), None)
+
+    def _latest(self, fragment: int, version: int) -> Tensor:
+        latest = self.latest[fragment]
+        assert latest is not None, "a version is adopted that was never fetched"
+        assert latest[0] == version, (latest[0], version)
+        return latest[1]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that a checkpoint must hold beside the model, by name."""
+        found: dict[str, Tensor] = {}
+        for index, (base, reference) in enumerate(zip(self.base, self.reference, strict=True)):
+            if base is not None and reference is not None:
+                found[f"base.{index}"] = base
+                if reference is not base:
+                    found[f"reference.{index}"] = reference
+        for (fragment, sequence), values in self.sent.items():
+            found[f"sent.{fragment}.{sequence}"] = values
+        return found
+
+    def restore(self, tensors: Mapping[str, Tensor], base_versions: Sequence[int]) -> None:
+        """Take back what ``tensors`` gave."""
+        for index, version in enumerate(base_versions):
+            if version < 0:
+                continue
+            base = tensors[f"base.{index}"]
+            self.base[index] = base
+            self.reference[index] = tensors.get(f"reference.{index}", base)
+            self.latest[index] = (version, base)
+        for name, values in tensors.items():
+            kind, _, rest = name.partition(".")
+            if kind == "sent":
+                fragment, _, sequence = rest.partition(".")
+                self.sent[int(fragment), int(sequence)] = values
+
+
+class SealInputs:
+    """The parts of one pseudo-gradient; the arithmetic is done beside training."""
+
+    def __init__(self, reference: Tensor, local: Tensor, in_flight: Sequence[Tensor]) -> None:
+        self.reference = reference
+        self.local = local
+        self.in_flight = in_flight
+
+    def pseudo_gradient(self) -> Tensor:
+        """base − local − Σ d of the in-flight list."""
+        return pseudo_gradient(self.reference, self.local, self.in_flight)
