@@ -1,0 +1,5 @@
+"""Floor 2, tensors to bytes and back: pure functions that define every format to the bit.
+
+``contract`` says what a codec is, ``casts`` and ``blocks`` are the plain codecs, ``entropy`` the lossless stage behind
+any of them, ``registry`` builds one from its name, ``feedback`` keeps a published tensor equal at both ends.
+"""

@@ -1,0 +1,84 @@
+"""The lossless stage behind any codec: zstd, with one byte in front that says whether it paid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import zstandard
+
+from diloco.codec.contract import Codec, DecodeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+RAW, ZSTD = b"\x00", b"\x01"
+LEVEL_MAX = 19  # the levels above need windows over WINDOW_BYTES_MAX
+WINDOW_BYTES_MAX = 8 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class EntropyCodec:
+    """Layout: a flag byte, then the payload of ``inner`` as it is (0) or as one zstd frame that names its size (1).
+
+    Never longer than the payload of ``inner`` plus the flag.
+    """
+
+    name: str
+    inner: Codec
+    level: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.level <= LEVEL_MAX:
+            raise ValueError(f"codec is {self.name!r}: its zstd level must be from 1 to {LEVEL_MAX}")
+
+    @property
+    def lossless(self) -> bool:
+        """As the inner codec."""
+        return self.inner.lossless
+
+    def encode(self, values: Tensor) -> bytes:
+        """See :class:`~diloco.codec.contract.Codec`."""
+        raw = self.inner.encode(values)
+        compressor = zstandard.ZstdCompressor(level=self.level, write_content_size=True, write_checksum=False)
+        frame = compressor.compress(raw)
+        return ZSTD + frame if len(frame) < len(raw) else RAW + raw
+
+    def decode(self, payload: bytes | memoryview, numel: int) -> Tensor:
+        """See :class:`~diloco.codec.contract.Codec`; memory is bounded by ``payload_bytes(numel)``."""
+        view = memoryview(payload)
+        flag, body = bytes(view[:1]), view[1:]
+        if flag == RAW:
+            return self.inner.decode(body, numel)
+        if flag != ZSTD:
+            raise DecodeError(f"{self.name} payload starts with {flag.hex() or 'nothing'}: must be 00 or 01")
+        return self.inner.decode(self._decompress(body, self.inner.payload_bytes(numel)), numel)
+
+    def payload_bytes(self, numel: int) -> int:
+        """Return what the inner codec makes, without the flag."""
+        return self.inner.payload_bytes(numel)
+
+    def payload_bytes_max(self, numel: int) -> int:
+        """Return the inner payload and the flag."""
+        return self.inner.payload_bytes(numel) + 1
+
+    def error_bound(self, values: Tensor) -> Tensor:
+        """As the inner codec."""
+        return self.inner.error_bound(values)
+
+    def _decompress(self, frame: memoryview, expected: int) -> bytes:
+        # The library allocates what the header declares and heeds no other limit when it declares something, so the
+        # header is judged first.
+        try:
+            header = zstandard.get_frame_parameters(frame)
+        except zstandard.ZstdError as error:
+            raise DecodeError(f"{self.name} payload is no zstd frame: {error}") from None
+        if header.content_size != expected:
+            raise DecodeError(f"{self.name} frame declares {header.content_size} bytes, must be {expected}")
+        if header.window_size > WINDOW_BYTES_MAX:
+            raise DecodeError(f"{self.name} frame asks for a window of {header.window_size} bytes")
+        try:
+            decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES_MAX)
+            return decompressor.decompress(frame, max_output_size=expected, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise DecodeError(f"{self.name} frame is damaged: {error}") from None

@@ -1,0 +1,173 @@
+"""What every codec promises, checked for every codec: bound, exact length, zeros, refusal of what is not finite."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+
+import pytest
+import torch
+
+from diloco.codec.contract import Codec, DecodeError, NonFiniteError, bytes_tensor, digest
+from diloco.codec.registry import make_codec
+
+FP32_MAX = torch.finfo(torch.float32).max
+PLAIN = ["fp32", "bf16", "int8", "int8:256", "int8:2", "int4", "int4:256", "int4:2"]
+STAGED = ["fp32+zstd", "bf16+zstd1", "int8+zstd3", "int4:32+zstd1"]
+
+
+def samples(seed: int) -> dict[str, torch.Tensor]:
+    """Random, adversarial and pseudo-gradient-like values, of lengths that fill no block."""
+    generator = torch.Generator().manual_seed(seed)
+    numel = 4099 + seed
+    gauss = torch.randn(numel, generator=generator)
+    wide = gauss * torch.exp2(torch.randint(-149, 128, (numel,), generator=generator).double()).float()
+    wide = wide.clamp(-FP32_MAX, FP32_MAX)
+    spike = gauss * 1e-6
+    spike[numel // 2] = 1e6
+    ties = torch.randint(-300, 301, (numel,), generator=generator).float() / 2  # many quotients end on a half
+    any_bits = torch.randint(-(2**31), 2**31, (numel,), generator=generator).to(torch.int32).view(torch.float32)
+    any_bits = torch.where(any_bits.isfinite(), any_bits, 1.0)
+    signs = torch.where(gauss > 0, 1.0, -1.0)
+    return {
+        "gauss": gauss,
+        "pseudo-gradient": gauss * torch.exp(torch.randn(numel, generator=generator)) * 1e-4,
+        "wide": wide,
+        "any bits": any_bits,
+        "spike": spike,
+        "ties": ties,
+        "constant": torch.full((numel,), 0.1),
+        "constants": signs * 0.1,
+        "minus zero": torch.full((numel,), -0.0),
+        "one subnormal": torch.zeros(numel).index_fill_(0, torch.tensor([7]), 2.0**-149),
+        "subnormals": torch.randint(-(2**23), 2**23, (numel,), generator=generator).float() * 2.0**-149,
+        "smallest normals": signs * 2.0**-126 * (1 + gauss.abs()),
+        "largest": signs * FP32_MAX,
+        "near the largest": signs * FP32_MAX * (1 - gauss.abs() * 0.01).clamp(0, 1),
+        "largest and small": torch.where(gauss > 2, FP32_MAX, gauss),
+        "tail": gauss / (torch.rand(numel, generator=generator) + 1e-6),
+    }
+
+
+@pytest.mark.parametrize("name", PLAIN + STAGED)
+def test_error_bound_length_and_determinism(name: str) -> None:
+    codec = make_codec(name)
+    for seed in range(3):
+        for kind, values in samples(seed).items():
+            where = f"{name}, {kind}, seed {seed}"
+            payload = codec.encode(values)
+            assert len(payload) <= codec.payload_bytes_max(values.numel()), where
+            if name in PLAIN:
+                assert len(payload) == codec.payload_bytes(values.numel()), where
+            decoded = codec.decode(payload, values.numel())
+            assert decoded.dtype == torch.float32, where
+            assert decoded.shape == values.shape, where
+            assert bool(decoded.isfinite().all()), where
+            error = (decoded.double() - values.double()).abs()
+            excess = error - codec.error_bound(values).double()
+            assert float(excess.max()) <= 0, f"{where}: {float(excess.max())} over at {int(excess.argmax())}"
+            assert codec.encode(values) == payload, where
+            assert torch.equal(codec.decode(memoryview(payload), values.numel()), decoded), where
+            if codec.lossless:
+                assert torch.equal(decoded.view(torch.int32), values.view(torch.int32)), where
+
+
+@pytest.mark.parametrize("name", PLAIN + STAGED)
+@pytest.mark.parametrize("numel", [0, 1, 2, 31, 32, 33, 127, 129, 262_143, 262_144, 262_147, 524_289])
+def test_every_length(name: str, numel: int) -> None:
+    codec = make_codec(name)
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    payload = codec.encode(values)
+    decoded = codec.decode(payload, numel)
+    assert len(payload) <= codec.payload_bytes_max(numel)
+    assert decoded.shape == (numel,)
+    assert bool(((decoded - values).abs() <= codec.error_bound(values)).all())
+
+
+@pytest.mark.parametrize("name", PLAIN + STAGED)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_never_encoded(name: str, bad: float) -> None:
+    for numel, at in ((1, 0), (1000, 0), (1000, 999), (300_001, 299_000)):
+        values = torch.zeros(numel)
+        values[at] = bad
+        with pytest.raises(NonFiniteError, match="NaN or an infinity"):
+            make_codec(name).encode(values)
+
+
+@pytest.mark.parametrize("name", PLAIN + STAGED)
+def test_the_number_of_threads_does_not_show(name: str) -> None:
+    values = torch.randn(600_001, generator=torch.Generator().manual_seed(1))
+    codec = make_codec(name)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        payload = codec.encode(values)
+        decoded = codec.decode(payload, values.numel())
+        torch.set_num_threads(3)
+        assert codec.encode(values) == payload
+        assert torch.equal(codec.decode(payload, values.numel()), decoded)
+    finally:
+        torch.set_num_threads(before)
+
+
+def accepts_only_finite(codec: Codec, payload: bytes, numel: int) -> bool:
+    """Return whether it was decoded; anything but a finite tensor or a DecodeError fails the test."""
+    try:
+        decoded = codec.decode(payload, numel)
+    except DecodeError:
+        return False
+    assert decoded.shape == (numel,)
+    assert bool(decoded.isfinite().all())
+    return True
+
+
+@pytest.mark.parametrize("name", PLAIN + STAGED)
+def test_hostile_payloads(name: str) -> None:
+    codec = make_codec(name)
+    numel = 131
+    good = codec.encode(torch.randn(numel, generator=torch.Generator().manual_seed(0)))
+    for wrong in (numel - 40, numel + 40, 0):
+        assert not accepts_only_finite(codec, good, wrong), f"{name}: {wrong} values"
+    for cut in range(len(good)):
+        assert not accepts_only_finite(codec, good[:cut], numel), f"{name}: cut at {cut}"
+    assert not accepts_only_finite(codec, good + b"\0", numel), name
+    assert not accepts_only_finite(codec, good * 2, numel), name
+    for seed in range(1500):
+        rng = random.Random(seed)
+        length = rng.choice([len(good), codec.payload_bytes(numel), rng.randint(0, 2 * len(good))])
+        noise = rng.randbytes(length)
+        if rng.random() < 0.3 and noise:
+            noise = bytes([rng.randint(0, 1)]) + noise[1:]
+        try:
+            accepts_only_finite(codec, noise, numel)
+            damaged = bytearray(good)
+            for _ in range(rng.randint(1, 4)):
+                damaged[rng.randrange(len(damaged))] = rng.randint(0, 255)
+            accepts_only_finite(codec, bytes(damaged), numel)
+        except Exception as error:
+            raise AssertionError(f"{name}, seed {seed}: {error!r}") from error
+
+
+def test_digest_is_sha256_of_the_little_endian_bytes() -> None:
+    values = torch.tensor([1.0, -0.0, 2.0**-149])
+    assert digest(values) == hashlib.sha256(struct.pack("<3f", 1.0, -0.0, 2.0**-149)).hexdigest()
+    assert digest(values) != digest(values.abs())
+
+
+def test_a_payload_is_copied_before_it_is_written_to() -> None:
+    payload = bytes(8)
+    values = bytes_tensor(payload, torch.float32)
+    values.fill_(1.0)
+    assert payload == bytes(8)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [torch.zeros(2, 2), torch.zeros(4, dtype=torch.float64), torch.zeros(8)[::2]],
+    ids=["2d", "double", "step"],
+)
+def test_what_is_no_fragment_is_our_own_mistake(values: torch.Tensor) -> None:
+    for name in PLAIN:
+        with pytest.raises(AssertionError, match="values"):
+            make_codec(name).encode(values)

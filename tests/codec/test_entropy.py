@@ -1,0 +1,110 @@
+"""The lossless stage: never longer than one byte over raw, and not to be blown up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zstandard
+
+from diloco.codec.contract import DecodeError
+from diloco.codec.registry import make_codec
+
+NUMEL = 100_000
+CODEC = make_codec("fp32+zstd1")
+RAW_BYTES = 4 * NUMEL
+
+
+def frame(content: bytes, level: int = 1, content_size: bool = True, window_log: int | None = None) -> bytes:
+    parameters = zstandard.ZstdCompressionParameters.from_level(
+        level, write_content_size=content_size, **({"window_log": window_log} if window_log else {})
+    )
+    return zstandard.ZstdCompressor(compression_params=parameters).compress(content)
+
+
+def test_it_shrinks_what_can_be_shrunk() -> None:
+    payload = CODEC.encode(torch.zeros(NUMEL))
+    assert payload[0] == 1
+    assert len(payload) < 100
+    assert torch.equal(CODEC.decode(payload, NUMEL), torch.zeros(NUMEL))
+
+
+def test_noise_goes_raw_with_one_byte_more() -> None:
+    bits = torch.randint(-(2**31), 2**31, (NUMEL,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    values = bits.view(torch.float32)
+    values = values[values.isfinite()]
+    payload = CODEC.encode(values)
+    assert payload[0] == 0
+    assert payload[1:] == make_codec("fp32").encode(values)
+    assert len(payload) == CODEC.payload_bytes(values.numel()) + 1 == CODEC.payload_bytes_max(values.numel())
+    assert torch.equal(CODEC.decode(payload, values.numel()), values)
+
+
+@pytest.mark.parametrize("level", [1, 19])
+def test_every_level_passes_its_own_window_check(level: int) -> None:
+    codec = make_codec(f"fp32+zstd{level}")
+    values = torch.arange(3_000_000).remainder(100).float()  # 12 MB, more than the largest window
+    if level == 19:
+        values = values.div(50, rounding_mode="floor")
+    assert torch.equal(codec.decode(codec.encode(values), values.numel()), values)
+
+
+def test_a_frame_that_declares_another_size_is_refused_before_it_is_opened() -> None:
+    for size in (RAW_BYTES - 4, RAW_BYTES + 4, 2**28):
+        with pytest.raises(DecodeError, match=f"declares {size} bytes, must be {RAW_BYTES}"):
+            CODEC.decode(b"\1" + frame(bytes(size)), NUMEL)
+
+
+def test_a_frame_that_declares_no_size_is_refused() -> None:
+    with pytest.raises(DecodeError, match="declares"):
+        CODEC.decode(b"\1" + frame(bytes(RAW_BYTES), content_size=False), NUMEL)
+
+
+def test_a_header_that_lies_about_its_size_is_refused() -> None:
+    numel = 1_000_000
+    bomb, honest = frame(bytes(2**26)), frame(bytes(4 * numel))
+    header = zstandard.frame_header_size(bomb)
+    assert zstandard.frame_header_size(honest) == header
+    # The honest header in front of the bomb's blocks: it declares 4 MB and holds 64 MiB.
+    with pytest.raises(DecodeError, match="damaged"):
+        CODEC.decode(b"\1" + honest[:header] + bomb[header:], numel)
+    with pytest.raises(DecodeError, match="declares"):
+        CODEC.decode(b"\1" + bomb[:header] + honest[header:], numel)
+
+
+def test_a_frame_that_holds_less_than_it_declares_is_refused() -> None:
+    honest, short = frame(bytes(RAW_BYTES)), frame(bytes(RAW_BYTES - 100_000))
+    header = zstandard.frame_header_size(honest)
+    with pytest.raises(DecodeError, match="damaged"):
+        CODEC.decode(b"\1" + honest[:header] + short[zstandard.frame_header_size(short) :], NUMEL)
+
+
+def test_a_large_window_is_refused() -> None:
+    numel = 5_000_000
+    with pytest.raises(DecodeError, match="window"):
+        make_codec("fp32+zstd").decode(b"\1" + frame(bytes(4 * numel), window_log=24), numel)
+
+
+def test_more_behind_the_frame_is_refused() -> None:
+    good = frame(bytes(RAW_BYTES))
+    for more in (b"\0", good, frame(b"")):
+        with pytest.raises(DecodeError):
+            CODEC.decode(b"\1" + good + more, NUMEL)
+
+
+def test_a_skippable_frame_is_refused() -> None:
+    for skippable in (b"\x50\x2a\x4d\x18\x00\x00\x00\x00", b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd"):
+        for behind in (b"", frame(bytes(RAW_BYTES))):
+            with pytest.raises(DecodeError):
+                CODEC.decode(b"\1" + skippable + behind, NUMEL)
+
+
+@pytest.mark.parametrize("payload", [b"", b"\1", b"\2" + bytes(RAW_BYTES), b"\1" + bytes(RAW_BYTES)])
+def test_flag_and_empty(payload: bytes) -> None:
+    with pytest.raises(DecodeError):
+        CODEC.decode(payload, NUMEL)
+
+
+@pytest.mark.parametrize("level", [0, 20])
+def test_level_is_checked(level: int) -> None:
+    with pytest.raises(ValueError, match="zstd level must be from 1 to 19"):
+        make_codec(f"int4+zstd{level}")

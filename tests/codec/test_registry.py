@@ -1,0 +1,56 @@
+"""Codecs by name, and the defaults' figures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from diloco.codec.blocks import BlockCodec
+from diloco.codec.entropy import EntropyCodec
+from diloco.codec.registry import CODEC_NAMES, make_codec
+
+
+@pytest.mark.parametrize("name", [*CODEC_NAMES, "int8:64", "int4:32", "int4:32+zstd1", "fp32+zstd", "bf16+zstd19"])
+def test_the_name_is_kept(name: str) -> None:
+    assert make_codec(name).name == name
+
+
+def test_defaults() -> None:
+    assert make_codec("int8") == BlockCodec("int8", bits=8, block=128)
+    assert make_codec("int4") == BlockCodec("int4", bits=4, block=32)
+    staged = make_codec("int4+zstd")
+    assert isinstance(staged, EntropyCodec)
+    assert staged.level == 1
+    assert staged.inner == make_codec("int4")
+
+
+def test_lossless() -> None:
+    assert [name for name in (*CODEC_NAMES, "fp32+zstd", "int4+zstd") if make_codec(name).lossless] == [
+        "fp32",
+        "fp32+zstd",
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "int2", "int4:", "int4:-2", "int4+", "int4+zstd1.5", "INT4", "int4 ", "int4\n", "fp32:32", "bf16:2", "zstd"],
+)
+def test_an_unknown_name_is_refused_with_the_name(name: str) -> None:
+    with pytest.raises(ValueError, match="codec is ") as caught:
+        make_codec(name)
+    assert repr(name) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "gauss", "student"),
+    [("int4:32", 0.097, 0.145), ("int4:256", 0.127, 0.278), ("int8:128", 0.0065, 0.0138), ("int8:256", 0.0070, 0.0174)],
+)
+def test_relative_errors_that_the_defaults_were_chosen_by(name: str, gauss: float, student: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(4, 1_000_000, generator=generator)
+    codec = make_codec(name)
+    # Student's t with three degrees of freedom, as a normal over the root of a mean of three squares.
+    for values, expected in ((normal[0], gauss), (normal[0] / normal[1:].square().mean(dim=0).sqrt(), student)):
+        values = values.contiguous()
+        error = (codec.decode(codec.encode(values), values.numel()) - values).norm() / values.norm()
+        assert error.item() == pytest.approx(expected, rel=0.05)
