@@ -29,6 +29,8 @@ if typing.TYPE_CHECKING:
 
 FRAME = struct.Struct("<II")
 RECORD_BYTES_MAX = 1 << 20
+BODY_START = b'{"at_ns":'
+"""No text inside a body looks like a frame and this: the length would be four printable characters, over the bound."""
 EVENT_KINDS: tuple[type, ...] = typing.get_args(OuterEvent)
 
 
@@ -68,26 +70,39 @@ def encode_record(record: Record) -> bytes:
 def read_records(data: bytes) -> tuple[list[Record], int]:
     """The whole records of ``data`` and the offset at which they end.
 
-    What follows that offset is a write that a crash cut short: it was never acknowledged and may be cut off.  A record
-    that is whole by its length but wrong by its checksum, with anything after it, is damage: ``JournalError``.
+    What follows that offset is a write that a crash cut short: it was never acknowledged and may be cut off.  A write
+    that was cut short is the last one, so a whole record further on means damage: ``JournalError``.
     """
     records: list[Record] = []
     at = 0
-    while at + FRAME.size <= len(data):
-        length, checksum = FRAME.unpack_from(data, at)
-        end = at + FRAME.size + length
-        if length > RECORD_BYTES_MAX or end > len(data):
-            break
-        body = data[at + FRAME.size : end]
-        if zlib.crc32(body) != checksum:
-            if end == len(data):
-                break
-            raise JournalError(f"journal record at byte {at} has a wrong checksum and is not the last")
-        records.append(_parse(body, at))
+    while (end := _end_of_record(data, at)) is not None:
+        records.append(_parse(data[at + FRAME.size : end], at))
         at = end
-    if at < len(data) and len(data) - at > FRAME.size + RECORD_BYTES_MAX:
-        raise JournalError(f"journal has {len(data) - at} bytes from byte {at} on that are no record")
+    _check_tail(data, at)
     return records, at
+
+
+def _end_of_record(data: bytes, at: int) -> int | None:
+    """Where the whole record at ``at`` ends; None if there is none."""
+    if at + FRAME.size > len(data):
+        return None
+    length, checksum = FRAME.unpack_from(data, at)
+    end = at + FRAME.size + int(length)
+    if not 0 < length <= RECORD_BYTES_MAX or end > len(data):
+        return None
+    return end if zlib.crc32(memoryview(data)[at + FRAME.size : end]) == checksum else None
+
+
+def _check_tail(data: bytes, at: int) -> None:
+    later = data.find(BODY_START, at + FRAME.size + 1)
+    while later >= 0:
+        if _end_of_record(data, later - FRAME.size) is not None:
+            raise JournalError(
+                f"journal record at byte {at} is damaged: the one at byte {later - FRAME.size} after it is whole"
+            )
+        later = data.find(BODY_START, later + 1)
+    if len(data) - at > FRAME.size + RECORD_BYTES_MAX:
+        raise JournalError(f"journal has {len(data) - at} bytes from byte {at} on that are no record")
 
 
 def _parse(body: bytes, at: int) -> Record:
@@ -95,7 +110,8 @@ def _parse(body: bytes, at: int) -> Record:
         plain = json.loads(body)
         kinds = {kind.__name__: kind for kind in EVENT_KINDS}
         event = from_plain(kinds[plain["event"]], plain["is"], plain["event"])
-        return Record(int(plain["at_ns"]), event, str(plain["effects"]))
+        at_ns, effects = from_plain(int, plain["at_ns"], "at_ns"), from_plain(str, plain["effects"], "effects")
+        return Record(at_ns, event, effects)
     except (ValueError, KeyError, TypeError, PlainError) as error:
         raise JournalError(f"journal record at byte {at} is not an event of this version: {error}") from error
 
