@@ -11,8 +11,6 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-assert sys.byteorder == "little", "the formats are little-endian and read in place"
-
 CHUNK_VALUES = 256 * 1024
 """Values handled at a time (1 MiB of fp32), so that the passes over a chunk find it in the cache."""
 
@@ -61,6 +59,7 @@ class Codec(Protocol):
 
 def check_values(values: Tensor) -> None:
     """Assert what the exchange level promises of a fragment: flat, contiguous, fp32, on the CPU."""
+    assert sys.byteorder == "little", "the formats are little-endian, and values are read where they lie"
     assert values.dtype == torch.float32, f"values are {values.dtype}"
     assert values.dim() == 1, f"values have shape {tuple(values.shape)}"
     assert values.is_contiguous(), "values are not contiguous"
