@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from diloco.codec.registry import make_codec
@@ -44,16 +45,13 @@ if TYPE_CHECKING:
     from diloco.wire.security import Identity
     from diloco.wire.service import PullSource
 
-JOIN_STATUS = {
-    Reason.EVICTED: Status.PERMISSION_DENIED,
-    Reason.SUPERSEDED: Status.ALREADY_EXISTS,
-    Reason.FULL: Status.RESOURCE_EXHAUSTED,
-}
-JOIN_TEXT = {
-    Reason.EVICTED: "site {site} was put out of the run by an operator",
-    Reason.SUPERSEDED: "a newer process speaks for site {site}: is it started twice?",
-    Reason.FULL: "the run has no room for site {site}: outer.sites_max is reached",
-}
+JOIN_REFUSALS = MappingProxyType(
+    {
+        Reason.EVICTED: (Status.PERMISSION_DENIED, "site {site} was put out of the run by an operator"),
+        Reason.SUPERSEDED: (Status.ALREADY_EXISTS, "a newer process speaks for site {site}: is it started twice?"),
+        Reason.FULL: (Status.RESOURCE_EXHAUSTED, "the run has no room for site {site}: sites_max is reached"),
+    }
+)
 
 
 class Api:
@@ -75,8 +73,8 @@ class Api:
         answer = core.call(lambda call: JoinRequested(call, request.site_id, request.process))
         assert isinstance(answer, AnswerJoin), answer
         if answer.reason is not None:
-            text = JOIN_TEXT[answer.reason].format(site=request.site_id)
-            raise Refusal(JOIN_STATUS[answer.reason], text)
+            status, text = JOIN_REFUSALS[answer.reason]
+            raise Refusal(status, text.format(site=request.site_id))
         epoch, run_tokens, progress_ppm = core.ask(_standing_of_run)
         options = syncer.plan.outer
         return JoinReply(
@@ -147,7 +145,7 @@ class Api:
             raise Refusal(
                 Status.INVALID_ARGUMENT, f"numel is {header.numel}: fragment {header.fragment} has {numel} values"
             )
-        most = make_codec(header.encoding).payload_bytes(numel) + 1
+        most = make_codec(header.encoding).payload_bytes_max(numel)
         if header.payload_bytes > most:
             self._count_refusal("payload_bytes")
             raise Refusal(
