@@ -41,7 +41,7 @@ def cut(parts: Sequence[bytes | memoryview], chunk_bytes: int, offset: int = 0) 
         start += len(view)
 
 
-def checksum(parts: Sequence[bytes | memoryview]) -> int:
+def checksum(parts: Sequence[bytes | bytearray | memoryview]) -> int:
     """CRC-32 of all parts as one payload."""
     crc32 = 0
     for part in parts:
@@ -53,18 +53,14 @@ class Assembler:
     """Puts chunks together again: each must be the next one, be intact and fit in ``payload_bytes``.
 
     ``write(offset, data)`` gets each good chunk; what it raises passes through and leaves the offset where it was.
-    ``offset`` is the number of bytes held, also those of an earlier attempt; ``crc32`` that of the bytes accepted here,
-    going on from the given one.
+    ``offset`` is the number of bytes held, also those of an earlier attempt.
     """
 
-    def __init__(
-        self, payload_bytes: int, write: Callable[[int, memoryview], object], offset: int = 0, crc32: int = 0
-    ) -> None:
+    def __init__(self, payload_bytes: int, write: Callable[[int, memoryview], object], offset: int = 0) -> None:
         if not 0 <= offset <= payload_bytes:
             raise ValueError(f"offset is {offset}: the payload has {payload_bytes} bytes")
         self.payload_bytes = payload_bytes
         self.offset = offset
-        self.crc32 = crc32
         self._write = write
 
     def accept(self, offset: int, data: bytes | memoryview, crc32: int) -> None:
@@ -79,7 +75,6 @@ class Assembler:
         if zlib.crc32(view) != crc32:
             raise DamagedChunk(f"chunk at offset {offset} was damaged on the way")
         self._write(offset, view)
-        self.crc32 = zlib.crc32(view, self.crc32)
         self.offset = offset + len(view)
 
     def finish(self) -> None:

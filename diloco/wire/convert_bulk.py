@@ -13,7 +13,7 @@ def pack_push(part: m.PushPart) -> bytes:
     """``PushRequest``."""
     match part:
         case m.Chunk():
-            return sync_pb2.PushRequest(chunk=_chunk_out(part)).SerializeToString()
+            return _pack_chunk(part)
         case m.PushHeader():
             check(part)
             return sync_pb2.PushRequest(
@@ -77,10 +77,29 @@ def _header_in(header: sync_pb2.PushHeader) -> m.PushHeader:
     )
 
 
-def _chunk_out(chunk: m.Chunk) -> sync_pb2.Chunk:
+def _pack_chunk(chunk: m.Chunk) -> bytes:
+    """A ``PushRequest`` or ``PullResponse`` that holds a chunk, which is field 2 in both.
+
+    Written by hand because the generated code copies the data three times, at 1 MiB each time into fresh memory; this
+    is one copy.  A test sees that protobuf reads it as its own.
+    """
     if not 1 <= len(chunk.data) <= m.CHUNK_BYTES_MAX:
         raise m.MalformedMessage(f"data is {len(chunk.data)} bytes long: 1 to {m.CHUNK_BYTES_MAX} wanted")
-    return sync_pb2.Chunk(offset=chunk.offset, crc32=chunk.crc32, data=bytes(chunk.data))
+    fields = b"\x08%b\x15%b\x1a%b" % (  # offset, crc32, data
+        _varint(chunk.offset),
+        chunk.crc32.to_bytes(4, "little"),
+        _varint(len(chunk.data)),
+    )
+    return b"".join((b"\x12", _varint(len(fields) + len(chunk.data)), fields, chunk.data))
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
 
 
 def _chunk_in(chunk: sync_pb2.Chunk) -> m.Chunk:
@@ -155,7 +174,7 @@ def unpack_pull(raw: bytes) -> m.PullAsk:
 def pack_pull_part(part: m.PullPart) -> bytes:
     """``PullResponse``."""
     if isinstance(part, m.Chunk):
-        return sync_pb2.PullResponse(chunk=_chunk_out(part)).SerializeToString()
+        return _pack_chunk(part)
     check(part)
     return sync_pb2.PullResponse(
         header=sync_pb2.PullHeader(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from diloco.wire.chunks import Assembler, DamagedChunk
+from diloco.wire.chunks import Assembler, DamagedChunk, checksum
 from diloco.wire.messages import PAYLOAD_BYTES_MAX, Chunk, MalformedMessage, PullHeader
 
 
@@ -69,7 +69,7 @@ class PullSink:
         if self._assembler is None or self.header is None:
             raise DamagedChunk("the stream ended before the header")
         self._assembler.finish()
-        if self._assembler.crc32 != self.header.payload_crc32:
+        if checksum((self._buffer,)) != self.header.payload_crc32:
             self.clear()
             raise DamagedChunk("the checksum of the whole payload differs")
         parts, start, view = [], 0, memoryview(self._buffer).toreadonly()

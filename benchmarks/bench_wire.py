@@ -1,0 +1,213 @@
+"""What does the wire cost on loopback, beside a raw socket that carries the same bytes?
+
+One process sends, another receives and throws away (no storage, no digest over the whole), as a site and a syncer do.
+Each repetition takes every way once, so that a busy machine slows all of them.  The first repetition warms up and is
+not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+# Run as a script, the tree that it stands in is measured, not an installed package.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.record import add_arguments, finish, percentile, record
+from diloco.sync.events import Outcome
+from diloco.wire.chunks import checksum
+from diloco.wire.client import SyncClient
+from diloco.wire.messages import KIB, MIB, PullAsk, PullHeader, PushHeader, PushResult
+from diloco.wire.options import ClientOptions, ServerOptions
+from diloco.wire.pulled import PullSink
+from diloco.wire.server import serve
+from diloco.wire.service import PullSource
+
+RUN = "bench"
+DIGEST = "0" * 64
+RECEIVE_BYTES = MIB
+
+
+class NullSession:
+    """An admitted push whose bytes go nowhere."""
+
+    offset = 0
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Throw away."""
+
+    def commit(self, digest: str) -> PushResult:
+        """Accept whatever it was."""
+        return PushResult(Outcome.ACCEPTED, 1)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class NullSyncer:
+    """A ``SyncerApi`` that stores nothing; only Push and Pull are used."""
+
+    def __init__(self, payload: bytes) -> None:
+        header = PullHeader(
+            0, 0, 1, True, "fp32", len(payload) // 4, len(payload), (len(payload),), DIGEST, checksum((payload,)), ()
+        )
+        self._source = PullSource(header, (payload,))
+
+    def open_push(self, header: PushHeader, identity: object) -> NullSession:
+        """Admit everything."""
+        return NullSession()
+
+    def pull(self, ask: PullAsk, identity: object) -> PullSource:
+        """Always the same version."""
+        return self._source
+
+
+def serve_until_closed(payload_bytes: int, seed: int, chunk_bytes: int) -> None:
+    """The other process: the gRPC server and the raw socket; ends when its standard input does."""
+    payload = random.Random(seed).randbytes(payload_bytes)
+    api: Any = NullSyncer(payload)
+    server = serve(api, ServerOptions(run_id=RUN, chunk_bytes=chunk_bytes))
+    listener = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=answer_raw, args=(listener, payload), daemon=True).start()
+    print(server.address, listener.getsockname()[1], flush=True)
+    for _ in sys.stdin:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        print(usage.ru_utime + usage.ru_stime, flush=True)
+    server.stop(1.0)
+
+
+def answer_raw(listener: socket.socket, payload: bytes) -> None:
+    """Raw socket: for ``u`` read the payload and answer one byte, for ``d`` send it."""
+    connection, _ = listener.accept()
+    buffer = bytearray(RECEIVE_BYTES)
+    while wish := connection.recv(1):
+        if wish == b"u":
+            receive(connection, buffer, len(payload))
+            connection.sendall(b".")
+        else:
+            connection.sendall(payload)
+
+
+def receive(connection: socket.socket, buffer: bytearray, wanted_bytes: int) -> None:
+    """Read and throw away ``wanted_bytes``."""
+    while wanted_bytes:
+        wanted_bytes -= connection.recv_into(buffer, min(wanted_bytes, len(buffer)))
+
+
+class Peer:
+    """This end: the four ways of moving the payload, each a call without arguments."""
+
+    def __init__(self, payload: bytes, seed: int, chunk_bytes: int) -> None:
+        self._payload = payload
+        command = [sys.executable, __file__, "--serve", str(len(payload)), str(chunk_bytes), "--seed", str(seed)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        address, port = self._process.stdout.readline().split()
+        options = ClientOptions(chunk_bytes=chunk_bytes)
+        self._client = SyncClient(address, "site-a", RUN, options=options)
+        self._raw = socket.create_connection(("127.0.0.1", int(port)))
+        self._buffer = bytearray(RECEIVE_BYTES)
+        self._sequence = 0
+
+    def push(self) -> None:
+        """One update through the client and the service."""
+        self._sequence += 1
+        size = len(self._payload)
+        header = PushHeader(RUN, "site-a", 1, 0, self._sequence, 0, 1, 1, 1, 1, False, "fp32", size, size, DIGEST)
+        assert self._client.push(header, self._payload).outcome is Outcome.ACCEPTED
+
+    def pull(self) -> None:
+        """One version through the client and the service."""
+        assert len(self._client.pull(PullAsk(RUN, "site-a", 0, -1), PullSink()).parts[0]) == len(self._payload)
+
+    def raw_up(self) -> None:
+        """The same bytes there, and one back."""
+        self._raw.sendall(b"u")
+        self._raw.sendall(self._payload)
+        self._raw.recv(1)
+
+    def raw_down(self) -> None:
+        """The same bytes here."""
+        self._raw.sendall(b"d")
+        receive(self._raw, self._buffer, len(self._payload))
+
+    def cpu_s(self) -> float:
+        """CPU seconds of both processes so far."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("cpu\n")
+        self._process.stdin.flush()
+        mine = resource.getrusage(resource.RUSAGE_SELF)
+        return float(self._process.stdout.readline()) + mine.ru_utime + mine.ru_stime
+
+    def close(self) -> None:
+        """End both."""
+        self._client.close()
+        self._raw.close()
+        self._process.communicate(timeout=20)
+
+
+def measure(payload: bytes, seed: int, chunk_bytes: int, repeats: int) -> list[dict[str, Any]]:
+    """One row for each way at one chunk size."""
+    peer = Peer(payload, seed, chunk_bytes)
+    ways = {"push": peer.push, "raw socket up": peer.raw_up, "pull": peer.pull, "raw socket down": peer.raw_down}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    cpu_s = dict.fromkeys(ways, 0.0)
+    for repeat in range(repeats + 1):
+        for name, move in ways.items():
+            cpu_before_s, begun_s = peer.cpu_s(), time.perf_counter()
+            move()
+            taken_s = time.perf_counter() - begun_s
+            if repeat:
+                seconds[name].append(taken_s)
+                cpu_s[name] += peer.cpu_s() - cpu_before_s
+    peer.close()
+    gigabytes = len(payload) / 1e9
+    return [
+        {
+            "way": name,
+            "payload_mib": len(payload) / MIB,
+            "chunk_kib": chunk_bytes // KIB,
+            "p50_ms": round(1e3 * percentile(taken, 50), 2),
+            "p95_ms": round(1e3 * percentile(taken, 95), 2),
+            "p50_gb_per_s": round(gigabytes / percentile(taken, 50), 3),
+            "cpu_s_per_gb": round(cpu_s[name] / repeats / gigabytes, 2),
+        }
+        for name, taken in seconds.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser)
+    parser.add_argument("--payload-mib", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--serve", nargs=2, type=int, metavar=("BYTES", "CHUNK"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve_until_closed(options.serve[0], options.seed, options.serve[1])
+        return
+    payload_mib, repeats = (8, 3) if options.quick else (options.payload_mib, options.repeats)
+    payload = random.Random(options.seed).randbytes(payload_mib * MIB)
+    rows = []
+    for chunk_bytes in (256 * KIB, MIB):
+        rows += measure(payload, options.seed, chunk_bytes, repeats)
+    for row in rows:
+        print(
+            f"{row['way']:<16} chunks of {row['chunk_kib']:>5} KiB  p50 {row['p50_ms']:>8} p95 {row['p95_ms']:>8} ms  "
+            f"{row['p50_gb_per_s']:>6} GB/s  {row['cpu_s_per_gb']:>5} CPU-s/GB"
+        )
+    config = {"payload_mib": payload_mib, "chunk_kib": [256, 1024], "processes": 2}
+    finish(record("wire", config, rows, options.seed, repeats=repeats), save=options.save)
+
+
+if __name__ == "__main__":
+    main()

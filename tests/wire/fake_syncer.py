@@ -1,0 +1,233 @@
+"""A syncer in memory, for the tests of the wire: it keeps bytes and remembers what was asked of it."""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from diloco.sync.events import Fate, FragmentStanding, Outcome, Reason
+from diloco.wire.chunks import checksum
+from diloco.wire.messages import (
+    JoinAsk,
+    JoinReply,
+    LearnerSettings,
+    PullAsk,
+    PullHeader,
+    PushHeader,
+    PushResult,
+    Refusal,
+    ReportInfo,
+    ReportReply,
+    Status,
+    WatchEvent,
+)
+from diloco.wire.service import PullSource
+
+if TYPE_CHECKING:
+    from diloco.wire.security import Identity
+
+RUN = "run-1"
+DIGEST = hashlib.sha256(b"values").hexdigest()
+UpdateId = tuple[str, int, int]
+
+
+def sha256(payload: bytes | bytearray | memoryview) -> str:
+    return hashlib.sha256(payload).hexdigest()
+
+
+def push_header(payload: bytes, **changes: object) -> PushHeader:
+    fields: dict[str, object] = {
+        "run_id": RUN,
+        "site_id": "site-a",
+        "incarnation": 1,
+        "fragment": 0,
+        "sequence": 1,
+        "base_version": 3,
+        "tokens": 4096,
+        "steps": 15,
+        "step_ns": 200_000_000,
+        "cursor": 15,
+        "final": False,
+        "encoding": "int4:32+zstd1",
+        "payload_bytes": len(payload),
+        "numel": max(1, 2 * len(payload)),
+        "digest": sha256(payload),
+    }
+    return PushHeader(**(fields | changes))  # type: ignore[arg-type]
+
+
+def join_ask(**changes: object) -> JoinAsk:
+    fields: dict[str, object] = {
+        "protocol": 1,
+        "run_id": RUN,
+        "lineage": 7,
+        "site_id": "site-a",
+        "process": "0123456789abcdef",
+        "layout_fingerprint": DIGEST,
+        "layout_json": b'{"parameters": []}',
+        "shared_config": {"model.dim": "128", "outer.lr": "0.7"},
+    }
+    return JoinAsk(**(fields | changes))  # type: ignore[arg-type]
+
+
+def report_info(**changes: object) -> ReportInfo:
+    fields: dict[str, object] = dict.fromkeys(ReportInfo.__slots__, 1)
+    fields |= {"run_id": RUN, "site_id": "site-a", "loss": 2.5, "tokens_per_s": 1000.0, "versions": (3, 4)}
+    return ReportInfo(**(fields | changes))  # type: ignore[arg-type]
+
+
+@dataclass
+class FakeSession:
+    """Keeps bytes in the syncer's spool; ``ending`` says how it went."""
+
+    syncer: FakeSyncer
+    header: PushHeader
+    held: bytearray
+    ending: str = "open"
+
+    @property
+    def offset(self) -> int:
+        return len(self.held)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        assert offset == len(self.held)
+        if self.syncer.write_pause_s:
+            time.sleep(self.syncer.write_pause_s)
+        self.held += data
+        self.syncer.wrote.set()
+
+    def commit(self, digest: str) -> PushResult:
+        if sha256(self.held) != digest:
+            self.held.clear()
+            raise Refusal(Status.DATA_LOSS, "the digest of the payload differs")
+        self.ending = "committed"
+        self.syncer.accepted[self.syncer.id_of(self.header)] = bytes(self.held)
+        return PushResult(Outcome.ACCEPTED, 3)
+
+    def close(self) -> None:
+        assert self.ending in ("open", "committed")
+        self.ending = "committed" if self.ending == "committed" else "broken off"
+        self.syncer.endings.append(self.ending)
+        self.syncer.ended.set()
+
+
+@dataclass
+class FakeFeed:
+    """A queue; everything that ``tell`` was given."""
+
+    events: queue.Queue[WatchEvent] = field(default_factory=queue.Queue)
+    closed: threading.Event = field(default_factory=threading.Event)
+
+    def get(self, timeout_s: float) -> WatchEvent | None:
+        if self.closed.is_set():
+            return None
+        try:
+            return self.events.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class FakeSyncer:
+    """The ``SyncerApi`` that the tests put on the network."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.accepted: dict[UpdateId, bytes] = {}
+        self.spool: dict[UpdateId, bytearray] = {}
+        self.endings: list[str] = []
+        self.ended = threading.Event()
+        self.wrote = threading.Event()
+        self.feeds: list[FakeFeed] = []
+        self.version = PullHeader(0, 0, 3, True, "fp32", 1, 4, (4,), DIGEST, checksum((b"abcd",)), ())
+        self.parts: tuple[bytes, ...] = (b"abcd",)
+        self.given_back = 0
+        self.write_pause_s = 0.0
+        self.join_fails: Exception | None = None
+
+    @staticmethod
+    def id_of(header: PushHeader) -> UpdateId:
+        return header.site_id, header.fragment, header.sequence
+
+    def state(self) -> object:
+        """Everything that a bad message must leave as it was."""
+        return dict(self.accepted), {key: bytes(held) for key, held in self.spool.items()}, list(self.calls)
+
+    def publish(self, *parts: bytes, whole: bool = False, **changes: object) -> None:
+        """Offer ``parts`` as the down-links of the newest versions, or one as the whole fragment."""
+        total = sum(map(len, parts))
+        fields: dict[str, object] = {
+            "fragment": 0,
+            "from_version": 3 - len(parts),
+            "version": 3,
+            "whole": whole,
+            "encoding": "fp32" if whole else "int4",
+            "numel": total // 4 if whole else 2 * total,
+            "payload_bytes": total,
+            "part_bytes": tuple(map(len, parts)),
+            "digest": DIGEST,
+            "payload_crc32": checksum(parts),
+            "fates": (Fate(0, 1, 2, 4096, DIGEST, None), Fate(0, 2, 3, 4096, DIGEST, Reason.STALE)),
+        }
+        self.parts = parts
+        self.version = PullHeader(**(fields | changes))  # type: ignore[arg-type]
+
+    def join(self, request: JoinAsk, identity: Identity) -> JoinReply:
+        self.calls.append("join")
+        if self.join_fails is not None:
+            raise self.join_fails
+        standing = FragmentStanding(0, 3, DIGEST, 1, 15, 4096, 0, ((2, 100),), (Fate(0, 1, 2, 4096, DIGEST),))
+        settings = LearnerSettings(2_000_000_000, 256 * 1024, 2, 15_000_000_000)
+        return JoinReply(2, 1, 7, (standing,), 4096, 1234, None, settings)
+
+    def open_push(self, header: PushHeader, identity: Identity) -> FakeSession | PushResult:
+        self.calls.append("open_push")
+        key = self.id_of(header)
+        if key in self.accepted:
+            return PushResult(Outcome.DUPLICATE, 3, fate=Fate(0, 1, 3, 4096, DIGEST), text="seen before")
+        if header.base_version > 3:
+            return PushResult(Outcome.REFUSED, 3, Reason.BAD_BASE)
+        self.ended.clear()
+        return FakeSession(self, header, self.spool.setdefault(key, bytearray()))
+
+    def watch(self, site: str, incarnation: int, identity: Identity) -> FakeFeed:
+        self.calls.append("watch")
+        self.feeds.append(FakeFeed())
+        return self.feeds[-1]
+
+    def pull(self, ask: PullAsk, identity: Identity) -> PullSource:
+        self.calls.append("pull")
+        if ask.fragment != self.version.fragment:
+            raise Refusal(Status.NOT_FOUND, f"fragment is {ask.fragment}: there is no such fragment")
+        if ask.want_version not in (0, self.version.version):
+            raise Refusal(Status.NOT_FOUND, f"version {ask.want_version} cannot be had any more")
+        return PullSource(self.version, self.parts, self._give_back)
+
+    def _give_back(self) -> None:
+        self.given_back += 1
+
+    def report(self, report: ReportInfo, identity: Identity) -> ReportReply:
+        self.calls.append("report")
+        return ReportReply(2, 4096, 1234, True, None)
+
+    def leave(self, site: str, incarnation: int, identity: Identity) -> None:
+        self.calls.append("leave")
+
+    def status(self) -> dict[str, object]:
+        self.calls.append("status")
+        return {"run_id": RUN, "sites": {"site-a": {"step": 1}}}
+
+    def drain(self) -> None:
+        self.calls.append("drain")
+
+    def evict(self, site: str) -> None:
+        self.calls.append(f"evict {site}")
+
+    def snapshot(self) -> None:
+        self.calls.append("snapshot")

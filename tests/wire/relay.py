@@ -1,0 +1,65 @@
+"""A relay between a client and the server that can fall silent without closing anything."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+
+class Relay:
+    """Passes bytes on; ``freeze`` makes it swallow them, for all connections or for those that carry bulk."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.connections = 0
+        self._frozen_above_bytes: int | None = None
+        self.carried = threading.Event()
+        self._sockets: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def freeze(self, above_bytes: int = 0) -> None:
+        """From now on swallow what comes on connections that carried more than ``above_bytes``."""
+        self._frozen_above_bytes = above_bytes
+
+    def thaw(self) -> None:
+        """Pass on again what comes from now on; what was swallowed is lost, so old connections are of no use."""
+        self._frozen_above_bytes = None
+
+    def cut(self) -> None:
+        """End every connection."""
+        for each in self._sockets:
+            each.close()
+        self._sockets.clear()
+
+    def close(self) -> None:
+        self._listener.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection(self._target)
+            self._sockets += [near, far]
+            self.connections += 1
+            total = [0]
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._carry, args=(source, sink, total), daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket, total: list[int]) -> None:
+        try:
+            while data := source.recv(65536):
+                total[0] += len(data)
+                if total[0] > 1_000_000:
+                    self.carried.set()
+                above = self._frozen_above_bytes
+                if above is None or total[0] <= above:
+                    sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            return

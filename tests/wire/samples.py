@@ -1,0 +1,91 @@
+"""One or more valid messages of every kind, each with the pair of functions that carries it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, FragmentStanding, Outcome, Reason
+from diloco.wire import convert, convert_bulk
+from diloco.wire import messages as m
+from tests.wire.fake_syncer import DIGEST, RUN, join_ask, push_header, report_info
+
+Sample = tuple[object, Callable[[Any], bytes], Callable[[bytes], object]]
+
+FATE = Fate(3, 9, 11, 4096, DIGEST, None)
+REFUSED = Fate(0, m.NUMBER_MAX, 0, 0, DIGEST, Reason.NON_FINITE)
+SETTINGS = m.LearnerSettings(2_000_000_000, 256 * 1024, 2, 15_000_000_000)
+STANDING = FragmentStanding(3, 11, DIGEST, 10, 150, 8192, 4096, ((9, 4096), (10, 0)), (FATE, REFUSED))
+EMPTY_STANDING = FragmentStanding(0, 0, DIGEST, 0, 0, 0, 0, (), ())
+PULL = m.PullHeader(3, 7, 9, False, "int4:32", 96, 30, (10, 20), DIGEST, 0xFFFFFFFF, (FATE,))
+
+
+def joins() -> list[Sample]:
+    asks = [join_ask(), join_ask(lineage=0, layout_json=b"", shared_config={}), join_ask(protocol=0)]
+    replies = [
+        m.JoinReply(2, 5, 7, (EMPTY_STANDING, STANDING), 10**12, 1_000_000, Ending.DRAINED, SETTINGS),
+        m.JoinReply(0, 0, 0, (), 0, 0, None, SETTINGS),
+    ]
+    return [(ask, convert.pack_join, convert.unpack_join) for ask in asks] + [
+        (reply, convert.pack_join_reply, convert.unpack_join_reply) for reply in replies
+    ]
+
+
+def pushes() -> list[Sample]:
+    parts: list[object] = [
+        push_header(b"abc"),
+        push_header(b"abc", final=True, sequence=m.NUMBER_MAX, base_version=0),
+        m.Chunk(0, b"a", zlib.crc32(b"a")),
+        m.Chunk(300, b"\x00" * 70_000, 0),
+        m.Chunk(m.PAYLOAD_BYTES_MAX, b"z", 0xFFFFFFFF),
+        m.PushCommit(3, DIGEST),
+    ]
+    replies: list[object] = [
+        m.PushAdmitted(0),
+        m.PushAdmitted(m.PAYLOAD_BYTES_MAX),
+        m.PushResult(Outcome.ACCEPTED, 3),
+        *(m.PushResult(outcome, 0, reason, REFUSED, "words") for outcome in Outcome for reason in Reason),
+    ]
+    return [(part, convert_bulk.pack_push, convert_bulk.unpack_push) for part in parts] + [
+        (reply, convert_bulk.pack_push_reply, convert_bulk.unpack_push_reply) for reply in replies
+    ]
+
+
+def pulls() -> list[Sample]:
+    asks = [m.PullAsk(RUN, "site-a", 3, 7, 9, 12), m.PullAsk(RUN, "", 0, -1)]
+    parts: list[object] = [
+        PULL,
+        m.PullHeader(0, 0, 9, True, "fp32", 2, 8, (8,), DIGEST, 0, ()),
+        m.PullHeader(0, 9, 9, False, "fp32", 2, 0, (), DIGEST, 0, (REFUSED,)),
+        m.Chunk(5, b"data", 1),
+    ]
+    return [(ask, convert_bulk.pack_pull, convert_bulk.unpack_pull) for ask in asks] + [
+        (part, convert_bulk.pack_pull_part, convert_bulk.unpack_pull_part) for part in parts
+    ]
+
+
+def controls() -> list[Sample]:
+    events: list[object] = [
+        m.Published(2, 3, 4, DIGEST, 5, 6),
+        FateTold(FATE),
+        FateTold(REFUSED),
+        *(FinalAnnounced(ending) for ending in Ending),
+        *(m.Dropped(reason) for reason in Reason),
+        m.Alive(),
+    ]
+    reports = [report_info(), report_info(loss=None, versions=()), report_info(loss=0.0, tokens_per_s=0.0)]
+    replies = [m.ReportReply(2, 3, 4, True, None), m.ReportReply(0, 0, 0, False, Ending.FINISHED)]
+    return [
+        *((event, convert.pack_watch_event, convert.unpack_watch_event) for event in events),
+        *((report, convert.pack_report, convert.unpack_report) for report in reports),
+        *((reply, convert.pack_report_reply, convert.unpack_report_reply) for reply in replies),
+        (m.WatchAsk(RUN, "site-a", 4), convert.pack_watch, convert.unpack_watch),
+        (m.LeaveAsk(RUN, "site-a", 4), convert.pack_leave, convert.unpack_leave),
+        (m.EvictAsk("site-a"), convert.pack_evict, convert.unpack_evict),
+        ({"sites": {"a": 1.5}}, convert.pack_status, convert.unpack_status),
+    ]
+
+
+def everything() -> list[Sample]:
+    return joins() + pushes() + pulls() + controls()

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from diloco.wire import messages as m
+from diloco.wire.bounds import BOUNDS, check
+from tests.wire.fake_syncer import DIGEST, join_ask, push_header, report_info
+from tests.wire.samples import FATE, PULL, SETTINGS, STANDING, everything
+
+BAD_NAMES = ["", "a" * 65, "a/b", "-a", "a b", "a\n", "ä", 5, None]
+BAD_NUMBERS = [-1, m.NUMBER_MAX + 1, 1.0, "1", None, True]
+BAD_DIGESTS = ["", DIGEST[1:], DIGEST + "0", DIGEST.upper(), "g" * 64, b"0" * 64]
+
+CASES: list[tuple[Any, str, list[Any]]] = [
+    (join_ask(), "run_id", BAD_NAMES),
+    (join_ask(), "site_id", BAD_NAMES),
+    (join_ask(), "protocol", [-1, 1 << 31]),
+    (join_ask(), "process", ["0123456", "0" * 65, "ABCDEF01"]),
+    (join_ask(), "layout_fingerprint", BAD_DIGESTS),
+    (join_ask(), "layout_json", [b"x" * (m.LAYOUT_BYTES_MAX + 1), "text"]),
+    (join_ask(), "shared_config", [{"": "x"}, {"k" * 201: "x"}, {"k": "v" * 4097}, {1: "x"}, [("a", "b")]]),
+    (join_ask(), "shared_config", [{f"k{index}": "v" for index in range(m.SHARED_CONFIG_MAX + 1)}]),
+    (push_header(b"abc"), "incarnation", BAD_NUMBERS),
+    (push_header(b"abc"), "fragment", [-1, m.FRAGMENTS_MAX]),
+    (push_header(b"abc"), "payload_bytes", [0, m.PAYLOAD_BYTES_MAX + 1]),
+    (push_header(b"abc"), "numel", [0, m.NUMEL_MAX + 1]),
+    (push_header(b"abc"), "final", [0, "yes"]),
+    (push_header(b"abc"), "encoding", ["", "INT4", "a" * 65, "int4;rm"]),
+    (push_header(b"abc"), "digest", BAD_DIGESTS),
+    (m.PushResult(m.Outcome.ACCEPTED, 1), "text", ["x" * (m.TEXT_CHARS_MAX + 1)]),
+    (m.PushResult(m.Outcome.ACCEPTED, 1), "outcome", ["accepted", None]),
+    (m.PushResult(m.Outcome.ACCEPTED, 1), "fate", [dataclasses.replace(FATE, digest="x")]),
+    (m.PullAsk("r", "s", 0, 0), "have_version", [-2, m.NUMBER_MAX + 1]),
+    (SETTINGS, "chunk_bytes", [m.CHUNK_BYTES_MIN - 1, m.CHUNK_BYTES_MAX + 1]),
+    (STANDING, "undecided", [((1,),), ((1, -1),), [(1, 1)], ((1, 1),) * (m.UNDECIDED_MAX + 1)]),
+    (STANDING, "fates", [(FATE,) * (m.FATES_MAX + 1), (STANDING,)]),
+    (report_info(), "tokens_per_s", [float("nan"), float("inf"), -1.0, "1"]),
+    (report_info(), "loss", ["2.5", True]),
+    (report_info(), "versions", [(-1,), (0,) * (m.FRAGMENTS_MAX + 1), [0]]),
+    (PULL, "from_version", [10, 8, 6]),
+    (PULL, "part_bytes", [(10,), (0, 30), (10, 21), (10, 10, 10)]),
+    (PULL, "payload_bytes", [29, 31]),
+    (PULL, "payload_crc32", [-1, 1 << 32]),
+    (PULL, "whole", [True]),
+]
+
+
+@pytest.mark.parametrize(("good", "field", "bad"), CASES, ids=lambda value: value if isinstance(value, str) else "")
+def test_each_bound_is_kept_and_named(good: Any, field: str, bad: list[Any]) -> None:
+    check(good)
+    for value in bad:
+        # Changing one side of a relation may be reported at the other side: any name of that relation will do.
+        related = {"from_version": "part_bytes|from_version", "part_bytes": "part_bytes|payload_bytes", "whole": "part"}
+        with pytest.raises(m.MalformedMessage, match=related.get(field, field)):
+            check(dataclasses.replace(good, **{field: value}))
+
+
+def test_every_field_of_every_message_has_a_bound() -> None:
+    for kind, rules in BOUNDS.items():
+        assert set(rules) == {field.name for field in dataclasses.fields(kind)}, kind.__name__
+    carried = {type(message) for message, _, _ in everything()} - {m.Chunk, dict}
+    assert carried <= set(BOUNDS)
+
+
+def test_a_long_value_is_not_repeated_in_full() -> None:
+    with pytest.raises(m.MalformedMessage) as caught:
+        check(join_ask(run_id="x" * 100_000))
+    assert len(str(caught.value)) < 250
+
+
+def test_a_whole_fragment_is_fp32() -> None:
+    whole = m.PullHeader(0, 0, 9, True, "fp32", 2, 8, (8,), DIGEST, 0, ())
+    check(whole)
+    with pytest.raises(m.MalformedMessage, match="4 \\* numel"):
+        check(dataclasses.replace(whole, numel=3))

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import random
+import zlib
+
+import pytest
+
+from diloco.wire.chunks import Assembler, ChunkError, DamagedChunk, checksum, cut
+
+SEED = 20
+PAYLOAD = random.Random(SEED).randbytes(97)
+
+
+def assembled(parts: tuple[bytes, ...], chunk_bytes: int, offset: int = 0, held: bytes = b"") -> bytes:
+    out = bytearray(held)
+    total = sum(map(len, parts))
+    assembler = Assembler(total, lambda at, data: out.__setitem__(slice(at, at + len(data)), data), offset)
+    for chunk in cut(parts, chunk_bytes, offset):
+        assembler.accept(*chunk)
+    assembler.finish()
+    return bytes(out)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 2, 7, 96, 97, 98, 1000])
+def test_cut_and_assemble_from_every_offset(chunk_bytes: int) -> None:
+    for offset in range(len(PAYLOAD) + 1):
+        assert assembled((PAYLOAD,), chunk_bytes, offset, PAYLOAD[:offset]) == PAYLOAD
+
+
+def test_cut_at_every_boundary_of_several_parts() -> None:
+    for first in range(len(PAYLOAD) + 1):
+        parts = (PAYLOAD[:first], b"", PAYLOAD[first:])
+        for offset in (0, 1, first, len(PAYLOAD)):
+            assert assembled(parts, 10, offset, PAYLOAD[:offset]) == PAYLOAD
+            for _, data, _ in cut(parts, 10, offset):
+                assert len(data) <= 10
+
+
+def test_chunks_are_views_and_checksums_are_zlibs() -> None:
+    payload = bytearray(PAYLOAD)
+    chunks = list(cut((payload,), 40))
+    assert [offset for offset, _, _ in chunks] == [0, 40, 80]
+    assert all(data.obj is payload for _, data, _ in chunks)
+    assert all(crc32 == zlib.crc32(data) for _, data, crc32 in chunks)
+    assert checksum((PAYLOAD[:30], PAYLOAD[30:])) == zlib.crc32(PAYLOAD)
+
+
+def test_a_broken_assembly_goes_on_from_its_offset() -> None:
+    for stop in range(1, 10):
+        out = bytearray(len(PAYLOAD))
+        assembler = Assembler(len(PAYLOAD), lambda at, data, out=out: out.__setitem__(slice(at, at + len(data)), data))
+        for chunk in list(cut((PAYLOAD,), 10))[:stop]:
+            assembler.accept(*chunk)
+        with pytest.raises(DamagedChunk, match=f"{stop * 10} of 97"):
+            assembler.finish()
+        for chunk in cut((PAYLOAD,), 7, assembler.offset):
+            assembler.accept(*chunk)
+        assembler.finish()
+        assert bytes(out) == PAYLOAD
+
+
+def test_every_flipped_bit_is_found_and_nothing_is_written() -> None:
+    data, crc32 = PAYLOAD[:20], zlib.crc32(PAYLOAD[:20])
+    written: list[int] = []
+    for bit in range(8 * len(data)):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        assembler = Assembler(20, lambda at, data: written.append(at))
+        with pytest.raises(DamagedChunk):
+            assembler.accept(0, bytes(damaged), crc32)
+        assert assembler.offset == 0
+    for bit in range(32):
+        with pytest.raises(DamagedChunk):
+            Assembler(20, lambda at, data: written.append(at)).accept(0, data, crc32 ^ 1 << bit)
+    assert not written
+
+
+@pytest.mark.parametrize(
+    ("offset", "data", "words"),
+    [
+        (4, b"abc", "the next byte is 5"),
+        (6, b"abc", "the next byte is 5"),
+        (5, b"", "is empty"),
+        (5, b"abcdef", "over the 10 declared"),
+    ],
+)
+def test_a_chunk_out_of_place_is_refused(offset: int, data: bytes, words: str) -> None:
+    assembler = Assembler(10, lambda at, data: None, 5)
+    with pytest.raises(ChunkError, match=words):
+        assembler.accept(offset, data, zlib.crc32(data))
+    assert assembler.offset == 5
+
+
+def test_what_the_writer_raises_leaves_the_offset() -> None:
+    def full(at: int, data: memoryview) -> None:
+        raise OSError("disk full")
+
+    assembler = Assembler(3, full)
+    with pytest.raises(OSError, match="disk full"):
+        assembler.accept(0, b"abc", zlib.crc32(b"abc"))
+    assert assembler.offset == 0
+
+
+@pytest.mark.parametrize("offset", [-1, 98])
+def test_offsets_outside_of_the_payload_are_our_own_defect(offset: int) -> None:
+    with pytest.raises(ValueError, match="offset"):
+        list(cut((PAYLOAD,), 10, offset))
+    with pytest.raises(ValueError, match="offset"):
+        Assembler(len(PAYLOAD), lambda at, data: None, offset)
