@@ -1,0 +1,503 @@
+"""What a run was, told from its events: the one reduction that the live view, the summary and the report all read.
+
+Pure: events in (``INTERFACE`` below), records out; no file and no clock.  Instants are seconds of the run: wall time
+since its first event, without the pauses between two ``diloco up`` of the same run.
+
+INTERFACE.  Each event is ``{"at", "who", "what", ...}`` as ``eventlog`` writes it; fields that are missing or null are
+passed over, so that the events of a run that was cut down anywhere can be read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from diloco.launch.story import sentence
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from diloco.launch.eventlog import Event
+
+SERIES_MAX = 4000
+ROUNDS_MAX = 20_000
+LINES_MAX = 400
+FP32_BYTES = 4
+
+
+class Series:
+    """Points over time, thinned by halves once there are ``SERIES_MAX``, with the breaks between two processes."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[float, ...] | None] = []
+        self.last: tuple[float, ...] | None = None
+        self._stride = 1
+        self._skipped = 0
+
+    def add(self, *point: float) -> None:
+        """Append a point."""
+        self.last = point
+        self._skipped += 1
+        if self._skipped >= self._stride:
+            self._skipped = 0
+            self.points.append(point)
+        if len(self.points) >= SERIES_MAX:
+            self._stride *= 2
+            # The breaks stay: a line must not be drawn across the time a process was gone.
+            self.points = [kept for index, kept in enumerate(self.points) if index % 2 or kept is None]
+
+    def cut(self) -> None:
+        """The next point does not continue the last one."""
+        if self.points and self.points[-1] is not None:
+            self.points.append(None)
+
+    def whole(self) -> list[tuple[float, ...] | None]:
+        """All points kept, and the last one in any case."""
+        if self.last is None or self.points[-1:] == [self.last]:
+            return self.points
+        return [*self.points, self.last]
+
+
+@dataclass(slots=True)
+class Span:
+    """A stretch of time; ``end_s`` is None while it lasts."""
+
+    start_s: float
+    end_s: float | None = None
+
+
+@dataclass(slots=True)
+class Fault:
+    """One thing that the scenario did.  ``healed_s`` is None for what was not healed, or cannot be."""
+
+    what: str
+    target: str
+    at_s: float
+    seconds: float | None = None
+    healed_s: float | None = None
+
+
+@dataclass(slots=True)
+class Round:
+    """One outer step: which version of which fragment, from whom, when quorum was met, when it was published."""
+
+    fragment: int
+    version: int
+    at_s: float
+    met_s: float | None = None
+    published_s: float | None = None
+    weights: dict[str, float] = field(default_factory=dict)
+    staleness: dict[str, int] = field(default_factory=dict)
+    norm: float | None = None
+    seconds: float | None = None
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """The published values on the validation set."""
+
+    at_s: float
+    tokens: int
+    val_loss: float
+    val_bits_per_byte: float | None
+    versions: list[int]
+
+
+@dataclass(slots=True)
+class SiteHistory:
+    """What is known of one site."""
+
+    name: str
+    process: str = ""
+    """Of its process, as ``up`` tells it: started, ended, killed; empty where nobody does."""
+    frozen: bool = False
+    joined: bool = False
+    connected: bool = False
+    cut: str = ""
+    """The fault that its link has just now."""
+    step: int = 0
+    tokens: int = 0
+    tokens_per_s: float = 0.0
+    loss: float | None = None
+    losses: Series = field(default_factory=Series)
+    """(seconds, tokens, nats per token)."""
+    base_versions: dict[int, int] = field(default_factory=dict)
+    incarnation: int = 0
+    meters: dict[int, dict[str, float]] = field(default_factory=dict)
+    """The last meter of each incarnation."""
+    restarts: int = 0
+    merges: int = 0
+    merges_since_fault: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    tokens_discarded: int = 0
+    links: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Bytes (up, down) counted at its link in each session."""
+    spans: list[Span] = field(default_factory=list)
+    """When its process lived."""
+    done: dict[str, int] | None = None
+    done_reason: str = ""
+    left: bool = False
+
+    def meter(self, name: str) -> float:
+        """The sum of a meter's field over all incarnations."""
+        return sum(meter.get(name, 0.0) for meter in self.meters.values())
+
+    def meter_max(self, name: str) -> float:
+        """The largest value of a meter's field over all incarnations."""
+        return max((meter.get(name, 0.0) for meter in self.meters.values()), default=0.0)
+
+    def meter_by_steps(self, name: str) -> float:
+        """The mean of a meter's field over the incarnations, weighted by their steps."""
+        steps = self.meter("inner_steps")
+        total = sum(meter.get(name, 0.0) * meter.get("inner_steps", 0.0) for meter in self.meters.values())
+        return total / steps if steps else 0.0
+
+    @property
+    def in_flight(self) -> int:
+        """Updates in flight, as the site last said."""
+        return int(self.meters.get(self.incarnation, {}).get("in_flight", 0))
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes that its link carried to the syncer."""
+        return sum(up for up, _ in self.links.values())
+
+    @property
+    def bytes_down(self) -> int:
+        """Bytes that its link carried from the syncer."""
+        return sum(down for _, down in self.links.values())
+
+    def state(self) -> str:
+        """One word for a table."""
+        if self.done is not None:
+            return "done"
+        if self.left:
+            return "left"
+        if self.process in ("ended", "killed"):
+            return self.process
+        if self.frozen:
+            return "frozen"
+        if not self.joined:
+            return "starting" if self.process else "waiting"
+        return "training" if self.connected else "alone"
+
+
+class RunHistory:
+    """Feed it every event in the order of the file with ``take``; read its fields at any time."""
+
+    def __init__(self) -> None:
+        self.sites: dict[str, SiteHistory] = {}
+        self.layout: list[int] = []
+        """Values in each fragment."""
+        self.versions: list[int] = []
+        self.epoch = 0
+        self.syncer_spans: list[Span] = []
+        self.syncer_up = False
+        self.run_tokens = 0
+        self.progress = 0.0
+        self.rounds: deque[Round] = deque(maxlen=ROUNDS_MAX)
+        self.num_rounds = 0
+        self.faults: list[Fault] = []
+        self.evaluations: list[Evaluation] = []
+        self.references: dict[str, float] = {}
+        """Bits per byte of the validation text under ordinary compressors."""
+        self.wire = Series()
+        """(seconds, bytes on the links, bytes with fp32 instead, bytes of data parallel instead)."""
+        self.bytes_fp32 = 0
+        self.bytes_joins = 0
+        self.ending: str | None = None
+        self.run_status: str | None = None
+        self.first_step_s: float | None = None
+        self.seconds = 0.0
+        self.lines: deque[tuple[float, str, str]] = deque(maxlen=LINES_MAX)
+        """(seconds, who, what happened) of what a reader should see."""
+        self.num_lines = 0
+        self._origin: float | None = None
+        self._session = 0
+        self._stands_still = False
+        self._met: dict[int, float] = {}
+
+    def take_all(self, events: Iterable[Event]) -> None:
+        """Take several events."""
+        for event in events:
+            self.take(event)
+
+    def take(self, event: Event) -> None:
+        """Take the next event; one that is not known changes nothing but the clock."""
+        at, who, what = event.get("at"), str(event.get("who", "")), str(event.get("what", ""))
+        if not isinstance(at, int | float):
+            return
+        now_s = self._clock(float(at), begins=what == "run" and event.get("state") == "started")
+        handler = getattr(self, f"_on_{what}", None)
+        if handler is not None:
+            handler(who, event, now_s)
+        line = sentence(event)
+        if line is not None:
+            self.num_lines += 1
+            self.lines.append((now_s, who, line))
+
+    def site(self, name: str) -> SiteHistory:
+        """The record of a site, made at its first mention."""
+        return self.sites.setdefault(name, SiteHistory(name))
+
+    def staleness(self, site: SiteHistory) -> int:
+        """How many versions the site's oldest base is behind."""
+        known = enumerate(self.versions)
+        return max((version - site.base_versions.get(index, version) for index, version in known), default=0)
+
+    def open_faults(self) -> list[Fault]:
+        """What the scenario has not healed yet, but will."""
+        return [fault for fault in self.faults if fault.seconds is not None and fault.healed_s is None]
+
+    def bytes_data_parallel(self) -> int:
+        """What data parallel would have sent for the steps made so far.
+
+        A ring all-reduce of fp32 gradients moves 2(N-1)/N times their size out of each of the N sites for each of its
+        steps.  A byte is counted once, where it is sent, as the links count it.
+        """
+        count = len(self.sites)
+        steps = sum(site.meter("inner_steps") for site in self.sites.values())
+        return int(steps * 2 * (count - 1) / count * FP32_BYTES * sum(self.layout)) if count else 0
+
+    # --- time --------------------------------------------------------------------------------------------------
+
+    def _clock(self, at: float, *, begins: bool) -> float:
+        if self._origin is None:
+            self._origin = at
+        elif begins:
+            # Another `diloco up` of the same run: the time between them is nobody's.
+            self._origin = at - self.seconds
+        if begins:
+            self._session += 1
+            self._stands_still = False
+        if not self._stands_still:
+            self.seconds = max(self.seconds, at - self._origin)
+        return min(at - self._origin, self.seconds) if self._stands_still else at - self._origin
+
+    # --- what `up` says ----------------------------------------------------------------------------------------
+
+    def _on_run(self, who: str, event: Event, now_s: float) -> None:
+        state = event.get("state")
+        if state == "started":
+            self.ending = self.run_status = None
+            names = event.get("sites")
+            for name in names if isinstance(names, list) else []:
+                site = self.site(str(name))
+                site.done, site.left = None, False
+        if state == "ended":
+            self.run_status = str(event.get("status"))
+            self._stands_still = True
+            self._close_spans(now_s)
+
+    def _close_spans(self, now_s: float) -> None:
+        for spans in [self.syncer_spans, *(site.spans for site in self.sites.values())]:
+            if spans and spans[-1].end_s is None:
+                spans[-1].end_s = now_s
+
+    def _on_layout(self, who: str, event: Event, now_s: float) -> None:
+        values = event.get("fragments")
+        if isinstance(values, list):
+            self.layout = [int(value) for value in values]
+
+    def _on_reference(self, who: str, event: Event, now_s: float) -> None:
+        values = event.get("bits_per_byte")
+        if isinstance(values, dict):
+            self.references = {str(name): float(value) for name, value in values.items()}
+
+    def _on_process(self, who: str, event: Event, now_s: float) -> None:
+        name, state = str(event.get("name")), str(event.get("state"))
+        if name == "syncer":
+            spans = self.syncer_spans
+            self.syncer_up = state == "started"
+        elif name in self.sites or event.get("site"):
+            site = self.site(name)
+            spans = site.spans
+            site.process = state
+            if state == "started":
+                site.restarts += bool(spans)
+                site.losses.cut()
+            site.joined = site.connected = site.frozen = False
+        else:
+            return
+        if spans and spans[-1].end_s is None:
+            spans[-1].end_s = now_s
+        if state == "started":
+            spans.append(Span(now_s))
+
+    def _on_fault(self, who: str, event: Event, now_s: float) -> None:
+        fault = Fault(str(event.get("fault")), str(event.get("target")), now_s, number(event, "seconds"))
+        self.faults.append(fault)
+        for site in self._hit_by(fault):
+            site.merges_since_fault = 0
+            if fault.target.startswith("link:"):
+                site.cut = fault.what if fault.seconds is not None else site.cut
+            elif fault.what == "stop" and fault.target == site.name:
+                site.frozen = True
+
+    def _on_healed(self, who: str, event: Event, now_s: float) -> None:
+        for fault in self.faults:
+            if (fault.what, fault.target) != (event.get("fault"), event.get("target")) or fault.healed_s is not None:
+                continue
+            fault.healed_s = now_s
+            for site in self._hit_by(fault):
+                site.merges_since_fault = 0
+                if fault.target.startswith("link:"):
+                    site.cut = ""
+                elif fault.target == site.name:
+                    site.frozen = False
+
+    def _hit_by(self, fault: Fault) -> list[SiteHistory]:
+        """The sites that a fault cuts off, stops or ends: all of them when the syncer is its target."""
+        if fault.target == "syncer":
+            return list(self.sites.values())
+        return [site for name, site in self.sites.items() if fault.target in (name, f"link:{name}")]
+
+    def _on_link(self, who: str, event: Event, now_s: float) -> None:
+        site = self.site(str(event.get("site")))
+        site.links[self._session] = (whole(event, "bytes_up"), whole(event, "bytes_down"))
+        total = sum(other.bytes_up + other.bytes_down for other in self.sites.values())
+        self.wire.add(now_s, total, self.bytes_fp32, self.bytes_data_parallel())
+
+    def _on_eval(self, who: str, event: Event, now_s: float) -> None:
+        loss = number(event, "val_loss")
+        if loss is not None:
+            versions = event.get("versions")
+            known = [int(version) for version in versions] if isinstance(versions, list) else []
+            bits = number(event, "val_bits_per_byte")
+            self.evaluations.append(Evaluation(now_s, whole(event, "tokens"), loss, bits, known))
+
+    # --- what the syncer says ----------------------------------------------------------------------------------
+
+    def _on_syncer_started(self, who: str, event: Event, now_s: float) -> None:
+        self.epoch = whole(event, "epoch")
+        versions = event.get("versions")
+        if isinstance(versions, list):
+            self.versions = [int(version) for version in versions]
+        self.ending = None
+
+    def _on_grace(self, who: str, event: Event, now_s: float) -> None:
+        self._met.setdefault(whole(event, "fragment"), now_s)
+
+    def _on_outer_step(self, who: str, event: Event, now_s: float) -> None:
+        fragment, version = whole(event, "fragment"), whole(event, "version")
+        done = Round(fragment, version, now_s, self._met.pop(fragment, None))
+        done.weights = {name: float(weight) for name, weight in _mapping(event, "sites").items()}
+        done.staleness = {name: int(value) for name, value in _mapping(event, "staleness").items()}
+        done.norm, done.seconds = number(event, "norm"), number(event, "seconds")
+        known = self._round(fragment, version)
+        if known is None:
+            self.rounds.append(done)
+            for name in done.weights:
+                site = self.site(name)
+                site.merges += 1
+                site.merges_since_fault += 1
+
+    def _on_published(self, who: str, event: Event, now_s: float) -> None:
+        fragment, version = whole(event, "fragment"), whole(event, "version")
+        self.versions += [0] * (fragment + 1 - len(self.versions))
+        if version > self.versions[fragment]:
+            self.num_rounds += version - self.versions[fragment]
+            self.versions[fragment] = version
+        self.run_tokens = max(self.run_tokens, whole(event, "run_tokens"))
+        self.progress = max(self.progress, whole(event, "progress_ppm") / 1e6)
+        round_ = self._round(fragment, version)
+        if round_ is not None:
+            round_.published_s = now_s
+
+    def _round(self, fragment: int, version: int) -> Round | None:
+        """The round that made this version; an outer step that a restart repeats is not another one."""
+        recent = (self.rounds[-1 - back] for back in range(min(len(self.rounds), 256)))
+        return next((known for known in recent if (known.fragment, known.version) == (fragment, version)), None)
+
+    def _on_refused(self, who: str, event: Event, now_s: float) -> None:
+        site, reason = self.site(str(event.get("site"))), str(event.get("reason"))
+        site.refused[reason] = site.refused.get(reason, 0) + 1
+
+    def _on_site_joined(self, who: str, event: Event, now_s: float) -> None:
+        self.site(str(event.get("site"))).left = False
+
+    def _on_site_left(self, who: str, event: Event, now_s: float) -> None:
+        self.site(str(event.get("site"))).left = True
+
+    def _on_final(self, who: str, event: Event, now_s: float) -> None:
+        self.ending = str(event.get("ending"))
+        if self.ending == "finished":
+            self.progress = 1.0
+
+    # --- what a site says --------------------------------------------------------------------------------------
+
+    def _on_step(self, who: str, event: Event, now_s: float) -> None:
+        site = self.site(who)
+        if self.first_step_s is None:
+            self.first_step_s = now_s
+        site.step, site.tokens = whole(event, "step"), whole(event, "tokens")
+        site.tokens_per_s = number(event, "tokens_per_s") or 0.0
+        site.loss = number(event, "loss")
+        if site.loss is not None:
+            site.losses.add(now_s, site.tokens, site.loss)
+
+    def _on_joined(self, who: str, event: Event, now_s: float) -> None:
+        site = self.site(who)
+        site.joined = site.connected = True
+        site.done, site.left = None, False
+        site.incarnation = whole(event, "incarnation")
+        versions = event.get("versions")
+        if isinstance(versions, list):
+            site.base_versions = {index: int(version) for index, version in enumerate(versions) if int(version) >= 0}
+
+    def _on_connected(self, who: str, event: Event, now_s: float) -> None:
+        self.site(who).connected = True
+
+    def _on_disconnected(self, who: str, event: Event, now_s: float) -> None:
+        self.site(who).connected = False
+
+    def _on_adopted(self, who: str, event: Event, now_s: float) -> None:
+        self.site(who).base_versions[whole(event, "fragment")] = whole(event, "version")
+
+    def _on_meter(self, who: str, event: Event, now_s: float) -> None:
+        site = self.site(who)
+        incarnation = whole(event, "incarnation") or site.incarnation
+        values = {name: number(event, name) for name in event if name not in ("at", "who", "what", "incarnation")}
+        site.meters[incarnation] = {name: value for name, value in values.items() if value is not None}
+
+    def _on_pushed(self, who: str, event: Event, now_s: float) -> None:
+        if event.get("outcome") == "accepted":
+            self.bytes_fp32 += self._fragment_bytes(event)
+
+    def _on_fetched(self, who: str, event: Event, now_s: float) -> None:
+        if event.get("whole"):
+            self.bytes_joins += whole(event, "bytes")
+        else:
+            self.bytes_fp32 += self._fragment_bytes(event)
+
+    def _fragment_bytes(self, event: Event) -> int:
+        fragment = whole(event, "fragment")
+        return FP32_BYTES * self.layout[fragment] if fragment < len(self.layout) else 0
+
+    def _on_fate(self, who: str, event: Event, now_s: float) -> None:
+        if event.get("reason") in ("non_finite", "outlier"):
+            self.site(who).tokens_discarded += whole(event, "tokens")
+
+    def _on_site_done(self, who: str, event: Event, now_s: float) -> None:
+        site = self.site(who)
+        # The ledger's own words are "processed", "merged", ...; the summary's are "tokens_processed", ...
+        ledger = {name.removeprefix("tokens_"): value for name, value in _mapping(event, "ledger").items()}
+        site.done = {name: int(value) for name, value in ledger.items() if isinstance(value, int | float)}
+        site.done_reason = str(event.get("reason", ""))
+
+
+def number(event: Mapping[str, object], name: str) -> float | None:
+    """A field as a float; None where it is missing, null or no number."""
+    value = event.get(name)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def whole(event: Mapping[str, object], name: str) -> int:
+    """A field as a whole number; 0 where there is none."""
+    return int(number(event, name) or 0)
+
+
+def _mapping(event: Mapping[str, object], name: str) -> dict[str, float]:
+    value = event.get(name)
+    return value if isinstance(value, dict) else {}

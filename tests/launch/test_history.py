@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from diloco.launch.eventlog import Event
+from diloco.launch.history import SERIES_MAX, RunHistory, Series
+from tests.launch.recorded import FRAGMENTS, SITES, STEP_TOKENS, Recorder
+
+
+def told(events: list[Event]) -> RunHistory:
+    history = RunHistory()
+    history.take_all(events)
+    return history
+
+
+@pytest.fixture(scope="module")
+def recorder() -> Recorder:
+    recorder = Recorder()
+    recorder.record()
+    return recorder
+
+
+@pytest.fixture(scope="module")
+def history(recorder: Recorder) -> RunHistory:
+    return told(sorted(recorder.events, key=lambda event: float(str(event["at"]))))
+
+
+def test_it_knows_sites_versions_and_rounds(history: RunHistory, recorder: Recorder) -> None:
+    assert sorted(history.sites) == sorted(SITES)
+    assert history.versions == recorder.versions
+    assert len(history.rounds) == history.num_rounds == sum(recorder.versions)
+    assert all(round_.published_s is not None and round_.met_s is not None for round_ in history.rounds)
+    assert {name: site.merges for name, site in history.sites.items()} == recorder.sequence
+    assert history.run_tokens == recorder.run_tokens
+    assert history.ending == "finished"
+    assert history.progress == 1.0
+    assert history.epoch == 2
+
+
+def test_faults_are_healed_and_merges_counted_from_there(history: RunHistory) -> None:
+    assert [(fault.what, fault.target, fault.seconds) for fault in history.faults] == [
+        ("kill", "site-b", 6.0),
+        ("partition", "link:site-c", 10.0),
+        ("kill", "syncer", 3.0),
+    ]
+    lasted = [fault.healed_s - fault.at_s for fault in history.faults if fault.healed_s is not None]
+    assert lasted == pytest.approx([6.0, 10.0, 3.0])
+    assert not history.open_faults()
+    # The syncer's death is everybody's last fault: 18 whole seconds of one round each come after it.
+    assert {site.merges_since_fault for site in history.sites.values()} == {18}
+
+
+def test_meters_add_up_over_the_processes_of_a_site(history: RunHistory, recorder: Recorder) -> None:
+    site = history.sites["site-b"]
+    assert site.restarts == 1
+    assert sorted(site.meters) == [1, 2]
+    assert site.meter("inner_steps") == recorder.steps["site-b"]
+    assert site.meter("stall_s") == pytest.approx(0.002 * recorder.steps["site-b"])
+    assert site.meter_by_steps("step_s_p50") == pytest.approx(SITES["site-b"])
+    assert site.meter_max("step_s_max") == pytest.approx(1.5 * SITES["site-b"])
+    assert len(site.spans) == 2
+    assert None in site.losses.points, "the line is drawn across the death"
+
+
+def test_bytes_of_the_other_ways_to_do_it(history: RunHistory, recorder: Recorder) -> None:
+    pushed = [event for event in recorder.events if event["what"] in ("pushed", "fetched")]
+    assert history.bytes_fp32 == sum(4 * FRAGMENTS[int(str(event["fragment"]))] for event in pushed)
+    steps = sum(recorder.steps.values())
+    assert history.bytes_data_parallel() == steps * 2 * 2 * 4 * sum(FRAGMENTS) // 3
+
+
+def test_whole_fetches_are_joins_and_not_compared() -> None:
+    recorder = Recorder()
+    recorder.say(0, "up", "layout", fragments=[100])
+    recorder.say(1, "site-a", "fetched", fragment=0, version=3, bytes=400, whole=True)
+    recorder.say(2, "site-a", "fetched", fragment=0, version=4, bytes=60, whole=False)
+    recorder.say(3, "site-a", "pushed", fragment=0, sequence=1, outcome="refused", bytes=60)
+    history = told(recorder.events)
+    assert (history.bytes_joins, history.bytes_fp32) == (400, 400)
+
+
+def test_states_of_a_site(recorder: Recorder) -> None:
+    seen: dict[str, list[str]] = {name: [] for name in SITES}
+    history = RunHistory()
+    for event in sorted(recorder.events, key=lambda event: float(str(event["at"]))):
+        history.take(event)
+        for name, site in history.sites.items():
+            if seen[name][-1:] != [site.state()]:
+                seen[name].append(site.state())
+    start = ["waiting", "starting", "training"]
+    assert seen["site-a"] == [*start, "done"]
+    assert seen["site-b"] == [*start, "killed", "starting", "training", "done"]
+    assert seen["site-c"] == [*start, "alone", "training", "done"]
+
+
+def test_an_outer_step_that_a_restart_repeats_counts_once() -> None:
+    recorder = Recorder()
+    for at in (1, 2):
+        recorder.say(at, "syncer", "outer_step", fragment=0, version=1, sites={"site-a": 1.0}, staleness={"site-a": 0})
+    history = told(recorder.events)
+    assert (len(history.rounds), history.sites["site-a"].merges) == (1, 1)
+
+
+def test_the_time_between_two_commands_is_left_out() -> None:
+    recorder = Recorder()
+    recorder.say(0, "up", "run", state="started", sites=["site-a"])
+    recorder.say(5, "up", "link", site="site-a", bytes_up=10, bytes_down=1)
+    recorder.say(10, "up", "run", state="ended", status="drained")
+    recorder.say(5000, "up", "eval", tokens=1, val_loss=1.0)
+    recorder.say(9000, "up", "run", state="started", sites=["site-a"])
+    recorder.say(9004, "up", "link", site="site-a", bytes_up=7, bytes_down=2)
+    history = told(recorder.events)
+    assert history.seconds == pytest.approx(14)
+    assert history.evaluations[0].at_s == pytest.approx(10)
+    assert (history.sites["site-a"].bytes_up, history.sites["site-a"].bytes_down) == (17, 3)
+
+
+def test_the_ledger_of_a_site_that_is_done(history: RunHistory, recorder: Recorder) -> None:
+    ledger = history.sites["site-a"].done
+    assert ledger == recorder.ledger("site-a")
+
+
+def test_staleness_is_versions_behind() -> None:
+    recorder = Recorder()
+    recorder.say(0, "syncer", "syncer_started", epoch=1, versions=[5, 7], recovered=0)
+    recorder.say(1, "site-a", "joined", incarnation=1, versions=[5, 4])
+    history = told(recorder.events)
+    assert history.staleness(history.sites["site-a"]) == 3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_loss_of_events_and_fields_can_be_read(seed: int) -> None:
+    chance = random.Random(seed)
+    events = Recorder(20).record()
+    torn: list[Event] = []
+    for event in events:
+        if chance.random() < 0.7:
+            kept = {name: value for name, value in event.items() if chance.random() < 0.8}
+            torn.append({name: None if chance.random() < 0.1 else value for name, value in kept.items()})
+    try:
+        told(torn)
+    except Exception as error:
+        raise AssertionError(f"seed {seed}") from error
+
+
+def test_a_long_series_is_thinned_and_keeps_its_end() -> None:
+    series = Series()
+    for number in range(10 * SERIES_MAX):
+        series.add(float(number), 1.0)
+        if number == 100:
+            series.cut()
+    points = series.whole()
+    assert SERIES_MAX / 4 < len(points) < SERIES_MAX + 2
+    assert points[-1] == (10 * SERIES_MAX - 1.0, 1.0)
+    assert None in points
+    firsts = [point[0] for point in points if point is not None]
+    assert firsts == sorted(firsts)
+
+
+def test_tokens_of_one_step_are_what_the_recorder_says(history: RunHistory) -> None:
+    assert history.sites["site-a"].tokens == history.sites["site-a"].step * STEP_TOKENS
