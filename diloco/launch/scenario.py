@@ -1,0 +1,260 @@
+"""A scenario: what goes wrong in a run, and when, as a YAML file that a user can write.
+
+    - {at_s: 30, do: kill, target: site-b, for_s: 8}            # SIGKILL; started again after 8 s
+    - {at_progress: 0.4, do: partition, target: link:site-c, for_s: 10}
+    - {at_progress: 0.6, do: kill, target: syncer, for_s: 3}
+
+``at_s`` counts from the first step of any site; ``at_progress`` is the share of the run that is done, for scenarios
+that must fit slow machines and fast ones.  Kinds:
+
+    kill       site or syncer   SIGKILL; started again after for_s, a site without it stays dead
+    stop       site or syncer   SIGSTOP, and SIGCONT after for_s
+    partition  link             nothing crosses it for for_s
+    half_open  link             one direction (up, the default, or down) is silent for for_s
+    reset      link             its connections are reset
+    set        link             other values (rtt_ms, jitter_ms, mbps, queue_kib, stall_percent, stall_ms), for good or for_s
+    start      site             it is not there before (a late joiner)
+    leave      site             SIGTERM: it leaves for good
+
+Reading a file and playing it are pure; ``up`` carries out what ``Schedule.due`` returns.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import yaml  # type: ignore[import-untyped]
+
+from diloco.wan.link import LinkOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+SYNCER = "syncer"
+LINK = "link:"
+LINK_FIELDS = ("rtt_ms", "jitter_ms", "mbps", "queue_kib", "stall_percent", "stall_ms")
+COMMON_FIELDS = ("at_s", "at_progress", "do", "target")
+# Which kinds take which targets, and what becomes of for_s: "must", "may" or "never".
+KINDS: Mapping[str, tuple[str, str]] = {
+    "kill": ("process", "may"),
+    "stop": ("process", "must"),
+    "partition": ("link", "must"),
+    "half_open": ("link", "must"),
+    "reset": ("link", "never"),
+    "set": ("link", "may"),
+    "start": ("site", "never"),
+    "leave": ("site", "never"),
+}
+LASTS_S_MAX = 3600.0
+
+
+class ScenarioError(ValueError):
+    """A scenario that cannot be played; the text names the file, the line and the value."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One thing to do.  Exactly one of ``at_s`` and ``at_progress`` is set."""
+
+    do: str
+    target: str
+    at_s: float | None = None
+    at_progress: float | None = None
+    for_s: float | None = None
+    direction: str = "up"
+    changes: dict[str, float] = field(default_factory=dict)
+    line: int = 0
+
+    @property
+    def site(self) -> str:
+        """The site that it is about, "" for the syncer."""
+        return "" if self.target == SYNCER else self.target.removeprefix(LINK)
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """Carry out ``step`` now, or end it (``heals``)."""
+
+    step: Step
+    heals: bool = False
+
+
+class Schedule:
+    """When each step of a scenario is due."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self._waiting = list(steps)
+        self._healing: list[tuple[float, Step]] = []
+
+    def due(self, run_s: float, progress: float) -> list[Play]:
+        """What to do now: first what ends, then what begins.  Each step begins once and ends at most once."""
+        plays = [Play(step, heals=True) for end_s, step in sorted(self._healing, key=_first) if run_s >= end_s]
+        self._healing = [(end_s, step) for end_s, step in self._healing if run_s < end_s]
+        for step in [step for step in self._waiting if _reached(step, run_s, progress)]:
+            self._waiting.remove(step)
+            plays.append(Play(step))
+            if step.for_s is not None:
+                self._healing.append((run_s + step.for_s, step))
+        return plays
+
+    def heal_all(self) -> list[Play]:
+        """End what lasts and begin nothing more: the run is being drained."""
+        plays = [Play(step, heals=True) for _, step in sorted(self._healing, key=_first)]
+        self._healing, self._waiting = [], []
+        return plays
+
+    def not_begun(self) -> list[Step]:
+        """The steps whose time has not come."""
+        return list(self._waiting)
+
+    @property
+    def healing(self) -> bool:
+        """Whether something lasts that will be ended."""
+        return bool(self._healing)
+
+
+def late_sites(steps: Sequence[Step]) -> set[str]:
+    """The sites that are not there from the beginning."""
+    return {step.target for step in steps if step.do == "start"}
+
+
+def load_scenario(text: str, file: str, sites: Sequence[str]) -> list[Step]:
+    """Read a scenario for a run with these ``sites``; ``ScenarioError`` names ``file``, line and value."""
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{file}:{mark.line + 1}" if mark is not None else file
+        raise ScenarioError(f"{where}: not YAML: {getattr(error, 'problem', None) or error}") from None
+    if root is None:
+        return []
+    if not isinstance(root, yaml.SequenceNode):
+        raise ScenarioError(f"{file}:{root.start_mark.line + 1}: a scenario is a list of steps, each with a dash")
+    steps = [_Reader(file, node, sites).step() for node in root.value]
+    _check_together(file, steps)
+    return steps
+
+
+class _Reader:
+    """Reads one step and complains about it with its line."""
+
+    def __init__(self, file: str, node: yaml.Node, sites: Sequence[str]) -> None:
+        self._where = f"{file}:{node.start_mark.line + 1}"
+        self._line = node.start_mark.line + 1
+        self._sites = list(sites)
+        self._values = self._mapping(node)
+
+    def _mapping(self, node: yaml.Node) -> dict[str, object]:
+        if not isinstance(node, yaml.MappingNode):
+            raise ScenarioError(f"{self._where}: a step is a mapping such as {{at_s: 30, do: kill, target: site-b}}")
+        values: dict[str, object] = {}
+        # A loader of its own for each step: the simple values are made as YAML would, duplicates are seen.
+        loader = yaml.SafeLoader("")
+        for key_node, value_node in node.value:
+            key = str(key_node.value)
+            if key in values:
+                raise ScenarioError(f"{self._where}: {key} stands twice")
+            values[key] = loader.construct_object(value_node, deep=True)
+        return values
+
+    def step(self) -> Step:
+        do = self._choice("do", tuple(KINDS))
+        takes, lasts = KINDS[do]
+        target = self._target(do, takes)
+        for_s = self._number("for_s", 0.0, LASTS_S_MAX, "seconds, more than 0") if "for_s" in self._values else None
+        if lasts == "must" and for_s is None:
+            raise self._wrong(f"{do} needs for_s: how many seconds it lasts")
+        if lasts == "never" and for_s is not None:
+            raise self._wrong(f"{do} takes no for_s")
+        if do == "kill" and target == SYNCER and for_s is None:
+            raise self._wrong("kill syncer needs for_s: without a syncer the run cannot end")
+        own = {"set": LINK_FIELDS, "half_open": ("direction",)}.get(do, ())
+        self._only(do, (*COMMON_FIELDS, "for_s", *own))
+        at_s, at_progress = self._when()
+        changes = self._changes() if do == "set" else {}
+        direction = self._choice("direction", ("up", "down")) if "direction" in self._values else "up"
+        return Step(
+            do=do,
+            target=target,
+            at_s=at_s,
+            at_progress=at_progress,
+            for_s=for_s,
+            direction=direction,
+            changes=changes,
+            line=self._line,
+        )
+
+    def _when(self) -> tuple[float | None, float | None]:
+        if ("at_s" in self._values) == ("at_progress" in self._values):
+            raise self._wrong("a step has either at_s (seconds) or at_progress (0 to 1)")
+        if "at_s" in self._values:
+            return self._number("at_s", None, 1e9, "seconds from the first step, 0 or more"), None
+        return None, self._number("at_progress", None, 1.0, "the share of the run that is done, 0 to 1")
+
+    def _changes(self) -> dict[str, float]:
+        names = [name for name in LINK_FIELDS if name in self._values]
+        if not names:
+            raise self._wrong(f"set changes nothing: give one of {', '.join(LINK_FIELDS)}")
+        changes = {name: self._number(name, None, 1e9, "a number, 0 or more") for name in names}
+        # The jitter must fit a round trip that may not be given here, so the pair is checked when it is carried out.
+        alone = {name: value for name, value in changes.items() if name != "jitter_ms" or "rtt_ms" in changes}
+        try:
+            LinkOptions(**alone)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise self._wrong(str(error)) from None
+        return changes
+
+    def _target(self, do: str, takes: str) -> str:
+        target = str(self._values.get("target", ""))
+        links = [LINK + site for site in self._sites]
+        allowed = {"link": links, "site": self._sites, "process": [*self._sites, SYNCER]}[takes]
+        if target not in allowed:
+            raise self._wrong(f"target of {do} is {target!r}: one of {', '.join(allowed)}")
+        return target
+
+    def _choice(self, name: str, allowed: tuple[str, ...]) -> str:
+        value = self._values.get(name, "")
+        if value not in allowed:
+            raise self._wrong(f"{name} is {value!r}: one of {', '.join(allowed)}")
+        return str(value)
+
+    def _number(self, name: str, above: float | None, most: float, wanted: str) -> float:
+        """A number up to ``most``, larger than ``above``, or 0 and more if that is None."""
+        value = self._values.get(name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= float(str(value)) <= most or (above is not None and float(str(value)) <= above):
+            raise self._wrong(f"{name} is {value!r}: {wanted}")
+        return float(str(value))
+
+    def _only(self, do: str, allowed: tuple[str, ...]) -> None:
+        for name in self._values:
+            if name not in allowed:
+                near = difflib.get_close_matches(name, allowed, 1)
+                hint = f"did you mean {near[0]}?" if near else f"{do} takes {', '.join(allowed)}"
+                raise self._wrong(f"unknown key {name}: {hint}")
+
+    def _wrong(self, text: str) -> ScenarioError:
+        return ScenarioError(f"{self._where}: {text}")
+
+
+def _check_together(file: str, steps: Sequence[Step]) -> None:
+    """What each step alone cannot see: a site that comes late comes once."""
+    seen: dict[str, int] = {}
+    for step in steps:
+        if step.do == "start":
+            if step.target in seen:
+                raise ScenarioError(f"{file}:{step.line}: {step.target} starts already in line {seen[step.target]}")
+            seen[step.target] = step.line
+
+
+def _reached(step: Step, run_s: float, progress: float) -> bool:
+    if step.at_s is not None:
+        return run_s >= step.at_s
+    assert step.at_progress is not None
+    return progress >= step.at_progress
+
+
+def _first(pair: tuple[float, Step]) -> float:
+    return pair[0]

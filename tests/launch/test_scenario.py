@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from diloco.launch.scenario import Play, ScenarioError, Schedule, Step, late_sites, load_scenario
+
+SITES = ["site-a", "site-b", "site-c"]
+
+
+def load(text: str) -> list[Step]:
+    return load_scenario(text, "faults.yaml", SITES)
+
+
+def test_every_kind_can_be_written() -> None:
+    steps = load(
+        """
+        # a comment
+        - {at_s: 30, do: kill, target: site-b, for_s: 8}
+        - {at_s: 31, do: kill, target: site-a}
+        - {at_progress: 0.5, do: kill, target: syncer, for_s: 3}
+        - {at_s: 1.5, do: stop, target: syncer, for_s: 2}
+        - at_s: 40
+          do: partition
+          target: link:site-c
+          for_s: 10
+        - {at_s: 2, do: half_open, target: "link:site-a", for_s: 5, direction: down}
+        - {at_s: 2, do: reset, target: "link:site-a"}
+        - {at_s: 2, do: set, target: "link:site-a", mbps: 1, rtt_ms: 300, jitter_ms: 20, for_s: 4}
+        - {at_s: 9, do: start, target: site-c}
+        - {at_s: 9, do: leave, target: site-a}
+        """
+    )
+    did = " ".join(step.do for step in steps)
+    assert did == "kill kill kill stop partition half_open reset set start leave"
+    assert steps[0] == Step(do="kill", target="site-b", at_s=30.0, for_s=8.0, line=3)
+    assert steps[2].at_progress == 0.5
+    assert steps[5].direction == "down"
+    assert steps[7].changes == {"mbps": 1.0, "rtt_ms": 300.0, "jitter_ms": 20.0}
+    assert late_sites(steps) == {"site-c"}
+    assert [step.site for step in steps[2:5]] == ["", "", "site-c"]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("- {at_s: 1, do: kil, target: site-a}", "faults.yaml:1: do is 'kil': one of kill, stop"),
+        ("- {at_s: 1, do: kill, target: site-x}", "target of kill is 'site-x': one of site-a, site-b, site-c, syncer"),
+        ("- {at_s: 1, do: partition, target: site-a, for_s: 1}", "target of partition is 'site-a': one of link:site-a"),
+        ("- {at_s: 1, do: leave, target: syncer}", "target of leave is 'syncer'"),
+        ("\n- {at_s: 1, do: kill, target: site-a, for: 3}", "faults.yaml:2: unknown key for: did you mean for_s?"),
+        ("- {at_s: 1, do: kill, target: site-a, mbps: 3}", "unknown key mbps"),
+        ("- {at_s: -1, do: kill, target: site-a}", "at_s is -1: seconds"),
+        ("- {at_s: .nan, do: kill, target: site-a}", "at_s is nan"),
+        ("- {at_s: yes, do: kill, target: site-a}", "at_s is True"),
+        ("- {at_s: '1', do: kill, target: site-a}", "at_s is '1'"),
+        ("- {at_progress: 30, do: kill, target: site-a}", "at_progress is 30: the share"),
+        ("- {do: kill, target: site-a}", "either at_s (seconds) or at_progress"),
+        ("- {at_s: 1, at_progress: 0.1, do: kill, target: site-a}", "either at_s (seconds) or at_progress"),
+        ("- {at_s: 1, do: kill, target: syncer}", "kill syncer needs for_s"),
+        ("- {at_s: 1, do: stop, target: site-a}", "stop needs for_s"),
+        ("- {at_s: 1, do: stop, target: site-a, for_s: 0}", "for_s is 0: seconds, more than 0"),
+        ("- {at_s: 1, do: reset, target: 'link:site-a', for_s: 2}", "reset takes no for_s"),
+        ("- {at_s: 1, do: set, target: 'link:site-a'}", "set changes nothing"),
+        ("- {at_s: 1, do: set, target: 'link:site-a', rtt_ms: 99999}", "rtt_ms is 99999.0: 0 to 60000"),
+        ("- {at_s: 1, do: half_open, target: 'link:site-a', for_s: 2, direction: left}", "direction is 'left'"),
+        ("- {at_s: 1, at_s: 2, do: kill, target: site-a}", "at_s stands twice"),
+        ("at_s: 1", "faults.yaml:1: a scenario is a list of steps"),
+        ("- kill", "faults.yaml:1: a step is a mapping"),
+        ("- {at_s: [", "faults.yaml:1: not YAML"),
+        (
+            "- {at_s: 1, do: start, target: site-a}\n- {at_s: 2, do: start, target: site-a}",
+            "faults.yaml:2: site-a starts already in line 1",
+        ),
+    ],
+)
+def test_what_cannot_be_played_is_refused_with_line_and_value(text: str, wanted: str) -> None:
+    with pytest.raises(ScenarioError) as refusal:
+        load(text)
+    assert wanted in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_an_empty_scenario_is_one() -> None:
+    assert load("") == load("[]") == load("# nothing") == []
+
+
+def test_the_demo_can_be_played_with_the_default_sites() -> None:
+    file = Path(__file__).parents[2] / "configs" / "scenario" / "demo.yaml"
+    steps = load(file.read_text("utf-8"))
+    assert {(step.do, step.target) for step in steps} == {
+        ("kill", "site-b"),
+        ("partition", "link:site-c"),
+        ("kill", "syncer"),
+    }
+
+
+def test_steps_begin_once_and_end_once() -> None:
+    first = Step(do="kill", target="site-a", at_s=10, for_s=5)
+    second = Step(do="reset", target="link:site-b", at_progress=0.5)
+    schedule = Schedule([first, second])
+    assert schedule.due(9.9, 0.0) == []
+    assert schedule.due(10.2, 0.1) == [Play(first)]
+    assert schedule.healing
+    assert schedule.due(12.0, 0.5) == [Play(second)]
+    # A heal is counted from when the step really began, however late that was.
+    assert schedule.due(15.1, 0.5) == []
+    assert schedule.due(15.3, 0.6) == [Play(first, heals=True)]
+    assert schedule.due(99.0, 1.0) == []
+    assert schedule.not_begun() == []
+
+
+def test_what_lasts_is_ended_before_something_begins() -> None:
+    first = Step(do="stop", target="site-a", at_s=1, for_s=5)
+    second = Step(do="kill", target="site-a", at_s=6, for_s=1)
+    schedule = Schedule([first, second])
+    schedule.due(1.0, 0.0)
+    assert schedule.due(6.0, 0.0) == [Play(first, heals=True), Play(second)]
+
+
+def test_a_drain_ends_everything_and_begins_nothing() -> None:
+    first = Step(do="stop", target="site-a", at_s=1, for_s=5)
+    schedule = Schedule([first, Step(do="kill", target="site-b", at_s=2)])
+    schedule.due(1.0, 0.0)
+    assert len(schedule.not_begun()) == 1
+    assert schedule.heal_all() == [Play(first, heals=True)]
+    assert schedule.due(99.0, 1.0) == []
