@@ -1,0 +1,233 @@
+"""From a command line to a ``RunConfig``: composed once by Hydra, checked at the door, written down, read again.
+
+Whoever starts processes composes and writes ``config.yaml``; the processes it starts read that file and never import
+Hydra.  A key that does not exist is refused before Hydra sees it (also behind ``+``, where Hydra would take it in and
+``to_object`` drop it without a word).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import diloco
+from diloco.durable import write_file
+from diloco.launch.errors import ConfigError
+from diloco.launch.keys import nearest, plain_type, type_of, wanted
+from diloco.launch.schema import RunConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+GROUPS = ("model", "data", "inner", "outer", "codec", "network", "site", "cluster", "experiment")
+SECONDS_UNLESS_SAID = 150.0
+RESUMES = ("auto", "never", "must")
+
+
+def compose(overrides: Sequence[str]) -> RunConfig:
+    """The configuration that ``overrides`` (``key=value``, ``group=choice``) ask for; ConfigError in one line."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    chosen: list[str] = []
+    values: list[tuple[str, object]] = []
+    for text in overrides:
+        key, value = _parse_by_hydra(text)
+        if key in GROUPS:
+            chosen.append(f"{key}={_choice(key, value)}")
+        else:
+            values += _checked(key, value)
+    ConfigStore.instance().store(name="schema", node=RunConfig)
+    try:
+        with initialize_config_dir(str(folder()), version_base="1.3"):
+            composed = hydra_compose("config", chosen)
+        return settle(_with(composed, values))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(first_line(error)) from error
+
+
+def read(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration in ``path``, as :func:`write` left it, with ``overrides`` on top.  Needs no Hydra."""
+    import yaml  # type: ignore[import-untyped]
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        loaded = OmegaConf.to_container(OmegaConf.load(path))
+        values = [pair for key, value in _flat(loaded) for pair in _checked(key, value)]
+        for text in overrides:
+            key, equals, told = text.removeprefix("++").removeprefix("+").partition("=")
+            if not equals:
+                raise ConfigError(f"{text!r} is no setting: key=value")
+            if key in GROUPS:
+                raise ConfigError(f"{text} chooses a group, and --config {path} has settled them: set keys")
+            # Behind a file, values are YAML.
+            values += _checked(key, yaml.safe_load(told))
+        return settle(_with(OmegaConf.structured(RunConfig), values))
+    except (OSError, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {first_line(error)}") from error
+
+
+def to_yaml(config: RunConfig) -> str:
+    """``config`` as YAML, nothing left to resolve."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
+
+
+def write(config: RunConfig, path: Path) -> None:
+    """Write ``config`` to ``path``, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = f"# Resolved by diloco {diloco.__version__}; read again by every process of the run."
+    write_file(path, f"{head}\n{to_yaml(config)}".encode())
+
+
+def settle(config: RunConfig) -> RunConfig:
+    """Fill in what follows from other settings, and check what no floor checks; returns ``config``."""
+    from diloco.inner.tokenizer import make_tokenizer
+
+    if config.run.seconds is None and config.run.tokens is None:
+        config.run.seconds = SECONDS_UNLESS_SAID
+    if config.run.resume not in RESUMES:
+        raise ConfigError(f"run.resume is {config.run.resume!r}: one of {', '.join(RESUMES)}")
+    for name in ("seconds", "tokens", "log_every"):
+        value = getattr(config.run, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"run.{name} is {value!r}: more than 0")
+    if config.run.name is not None and not _is_name(config.run.name):
+        raise ConfigError(f"run.name is {config.run.name!r}: letters, digits, '.', '_' and '-', at most 64")
+    try:
+        vocab_size = make_tokenizer(config.data.tokenizer, config.data.end_of_file).vocab_size
+    except ValueError as error:
+        raise ConfigError(f"data.{error}") from error
+    config.model.vocab_size = config.model.vocab_size or vocab_size
+    if config.model.vocab_size < vocab_size:
+        raise ConfigError(f"model.vocab_size is {config.model.vocab_size}: {config.data.tokenizer} has {vocab_size}")
+    config.inner.sequence_length = config.inner.sequence_length or config.model.context
+    return config
+
+
+def shared_config(config: RunConfig) -> dict[str, str]:
+    """What a site and the syncer must agree on, as dotted names and text.
+
+    Model, outer rules, codecs, the run's length, the seed (it deals the text to the sites without overlap) and the
+    tokenizer (the same id must mean the same text).  Not the site, the cluster, the place of the text, nor the network.
+    """
+    plain = asdict(config)
+    shared = {section: plain[section] for section in ("model", "outer", "codec")}
+    shared["run"] = {name: plain["run"][name] for name in ("seed", "seconds", "tokens")}
+    shared["data"] = {name: plain["data"][name] for name in ("tokenizer", "end_of_file")}
+    return {key: _text(value) for key, value in sorted(_flat(shared))}
+
+
+def shared_digest(config: RunConfig) -> str:
+    """Sha256 hex of :func:`shared_config`: equal where two configurations mean the same run."""
+    return hashlib.sha256(json.dumps(shared_config(config), sort_keys=True).encode()).hexdigest()
+
+
+def choices() -> dict[str, list[str]]:
+    """The groups and what can be chosen in each."""
+    return {group: sorted(path.stem for path in (folder() / group).glob("*.yaml")) for group in GROUPS}
+
+
+def folder() -> Path:
+    """Where the YAML files lie: the package ``diloco.configs``, or ``configs/`` beside a tree that is not installed."""
+    spec = find_spec("diloco.configs")
+    found = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(found[0]) if found else Path(diloco.__file__).resolve().parent.parent / "configs"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its kind where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _parse_by_hydra(text: str) -> tuple[str, object]:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    if "=" not in text:
+        raise ConfigError(f"{text!r} is no setting: key=value, or group=choice")
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise ConfigError(f"{text!r} cannot be read: {first_line(error)}") from error
+    if override.is_delete():
+        raise ConfigError(f"{text!r}: nothing can be taken out of the configuration, only set")
+    if override.is_sweep_override():
+        raise ConfigError(f"{text!r} has several values: one run takes one (put text with a comma in quotes)")
+    return override.key_or_group, override.value()
+
+
+def _choice(group: str, value: object) -> str:
+    """``value`` if it is a choice of ``group``; ConfigError with the nearest one otherwise."""
+    there = choices()[group]
+    name = "null" if value is None else str(value)
+    if name in there or (group == "experiment" and name == "null"):
+        return name
+    near = nearest(name, there)
+    hint = f"did you mean {group}={near}?" if near else f"one of {', '.join(there)}"
+    raise ConfigError(f"unknown choice {group}={name}: {hint}")
+
+
+def _checked(key: str, value: object) -> list[tuple[str, object]]:
+    """``key`` and ``value`` as settings with plain values; ConfigError for an unknown key or an unfit value."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    kind = plain_type(type_of(key))
+    if isinstance(value, dict):
+        return [pair for inner, part in value.items() for pair in _checked(f"{key}.{inner}", part)]
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)  # 1e6 is what people write for a number of tokens
+    try:
+        _with(OmegaConf.structured(RunConfig), [(key, value)])
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{key} is {_shown(value)}: {wanted(key)}") from error
+    return [(key, value)]
+
+
+def _with(config: Any, values: Sequence[tuple[str, object]]) -> RunConfig:
+    """``config`` with ``values`` on top, resolved."""
+    from omegaconf import OmegaConf
+
+    OmegaConf.set_struct(config, False)  # Hydra closes dicts with free names too; keys were checked before
+    for key, value in values:
+        nested = value
+        for part in reversed(key.split(".")):
+            nested = {part: nested}
+        config = OmegaConf.merge(config, nested)
+    made = OmegaConf.to_object(config)
+    assert isinstance(made, RunConfig)
+    return made
+
+
+def _flat(plain: object, above: str = "") -> Iterator[tuple[str, object]]:
+    """Dotted names and values of nested dicts; an empty dict has none."""
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{above or 'the file'} is {_shown(plain)}: a section")
+    for name, value in plain.items():
+        key = f"{above}.{name}" if above else str(name)
+        if isinstance(value, dict) and value:
+            yield from _flat(value, key)
+        elif not isinstance(value, dict):
+            yield key, value
+
+
+def _text(value: object) -> str:
+    return json.dumps(value) if not isinstance(value, str) else value
+
+
+def _shown(value: object) -> str:
+    return "null" if value is None else repr(value)
+
+
+def _is_name(name: str) -> bool:
+    return 0 < len(name) <= 64 and name[0].isalnum() and all(c.isalnum() or c in "._-" for c in name) and name.isascii()

@@ -1,0 +1,106 @@
+"""The dotted names of all settings: which exist, of which type, which is nearest to a misspelt one, what each means."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import typing
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from diloco.launch import schema
+from diloco.launch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ANY_NAME = "<name>"
+WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "numbers in [ ]"}
+
+
+def plain_type(hint: Any) -> Any:
+    """``hint`` without its ``| None``."""
+    parts = [part for part in typing.get_args(hint) if part is not type(None)]
+    return parts[0] if type(None) in typing.get_args(hint) and len(parts) == 1 else hint
+
+
+def leaves(kind: type = schema.RunConfig, above: str = "") -> Iterator[tuple[str, type, Field[Any]]]:
+    """Every setting below ``kind``: its dotted name, the section it is a field of, and the field.
+
+    A section with free names (``cluster.sites``) is listed under ``<name>``.
+    """
+    hints = typing.get_type_hints(kind)
+    for item in fields(kind):
+        inner = plain_type(hints[item.name])
+        if typing.get_origin(inner) is dict:
+            yield from leaves(typing.get_args(inner)[1], f"{above}{item.name}.{ANY_NAME}.")
+        elif is_dataclass(inner) and isinstance(inner, type):
+            yield from leaves(inner, f"{above}{item.name}.")
+        else:
+            yield f"{above}{item.name}", kind, item
+
+
+def type_of(key: str) -> Any:
+    """The type of the setting ``key``; ConfigError with the nearest name when there is none."""
+    hint: Any = schema.RunConfig
+    for part in key.split("."):
+        hint = plain_type(hint)
+        if typing.get_origin(hint) is dict and part:
+            hint = typing.get_args(hint)[1]
+        elif is_dataclass(hint) and isinstance(hint, type) and part in {item.name for item in fields(hint)}:
+            hint = typing.get_type_hints(hint)[part]
+        else:
+            raise ConfigError(unknown(key))
+    return hint
+
+
+def unknown(key: str) -> str:
+    """One line about ``key``, which does not exist, with the nearest name that does."""
+    names = [name for name, _, _ in leaves()]
+    sections = {name[:place] for name in names for place, letter in enumerate(name) if letter == "."}
+    near = nearest(key, [*names, *sorted(sections)])
+    if near:
+        return f"unknown key {key}: did you mean {near}?"
+    top = ", ".join(item.name for item in fields(schema.RunConfig))
+    return f"unknown key {key}: there are {top}, and --help lists what is in them"
+
+
+def nearest(word: str, words: list[str]) -> str:
+    """The one of ``words`` that ``word`` was most likely meant to be; empty when none is near."""
+    found = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    if not found:
+        # A right last part in a wrong section is worth a hint too: lr -> inner.lr.
+        found = [name for name in words if name.rpartition(".")[2] == word.rpartition(".")[2]]
+    return found[0] if found else ""
+
+
+def wanted(key: str) -> str:
+    """What kind of value ``key`` takes, in words."""
+    hint = type_of(key)
+    inner = plain_type(hint)
+    words = WANTED.get(typing.get_origin(inner) or inner, "a section, not a value: set what is in it")
+    return f"{words}, or null" if inner is not hint else words
+
+
+def default_text(item: Field[Any]) -> str:
+    """The default of a field as it would be typed."""
+    value = item.default if item.default is not MISSING else item.default_factory()  # type: ignore[operator]
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return '""' if value == "" else str(value)
+
+
+def meanings() -> dict[tuple[str, str], str]:
+    """The sentence below each field of the schema, by class and field, as the source has it."""
+    found: dict[tuple[str, str], str] = {}
+    for node in ast.parse(inspect.getsource(schema)).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        found[node.name, ""] = ast.get_docstring(node) or ""
+        for item, after in zip(node.body, node.body[1:], strict=False):
+            if isinstance(item, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(item.target, ast.Name):
+                found[node.name, item.target.id] = str(ast.literal_eval(after.value))
+    return found

@@ -1,0 +1,288 @@
+"""Everything that can be set, with its default and what it means.  Standard library only.
+
+The units are a user's (seconds, milliseconds); ``build`` turns them into the options of the floors, which check the
+values.  ``null`` is "not said", and is filled in by ``config.settle``.  The sentence below a field is what ``--help``
+prints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(kw_only=True, slots=True)
+class RunSection:
+    """The run as a whole; equal for all who take part, but for dir, resume and log_every."""
+
+    name: str | None = None
+    """The run's identity and folder name; null: two new words."""
+    dir: str = "runs"
+    """Where run folders are made."""
+    seed: int = 0
+    """Of version 0 and of who draws which text."""
+    seconds: float | None = None
+    """The last round begins after so long; null with tokens=null: 150 s."""
+    tokens: int | None = None
+    """The last round begins when so many tokens are merged; with seconds: whichever comes first."""
+    resume: str = "auto"
+    """auto: go on where there is something to go on from; never; must."""
+    log_every: int = 10
+    """Inner steps between two lines of a site's log."""
+    init_from: str | None = None
+    """What version 0 is: a checkpoint of `diloco train`, or a .safetensors file; null: random, from the seed."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelSection:
+    """The transformer."""
+
+    vocab_size: int | None = None
+    """Null: the tokenizer's."""
+    layers: int = 4
+    dim: int = 128
+    heads: int = 4
+    kv_heads: int = 0
+    """0: as many as heads."""
+    ffn_dim: int = 0
+    """0: 8/3 of dim."""
+    context: int = 128
+    """Longest sequence in tokens."""
+    tied: bool = False
+    """Whether the head uses the embedding's matrix."""
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+
+
+@dataclass(kw_only=True, slots=True)
+class DataSection:
+    """The text.  It lies at the site; only the tokenizer must be the same everywhere."""
+
+    kind: str = "stdlib"
+    """stdlib (this Python's own sources), text (files), jsonl (field "text")."""
+    path: str = ""
+    """A file or folder, for text and jsonl."""
+    pattern: str = ""
+    """Which files of the folder; empty: all, or **/*.jsonl."""
+    tokenizer: str = "bpe1024"
+    """bpe1024 or bytes."""
+    end_of_file: bool = True
+    """Whether a token marks the end of each document."""
+    cache: str = "${run.dir}/.data"
+    """Where the tokenised text is kept for all runs."""
+    validation_sequences: int = 256
+    """Of an evaluation during the run; the last one takes the whole validation split."""
+
+
+@dataclass(kw_only=True, slots=True)
+class InnerSection:
+    """What a site does on its own."""
+
+    optimizer: str = "muon"
+    """adamw, muon or sgd."""
+    lr: float = 0.003
+    """Peak of AdamW's learning rate; under muon that of embedding, head and norms."""
+    muon_lr: float = 0.02
+    muon_momentum: float = 0.95
+    muon_weight_decay: float = 0.0
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    """Largest norm of the gradient; 0: no bound."""
+    batch_sequences: int = 16
+    """Sequences in one micro-batch of one rank."""
+    accumulation: int = 1
+    """Micro-batches in one inner step."""
+    sequence_length: int | None = None
+    """Tokens in a sequence; null: model.context."""
+    warmup_steps: int = 20
+    schedule: str = "wsd"
+    """wsd, cosine or constant, over the run's progress."""
+    decay_share: float = 0.4
+    lr_floor: float = 0.0
+    precision: str = "auto"
+    """bf16, fp32, or auto: bf16 where the hardware is fast at it."""
+    deterministic: bool = False
+    """The same bits twice, for tests and reference runs; slower."""
+    checkpoint_every_steps: int = 50
+    """Inner steps between two checkpoints of a site; 0: only at its end."""
+    checkpoints_kept: int = 2
+    nonfinite_max: int = 3
+    """Steps in a row without a finite loss after which a site gives up."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OuterSection:
+    """How sites and the syncer come together."""
+
+    kind: str = "sgd"
+    """sgd or nesterov (torch's form)."""
+    lr: float = 0.7
+    momentum: float = 0.0
+    inner_steps: int = 30
+    """H: inner steps between two updates of one fragment."""
+    num_fragments: int = 1
+    """Parts of the parameters that are exchanged on their own."""
+    quorum: str = "1"
+    """Distinct sites that a round needs, or all."""
+    quorum_min: int = 1
+    """How far a time-out may shrink a quorum."""
+    grace: str = "adaptive"
+    """fixed or adaptive: how long a round waits for more after its quorum."""
+    grace_s: float = 1.0
+    """The longest grace."""
+    grace_share_percent: int = 80
+    """Share of the slack that an adaptive grace takes."""
+    overlap_steps: int = 2
+    """τ: inner steps between two publications that adaptive grace leaves for the network."""
+    weights: str = "tokens2_per_step"
+    """tokens2_per_step, tokens or uniform."""
+    staleness_max: int = 8
+    """Versions that an update may be old at its merge."""
+    adopt: str = "rebase"
+    """rebase keeps progress; overwrite (Decoupled DiLoCo) and blend (Streaming DiLoCo) do not."""
+    adopt_alpha: float = 0.5
+    """Under blend: the share of the site's own values that stays."""
+    lock_step: bool = False
+    """Wait for each version, as classic DiLoCo does."""
+    updates_in_flight_max: int = 2
+    discards_max: int = 5
+    """Updates thrown away in a row after which a site stops in words."""
+    site_timeout_s: float = 15.0
+    """Silence after which a site no longer counts."""
+    final_wait_s: float = 20.0
+    """How long the last round waits."""
+    sites_max: int = 16
+
+
+@dataclass(kw_only=True, slots=True)
+class CodecSection:
+    """Encoding in both directions: fp32, bf16, int8, int4; then :block; then +zstd and a level."""
+
+    up: str = "int4:32+zstd1"
+    """Pseudo-gradients."""
+    down: str = "int4:32+zstd1"
+    """Versions."""
+
+
+@dataclass(kw_only=True, slots=True)
+class NetworkSection:
+    """The emulated link between each site and the syncer in `diloco up`; real sites have real links."""
+
+    emulate: bool = True
+    """Whether a relay stands between; false: straight loopback, and no faults on links."""
+    rtt_ms: float = 80.0
+    jitter_ms: float = 10.0
+    mbps: float = 100.0
+    """Each direction; 0: no bound."""
+    queue_kib: float = 1024.0
+    stall_percent: float = 0.0
+    """Chance in each second that a direction stalls."""
+    stall_ms: float = 200.0
+
+
+@dataclass(kw_only=True, slots=True)
+class LinkSection:
+    """What is different about one site's link; null: as in network."""
+
+    rtt_ms: float | None = None
+    jitter_ms: float | None = None
+    mbps: float | None = None
+    queue_kib: float | None = None
+    stall_percent: float | None = None
+    stall_ms: float | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class SiteSection:
+    """One site, as `diloco site` starts it."""
+
+    id: str = "site-a"
+    """Its name on the wire; one process speaks for it."""
+    syncer: str = "127.0.0.1:7077"
+    """host:port of the syncer."""
+    index: int | None = None
+    """Which share of the text it draws; null: its place in cluster.sites."""
+    num_sites: int | None = None
+    """Into how many shares the text is dealt; null: the number of cluster.sites."""
+    nproc: int = 1
+    """Ranks; more than one are started by torchrun."""
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    threads: int = 1
+    """CPU threads of one rank; 0: torch's own choice."""
+    slowdown: float = 1.0
+    """Emulates slower hardware: each step sleeps (slowdown - 1) times its duration."""
+    join_timeout_s: float = 60.0
+    """How long a first join is tried."""
+    finish_timeout_s: float = 20.0
+    """How long leaving may take."""
+    tls_ca: str = ""
+    """Who signed the syncer's certificate (a file, or "system"); this turns TLS on."""
+    tls_cert: str = ""
+    tls_key: str = ""
+    token_file: str = ""
+    """A file with this site's token."""
+    insecure_non_loopback: bool = False
+    """Permit a token over an unencrypted link."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ClusterSite:
+    """A site of `diloco up`."""
+
+    slowdown: float = 1.0
+    nproc: int = 1
+    link: LinkSection = field(default_factory=LinkSection)
+
+
+@dataclass(kw_only=True, slots=True)
+class SyncerSection:
+    """The syncer's process."""
+
+    listen: str = "127.0.0.1:7077"
+    """host:port; port 0: the system chooses.  Not only loopback needs TLS and identities."""
+    folder: str | None = None
+    """Its own data; null: RUN_DIR/syncer."""
+    threads: int = 1
+    snapshot_every: int = 16
+    """Outer steps between two snapshots."""
+    downlinks_kept: int = 32
+    """Versions that a site may lag behind and still be sent differences."""
+    heartbeat_s: float = 1.0
+    linger_s: float = 10.0
+    """After the last version: longest wait for the sites to have heard of it."""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+    """Who signed the sites' certificates."""
+    require_client_cert: bool = False
+    tokens_file: str = ""
+    """JSON: {"sites": {id: token}, "observer": token, "admin": token}, mode 0600."""
+    insecure_non_loopback: bool = False
+    """Permit a reachable address without encryption or identities."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ClusterSection:
+    """Which sites there are.  A site may come that is not listed here, with site.index and site.num_sites."""
+
+    sites: dict[str, ClusterSite] = field(default_factory=dict)
+    syncer: SyncerSection = field(default_factory=SyncerSection)
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig:
+    """A whole run, as ``config.yaml`` holds it."""
+
+    run: RunSection = field(default_factory=RunSection)
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataSection = field(default_factory=DataSection)
+    inner: InnerSection = field(default_factory=InnerSection)
+    outer: OuterSection = field(default_factory=OuterSection)
+    codec: CodecSection = field(default_factory=CodecSection)
+    network: NetworkSection = field(default_factory=NetworkSection)
+    site: SiteSection = field(default_factory=SiteSection)
+    cluster: ClusterSection = field(default_factory=ClusterSection)
+    scenario: str | None = None
+    """A YAML file of faults for `diloco up`; null for its own demo, "none" for no faults."""

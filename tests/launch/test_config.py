@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from diloco.launch.config import GROUPS, choices, compose, folder, read, shared_config, shared_digest, to_yaml, write
+from diloco.launch.errors import ConfigError
+from diloco.launch.keys import leaves
+
+ALL_CHOICES = [(group, name) for group in GROUPS for name in choices()[group]]
+NEEDS = {"data": ["data.path=."]}
+
+
+@pytest.mark.parametrize(("group", "name"), ALL_CHOICES)
+def test_every_choice_of_every_group_composes(group: str, name: str) -> None:
+    config = compose([f"{group}={name}", *NEEDS.get(group, [])])
+    assert config.model.vocab_size
+    assert config.run.seconds
+
+
+def test_every_yaml_file_is_short_and_reached_by_a_group() -> None:
+    reached = {folder() / group / f"{name}.yaml" for group, name in ALL_CHOICES} | {folder() / "config.yaml"}
+    files = {path for path in folder().rglob("*.yaml") if "scenario" not in path.parts}
+    assert files == reached
+    assert all(len(path.read_text().splitlines()) <= 15 for path in files)
+
+
+def test_an_experiment_is_a_difference_that_the_command_line_still_overrides() -> None:
+    config = compose(["experiment=diloco", "outer.inner_steps=7"])
+    assert config.outer.kind == "nesterov"
+    assert config.outer.lock_step
+    assert config.outer.inner_steps == 7
+    assert compose(["experiment=diloco", "outer=async"]).outer.kind == "sgd"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("outter.lr=1", "unknown key outter.lr: did you mean outer.lr?"),
+        ("+outter.lr=1", "unknown key outter.lr: did you mean outer.lr?"),
+        ("+typo=1", "unknown key typo: there are run, model, data,"),
+        ("++typo=1", "unknown key typo"),
+        ("lr=1", "unknown key lr: did you mean inner.lr?"),
+        ("outer.lr.x=3", "unknown key outer.lr.x: did you mean outer.lr?"),
+        (
+            "cluster.sites.a.slowdwn=1",
+            "unknown key cluster.sites.a.slowdwn: did you mean cluster.sites.<name>.slowdown?",
+        ),
+        ("cluster.sites={a: {slowdwn: 1}}", "unknown key cluster.sites.a.slowdwn"),
+        ("outer=dilco", "unknown choice outer=dilco: did you mean outer=diloco?"),
+        ("model=nothing_like_it", "unknown choice model=nothing_like_it: one of 150m, 15m, 1b, 60m, small, tiny"),
+        ("outer.lr=abc", "outer.lr is 'abc': a number"),
+        ("model.layers=2.5", "model.layers is 2.5: a whole number"),
+        ("inner.clip=null", "inner.clip is null: a number"),
+        ("run.seconds=soon", "run.seconds is 'soon': a number, or null"),
+        ("inner.betas=3", "inner.betas is 3: numbers in [ ]"),
+        ("cluster.sites=3", "cluster.sites is 3: a section, not a value: set what is in it"),
+        ("inner.tied", "'inner.tied' is no setting"),
+        ("~outer.lr=1", "nothing can be taken out"),
+        ("outer.lr=1,2", "several values"),
+        ("a b=3", "'a b=3' cannot be read"),
+        ("run.tokens=-1", "run.tokens is -1: more than 0"),
+        ("run.resume=maybe", "run.resume is 'maybe': one of auto, never, must"),
+        ("run.name=a/b", "run.name is 'a/b'"),
+        ("data.tokenizer=words", "data.tokenizer is 'words': one of bytes, bpe1024"),
+        ("model.vocab_size=100", "model.vocab_size is 100: bpe1024 has 1024"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(override: str, words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        compose([override])
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_settings_land_where_they_say() -> None:
+    config = compose(
+        [
+            "run.tokens=1e6",
+            "+inner.lr=0.5",
+            "outer.quorum=2",
+            "cluster.sites.site-z.slowdown=2",
+            "cluster.sites.site-z.link.mbps=5",
+            "inner.betas=[0.8,0.9]",
+            "scenario=faults.yaml",
+            "data=stdlib_bytes",
+        ]
+    )
+    assert config.run.tokens == 1_000_000
+    assert config.run.seconds is None
+    assert config.inner.lr == 0.5
+    assert config.outer.quorum == "2"
+    assert config.cluster.sites["site-z"].slowdown == 2.0
+    assert config.cluster.sites["site-z"].link.mbps == 5.0
+    assert list(config.cluster.sites) == ["site-a", "site-b", "site-c", "site-z"]
+    assert config.inner.betas == [0.8, 0.9]
+    assert config.scenario == "faults.yaml"
+    assert config.model.vocab_size == 257
+    assert config.inner.sequence_length == config.model.context
+    assert config.data.cache == "runs/.data"
+
+
+def test_a_written_configuration_reads_the_same_without_hydra(tmp_path: Path) -> None:
+    config = compose(["experiment=streaming", "cluster=local4", "run.name=nimble-otter", "data=text", "data.path=x y"])
+    path = tmp_path / "config.yaml"
+    write(config, path)
+    assert read(path) == config
+    code = (
+        "import sys; from pathlib import Path; from diloco.launch.config import read, to_yaml;"
+        f"config = read(Path({str(path)!r}), ['site.id=site-b', 'site.slowdown=2']);"
+        "assert 'hydra' not in sys.modules and 'torch' not in sys.modules;"
+        "print(config.site.id, config.site.slowdown, config.outer.adopt)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert told.stdout.split() == ["site-b", "2.0", "blend"], told.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "words"),
+    [
+        ("outer: {lrr: 1}", [], "unknown key outer.lrr: did you mean outer.lr?"),
+        ("outer: {lr: x}", [], "outer.lr is 'x': a number"),
+        ("outer: [1]", [], "outer is [1]: a section"),
+        ("[1]", [], "a section"),
+        ("a: [", [], "config.yaml cannot be read"),
+        ("{}", ["outter.lr=1"], "unknown key outter.lr"),
+        ("{}", ["outer=diloco"], "outer=diloco chooses a group, and --config"),
+        ("{}", ["site.id"], "is no setting"),
+    ],
+)
+def test_a_file_is_checked_like_a_command_line(tmp_path: Path, text: str, overrides: list[str], words: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        read(path, overrides)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml cannot be read"):
+        read(tmp_path / "none.yaml")
+
+
+def test_shared_settings_differ_only_by_what_is_shared() -> None:
+    one = compose(["run.name=a"])
+    for same in (
+        ["site=h100x8", "cluster=local4", "network=wan_bad", "inner=adamw", "data=jsonl", "data.path=/x"],
+        ["run.name=b", "run.dir=elsewhere", "run.log_every=3", "run.resume=must", "site.id=site-q", "scenario=x"],
+        ["inner.sequence_length=64", "cluster.syncer.listen=127.0.0.1:1", "run.init_from=x.safetensors"],
+    ):
+        assert shared_config(compose(same)) == shared_config(one), same
+    shared = set(shared_config(one))
+    for key, value in {
+        "model.dim": "64",
+        "outer.lr": "0.1",
+        "outer.num_fragments": "2",
+        "codec.up": "fp32",
+        "codec.down": "bf16",
+        "run.tokens": "5000",
+        "run.seconds": "5",
+        "run.seed": "1",
+        "data.end_of_file": "false",
+    }.items():
+        other = shared_config(compose([f"{key}={value}"]))
+        assert {name for name in shared if other[name] != shared_config(one)[name]} >= {key}
+        assert shared_digest(compose([f"{key}={value}"])) != shared_digest(one)
+
+
+def test_the_resolved_file_has_every_key() -> None:
+    config = compose([])
+    text = to_yaml(config)
+    assert "${" not in text
+    for key, _, _ in leaves():
+        plain: object = asdict(config)
+        for part in key.replace("<name>", "site-a").split("."):
+            assert isinstance(plain, dict)
+            plain = plain[part]
