@@ -86,7 +86,7 @@ class Syncer:
     def join(self, site: str, process: str = "p1", at_s: float | None = None) -> list[fx.OuterEffect]:
         return self.handle(ev.JoinRequested(1, site, process), at_s)
 
-    def push(self, site: str, sequence: int = 1, at_s: float | None = None, **given: Any) -> list[fx.OuterEffect]:
+    def update(self, site: str, sequence: int = 1, **given: Any) -> ev.UpdateArrived:
         fields: dict[str, Any] = {
             "call": 1,
             "site": site,
@@ -104,7 +104,10 @@ class Syncer:
             "finite": True,
             "final": False,
         }
-        return self.handle(ev.UpdateArrived(**(fields | given)), at_s)
+        return ev.UpdateArrived(**(fields | given))
+
+    def push(self, site: str, sequence: int = 1, at_s: float | None = None, **given: Any) -> list[fx.OuterEffect]:
+        return self.handle(self.update(site, sequence, **given), at_s)
 
     def done(self, fragment: int = 0, at_s: float | None = None) -> list[fx.OuterEffect]:
         version = self.machine.state.fragments[fragment].version + 1
