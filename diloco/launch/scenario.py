@@ -12,7 +12,7 @@ that must fit slow machines and fast ones.  Kinds:
     partition  link             nothing crosses it for for_s
     half_open  link             one direction (up, the default, or down) is silent for for_s
     reset      link             its connections are reset
-    set        link             other values (rtt_ms, jitter_ms, mbps, queue_kib, stall_percent, stall_ms), for good or for_s
+    set        link             other rtt_ms, jitter_ms, mbps, queue_kib, stall_percent, stall_ms, for good or for_s
     start      site             it is not there before (a late joiner)
     leave      site             SIGTERM: it leaves for good
 

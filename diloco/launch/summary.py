@@ -1,0 +1,223 @@
+"""``summary.json``: what a run came to, as an interface that scripts can rely on.
+
+``SCHEMA`` is the interface, ``complaints`` checks any object against it, ``summarize`` makes one from a ``RunHistory``
+and the last thing the syncer said.  Pure but for ``write_summary``.
+
+How two of the figures are made.  ``wire.bytes_fp32_equivalent`` is four bytes for each value of each update that was
+accepted and of each version that was fetched as a difference, so it is to be compared with ``bytes_up + bytes_down -
+bytes_joins``: joins carry whole fragments in fp32 whatever the codec.  ``wire.bytes_data_parallel_equivalent`` is
+``RunHistory.bytes_data_parallel``: inner steps of all sites x 2(N-1)/N x 4 bytes x parameters.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from diloco.durable import write_file
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from diloco.launch.history import RunHistory, SiteHistory
+
+LEDGER = ("merged", "refused", "in_flight", "unsent", "overwritten", "lost")
+
+# A kind is a type's name, with "?" where null may stand; "[kind]" is a list, "{kind}" a mapping with free names, and a
+# name of another entry is that record.  A field that is not listed may be there; one that is must be.
+SCHEMA: Mapping[str, Mapping[str, str]] = {
+    "summary": {
+        "status": "text",
+        "config": "{any}",
+        "seed": "whole",
+        "versions": "[whole]",
+        "global": "global",
+        "sites": "{site}",
+        "faults": "[fault]",
+        "wire": "wire",
+        "wall_seconds": "number",
+    },
+    "global": {"val_loss_start": "number?", "val_loss": "number?", "val_bits_per_byte": "number?"},
+    "site": {
+        "inner_steps": "whole",
+        "tokens_processed": "whole",
+        **{f"tokens_{part}": "whole" for part in LEDGER},
+        "updates_merged": "whole",
+        "updates_merged_since_fault": "whole",
+        "updates_refused": "{whole}",
+        "bytes_up": "whole",
+        "bytes_down": "whole",
+        "train_seconds": "number",
+        "stall_seconds": "number",
+        "adopt_seconds": "number",
+        "after_step_seconds_max": "number",
+        "step_seconds": "step_seconds",
+        "restarts": "whole",
+    },
+    "step_seconds": {"p50": "number", "p95": "number", "max": "number"},
+    "fault": {"what": "text", "target": "text", "at_seconds": "number", "healed_seconds": "number?"},
+    "wire": {
+        "bytes_up": "whole",
+        "bytes_down": "whole",
+        "bytes_joins": "whole",
+        "bytes_fp32_equivalent": "whole",
+        "bytes_data_parallel_equivalent": "whole",
+    },
+}
+
+
+def summarize(
+    history: RunHistory,
+    status: Mapping[str, object] | None,
+    config: Mapping[str, object],
+    wrong: Sequence[str] = (),
+) -> dict[str, object]:
+    """The summary of a run.
+
+    ``status`` is the last Status of the syncer (its counts of merged tokens and updates are the last word), None where
+    it was never heard.  ``config`` is the resolved configuration as plain values.  ``wrong`` says what went wrong
+    beside what the history knows; it becomes the summary's status, with what is found here.
+    """
+    run = config.get("run")
+    standings = (status or {}).get("sites")
+    said = standings if isinstance(standings, dict) else {}
+    sites = {
+        name: _site(site, said.get(name), len(history.layout) or 1) for name, site in sorted(history.sites.items())
+    }
+    evals = history.evaluations
+    found = [*wrong, *_what_is_wrong(history, sites)]
+    return {
+        "status": "; ".join(dict.fromkeys(found)) or "ok",
+        "config": dict(config),
+        "seed": int(run.get("seed") or 0) if isinstance(run, dict) else 0,
+        "versions": list(history.versions),
+        "global": {
+            "val_loss_start": evals[0].val_loss if evals and not any(evals[0].versions) else None,
+            "val_loss": evals[-1].val_loss if evals else None,
+            "val_bits_per_byte": evals[-1].val_bits_per_byte if evals else None,
+        },
+        "sites": sites,
+        "faults": [
+            {
+                "what": fault.what,
+                "target": fault.target,
+                "at_seconds": round(fault.at_s, 3),
+                "healed_seconds": None if fault.healed_s is None else round(fault.healed_s, 3),
+            }
+            for fault in history.faults
+        ],
+        "wire": {
+            "bytes_up": sum(site.bytes_up for site in history.sites.values()),
+            "bytes_down": sum(site.bytes_down for site in history.sites.values()),
+            "bytes_joins": history.bytes_joins,
+            "bytes_fp32_equivalent": history.bytes_fp32,
+            "bytes_data_parallel_equivalent": history.bytes_data_parallel(),
+        },
+        "wall_seconds": round(history.seconds, 3),
+    }
+
+
+def _what_is_wrong(history: RunHistory, sites: Mapping[str, Mapping[str, object]]) -> list[str]:
+    found = []
+    if history.ending == "drained":
+        found.append("drained: the same command goes on with it")
+    elif history.ending is None:
+        found.append("the run did not come to its end")
+    elif not history.evaluations or history.evaluations[-1].versions != history.versions:
+        found.append("the final version was not evaluated")
+    for name, site in sites.items():
+        parts = sum(int(str(site[f"tokens_{part}"])) for part in LEDGER)
+        if site["tokens_processed"] != parts:
+            found.append(f"the tokens of {name} do not balance: {site['tokens_processed']} processed, {parts} found")
+    return found
+
+
+def _site(site: SiteHistory, said: object, num_fragments: int) -> dict[str, object]:
+    heard = said if isinstance(said, dict) else {}
+    ledger = settled(site.done, heard) if site.done is not None else unfinished(site, heard, num_fragments)
+    refused = heard.get("updates_refused")
+    return {
+        "inner_steps": int(site.meter("inner_steps")),
+        "tokens_processed": ledger["processed"],
+        **{f"tokens_{part}": ledger[part] for part in LEDGER},
+        "updates_merged": int(heard.get("updates_merged", site.merges)),
+        "updates_merged_since_fault": site.merges_since_fault,
+        "updates_refused": dict(refused) if isinstance(refused, dict) else dict(site.refused),
+        "bytes_up": site.bytes_up,
+        "bytes_down": site.bytes_down,
+        "train_seconds": round(site.meter("train_s"), 3),
+        "stall_seconds": round(site.meter("stall_s"), 4),
+        "adopt_seconds": round(site.meter("adopt_s"), 4),
+        "after_step_seconds_max": round(site.meter_max("after_step_s_max"), 5),
+        # Over several processes of a site: the mean of their percentiles, weighted by their steps.
+        "step_seconds": {
+            "p50": round(site.meter_by_steps("step_s_p50"), 5),
+            "p95": round(site.meter_by_steps("step_s_p95"), 5),
+            "max": round(site.meter_max("step_s_max"), 5),
+        },
+        "restarts": site.restarts,
+    }
+
+
+def settled(done: Mapping[str, int], heard: Mapping[str, object]) -> dict[str, int]:
+    """The ledger that a site left with, and what the syncer merged of its updates after that."""
+    ledger = {name: int(done.get(name, 0)) for name in ("processed", *LEDGER)}
+    merged = heard.get("tokens_merged")
+    if isinstance(merged, int):
+        late = min(max(merged - ledger["merged"], 0), ledger["in_flight"])
+        ledger["merged"] += late
+        ledger["in_flight"] -= late
+    return ledger
+
+
+def unfinished(site: SiteHistory, heard: Mapping[str, object], num_fragments: int) -> dict[str, int]:
+    """The ledger of a site that never said goodbye: what is not known to be elsewhere died with it."""
+    merged = int(str(heard.get("tokens_merged", 0)))
+    refused = site.tokens_discarded // num_fragments
+    told = int(str(heard.get("tokens_processed", 0)))
+    processed = max(int(site.meter("tokens")), told, merged + refused)
+    rest = processed - merged - refused
+    undecided = int(str(heard.get("undecided", 0)))
+    in_flight = min(rest, int(str(heard.get("tokens_in_flight", 0)))) if undecided else 0
+    ledger = dict.fromkeys(("processed", *LEDGER), 0)
+    ledger.update(processed=processed, merged=merged, refused=refused, in_flight=in_flight, lost=rest - in_flight)
+    return ledger
+
+
+def complaints(value: object, kind: str = "summary", where: str = "summary") -> list[str]:
+    """What is wrong with ``value`` as a ``kind`` of ``SCHEMA``; nothing when it fits."""
+    if kind.endswith("?"):
+        return [] if value is None else complaints(value, kind[:-1], where)
+    if kind.startswith("["):
+        if not isinstance(value, list):
+            return [f"{where} is no list"]
+        return [text for index, item in enumerate(value) for text in complaints(item, kind[1:-1], f"{where}[{index}]")]
+    if kind.startswith("{"):
+        if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+            return [f"{where} is no mapping"]
+        return [text for name, item in value.items() for text in complaints(item, kind[1:-1], f"{where}.{name}")]
+    if kind in SCHEMA:
+        if not isinstance(value, dict):
+            return [f"{where} is no record"]
+        missing = [f"{where}.{name} is missing" for name in SCHEMA[kind] if name not in value]
+        known = [(name, inner) for name, inner in SCHEMA[kind].items() if name in value]
+        return missing + [text for name, inner in known for text in complaints(value[name], inner, f"{where}.{name}")]
+    return [] if _fits(value, kind) else [f"{where} is {value!r}: not {kind}"]
+
+
+def _fits(value: object, kind: str) -> bool:
+    if kind == "any":
+        return True
+    if kind == "text":
+        return isinstance(value, str)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isinstance(value, int) and value >= 0 if kind == "whole" else value == value and abs(value) != float("inf")
+
+
+def write_summary(path: Path, summary: Mapping[str, object]) -> None:
+    """Write it, whole or not at all, after the check."""
+    wrong = complaints(summary)
+    assert not wrong, f"summary.json breaks its own schema: {wrong}"
+    write_file(path, (json.dumps(summary, indent=1, allow_nan=False) + "\n").encode())

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.launch.history import RunHistory
+from diloco.launch.summary import LEDGER, SCHEMA, complaints, settled, summarize, unfinished, write_summary
+from tests.launch.recorded import FRAGMENTS, SITES, STEP_TOKENS, Recorder
+
+CONFIG = {"run": {"seed": 7, "name": "quiet-otter"}, "model": {"dim": 128}}
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    recorder = Recorder()
+    recorder.record()
+    return recorder
+
+
+def made(recorder: Recorder, **changes: Any) -> dict[str, Any]:
+    history = RunHistory()
+    history.take_all(sorted(recorder.events, key=lambda event: float(str(event["at"]))))
+    return summarize(history, **{"status": recorder.status(), "config": CONFIG, **changes})
+
+
+def test_a_good_run_is_ok_and_fits_the_schema(recorder: Recorder, tmp_path: Path) -> None:
+    summary = made(recorder)
+    assert summary["status"] == "ok"
+    assert complaints(summary) == []
+    assert summary["seed"] == 7
+    assert summary["versions"] == recorder.versions
+    assert summary["global"] == {"val_loss_start": 6.95, "val_loss": 2.61, "val_bits_per_byte": 1.72}
+    assert [(fault["what"], fault["target"]) for fault in summary["faults"]] == [
+        ("kill", "site-b"),
+        ("partition", "link:site-c"),
+        ("kill", "syncer"),
+    ]
+    assert all(fault["healed_seconds"] > fault["at_seconds"] for fault in summary["faults"])
+    write_summary(tmp_path / "summary.json", summary)
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
+def test_invariant_10_tokens_balance_after_the_syncers_last_word(recorder: Recorder) -> None:
+    summary = made(recorder)
+    for name in SITES:
+        site = summary["sites"][name]
+        assert site["tokens_processed"] == sum(site[f"tokens_{part}"] for part in LEDGER)
+        assert site["tokens_merged"] == recorder.merged[name]
+        # The recorder's sites leave with one update in flight that the syncer merged afterwards.
+        assert site["tokens_in_flight"] == 0
+    assert summary["sites"]["site-b"]["tokens_lost"] == 5 * STEP_TOKENS
+
+
+def test_tokens_that_do_not_balance_are_not_ok(recorder: Recorder) -> None:
+    for event in recorder.events:
+        if event["what"] == "site_done" and event["who"] == "site-c":
+            event["ledger"] = {**recorder.ledger("site-c"), "unsent": 1}
+    assert "the tokens of site-c do not balance" in made(recorder)["status"]
+
+
+@pytest.mark.parametrize(
+    ("done", "merged", "wanted"),
+    [
+        ({"processed": 100, "merged": 60, "in_flight": 30, "unsent": 10}, 80, (80, 10, 10)),
+        ({"processed": 100, "merged": 60, "in_flight": 30, "unsent": 10}, 95, (90, 0, 10)),
+        ({"processed": 100, "merged": 60, "in_flight": 30, "unsent": 10}, 59, (60, 30, 10)),
+    ],
+)
+def test_late_fates_move_from_in_flight(done: dict[str, int], merged: int, wanted: tuple[int, ...]) -> None:
+    ledger = settled(done, {"tokens_merged": merged})
+    assert (ledger["merged"], ledger["in_flight"], ledger["unsent"]) == wanted
+    assert ledger["processed"] == sum(ledger[part] for part in LEDGER)
+
+
+@pytest.mark.parametrize("undecided", [0, 1])
+def test_a_site_that_died_for_good_loses_what_nobody_has(undecided: int) -> None:
+    recorder = Recorder()
+    recorder.say(0, "site-a", "meter", incarnation=1, tokens=700)
+    recorder.say(1, "site-a", "meter", incarnation=2, tokens=300)
+    recorder.say(1, "site-a", "fate", fragment=0, sequence=3, reason="non_finite", tokens=80)
+    history = RunHistory()
+    history.take_all(recorder.events)
+    heard = {"tokens_merged": 600, "tokens_processed": 900, "tokens_in_flight": 50, "undecided": undecided}
+    ledger = unfinished(history.sites["site-a"], heard, 2)
+    assert ledger["processed"] == 1000 == sum(ledger[part] for part in LEDGER)
+    assert (ledger["merged"], ledger["refused"], ledger["in_flight"]) == (600, 40, 50 * undecided)
+
+
+def test_what_other_ways_would_have_sent(recorder: Recorder) -> None:
+    wire = made(recorder)["wire"]
+    steps = sum(recorder.steps.values())
+    assert wire["bytes_data_parallel_equivalent"] == steps * 4 * 4 * sum(FRAGMENTS) // 3
+    assert wire["bytes_fp32_equivalent"] > 0
+    assert wire["bytes_up"] == 3 * 60_000 * 59
+
+
+def test_a_run_cut_down_says_so_and_still_fits(recorder: Recorder) -> None:
+    begin = min(float(str(event["at"])) for event in recorder.events)
+    recorder.events = [event for event in recorder.events if float(str(event["at"])) < begin + 20]
+    summary = made(recorder, status=None)
+    assert "the run did not come to its end" in summary["status"]
+    assert complaints(summary) == []
+
+
+def test_a_final_version_that_nobody_evaluated_is_said(recorder: Recorder) -> None:
+    events = [event for event in recorder.events if event["what"] != "eval" or event["tokens"] == 0]
+    recorder.events = events
+    assert made(recorder)["status"] == "the final version was not evaluated"
+
+
+def test_what_went_wrong_outside_is_the_status(recorder: Recorder) -> None:
+    assert made(recorder, wrong=["site-a ended with exit code 1"])["status"] == "site-a ended with exit code 1"
+
+
+def test_a_drained_run_is_not_ok(recorder: Recorder) -> None:
+    for event in recorder.events:
+        if event["what"] == "final":
+            event["ending"] = "drained"
+    assert made(recorder)["status"].startswith("drained")
+
+
+def test_nothing_at_all_is_a_summary_too() -> None:
+    summary = summarize(RunHistory(), None, {})
+    assert complaints(summary) == []
+    assert summary["status"] != "ok"
+
+
+def paths(value: Any, kind: str, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where every field of the schema stands in ``value``."""
+    if kind in SCHEMA:
+        return [
+            found
+            for name, inner in SCHEMA[kind].items()
+            for found in [(*path, name), *paths(value[name], inner, (*path, name))]
+        ]
+    if kind[0] == "{" and kind[1:-1] in SCHEMA:
+        name = next(iter(value))
+        return paths(value[name], kind[1:-1], (*path, name))
+    if kind[0] == "[" and kind[1:-1] in SCHEMA:
+        return paths(value[0], kind[1:-1], (*path, 0))
+    return []
+
+
+def test_the_schema_sees_every_field_missing_or_of_another_kind(recorder: Recorder) -> None:
+    summary = made(recorder)
+    everywhere = paths(summary, "summary")
+    assert len(everywhere) > 40
+    for path in everywhere:
+        for damage in ("take", "wrong"):
+            broken = json.loads(json.dumps(summary))
+            parent = broken
+            for name in path[:-1]:
+                parent = parent[name]
+            if damage == "take":
+                del parent[path[-1]]
+            else:
+                parent[path[-1]] = True
+            assert complaints(broken), f"{damage} {path} is not seen"
+
+
+def test_numbers_that_are_none_do_not_fit() -> None:
+    for value in (float("nan"), float("inf"), True, "1"):
+        assert complaints(value, "number")
+    assert complaints(-1, "whole")
+    assert not complaints(None, "number?")
