@@ -72,7 +72,8 @@ def save(root: Path, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str
         _sync(root)
         shutil.rmtree(replaced, ignore_errors=True)
         for old in names(root)[:-keep] if keep else []:
-            shutil.rmtree(root / old)
+            if old != name:
+                shutil.rmtree(root / old)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"the checkpoint {path} could not be written: {error}") from error
     return path

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from diloco.inner.data import CorpusManifest
+from diloco.inner.parallel import SiteGroup
+from diloco.inner.trainer import StepInfo, Verdict
+from tests.inner.rank_program import build
+
+ROOT = Path(__file__).parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_two_ranks_are_one_process_on_the_double_batch(manifest: CorpusManifest, tmp_path: Path) -> None:
+    port = str(free_port())
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ranks = []
+    for number in ("0", "1"):
+        arguments = [number, "2", port, str(manifest.directory), str(tmp_path)]
+        command = [sys.executable, str(ROOT / "tests/inner/rank_program.py"), *arguments]
+        ranks.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    try:
+        told = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(told)
+
+    first, second = (load_file(tmp_path / f"straight-{rank}.safetensors") for rank in (0, 1))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert (tmp_path / "losses-0.txt").read_text() == (tmp_path / "losses-1.txt").read_text()
+
+    alone = build(manifest.directory, SiteGroup(device="cpu"), batch_sequences=4)
+    losses: list[float] = []
+
+    def after_step(info: StepInfo) -> Verdict:
+        losses.append(info.loss)
+        return Verdict()
+
+    alone.run(until_step=3, after_step=after_step)
+    together = [float.fromhex(loss) for loss in (tmp_path / "losses-0.txt").read_text().split()]
+    assert together == pytest.approx(losses, rel=1e-6)
+    for name, parameter in alone.model.named_parameters():
+        assert torch.allclose(first[name], parameter, rtol=1e-4, atol=1e-5), name
+
+
+def test_one_rank_needs_no_rendezvous_and_sends_nothing() -> None:
+    group = SiteGroup(device="cpu")
+    model = torch.nn.Linear(2, 2)
+    assert group.wrap(model) is model
+    tensor = torch.ones(2)
+    group.broadcast_(tensor)
+    assert tensor.tolist() == [1.0, 1.0]
+    assert group.broadcast_small([1, 2]) == [1, 2]
+    assert group.all_reduce_sum([1.5, 2.0]) == [1.5, 2.0]
+    assert group.all_reduce_mean(3.0) == 3.0
+    assert [part.tolist() for part in group.all_gather(tensor)] == [[1.0, 1.0]]
+    with group.without_sync(model):
+        group.barrier()
+    group.close()
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("world", {"world": 0}),
+        ("rank", {"rank": 2, "world": 2}),
+        ("device", {"device": "tpu"}),
+        ("timeout_s", {"timeout_s": 0.0}),
+        ("master_port", {"rank": 1, "world": 2, "device": "cpu"}),
+    ],
+)
+def test_a_wrong_argument_is_named(field: str, changes: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=f"{field} is "):
+        SiteGroup(**changes)  # type: ignore[arg-type]

@@ -1,0 +1,425 @@
+from __future__ import annotations
+
+import math
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.inner import checkpoint
+from diloco.inner.checkpoint import CheckpointError, names
+from diloco.inner.data import CorpusManifest, TokenStream, validation_batches
+from diloco.inner.model import ModelOptions, Transformer
+from diloco.inner.optimizer import InnerOptions, build_optimizers
+from diloco.inner.parallel import SiteGroup
+from diloco.inner.trainer import (
+    StepInfo,
+    Trainer,
+    TrainerOptions,
+    TrainingError,
+    Verdict,
+    bits_per_byte,
+    evaluate,
+)
+
+Facts = list[tuple[str, dict[str, object]]]
+
+
+def make(
+    manifest: CorpusManifest,
+    folder: Path | None = None,
+    *,
+    inner: dict[str, Any] | None = None,
+    facts: Facts | None = None,
+    progress: Any = None,
+    dim: int = 16,
+    seed: int = 0,
+    **options: Any,
+) -> Trainer:
+    model = Transformer(ModelOptions(vocab_size=257, layers=1, dim=dim, heads=2, context=16), seed)
+    chosen = InnerOptions(**{"optimizer": "muon", "batch_sequences": 4, "warmup_steps": 3, **(inner or {})})
+    stream = TokenStream(manifest, "train", 16, chosen.batch_sequences, seed=seed)
+    log = None if facts is None else lambda what, fields: facts.append((what, fields))
+    return Trainer(
+        model,
+        build_optimizers(model, chosen),
+        stream,
+        TrainerOptions(**{"precision": "fp32", "checkpoint_steps": 2 if folder else 0, **options}),
+        SiteGroup(device="cpu"),
+        checkpoint_dir=folder,
+        progress=progress,
+        log=log,
+    )
+
+
+def everything(made: Trainer) -> dict[str, torch.Tensor]:
+    """All tensors that a trainer's future depends on."""
+    optimizer, _ = made.optimizers.state_dict()
+    counters = torch.tensor([made.step, made.tokens, made.cursor, made.nonfinite_steps])
+    named = {name: parameter.detach() for name, parameter in made.model.named_parameters()}
+    return {"random": torch.get_rng_state(), "counters": counters, **named, **optimizer}
+
+
+def assert_same_bits(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == two.keys()
+    assert [name for name in one if not torch.equal(one[name], two[name])] == []
+
+
+def test_the_loss_falls(manifest: CorpusManifest) -> None:
+    made = make(manifest, dim=32, inner={"batch_sequences": 8}, precision="auto")
+    held_out = validation_batches(manifest, 16, 16, 8)
+    before = evaluate(made.model, held_out)
+    losses: list[float] = []
+
+    def after_step(info: StepInfo) -> Verdict:
+        losses.append(info.loss)
+        return Verdict()
+
+    end = made.run(until_step=60, after_step=after_step)
+    assert before == pytest.approx(math.log(257), abs=0.15)
+    assert losses[0] == pytest.approx(before, abs=0.3)
+    assert evaluate(made.model, held_out) < 0.6 * before
+    assert (end.reason, end.step, end.tokens) == ("reached step 60", 60, 60 * 8 * 16)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_the_same_seed_gives_the_same_bits_twice(manifest: CorpusManifest, kind: str) -> None:
+    results = []
+    for seed in (7, 7, 8):
+        made = make(manifest, seed=seed, deterministic=True, precision="auto", inner={"optimizer": kind})
+        made.options.seed = seed
+        made.run(until_step=5)
+        results.append(everything(made))
+    assert_same_bits(results[0], results[1])
+    assert not torch.equal(results[0]["head.weight"], results[2]["head.weight"])
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("stop", [4, 5])
+def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(
+    manifest: CorpusManifest, tmp_path: Path, deterministic: bool, stop: int
+) -> None:
+    """Step 4 is left by its own checkpoint (before after_step), step 5 by the one at the end of the run."""
+
+    def run(folder: Path, until: int, die: bool) -> Trainer:
+        made = make(manifest, folder, deterministic=deterministic, inner={"accumulation": 2})
+        made._asked_progress = lambda: made.step / 8
+        made.resume()
+
+        def after_step(info: StepInfo) -> Verdict:
+            torch.rand(1)  # moves the random state, as a model with dropout would
+            if die and info.step == stop == 4:
+                raise InterruptedError
+            with torch.no_grad():  # what adopting a version does
+                made.model.get_parameter("norm.weight").mul_(1.0 + info.step / 100)
+            assert made._writer is not None
+            made._writer.wait(20)  # so that step 4 finds a free writer
+            return Verdict()
+
+        made.run(until_step=until, after_step=after_step)
+        return made
+
+    straight = run(tmp_path / "a", 8, die=False)
+    wanted = everything(straight)
+    try:
+        run(tmp_path / "b", stop, die=True)
+    except InterruptedError:
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint-writer":
+                thread.join(20)
+    wanted_names = ["step-0000000002", "step-0000000004"] + (["step-0000000005-end"] if stop == 5 else [])
+    assert names(tmp_path / "b") == wanted_names
+    torch.manual_seed(999)
+    assert_same_bits(everything(run(tmp_path / "b", 8, die=False)), wanted)
+
+
+def test_a_checkpoint_comes_before_after_step_and_a_resume_calls_it_again(
+    manifest: CorpusManifest, tmp_path: Path
+) -> None:
+    calls: list[object] = []
+    infos: dict[int, StepInfo] = {}
+
+    def extra_state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        calls.append("extra")
+        return {"agent/d": torch.tensor([float(len(calls))])}, {"calls": len(calls)}
+
+    def after_step(info: StepInfo) -> Verdict:
+        calls.append(info.step)
+        infos[info.step] = info
+        if info.step == 4:
+            raise InterruptedError
+        return Verdict()
+
+    made = make(manifest, tmp_path, deterministic=True)
+    with pytest.raises(InterruptedError):
+        made.run(until_step=9, after_step=after_step, extra_state=extra_state)
+    assert calls == [1, "extra", 2, 3, "extra", 4]
+
+    resumed = make(manifest, tmp_path, deterministic=True)
+    found = resumed.resume()
+    assert found is not None
+    assert (found.step, found.tokens, found.cursor) == (4, 4 * 64, 16)
+    assert found.meta == {"calls": 5}
+    assert found.tensors["agent/d"].tolist() == [5.0]
+    again: list[StepInfo] = []
+
+    def once_more(info: StepInfo) -> Verdict:
+        again.append(info)
+        return Verdict(stop=True, reason="drained")
+
+    end = resumed.run(after_step=once_more)
+    assert again == [infos[4]]
+    assert (end.reason, end.step) == ("drained", 4)
+    # The checkpoint at the end of a run was taken after after_step, which is therefore not called again.
+    assert names(tmp_path)[-1] == "step-0000000004-end"
+    third = make(manifest, tmp_path, deterministic=True)
+    third.resume()
+    third.run(until_step=5, after_step=once_more)
+    assert [info.step for info in again] == [4, 5]
+
+
+def test_a_resume_passes_over_a_damaged_checkpoint_in_words(manifest: CorpusManifest, tmp_path: Path) -> None:
+    make(manifest, tmp_path, deterministic=True).run(until_step=4)
+    (tmp_path / "step-0000000004-end" / "optimizer.safetensors").write_bytes(b"x")
+    facts: Facts = []
+    found = make(manifest, tmp_path, facts=facts).resume()
+    assert found is not None
+    assert found.step == 4
+    assert "optimizer.safetensors" in found.skipped[0]
+    assert [what for what, _ in facts] == ["note", "resumed"]
+    with pytest.raises(CheckpointError, match=r"is of another model: blocks\.0"):
+        make(manifest, tmp_path, dim=32).resume()
+    facts.clear()
+    make(manifest, tmp_path, facts=facts, seed=4).resume()
+    assert ("note", "other data than before") in [(what, fields.get("note")) for what, fields in facts]
+
+
+def test_a_fresh_run_does_not_mix_with_what_is_in_its_folder(manifest: CorpusManifest, tmp_path: Path) -> None:
+    make(manifest, tmp_path, deterministic=True).run(until_step=2)
+    with pytest.raises(CheckpointError, match="already holds step-0000000002-end, and this run did not resume"):
+        make(manifest, tmp_path).run(until_step=2)
+
+
+def test_a_write_under_way_makes_the_next_checkpoint_wait_and_not_the_training(
+    manifest: CorpusManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    real = checkpoint.save
+
+    def slow(*arguments: Any) -> Path:
+        assert gate.wait(20)
+        return real(*arguments)
+
+    monkeypatch.setattr(checkpoint, "save", slow)
+    facts: Facts = []
+    made = make(manifest, tmp_path, facts=facts)
+
+    def after_step(info: StepInfo) -> Verdict:
+        if info.step == 7:
+            gate.set()
+            assert made._writer is not None
+            made._writer.wait(20)
+        return Verdict()
+
+    made.run(until_step=9, after_step=after_step)
+    # Step 4 was due while step 2 was being written; the first step with a free writer is 8.
+    assert [fields["name"] for what, fields in facts if what == "checkpoint"] == [
+        "step-0000000002",
+        "step-0000000008",
+        "step-0000000009-end",
+    ]
+    assert torch.equal(
+        checkpoint.load(tmp_path / "step-0000000009-end").part("model")["norm.weight"],
+        made.model.get_parameter("norm.weight"),
+    )
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_failed_write_stops_training_in_words(manifest: CorpusManifest, tmp_path: Path, deterministic: bool) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"file.*could not be written"):
+        make(manifest, tmp_path / "file", deterministic=deterministic).run(until_step=6)
+
+
+def test_parameters_written_between_steps_are_what_the_next_step_sees(manifest: CorpusManifest) -> None:
+    made = make(manifest, precision="auto")
+    losses: list[float] = []
+
+    def after_step(info: StepInfo) -> Verdict:
+        losses.append(info.loss)
+        with torch.no_grad():
+            made.model.get_parameter("head.weight").zero_()
+        return Verdict()
+
+    made.run(until_step=3, after_step=after_step)
+    assert losses[1:] == pytest.approx([math.log(257)] * 2, rel=1e-6)
+
+
+def test_lost_steps_are_not_applied_but_told_and_end_in_words(manifest: CorpusManifest, tmp_path: Path) -> None:
+    facts: Facts = []
+    made = make(manifest, tmp_path, facts=facts)
+    infos: list[StepInfo] = []
+
+    def after_step(info: StepInfo) -> Verdict:
+        infos.append(info)
+        if info.step in (1, 4):
+            with torch.no_grad():
+                made.model.get_parameter("norm.weight")[0] = torch.nan
+        if info.step == 3:  # two lost steps, then the outer world gives a sound version
+            with torch.no_grad():
+                made.model.get_parameter("norm.weight")[0] = 1.0
+        return Verdict()
+
+    head = made.model.get_parameter("head.weight").detach().clone()
+    with pytest.raises(TrainingError, match=r"steps 5 to 7 gave no finite loss .* nonfinite_max=3"):
+        made.run(until_step=20, after_step=after_step)
+    assert [info.applied for info in infos] == [True, False, False, True, False, False, False]
+    assert [math.isnan(info.loss) for info in infos] == [not info.applied for info in infos]
+    assert made.nonfinite_steps == 5
+    assert infos[-1].tokens_total == 7 * 64
+    assert torch.isfinite(made.model.get_parameter("head.weight")).all()
+    assert not torch.equal(made.model.get_parameter("head.weight"), head)
+    # What was due at step 2 waited for the next sound one; nothing was written with a NaN in it.
+    assert made._writer is not None
+    made._writer.wait(20)
+    assert names(tmp_path) == ["step-0000000004"]
+    assert [fields["step"] for what, fields in facts if fields.get("note") == "step not applied"] == [2, 3, 5, 6, 7]
+
+
+def test_an_end_with_parameters_that_are_not_finite_writes_no_checkpoint(
+    manifest: CorpusManifest, tmp_path: Path
+) -> None:
+    facts: Facts = []
+    made = make(manifest, tmp_path, facts=facts, checkpoint_steps=0)
+
+    def after_step(info: StepInfo) -> Verdict:
+        with torch.no_grad():
+            made.model.get_parameter("norm.weight")[0] = torch.nan
+        return Verdict(stop=True)
+
+    made.run(after_step=after_step)
+    assert names(tmp_path) == []
+    assert ("note", "parameter norm.weight is not finite") in [(what, fields.get("why")) for what, fields in facts]
+
+
+def test_accumulating_small_batches_is_one_large_batch(manifest: CorpusManifest) -> None:
+    large = make(manifest, inner={"optimizer": "sgd", "lr": 0.5, "batch_sequences": 8})
+    small = make(manifest, inner={"optimizer": "sgd", "lr": 0.5, "batch_sequences": 2, "accumulation": 4})
+    for made in (large, small):
+        made.run(until_step=3)
+    assert (large.cursor, large.tokens) == (small.cursor, small.tokens) == (24, 24 * 16)
+    for name, parameter in large.model.named_parameters():
+        assert torch.allclose(parameter, small.model.get_parameter(name), rtol=1e-4, atol=1e-6), name
+
+
+def test_the_schedule_follows_the_progress_that_is_told(manifest: CorpusManifest) -> None:
+    rates: list[float] = []
+    inner = {"optimizer": "sgd", "lr": 1.0, "warmup_steps": 0, "decay_share": 0.5}
+    told = iter([0.0, 0.5, 0.75, 1.0])
+
+    def after_step(info: StepInfo) -> Verdict:
+        rates.append(info.lr)
+        return Verdict()
+
+    make(manifest, inner=inner, progress=lambda: next(told)).run(until_step=3, after_step=after_step)
+    make(manifest, inner=inner).run(until_step=4, after_step=after_step)
+    assert rates == pytest.approx([1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 0.5])
+
+
+def test_skipping_data_moves_forward_only(manifest: CorpusManifest) -> None:
+    made = make(manifest)
+    made.run(until_step=2)
+    made.skip_data(5)
+    assert made.cursor == 8
+    made.skip_data(40)
+    seen: list[int] = []
+
+    def after_step(info: StepInfo) -> Verdict:
+        seen.append(info.cursor)
+        return Verdict()
+
+    made.run(until_step=3, after_step=after_step)
+    assert seen == [44]
+    assert made.tokens == 3 * 64
+
+
+def test_bounds_stop_before_a_step_is_taken(manifest: CorpusManifest) -> None:
+    made = make(manifest)
+    assert made.run(until_tokens=100).reason == "reached 100 tokens"
+    assert made.step == 2
+    assert made.run(until_step=2).step == 2
+    assert made.run(until_step=9, after_step=lambda info: Verdict(stop=True)).reason == "asked to stop"
+    assert made.step == 3
+
+
+def test_a_step_is_timed_without_what_comes_after_it(manifest: CorpusManifest) -> None:
+    facts: Facts = []
+
+    def after_step(info: StepInfo) -> Verdict:
+        time.sleep(0.25)
+        return Verdict()
+
+    began = time.perf_counter()
+    made = make(manifest, facts=facts)
+    made.run(until_step=2)
+    made.run(until_step=4, after_step=after_step)
+    steps = [fields for what, fields in facts if what == "step"]
+    spent = sum(float(str(fields["step_s"])) for fields in steps)
+    assert 0 < spent < time.perf_counter() - began - 0.5
+    assert steps[0]["tokens"] == 64
+    assert steps[-1]["tokens_total"] == 256
+
+
+def test_emulated_slowness_sleeps_in_proportion(manifest: CorpusManifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("diloco.inner.trainer.time.sleep", slept.append)
+    infos: list[StepInfo] = []
+
+    def after_step(info: StepInfo) -> Verdict:
+        infos.append(info)
+        return Verdict()
+
+    make(manifest, slowdown=4.0).run(until_step=3, after_step=after_step)
+    for seconds, info in zip(slept, infos, strict=True):
+        assert 0 < seconds / 3.0 <= info.step_ns / 1e9
+    make(manifest).run(until_step=1)
+    assert len(slept) == 3
+
+
+def test_evaluation_leaves_the_model_as_it_was(manifest: CorpusManifest) -> None:
+    model = Transformer(ModelOptions(vocab_size=257, layers=1, dim=16, heads=2, context=16))
+    model.train()
+    batches = validation_batches(manifest, 16, 4, 2)
+    both = evaluate(model, batches, precision="fp32")
+    apart = [evaluate(model, [batch], precision="fp32") for batch in batches]
+    assert both == pytest.approx(sum(apart) / 2)
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with pytest.raises(ValueError, match="batches is 0"):
+        evaluate(model, [])
+    assert bits_per_byte(math.log(2.0) * 3.0, 1.5) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("precision", "fp8"),
+        ("checkpoint_steps", -1),
+        ("checkpoints_kept", 0),
+        ("checkpoint_wait_s", 0.0),
+        ("nonfinite_max", 0),
+        ("slowdown", 0.5),
+        ("slowdown", math.inf),
+    ],
+)
+def test_a_wrong_option_is_named(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{field} is "):
+        TrainerOptions(**{field: value})  # type: ignore[arg-type]
+
+
+def test_checkpoints_need_a_folder(manifest: CorpusManifest) -> None:
+    with pytest.raises(ValueError, match="checkpoint_steps is 5"):
+        make(manifest, checkpoint_steps=5)
