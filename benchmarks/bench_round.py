@@ -2,8 +2,9 @@
 
 Ours: a syncer process and M site processes in lock-step.  A round is: copy the values out, pseudo-gradient, encode,
 outbox, push, spool, fsync, merge, outer Nesterov step, encode the down-link, pull, decode, adopt; measured at the sites
-as the time inside ``after_step``.  Bytes are a site's, the whole fragment at its join included.  Beside it: M processes that average the same number of fp32 values with gloo ``all_reduce`` and
-take the same outer step (``bare``: the average alone).  Nothing trains; every round adds seeded noise to the values.
+as the time inside ``after_step``.  Bytes are a site's, the whole fragment at its join included.  Beside it: M processes
+that average the same number of fp32 values with gloo ``all_reduce`` and take the same outer step (``bare``: the average
+alone).  Nothing trains; every round adds seeded noise to the values.
 """
 
 from __future__ import annotations
