@@ -1,8 +1,8 @@
 """How much slower does a site train with the agent on, beside the same trainer alone?
 
 One process trains the demo's model on the standard library's text.  It runs in blocks of steps, by turns without an
-agent and with one that seals, sends, fetches and adopts against a syncer in another process on this machine, so that the
-machine's moods fall on both alike.  The ratio is that of the medians; ``after_step`` is the time that the training
+agent and with one that seals, sends, fetches and adopts against a syncer in another process on this machine, so that
+the machine's moods fall on both alike.  The ratio is that of the medians; ``after_step`` is the time that the training
 thread spends for the outer world.  The agent's threads and the syncer share the cores: with as few as two the ratio
 holds their work as well.
 """
