@@ -2,6 +2,10 @@
 
 The HTTP/2 settings were measured over 100 ms and 1 Gbit/s; what is left alone (BDP probe, look-ahead, frame and
 write-buffer sizes) made things worse or no better when it was set.
+
+A connection that fell silent is noticed in two ways that need one bound each: ``keepalive_timeout_ms`` is TCP's word
+(TCP_USER_TIMEOUT: nothing acknowledges), ``http2.ping_timeout_ms`` is HTTP/2's own, without which a proxy that goes on
+acknowledging keeps a dead path alive (seen with grpcio 1.85.1).
 """
 
 from __future__ import annotations
@@ -89,6 +93,7 @@ class ServerOptions:
         return [
             ("grpc.keepalive_time_ms", self.keepalive_time_ms),
             ("grpc.keepalive_timeout_ms", self.keepalive_timeout_ms),
+            ("grpc.http2.ping_timeout_ms", self.keepalive_timeout_ms),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", min(5_000, self.keepalive_time_ms // 2)),
             ("grpc.http2.max_ping_strikes", 2),
@@ -134,6 +139,7 @@ class ClientOptions:
         return [
             ("grpc.keepalive_time_ms", self.keepalive_time_ms),
             ("grpc.keepalive_timeout_ms", self.keepalive_timeout_ms),
+            ("grpc.http2.ping_timeout_ms", self.keepalive_timeout_ms),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.initial_reconnect_backoff_ms", 200),

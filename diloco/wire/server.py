@@ -26,6 +26,7 @@ class RunningServer:
     def __init__(
         self,
         server: Any,
+        threads: ThreadPoolExecutor,
         address: str,
         standard: StandardServices,
         stalls: StallWatch,
@@ -34,6 +35,7 @@ class RunningServer:
     ) -> None:
         self.address = address
         self._server = server
+        self._threads = threads
         self._standard = standard
         self._stalls = stalls
         self._counters = counters
@@ -48,6 +50,7 @@ class RunningServer:
         self._standard.stopping()
         self._stopping.set()
         self._server.stop(grace_s).wait(grace_s + 5.0)
+        self._threads.shutdown(wait=False)
         self._stalls.close()
 
 
@@ -63,8 +66,9 @@ def serve(api: SyncerApi, options: ServerOptions, security: SecurityOptions | No
     counters = Counters()
     stopping = threading.Event()
     stalls = StallWatch("stalls-syncer")
+    threads = ThreadPoolExecutor(max_workers=options.calls_max, thread_name_prefix="syncer-rpc")
     server = grpc.server(
-        ThreadPoolExecutor(max_workers=options.calls_max, thread_name_prefix="syncer-rpc"),
+        threads,
         interceptors=(StrictHandlers(authenticator, counters),),
         options=options.channel_arguments(),
         maximum_concurrent_rpcs=options.calls_max,
@@ -76,7 +80,7 @@ def serve(api: SyncerApi, options: ServerOptions, security: SecurityOptions | No
     address = _bind(server, options.address, credentials)
     server.start()
     standard.serving()
-    return RunningServer(server, address, standard, stalls, counters, stopping)
+    return RunningServer(server, threads, address, standard, stalls, counters, stopping)
 
 
 def _bind(server: Any, address: str, credentials: Any) -> str:

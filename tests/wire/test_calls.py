@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from diloco.wire.calls import ADMIN_SERVICE, PUSHBACK_KEY, SYNC_SERVICE, Calls, wire_error
+from diloco.wire.messages import Refused, Status, Unreachable
+
+RETRYABLE = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "DATA_LOSS", "INTERNAL", "UNKNOWN", "ABORTED"}
+
+
+class Failed:
+    """As much of a failed call as is looked at."""
+
+    def __init__(self, code: grpc.StatusCode, pushback: str | None = None) -> None:
+        self._code = code
+        self._pushback = pushback
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return "words"
+
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+        return () if self._pushback is None else ((PUSHBACK_KEY, self._pushback),)
+
+
+@pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK])
+def test_every_status_is_either_definite_or_to_be_tried_again(code: grpc.StatusCode) -> None:
+    error = wire_error("Join", Failed(code))
+    if code.name in RETRYABLE:
+        assert isinstance(error, Unreachable)
+        assert code.name in error.why
+    else:
+        assert isinstance(error, Refused)
+        assert (error.status, error.text) == (Status(code.name), "words")
+
+
+@pytest.mark.parametrize(("pushback", "after_s"), [("1500", 1.5), ("0", 0.0)])
+def test_pushback_makes_a_refusal_one_to_come_back_after(pushback: str, after_s: float) -> None:
+    error = wire_error("Push", Failed(grpc.StatusCode.RESOURCE_EXHAUSTED, pushback))
+    assert isinstance(error, Unreachable)
+    assert error.retry_after_s == after_s
+
+
+@pytest.mark.parametrize("pushback", ["-1", "soon", "9" * 30, ""])
+def test_pushback_that_is_no_number_is_ignored(pushback: str) -> None:
+    assert isinstance(wire_error("Push", Failed(grpc.StatusCode.RESOURCE_EXHAUSTED, pushback)), Refused)
+
+
+def test_a_closed_channel_is_unreachable() -> None:
+    calls = Calls(grpc.insecure_channel("127.0.0.1:1"), SYNC_SERVICE, ())
+    calls.close()
+    with pytest.raises(Unreachable, match="closed"):
+        calls.unary("Join", b"", 1.0)
+    with pytest.raises(Unreachable, match="closed"):
+        calls.stream("Watch", b"", None)
+    with pytest.raises(Unreachable, match="closed"):
+        calls.exchange("Push", iter(()), 1.0)
+
+
+def test_nobody_there_is_unreachable_at_once() -> None:
+    calls = Calls(grpc.insecure_channel("127.0.0.1:1"), ADMIN_SERVICE, ())
+    with pytest.raises(Unreachable, match="UNAVAILABLE"):
+        calls.unary("Status", b"", 5.0)
+    calls.close()

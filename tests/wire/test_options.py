@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import pytest
+
+from diloco.wire.options import ClientOptions, ServerOptions
+
+BAD_SERVER = {
+    "sites_max": 0,
+    "pushes_max": -1,
+    "pulls_max": -1,
+    "pushes_per_site_max": 0,
+    "chunk_bytes": 1,
+    "payload_bytes_max": 0,
+    "header_timeout_s": 0.0,
+    "stall_s": -1.0,
+    "alive_s": 0.0,
+    "pushback_ms": 0,
+}
+BAD_CLIENT = {
+    "chunk_bytes": 4 << 20,
+    "payload_bytes_max": 0,
+    "stall_s": 0.0,
+    "control_timeout_s": 0.0,
+    "data_channels": 0,
+}
+
+
+@pytest.mark.parametrize(("field", "value"), BAD_SERVER.items())
+def test_a_server_value_that_cannot_work_is_named(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{field} is {value}"):
+        ServerOptions(run_id="r", **{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("field", "value"), BAD_CLIENT.items())
+def test_a_client_value_that_cannot_work_is_named(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{field} is {value}"):
+        ClientOptions(**{field: value})  # type: ignore[arg-type]
+
+
+def test_credits_leave_threads_for_control() -> None:
+    options = ServerOptions(run_id="r", sites_max=3)
+    assert (options.push_credits, options.pull_credits, options.watch_credits) == (6, 12, 6)
+    assert options.calls_max >= 6 + 12 + 6 + 2 * 3
+    assert ServerOptions(run_id="r", pushes_max=5).push_credits == 5
+
+
+def test_the_server_permits_the_clients_pings() -> None:
+    server, client = dict(ServerOptions(run_id="r").channel_arguments()), dict(ClientOptions().channel_arguments())
+    assert server["grpc.http2.min_ping_interval_without_data_ms"] < client["grpc.keepalive_time_ms"]
+    assert server["grpc.so_reuseport"] == 0
+    assert client["grpc.use_local_subchannel_pool"] == 1
