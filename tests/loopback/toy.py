@@ -29,7 +29,7 @@ from diloco.inner.trainer import StepInfo
 from diloco.learner.agent import Agent, AgentOptions, Finished
 from diloco.learner.outbox import Outbox
 from diloco.learner.replica import Replica
-from diloco.outer.fragments import plan_layout
+from diloco.outer.fragments import Layout, gather, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import LearnerOptions, OuterOptions
@@ -65,7 +65,7 @@ class Toy:
     def fragments(self) -> int:
         return int(str(self.outer.get("num_fragments", 1)))
 
-    def layout(self):  # noqa: ANN201
+    def layout(self) -> Layout:
         return plan_layout(SHAPES, self.fragments)
 
     def agreement(self) -> Agreement:
@@ -73,8 +73,6 @@ class Toy:
 
     def version_zero(self) -> list[Tensor]:
         parameters = {name: torch.randn(shape, generator=generator(self.seed, name, 0)) for name, shape in SHAPES}
-        from diloco.outer.fragments import gather
-
         return [gather(fragment, parameters) for fragment in self.layout().fragments]
 
     def syncer(self, emit: Callable[[str, dict[str, object]], None]) -> Syncer:
