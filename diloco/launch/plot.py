@@ -1,0 +1,222 @@
+"""Line charts and time lines as static SVG text: no script, no font, no network; colours are classes of the page.
+
+Everything has a ``<title>``, which a browser shows when the pointer rests on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+WIDTH, HEIGHT = 880, 300
+LEFT, RIGHT, TOP, BOTTOM = 82, 16, 14, 44
+BINS = 260
+HOVERS = 90
+LABEL_CHARS = 11
+
+Points = list[tuple[float, float] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A series: None among the points breaks the line.  ``style`` is a class of the page's style sheet."""
+
+    label: str
+    style: str
+    points: Points
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A horizontal line to compare with."""
+
+    label: str
+    y: float
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What an axis shows; ``show`` makes a tick's text."""
+
+    label: str
+    show: Callable[[float], str]
+    log: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A stretch in one row of a time line; with ``end`` equal to ``start``, a tick."""
+
+    row: int
+    start: float
+    end: float
+    style: str
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Values to pixels."""
+
+    low: float
+    high: float
+    start_px: float
+    end_px: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        """Where ``value`` stands, to a tenth of a pixel."""
+        low, high, at = (math.log10(v) if self.log else v for v in (self.low, self.high, value))
+        share = (at - low) / (high - low) if high > low else 0.5
+        return round(self.start_px + share * (self.end_px - self.start_px), 1)
+
+
+@dataclass(slots=True)
+class _Drawing:
+    height: int
+    parts: list[str] = field(default_factory=list)
+
+    def text(self, x: float, y: float, words: str, anchor: str = "middle", more: str = "") -> None:
+        self.parts.append(f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{more}>{escape(words)}</text>')
+
+    def line(self, x1: float, y1: float, x2: float, y2: float, style: str) -> None:
+        self.parts.append(f'<line class="{style}" x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}"/>')
+
+    def done(self, label: str) -> str:
+        body = "\n".join(self.parts)
+        return f'<svg viewBox="0 0 {WIDTH} {self.height}" role="img" aria-label="{escape(label)}">\n{body}\n</svg>'
+
+
+def ticks(low: float, high: float, about: int = 6) -> list[float]:
+    """Round values (1, 2 or 5 times a power of ten apart) inside [``low``, ``high``], some ``about`` of them."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(step for step in (power, 2 * power, 5 * power, 10 * power) if step >= rough * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [number * step for number in range(first, last + 1)]
+
+
+def clock_ticks(high: float, about: int = 8) -> list[float]:
+    """Instants from 0 to ``high`` seconds that a clock would show."""
+    steps = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
+    step = next((step for step in steps if high / step <= about), 86400 * math.ceil(high / 86400 / about))
+    return [float(number * step) for number in range(int(high / step) + 1)]
+
+
+def thinned(points: Points, bins: int = BINS) -> Points:
+    """At most ``bins`` points for each unbroken part, each the mean of its neighbours."""
+    thin: Points = []
+    part: list[tuple[float, float]] = []
+    longest = max(1, sum(point is not None for point in points))
+    for point in [*points, None]:
+        if point is not None:
+            part.append(point)
+            continue
+        wide = max(1, math.ceil(longest / bins))
+        groups = [part[begin : begin + wide] for begin in range(0, len(part), wide)]
+        thin += [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
+        thin.append(None)
+        part = []
+    return thin[:-1]
+
+
+def line_chart(lines: Sequence[Line], x: Axis, y: Axis, rules: Sequence[Rule] = (), *, time: bool = False) -> str:
+    """An SVG with one line for each series, axes with grid, and dots that say their values; "" without a point."""
+    drawn = [Line(line.label, line.style, _drawable(thinned(line.points), y)) for line in lines]
+    xs = [point[0] for line in drawn for point in line.points if point]
+    ys = [point[1] for line in drawn for point in line.points if point] + [rule.y for rule in rules]
+    if not xs:
+        return ""
+    drawing = _Drawing(HEIGHT)
+    across = Scale(0.0 if time else min(*xs, 0.0), max(*xs, 1e-9), LEFT, WIDTH - RIGHT)
+    low, high = _y_range(min(ys), max(ys), y)
+    up = Scale(low, high, HEIGHT - BOTTOM, TOP, y.log)
+    _axes(drawing, across, up, x, y, clock_ticks(across.high) if time else ticks(across.low, across.high))
+    for rule in rules:
+        drawing.line(LEFT, up(rule.y), WIDTH - RIGHT, up(rule.y), "rule")
+        drawing.text(WIDTH - RIGHT - 4, up(rule.y) - 4, f"{rule.label} {y.show(rule.y)}", "end", ' class="soft"')
+    for line in drawn:
+        drawing.parts.append(f'<path class="line {line.style}" d="{_path(line.points, across, up)}"/>')
+    for line in drawn:
+        _hovers(drawing, line, across, up, x, y)
+    return drawing.done(f"{y.label} against {x.label}")
+
+
+def _drawable(points: Points, y: Axis) -> Points:
+    return [None if point is None or (y.log and point[1] <= 0) else point for point in points]
+
+
+def _y_range(low: float, high: float, y: Axis) -> tuple[float, float]:
+    if y.log:
+        return 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high * 1.0001))
+    room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
+    return low - room, high + room
+
+
+def _axes(drawing: _Drawing, across: Scale, up: Scale, x: Axis, y: Axis, x_ticks: Sequence[float]) -> None:
+    if y.log:
+        y_ticks = [10.0**power for power in range(round(math.log10(up.low)), round(math.log10(up.high)) + 1)]
+    else:
+        y_ticks = ticks(up.low, up.high)
+    for value in y_ticks:
+        drawing.line(LEFT, up(value), WIDTH - RIGHT, up(value), "grid")
+        drawing.text(LEFT - 8, up(value) + 4, y.show(value), "end")
+    for value in x_ticks:
+        drawing.line(across(value), HEIGHT - BOTTOM, across(value), HEIGHT - BOTTOM + 5, "axis")
+        drawing.text(across(value), HEIGHT - BOTTOM + 18, x.show(value))
+    drawing.line(LEFT, HEIGHT - BOTTOM, WIDTH - RIGHT, HEIGHT - BOTTOM, "axis")
+    drawing.text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, x.label, more=' class="soft"')
+    middle = (TOP + HEIGHT - BOTTOM) / 2
+    drawing.text(13, middle, y.label, more=f' class="soft" transform="rotate(-90 13 {middle:g})"')
+
+
+def _path(points: Points, across: Scale, up: Scale) -> str:
+    words, pen_down = [], False
+    for point in points:
+        if point is not None:
+            words.append(f"{'L' if pen_down else 'M'}{across(point[0]):g} {up(point[1]):g}")
+        pen_down = point is not None
+    return "".join(words)
+
+
+def _hovers(drawing: _Drawing, line: Line, across: Scale, up: Scale, x: Axis, y: Axis) -> None:
+    there = [point for point in line.points if point is not None]
+    shown = [*there[: -1 : max(1, math.ceil(len(there) / HOVERS))], *there[-1:]]
+    dots = "dot" if len(there) <= HOVERS / 2 else "dot hidden"
+    for at, value in shown:
+        title = escape(f"{line.label}: {y.show(value)} at {x.show(at)}")
+        place = f'cx="{across(at):g}" cy="{up(value):g}"'
+        drawing.parts.append(f'<circle class="{dots} {line.style}" {place} r="3.5"><title>{title}</title></circle>')
+
+
+def time_line(rows: Sequence[str], bars: Sequence[Bar], seconds: float, x: Axis) -> str:
+    """An SVG with a row for each name and the bars and ticks in it, over 0 to ``seconds``; "" without a row."""
+    if not rows:
+        return ""
+    row_px, bar_px = 30, 16
+    bottom = TOP + row_px * len(rows)
+    drawing = _Drawing(bottom + BOTTOM)
+    left = LEFT + 8
+    across = Scale(0.0, max(seconds, 1e-9), left, WIDTH - RIGHT)
+    for value in clock_ticks(seconds):
+        drawing.line(across(value), TOP, across(value), bottom + 5, "grid")
+        drawing.text(across(value), bottom + 18, x.show(value))
+    for number, name in enumerate(rows):
+        short = name if len(name) <= LABEL_CHARS else name[: LABEL_CHARS - 1] + "…"
+        drawing.text(left - 8, TOP + row_px * (number + 0.5) + 4, short, "end")
+        drawing.line(left, TOP + row_px * (number + 1), WIDTH - RIGHT, TOP + row_px * (number + 1), "grid")
+    for bar in bars:
+        top = TOP + row_px * (bar.row + 0.5) - bar_px / 2
+        wide = max(across(bar.end) - across(bar.start), 1.6)
+        place = f'x="{across(bar.start):g}" y="{top:g}" width="{wide:g}" height="{bar_px}"'
+        drawing.parts.append(f'<rect class="{bar.style}" {place}><title>{escape(bar.title)}</title></rect>')
+    drawing.text((left + WIDTH - RIGHT) / 2, bottom + BOTTOM - 6, x.label, more=' class="soft"')
+    return drawing.done(f"{', '.join(rows)} against {x.label}")
