@@ -1,0 +1,96 @@
+"""The few lines that end ``diloco up`` and that ``diloco report`` prints again, at most ``WIDTH`` columns wide."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+from diloco.launch.figures import clock, count, size, times_less
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+    from typing import Any
+
+    from diloco.launch.history import RunHistory
+
+WIDTH = 80
+SITE_NAME_CHARS = 10
+FAULTS_MAX = 12
+
+
+def closing_lines(summary: Mapping[str, Any], history: RunHistory, run_dir: Path) -> list[str]:
+    """The closing table: what was reached, where the tokens went, what went wrong, what crossed the wire."""
+    status = f"{run_dir.name}: {summary['status']}, after {clock(summary['wall_seconds'])}"
+    return [
+        *textwrap.wrap(status, WIDTH, subsequent_indent="  "),
+        *_reached(summary, history),
+        "",
+        *_sites(summary),
+        "",
+        *_faults(summary),
+        *_wire(summary),
+        f"files   {run_dir}/",
+        "        summary.json report.html events.jsonl config.yaml logs/ sites/ syncer/",
+    ]
+
+
+def _reached(summary: Mapping[str, Any], history: RunHistory) -> list[str]:
+    reached = summary["global"]
+    bits, start, loss = reached["val_bits_per_byte"], reached["val_loss_start"], reached["val_loss"]
+    lines = []
+    if bits is not None:
+        others = ", ".join(f"{name} {value:.2f}" for name, value in sorted(history.references.items()))
+        beside = f" ({others} on the same text)" if others else ""
+        lines.append(f"loss    {bits:.3f} bits/byte on validation text{beside}")
+    if loss is not None:
+        began = f"{start:.3f} -> " if start is not None else ""
+        lines.append(f"        {began}{loss:.3f} nats/token")
+    sites = summary["sites"].values()
+    merged, processed = (sum(site[f"tokens_{part}"] for site in sites) for part in ("merged", "processed"))
+    steps = sum(summary["versions"])
+    lines.append(f"merged  {count(merged)} of {count(processed)} tokens in {steps} outer steps")
+    return lines
+
+
+def _sites(summary: Mapping[str, Any]) -> list[str]:
+    lines = ["site         steps  tokens  merged    lost   other  updates  restarts   stall"]
+    for name, site in summary["sites"].items():
+        other = sum(site[f"tokens_{part}"] for part in ("refused", "in_flight", "unsent", "overwritten"))
+        tokens = "".join(f"{count(value):>8}" for value in (site["tokens_processed"], site["tokens_merged"]))
+        rest = f"{count(site['tokens_lost']):>8}{count(other):>8}"
+        share = site["stall_seconds"] / site["train_seconds"] if site["train_seconds"] else 0.0
+        updates = f"{site['updates_merged']:>9}{site['restarts']:>10}{share:>8.2%}"
+        lines.append(f"{_short(name):<{SITE_NAME_CHARS}}{site['inner_steps']:>8,}{tokens}{rest}{updates}")
+    return lines if summary["sites"] else []
+
+
+def _faults(summary: Mapping[str, Any]) -> list[str]:
+    faults = summary["faults"]
+    lines = []
+    for fault in faults[:FAULTS_MAX]:
+        healed = fault["healed_seconds"]
+        lasted = "" if healed is None else f" for {healed - fault['at_seconds']:.1f} s"
+        lines.append(f"{fault['what']} {fault['target']} at {clock(fault['at_seconds'])}{lasted}")
+    if len(faults) > FAULTS_MAX:
+        lines.append(f"and {len(faults) - FAULTS_MAX} more")
+    since = {_short(name): site["updates_merged_since_fault"] for name, site in summary["sites"].items()}
+    if faults and since:
+        told = ", ".join(f"{name} {number}" for name, number in since.items())
+        lines += textwrap.wrap(f"updates merged since each site's last fault: {told}", WIDTH - 8)
+    return [f"{'faults' if number == 0 else '':<8}{line}"[:WIDTH] for number, line in enumerate(lines)]
+
+
+def _wire(summary: Mapping[str, Any]) -> list[str]:
+    wire = summary["wire"]
+    up, down, joins = wire["bytes_up"], wire["bytes_down"], wire["bytes_joins"]
+    fp32 = times_less(up + down - joins, wire["bytes_fp32_equivalent"])
+    parallel = times_less(up + down, wire["bytes_data_parallel_equivalent"])
+    return [
+        f"wire    {size(up)} up, {size(down)} down, of which {size(joins)} for joins",
+        f"        {fp32} fp32 codecs (joins apart), {parallel} data parallel",
+    ]
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= SITE_NAME_CHARS else name[: SITE_NAME_CHARS - 1] + "…"

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.launch.closing import WIDTH, closing_lines
+from diloco.launch.history import RunHistory
+from diloco.launch.summary import summarize
+from tests.launch.recorded import Recorder
+
+
+def closed(recorder: Recorder, **changes: Any) -> list[str]:
+    history = RunHistory()
+    history.take_all(sorted(recorder.events, key=lambda event: float(str(event["at"]))))
+    summary = summarize(history, recorder.status(), {}, **changes)
+    return closing_lines(summary, history, Path("runs/quiet-otter"))
+
+
+def test_the_table_says_what_was_reached_and_fits() -> None:
+    recorder = Recorder()
+    recorder.record()
+    lines = closed(recorder)
+    text = "\n".join(lines)
+    assert lines[0] == "quiet-otter: ok, after 1:06"
+    assert "1.720 bits/byte on validation text (xz 1.32, zlib -9 1.81 on the same text)" in text
+    assert "kill site-b at 0:15 for 6.0 s" in text
+    assert "site-a 18, site-b 18, site-c 18" in " ".join(text.split())
+    assert "runs/quiet-otter/" in text
+    assert max(map(len, lines)) <= WIDTH
+    assert len(lines) <= 22
+
+
+def test_a_site_and_its_numbers_stand_in_their_columns() -> None:
+    recorder = Recorder()
+    recorder.record()
+    lines = closed(recorder)
+    head = next(line for line in lines if line.startswith("site  "))
+    row = next(line for line in lines if line.startswith("site-b"))
+    assert len(row) == len(head)
+    for name, cell in zip(head.split()[1:], row.split()[1:], strict=True):
+        assert row[: head.index(name) + len(name)].endswith(f" {cell}"), name
+    assert row.split()[4] == "10.2k"
+
+
+@pytest.mark.parametrize("sites", [[], ["a-site-with-a-very-long-name"], [f"site-{number}" for number in range(30)]])
+def test_any_run_fits(sites: list[str]) -> None:
+    recorder = Recorder()
+    recorder.say(0, "up", "run", state="started", sites=sites)
+    for number in range(40):
+        recorder.say(1 + number, "up", "fault", fault="reset", target=f"link:{sites[0] if sites else 'x'}")
+    lines = closed(recorder, wrong=["site-a ended with exit code 1: " + "long words " * 30])
+    assert max(map(len, lines)) <= WIDTH

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from diloco.launch import report
+from diloco.launch.eventlog import Event
+from diloco.launch.history import RunHistory
+from diloco.launch.summary import summarize, write_summary
+from tests.launch.recorded import SITES, Recorder, write
+
+
+class Page(HTMLParser):
+    """What a page shows and what it would load; unclosed tags are an error."""
+
+    VOID = frozenset({"meta", "circle", "line", "path"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.loads: list[str] = []
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loads += [str(value) for name, value in attrs if name in ("src", "href", "data")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data.strip())
+
+
+def folder(path: Path, events: list[Event], recorder: Recorder | None = None) -> Path:
+    run_dir = path / "quiet-otter"
+    run_dir.mkdir()
+    write(run_dir / "events.jsonl", events)
+    (run_dir / "config.yaml").write_text("run: {name: '<quiet & otter>'}\n")
+    if recorder is not None:
+        history = RunHistory()
+        history.take_all(events)
+        write_summary(run_dir / "summary.json", summarize(history, recorder.status(), {"run": {"seed": 3}}))
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    recorder = Recorder()
+    return folder(tmp_path, recorder.record(), recorder)
+
+
+def test_the_page_is_whole_and_loads_nothing(run_dir: Path) -> None:
+    summary = report.rebuild(run_dir)
+    text = (run_dir / "report.html").read_text()
+    page = Page(text)
+    assert summary["status"] == "ok"
+    assert page.loads == []
+    assert "script" not in page.tags
+    assert not re.search(r"https?://|url\(|@import", text)
+    assert page.tags.count("svg") == 5
+    assert page.tags.count("table") == 3
+    for word in ["quiet-otter", "ok", "1.720", *SITES, "Rounds, merges and faults", "Bytes between the sites"]:
+        assert word in page.words, word
+    assert "<quiet & otter>" in " ".join(page.words)
+    assert len(text) < 400_000
+
+
+def test_the_time_line_shows_every_merge_and_fault(run_dir: Path) -> None:
+    report.rebuild(run_dir)
+    text = (run_dir / "report.html").read_text()
+    events = (run_dir / "events.jsonl").read_text()
+    merges = sum(event["what"] == "sealed" for event in map(json.loads, events.splitlines()))
+    assert len(re.findall(r'<rect class="merge s\d"', text)) == merges
+    assert len(re.findall(r'<rect class="fault"', text)) == 3
+    assert len(re.findall(r'<rect class="round"', text)) == 57
+    assert "site-b is killed (SIGKILL), 0:15 to 0:21" in text
+
+
+def test_a_link_to_the_run_has_the_runs_name(run_dir: Path) -> None:
+    link = run_dir.parent / "latest"
+    link.symlink_to(run_dir.name)
+    report.rebuild(link)
+    assert "<h1>quiet-otter</h1>" in (run_dir / "report.html").read_text()
+
+
+@pytest.mark.parametrize("cut", [0, 1, 5, 20, 60, 400])
+def test_a_run_that_failed_has_a_report_too(tmp_path: Path, cut: int) -> None:
+    run_dir = folder(tmp_path, Recorder().record()[:cut])
+    summary = report.rebuild(run_dir)
+    page = Page((run_dir / "report.html").read_text())
+    assert summary["status"] == "the run did not come to its end"
+    assert summary["status"] in page.words
+
+
+def test_the_template_is_package_data() -> None:
+    settings = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert '"*.html"' in settings
