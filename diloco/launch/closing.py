@@ -41,8 +41,8 @@ def _reached(summary: Mapping[str, Any], history: RunHistory) -> list[str]:
     lines = []
     if bits is not None:
         others = ", ".join(f"{name} {value:.2f}" for name, value in sorted(history.references.items()))
-        beside = f" ({others} on the same text)" if others else ""
-        lines.append(f"loss    {bits:.3f} bits/byte on validation text{beside}")
+        beside = f" ({others})" if others else ""
+        lines.append(f"loss    {bits:.3f} bits/byte of validation text{beside}")
     if loss is not None:
         began = f"{start:.3f} -> " if start is not None else ""
         lines.append(f"        {began}{loss:.3f} nats/token")
