@@ -101,7 +101,7 @@ def settle(config: RunConfig) -> RunConfig:
         value = getattr(config.run, name)
         if value is not None and not value > 0:
             raise ConfigError(f"run.{name} is {value!r}: more than 0")
-    if config.run.name is not None and not _is_name(config.run.name):
+    if config.run.name is not None and not is_name(config.run.name):
         raise ConfigError(f"run.name is {config.run.name!r}: letters, digits, '.', '_' and '-', at most 64")
     try:
         vocab_size = make_tokenizer(config.data.tokenizer, config.data.end_of_file).vocab_size
@@ -229,5 +229,6 @@ def _shown(value: object) -> str:
     return "null" if value is None else repr(value)
 
 
-def _is_name(name: str) -> bool:
+def is_name(name: str) -> bool:
+    """Whether ``name`` is fit for a folder and for the wire."""
     return 0 < len(name) <= 64 and name[0].isalnum() and all(c.isalnum() or c in "._-" for c in name) and name.isascii()

@@ -1,0 +1,60 @@
+"""What the verbs that take settings have in common on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from diloco.launch import config as configs
+from diloco.launch.errors import ExitCode, VerbError
+
+if TYPE_CHECKING:
+    from diloco.launch.schema import RunConfig
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as all verbs do."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the verb with ``message``."""
+        raise VerbError(ExitCode.USAGE, message)
+
+
+class _WithSettings(OneLineParser):
+    """Adds all settings to ``--help``, and looks them up only then."""
+
+    def format_help(self) -> str:
+        from diloco.launch.settings_help import settings_help
+
+        return f"{super().format_help()}\n{settings_help()}\n"
+
+
+def settings_parser(verb: str, does: str) -> argparse.ArgumentParser:
+    """A parser for ``diloco VERB [--config FILE] [key=value ...]``."""
+    parser = _WithSettings(
+        prog=f"diloco {verb}", description=does, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, listed below")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="begin with this resolved config.yaml")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration, and do nothing")
+    return parser
+
+
+def load_config(given: argparse.Namespace) -> RunConfig:
+    """The configuration that the command line asks for.  ``--print-config`` ends the verb here."""
+    file: Path | None = given.config
+    config = configs.read(file, given.settings) if file is not None else configs.compose(given.settings)
+    if given.print_config:
+        print(configs.to_yaml(config), end="")
+        raise SystemExit(ExitCode.OK)
+    return config
+
+
+def limit_threads(threads: int) -> None:
+    """Give this process and its children ``threads`` CPU threads each (0: as they like); before torch is imported."""
+    if threads < 0:
+        raise VerbError(ExitCode.USAGE, f"threads is {threads}: 0 (torch's own choice) or more")
+    if threads:
+        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)

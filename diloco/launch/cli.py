@@ -1,0 +1,98 @@
+"""``diloco VERB ...``: picks the verb's module and turns whatever ends it into an exit code and one line.
+
+Nothing heavy is imported before a verb needs it, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from diloco import __version__
+from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.launch.tether import PARENT_VARIABLE, die_with_parent
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """``module`` has ``main(arguments) -> ExitCode``."""
+
+    name: str
+    module: str
+    does: str
+
+
+VERBS = (
+    Verb(
+        "up", "diloco.launch.up_main", "the whole thing on this machine: syncer, sites, links between them, a live view"
+    ),
+    Verb("syncer", "diloco.launch.syncer_main", "the program that holds the model between the sites"),
+    Verb("site", "diloco.launch.site_main", "one site: trains, sends what it learned, takes what others learned"),
+    Verb("train", "diloco.launch.train_main", "the inner trainer alone, on all the text: the baseline"),
+    Verb("eval", "diloco.launch.eval_main", "loss of the published model on the validation text"),
+    Verb("status", "diloco.launch.status_main", "how a running syncer stands: sites, versions, tokens, bytes"),
+    Verb("report", "diloco.launch.report_main", "report.html and the closing table of a run, finished or not"),
+    Verb("journal", "diloco.launch.journal_main", "the syncer's journal as lines"),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code; a user's mistake is one line on stderr, never a traceback."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    verb = _verb(given)
+    if verb is None:
+        return ExitCode.USAGE
+    if PARENT_VARIABLE in os.environ:
+        die_with_parent(int(os.environ[PARENT_VARIABLE]))
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        return int(import_module(verb.module).main(given[1:]))
+    except VerbError as error:
+        return _said(verb, str(error), error.code)
+    except ConfigError as error:
+        return _said(verb, str(error), ExitCode.USAGE)
+    except KeyboardInterrupt:
+        return ExitCode.FAILED
+    except BrokenPipeError:
+        # Whoever read our output has gone (`| head`); the interpreter would complain once more when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.FAILED
+
+
+def _verb(given: list[str]) -> Verb | None:
+    """The verb, or None after the usage was told to be wrong.  ``--help`` and ``--version`` end the process."""
+    parser = argparse.ArgumentParser(
+        prog="diloco",
+        description="Train one model across data centres joined by slow, failing links.",
+        epilog="verbs:\n"
+        + "\n".join(f"  {verb.name:<8} {verb.does}" for verb in VERBS)
+        + "\n\ndiloco VERB --help lists what can be set.  Exit codes: 0 ok, 1 failed, 2 usage, 3 syncer unreachable,\n"
+        "4 not the same run, 75 drained: the same command goes on.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="diloco VERB [settings]",
+    )
+    parser.add_argument("--version", action="version", version=f"diloco {__version__}")
+    parser.add_argument("verb", metavar="VERB", help="what to do")
+    known = parser.parse_args(given[:1])
+    for verb in VERBS:
+        if verb.name == known.verb:
+            return verb
+    from diloco.launch.keys import nearest
+
+    near = nearest(known.verb, [verb.name for verb in VERBS])
+    hint = f"did you mean {near}?" if near else f"one of {', '.join(verb.name for verb in VERBS)}"
+    print(f"diloco: unknown verb {known.verb}: {hint}", file=sys.stderr)
+    return None
+
+
+def _said(verb: Verb, text: str, code: ExitCode) -> int:
+    print(f"diloco {verb.name}: {' '.join(text.split())}", file=sys.stderr)
+    return code

@@ -1,0 +1,87 @@
+"""A site's log: one line for every so many steps in torchtitan's words and order, ours behind the bar."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from diloco.launch.eventlog import Event
+
+KIB = 1024.0
+QUIET = frozenset({"step", "meter", "sealed", "pushed", "fetched", "adopted", "fate", "checkpoint"})
+
+
+class SiteLines:
+    """Takes every event of a site and writes the lines worth a person's time to ``out``."""
+
+    def __init__(self, who: str, every_steps: int, out: list[TextIO]) -> None:
+        self._who, self._every, self._out = who, every_steps, out
+        self._versions: dict[int, int] = {}
+        self._meter: Mapping[str, object] = {}
+
+    def __call__(self, event: Event) -> None:
+        """One event, from the log's thread."""
+        what = str(event["what"])
+        if what == "adopted":
+            self._versions[_int(event, "fragment")] = _int(event, "version")
+        elif what == "joined" and isinstance(versions := event.get("versions"), list | tuple):
+            self._versions = {index: int(version) for index, version in enumerate(versions)}
+        elif what == "meter":
+            self._meter = event
+        if what == "step" and _int(event, "step") % self._every == 0:
+            self._say(self._step(event))
+        elif what == "fate" and event.get("reason"):
+            self._say(f"refused: fragment {event.get('fragment')} update {event.get('sequence')}: {event['reason']}")
+        elif what not in QUIET:
+            facts = ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("at", "who", "what"))
+            self._say(f"{what}: {facts}" if facts else what)
+
+    def _step(self, event: Event) -> str:
+        loss, norm = _float(event, "loss"), _float(event, "grad_norm")
+        versions = ",".join(str(version) for _, version in sorted(self._versions.items())) or "-"
+        ours = f" v: {versions}  stale: {_int(self._meter, 'staleness')}"
+        moved = f"up: {size(_float(self._meter, 'bytes_up'))}  down: {size(_float(self._meter, 'bytes_down'))}"
+        return (
+            f"step: {_int(event, 'step'):6d}  loss: {loss:8.5f}  grad_norm: {norm:7.4f}  "
+            f"tps: {_float(event, 'tokens_per_s'):,.0f}  lr: {_float(event, 'lr'):.5f} |{ours}  {moved}"
+        )
+
+    def _say(self, text: str) -> None:
+        for out in self._out:
+            out.write(f"[{self._who}] {text}\n")
+            out.flush()
+
+
+def size(count: float) -> str:
+    """A number of bytes for people: ``251.0 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < KIB:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= KIB
+    return f"{count:.1f} TiB"
+
+
+def quietly(write: Callable[[Event], None]) -> Callable[[Event], None]:
+    """``write`` until it fails: a terminal that has gone away must not end the log."""
+    broken: list[OSError] = []
+
+    def attempt(event: Event) -> None:
+        if broken:
+            return
+        try:
+            write(event)
+        except OSError as error:
+            broken.append(error)
+
+    return attempt
+
+
+def _int(event: Mapping[str, object], name: str) -> int:
+    return int(_float(event, name))
+
+
+def _float(event: Mapping[str, object], name: str) -> float:
+    value = event.get(name)
+    return float(value) if isinstance(value, int | float) else 0.0

@@ -1,0 +1,143 @@
+"""The one folder of a run: what lies where.
+
+runs/nimble-otter/
+  config.yaml  events.jsonl  summary.json  report.html
+  syncer/      the data of the syncer; syncer/final/model.safetensors at the end; syncer.address while it serves
+  sites/<id>/  config.yaml  site.log  checkpoints/  outbox and odometer of the agent
+  train/       checkpoints of `diloco train`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.launch.errors import ConfigError
+from diloco.launch.names import new_name
+
+if TYPE_CHECKING:
+    from diloco.launch.schema import RunConfig
+
+LATEST = "latest"
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Paths below ``root``."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.root / "config.yaml"
+
+    @property
+    def events(self) -> Path:
+        """What happened."""
+        return self.root / "events.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """What came of it."""
+        return self.root / "summary.json"
+
+    @property
+    def report(self) -> Path:
+        """The same with plots."""
+        return self.root / "report.html"
+
+    @property
+    def syncer(self) -> Path:
+        """The syncer's data, unless cluster.syncer.folder says another."""
+        return self.root / "syncer"
+
+    @property
+    def address(self) -> Path:
+        """``host:port`` of the syncer, while it serves."""
+        return self.root / "syncer.address"
+
+    @property
+    def final_model(self) -> Path:
+        """The final version of a finished run."""
+        return self.syncer / "final" / "model.safetensors"
+
+    @property
+    def train(self) -> Path:
+        """Checkpoints of the baseline."""
+        return self.root / "train" / "checkpoints"
+
+    def site(self, site_id: str) -> SiteDir:
+        """The folder of one site."""
+        return SiteDir(self.root / "sites" / site_id)
+
+
+@dataclass(frozen=True, slots=True)
+class SiteDir:
+    """Paths of one site."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """The site's own resolved configuration, which its ranks read."""
+        return self.root / "config.yaml"
+
+    @property
+    def log(self) -> Path:
+        """Step lines."""
+        return self.root / "site.log"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The trainer's."""
+        return self.root / "checkpoints"
+
+    @property
+    def agent(self) -> Path:
+        """The agent's outbox and odometer."""
+        return self.root / "agent"
+
+    @property
+    def ending(self) -> Path:
+        """How rank 0 ended, for the process that started the ranks."""
+        return self.root / "ending.json"
+
+    @property
+    def speaker(self) -> Path:
+        """Process id of rank 0 while it runs, so that it can be asked to leave."""
+        return self.root / "rank-0.pid"
+
+
+def run_dir_of(config: RunConfig) -> RunDir:
+    """The folder of ``config``'s run; the run must have a name."""
+    if config.run.name is None:
+        raise ConfigError("run.name is null: say which run is meant")
+    return RunDir(Path(config.run.dir) / config.run.name)
+
+
+def name_run(config: RunConfig) -> None:
+    """Give the run a name if it has none."""
+    if config.run.name is None:
+        config.run.name = new_name(lambda name: (Path(config.run.dir) / name).exists())
+
+
+def point_latest(run_dir: RunDir) -> None:
+    """Make ``latest`` beside the run point at it."""
+    link = run_dir.root.parent / LATEST
+    beside = link.with_name(f".{LATEST}.{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        beside.unlink()
+    beside.symlink_to(run_dir.root.name)
+    beside.replace(link)
+
+
+def existing_run(path: str) -> RunDir:
+    """The run folder that a user named: a path, or the name of a run below ``runs``; ConfigError if there is none."""
+    for root in (Path(path), Path("runs") / path):
+        if (root / "config.yaml").is_file() or (root / "events.jsonl").is_file():
+            return RunDir(root)
+    raise ConfigError(f"{path!r} is no run folder: no config.yaml in it, nor in runs/{path}")

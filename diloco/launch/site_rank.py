@@ -1,0 +1,257 @@
+"""One rank of a site: joins, trains, leaves.  Rank 0 speaks to the syncer, the others do as it tells.
+
+``python -m diloco.launch.site_rank CONFIG`` is what torchrun starts; it reads the resolved file and never sees Hydra.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco.durable import write_file
+from diloco.launch import config as configs
+from diloco.launch.arguments import limit_threads
+from diloco.launch.console import SiteLines, quietly
+from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.launch.eventlog import EventLog
+from diloco.launch.run_dir import run_dir_of
+from diloco.launch.stopping import Stopping
+from diloco.launch.tether import die_with_parent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from diloco.inner.trainer import Resumed, Trainer
+    from diloco.launch.run_dir import SiteDir
+    from diloco.launch.schema import RunConfig
+    from diloco.learner.agent import Agent, Finished
+
+Emit = Any
+JOIN_CODES = {"unreachable": ExitCode.UNREACHABLE, "mismatch": ExitCode.MISMATCH, "refused": ExitCode.FAILED}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This process among the ranks of its site, as torchrun's variables tell it."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+
+
+def place_from_environment() -> Place | None:
+    """What torchrun says about this process, or None where nobody does."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    try:
+        return Place(
+            rank=int(os.environ["RANK"]),
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            world=int(os.environ["WORLD_SIZE"]),
+            master_addr=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+            master_port=int(os.environ.get("MASTER_PORT", "0")),
+        )
+    except ValueError as error:
+        raise VerbError(ExitCode.USAGE, f"torchrun's variables make no sense: {error}") from error
+
+
+def run_rank(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
+    """Train until the run ends or somebody asks to stop; the exit code and what to say.
+
+    Raises VerbError and ConfigError in words for everything that is the user's to mend.
+    """
+    from diloco.inner.checkpoint import CheckpointError
+    from diloco.inner.corpus import DataError
+    from diloco.inner.parallel import GroupError
+    from diloco.inner.trainer import TrainingError
+
+    try:
+        return _run(config, place)
+    except DataError as error:
+        raise ConfigError(f"data: {error}") from error
+    except (CheckpointError, GroupError, TrainingError, TimeoutError) as error:
+        raise VerbError(ExitCode.FAILED, str(error)) from error
+
+
+def _run(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
+    import torch
+
+    from diloco.inner.parallel import SiteGroup
+    from diloco.launch import build
+
+    if config.site.threads:
+        torch.set_num_threads(config.site.threads)
+    folder = run_dir_of(config).site(config.site.id)
+    _check_resume(config, folder)
+    share = build.site_share(config)
+    with ExitStack() as stack:
+        stopping = stack.enter_context(Stopping(f"{config.site.id} sends what is unsent and leaves"))
+        emit = _open_log(config, place, stack)
+        group = SiteGroup(
+            place.rank, place.local_rank, place.world, place.master_addr, place.master_port, config.site.device
+        )
+        stack.callback(group.close)
+        agents: list[Agent] = []
+        trainer, model = build.build_trainer(
+            config, group, share, folder.checkpoints, _renamed(emit), lambda: agents[0].progress() if agents else 0.0
+        )
+        resumed = trainer.resume()
+        if place.rank == 0:
+            agent = _build_agent(config, folder, model, emit, group, resumed)
+            agents.append(agent)
+            return _lead(agent, trainer, config, stopping, resumed)
+        _follow(config, trainer, model, stopping)
+        return ExitCode.OK, ""
+
+
+def _lead(
+    agent: Agent, trainer: Trainer, config: RunConfig, stopping: Stopping, resumed: Resumed | None
+) -> tuple[ExitCode, str]:
+    """Rank 0's part."""
+    from diloco.learner.agent import JoinFailed
+
+    try:
+        try:
+            cursor = agent.start()
+        except JoinFailed as error:
+            raise VerbError(JOIN_CODES[error.kind], _join_text(config, error.kind, error.text)) from error
+        except TimeoutError as error:
+            raise VerbError(ExitCode.UNREACHABLE, f"{error} from {config.site.syncer}") from error
+        trainer.skip_data(trainer.group.broadcast_small([cursor])[0])
+        stopping.ask(agent.leave_soon)
+        trainer.run(after_step=agent.after_step, extra_state=agent.state)
+        finished = agent.finish()
+    finally:
+        agent.close()
+    return _ending(config, finished, resumed)
+
+
+def _follow(config: RunConfig, trainer: Trainer, model: Any, stopping: Stopping) -> None:
+    """The part of every other rank: rank 0 is the one that is asked to stop."""
+    from diloco.launch import build
+    from diloco.learner.follower import Follower
+    from diloco.outer.fragments import named_parameters_once
+
+    stopping.ask(lambda: None)
+    follower = Follower(build.layout_of(config), named_parameters_once(model), trainer.group)
+    follower.start()
+    trainer.skip_data(trainer.group.broadcast_small([])[0])
+    trainer.run(after_step=follower.after_step)
+
+
+def _build_agent(
+    config: RunConfig, folder: SiteDir, model: Any, emit: Emit, group: Any, resumed: Resumed | None
+) -> Agent:
+    from diloco.launch import build
+    from diloco.learner.agent import Agent
+    from diloco.outer.fragments import named_parameters_once
+    from diloco.wire.client import SyncClient
+
+    layout = build.layout_of(config)
+    try:
+        client = SyncClient(config.site.syncer, config.site.id, config.run.name or "", build.site_security(config))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"site: {error}") from error
+    return Agent(
+        build.agent_options(config, folder.agent),
+        build.learner_options(config),
+        layout,
+        named_parameters_once(model),
+        build.agreement(config, layout),
+        client,
+        config.site.id,
+        emit,
+        group,
+        restored=(resumed.tensors, resumed.meta) if resumed is not None else None,
+    )
+
+
+def _check_resume(config: RunConfig, folder: SiteDir) -> None:
+    """``run.resume`` against what lies there."""
+    from diloco.inner import checkpoint
+
+    there = bool(checkpoint.names(folder.checkpoints))
+    if config.run.resume == "must" and not there:
+        raise ConfigError(f"run.resume is 'must': there is no checkpoint in {folder.checkpoints}")
+    if config.run.resume == "never" and there:
+        raise ConfigError(f"run.resume is 'never': {folder.checkpoints} holds one; remove it, or take another run.name")
+
+
+def _open_log(config: RunConfig, place: Place, stack: ExitStack) -> Emit:
+    """Where events go: rank 0 writes them down, the others have nothing to say that it does not."""
+    if place.rank != 0:
+        return lambda what, fields=None: None
+    run_dir = run_dir_of(config)
+    folder = run_dir.site(config.site.id)
+    folder.root.mkdir(parents=True, exist_ok=True)
+    file = stack.enter_context(folder.log.open("a"))
+    lines = SiteLines(config.site.id, config.run.log_every, [file, sys.stdout])
+    log = EventLog(run_dir.events, config.site.id, also=quietly(lines))
+    stack.callback(log.close)
+    return log.emit
+
+
+def _renamed(emit: Emit) -> Callable[[str, dict[str, object]], None]:
+    """The trainer's events under names that do not collide with the agent's."""
+    return lambda what, fields: emit("checkpoint_read" if what == "resumed" else what, fields)
+
+
+def _join_text(config: RunConfig, kind: str, text: str) -> str:
+    if kind == "unreachable":
+        waited = f"tried for {config.site.join_timeout_s:g} s (site.join_timeout_s)"
+        return f"site {config.site.id} cannot reach the syncer at {config.site.syncer}: {text}; {waited}"
+    return f"the syncer at {config.site.syncer} does not take site {config.site.id} in: {text}"
+
+
+def _ending(config: RunConfig, finished: Finished, resumed: Resumed | None) -> tuple[ExitCode, str]:
+    ledger = finished.ledger
+    where = ", ".join(f"{count:,} {name}" for name, count in ledger.items() if count and name != "processed")
+    text = f"site {config.site.id} {finished.ending}: {ledger.get('processed', 0):,} tokens processed ({where})"
+    if finished.ending == "failed":
+        raise VerbError(ExitCode.FAILED, f"site {config.site.id} stopped: {finished.why}")
+    if resumed is not None:
+        text += f"; had gone on from step {resumed.step}"
+    if finished.ending == "finished":
+        return ExitCode.OK, text
+    return ExitCode.DRAINED, f"{text}; the same command goes on"
+
+
+def main(arguments: list[str]) -> int:
+    """A rank that torchrun started for ``diloco site``: how it ended goes to a file, because torchrun keeps codes."""
+    die_with_parent(os.getppid())
+    place = place_from_environment()
+    assert place is not None, "started by hand: diloco site is the command"
+    config = configs.read(Path(arguments[0]))
+    limit_threads(config.site.threads)
+    folder = run_dir_of(config).site(config.site.id)
+    if place.rank == 0:
+        write_file(folder.speaker, str(os.getpid()).encode())
+    code, text = ExitCode.FAILED, ""
+    try:
+        code, text = run_rank(config, place)
+    except VerbError as error:
+        code, text = error.code, str(error)
+    except ConfigError as error:
+        code, text = ExitCode.USAGE, str(error)
+    finally:
+        if place.rank == 0:
+            if text:
+                write_file(folder.ending, json.dumps({"code": int(code), "text": text}).encode())
+            with suppress(FileNotFoundError):
+                folder.speaker.unlink()
+    # What ended in order is no failure to torchrun, which would print a page about it.
+    orderly = code in (ExitCode.OK, ExitCode.DRAINED)
+    if not orderly:
+        print(text, file=sys.stderr)
+    return 0 if orderly else int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

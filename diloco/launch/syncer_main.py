@@ -1,0 +1,156 @@
+"""``diloco syncer``: the program that holds the model between the sites, from its first start to the last version."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.durable import LockedError, write_file
+from diloco.launch import config as configs
+from diloco.launch.arguments import limit_threads, load_config, settings_parser
+from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.launch.eventlog import EventLog
+from diloco.launch.run_dir import RunDir, name_run, run_dir_of
+from diloco.launch.stopping import Stopping
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from diloco.launch.schema import RunConfig
+    from diloco.sync.events import Ending
+    from diloco.syncer.server import Syncer
+
+DOES = """The syncer of a run: holds the fragments, merges what the sites send, publishes versions.
+
+  diloco syncer run.tokens=100e6 cluster.syncer.listen=127.0.0.1:7077
+
+Prints the line with which a site joins.  The same command with run.name again goes on.  Ctrl-C once: a last round, then
+exit 75; twice: at once.  Exit 0 when the run has reached its tokens or seconds."""
+WAIT_S = 0.2
+
+
+def main(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    given = settings_parser("syncer", DOES).parse_args(arguments)
+    config = load_config(given)
+    limit_threads(config.cluster.syncer.threads)
+    name_run(config)
+    run_dir = run_dir_of(config)
+    _check_resume(config, run_dir)
+
+    from diloco.launch import build
+
+    build.check(config)
+    _write_config(config, run_dir, given)
+    with ExitStack() as stack:
+        log = EventLog(run_dir.events, "syncer")
+        stack.callback(log.close)
+        ending = _serve(config, run_dir, log, stack, given)
+    return _said(config, run_dir, ending)
+
+
+def _check_resume(config: RunConfig, run_dir: RunDir) -> None:
+    there = _data(config, run_dir).is_dir()
+    if config.run.resume == "must" and not there:
+        raise ConfigError(f"run.resume is 'must': there is no run {config.run.name} in {config.run.dir}")
+    if config.run.resume == "never" and there:
+        raise ConfigError(f"run.resume is 'never': {_data(config, run_dir)} holds a run; take another run.name")
+
+
+def _data(config: RunConfig, run_dir: RunDir) -> Path:
+    return Path(config.cluster.syncer.folder) if config.cluster.syncer.folder else run_dir.syncer
+
+
+def _write_config(config: RunConfig, run_dir: RunDir, given: argparse.Namespace) -> None:
+    """Leave the resolved file in the run's folder; refuse to go on with a run that was another one."""
+    if run_dir.config.is_file():
+        before, now = configs.shared_config(configs.read(run_dir.config)), configs.shared_config(config)
+        for key in sorted(before.keys() | now.keys()):
+            if before.get(key) != now.get(key):
+                raise VerbError(
+                    ExitCode.MISMATCH,
+                    f"{key} is {now.get(key)} now and {before.get(key)} in {run_dir.config}: another run.name, please",
+                )
+    if given.config is None or not run_dir.config.is_file():
+        configs.write(config, run_dir.config)
+
+
+def _serve(
+    config: RunConfig, run_dir: RunDir, log: EventLog, stack: ExitStack, given: argparse.Namespace
+) -> Ending | None:
+    """Start, wait for the last version, linger, stop; the run's ending."""
+    import torch
+
+    from diloco.launch import build
+    from diloco.syncer.server import Syncer
+    from diloco.syncer.store import StoreError
+
+    if config.cluster.syncer.threads:
+        torch.set_num_threads(config.cluster.syncer.threads)
+    layout = build.layout_of(config)
+    syncer = Syncer(
+        build.syncer_options(config, run_dir),
+        build.plan(config, layout),
+        lambda: build.version_zero(config, layout),
+        build.server_options(config),
+        build.syncer_security(config),
+        log.emit,
+    )
+    stopping = stack.enter_context(Stopping("a last round, then the syncer stops"))
+    try:
+        address = syncer.start()
+    except StoreError as error:
+        raise VerbError(ExitCode.MISMATCH, str(error)) from error
+    except LockedError as error:
+        raise VerbError(ExitCode.FAILED, f"{error}: is this run's syncer running already?") from error
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"cluster.syncer.listen: {error}") from error
+    write_file(run_dir.address, address.encode())
+    stack.callback(lambda: _forget(run_dir))
+    _greet(config, run_dir, address, given)
+    return _wait(syncer, stopping)
+
+
+def _wait(syncer: Syncer, stopping: Stopping) -> Ending | None:
+    asked = False
+    wanted: list[bool] = []
+    # The signal handler runs in this thread, which must not wait in there for the decision loop.
+    stopping.ask(lambda: wanted.append(True))
+    try:
+        while (ending := syncer.wait(WAIT_S)) is None:
+            if wanted and not asked:
+                asked = True
+                syncer.drain()
+        syncer.linger()
+    finally:
+        syncer.stop()
+    return ending
+
+
+def _forget(run_dir: RunDir) -> None:
+    with suppress(FileNotFoundError):
+        run_dir.address.unlink()
+
+
+def _greet(config: RunConfig, run_dir: RunDir, address: str, given: argparse.Namespace) -> None:
+    shared = [text for text in given.settings if not text.lstrip("+").startswith(("run.name=", "cluster", "run.dir="))]
+    begin = [f"--config {shlex.quote(str(given.config))}"] if given.config is not None else []
+    join = [*begin, f"run.name={config.run.name}", *map(shlex.quote, shared)]
+    print(f"run {config.run.name} in {run_dir.root}, listening on {address} (process {os.getpid()})")
+    print(f"a site joins with:  diloco site {' '.join(join)} site.syncer={address} site.id=site-a", flush=True)
+
+
+def _said(config: RunConfig, run_dir: RunDir, ending: Ending | None) -> ExitCode:
+    from diloco.sync.events import Ending
+
+    if ending is Ending.FINISHED:
+        print(f"run {config.run.name} has finished; final version in {_data(config, run_dir) / 'final'}")
+        return ExitCode.OK
+    print(f"run {config.run.name} is drained; the same command with run.name={config.run.name} goes on")
+    return ExitCode.DRAINED
