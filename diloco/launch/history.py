@@ -431,7 +431,7 @@ class RunHistory:
         site = self.site(who)
         if self.first_step_s is None:
             self.first_step_s = now_s
-        site.step, site.tokens = whole(event, "step"), whole(event, "tokens")
+        site.step, site.tokens = whole(event, "step"), whole(event, "tokens_total")
         site.tokens_per_s = number(event, "tokens_per_s") or 0.0
         site.loss = number(event, "loss")
         if site.loss is not None:

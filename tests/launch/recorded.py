@@ -107,9 +107,9 @@ class Recorder:
             self.steps[site] += 1
             self.own_steps[site] += 1
             loss = round(self.loss(at) + self.random.gauss(0, 0.05), 4)
-            tokens = self.steps[site] * STEP_TOKENS
+            tokens = {"tokens": STEP_TOKENS, "tokens_total": self.steps[site] * STEP_TOKENS}
             fields = {"tokens_per_s": STEP_TOKENS / step_s, "lr": 0.02, "step_s": step_s}
-            self.say(at + number * step_s, site, "step", step=self.steps[site], loss=loss, tokens=tokens, **fields)
+            self.say(at + number * step_s, site, "step", step=self.steps[site], loss=loss, **tokens, **fields)
         self.meter(at + 0.9, site, step_s)
 
     def meter(self, at: float, site: str, step_s: float) -> None:
