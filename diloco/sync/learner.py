@@ -95,10 +95,11 @@ class LearnerSync:
         machine = cls(options, from_plain(LearnerState, plain, "state"))
         machine.state.tokens_processed = max(machine.state.tokens_processed, tokens_processed)
         machine.state.ending = None
-        machine.state.stopping = machine.state.at_rest = machine.state.left = False
+        machine.state.stopping = machine.state.at_rest = machine.state.closed = machine.state.left = False
         machine.state.incarnation = 0  # Until the syncer says what an earlier process sent, no number is ours to give.
         for index, part in enumerate(machine.state.fragments):
             part.fetching, part.fetched, part.doubt = False, part.base_version, None
+            part.discards = 0  # Who starts a site again wants it to try again, maybe from a ruined checkpoint.
             for sent in list(part.in_flight):
                 stored = outbox.get((index, sent.sequence)) == sent.digest
                 if sent.state is not SentState.ACCEPTED and not (sent.state is SentState.SEALED and stored):
@@ -170,6 +171,7 @@ class LearnerSync:
             return
         state.epoch, state.incarnation = event.epoch, event.incarnation
         state.run_tokens, state.progress_ppm = event.run_tokens, event.progress_ppm
+        state.closed = state.closed and event.ending is not None
         before = state.cursor
         doubtful = [standing.fragment for standing in event.standings if not self._compare(standing)]
         if doubtful and not state.left:
@@ -256,7 +258,8 @@ class LearnerSync:
         self.state.at_rest = self.state.stopping
         for index, part in enumerate(self.state.fragments):
             if part.retaking is not None:
-                if max(part.fetched, part.base_version) >= max(part.retaking.version, 0):
+                here = max(part.fetched, part.base_version) >= max(part.retaking.version, 0)
+                if here and not part.encoding():  # What is kept is subtracted, so it must be known.
                     self._retake(index, part, part.retaking)
             elif part.fetched > part.base_version:
                 self._adopt(index, part)
@@ -291,10 +294,10 @@ class LearnerSync:
             return False
         if part.base_version <= part.stale_base or part.retaking is not None or part.unanswered():
             return False
-        if self.state.incarnation == 0 or self.state.left:
+        if self.state.incarnation == 0 or self.state.closed or self.state.left:
             return False
         allowed = 1 if self.options.lock_step else self.options.updates_in_flight_max
-        return len(part.undecided()) < allowed
+        return len(part.undecided()) + len(part.orphans) < allowed
 
     def _seal(self, index: int, part: FragmentProgress) -> None:
         sent = Sent(part.next_sequence, part.base_version, part.unsent_tokens, part.unsent_steps)
@@ -346,7 +349,9 @@ class LearnerSync:
             self._keep(event.fragment, sent, event.reason)
         elif event.reason is Reason.FINISHED:
             self._keep(event.fragment, sent, event.reason)
-            self._finished()
+            self.state.closed = True
+            if not self.state.stopping:
+                self._effects.append(Join("the last round is over and this site was not told"))
         elif event.reason is Reason.NOT_JOINED:
             self._effects.append(Join("the syncer does not know this site"))
         else:
@@ -471,14 +476,6 @@ class LearnerSync:
             self.state.stopping = True
             self._effects.append(StopTraining(ending, why))
 
-    def _finished(self) -> None:
-        """The syncer takes nothing any more.  A site that was not told the end asks for it: it may be over by now."""
-        if self.state.stopping:
-            self.state.left = True
-            self._effects.append(Leave(self.state.ending))
-        else:
-            self._effects.append(Join("the last round is over and this site was not told"))
-
     def _stop(self, why: str, *, failed: bool) -> None:
         self.state.stopping = self.state.left = True
         self._effects.append(StopTraining(None, why, failed))
@@ -487,7 +484,9 @@ class LearnerSync:
         """Say goodbye once nothing is left to send and nothing awaits an answer."""
         if not self.state.at_rest or self.state.left or self.state.incarnation == 0:
             return  # A step under way when the stop was told still brings tokens.
-        if all(part.unsent_tokens == 0 and not part.unanswered() for part in self.state.fragments):
+        if any(part.unanswered() for part in self.state.fragments):
+            return
+        if self.state.closed or all(part.unsent_tokens == 0 for part in self.state.fragments):
             self.state.left = True
             self._effects.append(Leave(self.state.ending))
 

@@ -108,6 +108,10 @@ class FragmentProgress:
         """The updates without a known fate, in sequence order."""
         return [sent for sent in self.in_flight if sent.merged_version is None]
 
+    def encoding(self) -> bool:
+        """Whether an update's decoded values are not known yet."""
+        return any(sent.state is SentState.SEALING for sent in self.in_flight)
+
     def unanswered(self) -> bool:
         """Whether an update is on its way to the syncer's answer."""
         return any(sent.state is not SentState.ACCEPTED for sent in self.in_flight)
@@ -127,7 +131,7 @@ class LearnerState:
     """All of a site machine's memory.
 
     ``stopping``: the training loop was told to end; ``at_rest``: it has been at a boundary since, so that no step is
-    under way any more; ``left``: goodbye is said.
+    under way any more; ``closed``: the syncer takes nothing any more; ``left``: goodbye is said.
     """
 
     fragments: list[FragmentProgress]
@@ -142,6 +146,7 @@ class LearnerState:
     ending: Ending | None = None
     stopping: bool = False
     at_rest: bool = False
+    closed: bool = False
     left: bool = False
 
 

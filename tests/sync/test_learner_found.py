@@ -1,0 +1,55 @@
+"""Stories that the swarm simulator found broken, each as short as it could be made."""
+
+from __future__ import annotations
+
+from diloco.sync import effects as fx
+from diloco.sync import events as ev
+from diloco.sync.events import Ending, Outcome, Reason
+from tests.sync.driving import of, only
+from tests.sync.driving_site import Site, known
+
+
+def test_site_whose_last_update_came_too_late_still_hears_of_its_other_fragment() -> None:
+    site = Site(num_fragments=2, inner_steps=2)
+    site.train(1)
+    site.handle(ev.Sealed(0, 1, "u1"))
+    site.handle(ev.FinalAnnounced(Ending.FINISHED))
+    assert [seal.fragment for seal in of(fx.Seal, site.train(1))] == [1]
+    site.handle(ev.Sealed(1, 1, "v1"))
+    effects = site.answer(1, Outcome.REFUSED, Reason.FINISHED)
+    assert not of(fx.Leave, effects), "update 1 of fragment 1 is under way and may have been accepted"
+    effects = site.handle(ev.PushAnswered(1, 1, Outcome.ACCEPTED, None))
+    assert only(fx.Leave, effects).ending is Ending.FINISHED
+    assert not of(fx.Seal, site.boundary()), "nothing is taken any more"
+
+
+def test_what_is_kept_in_a_retake_is_known_before() -> None:
+    site = Site()
+    site.send(1)
+    only(fx.Seal, site.train(15))
+    site.fate(1, 0, Reason.NON_FINITE)
+    assert not of(fx.Retake, site.train()), "update 2 is still being encoded: its rounded values are nowhere yet"
+    site.seal(2)
+    assert only(fx.Retake, site.boundary()).keep == (2,)
+
+
+def test_updates_of_an_earlier_process_fill_the_window_too() -> None:
+    site = Site(updates_in_flight_max=2)
+    site.restart(site.machine.snapshot())
+    site.join(known(watermark=2, undecided=((1, 150), (2, 150))), incarnation=2)
+    only(fx.Retake, site.boundary())
+    assert not of(fx.Seal, site.train(15)), "the syncer would answer retry until one of the two is decided"
+    site.fate(1, 1)
+    assert only(fx.Seal, site.train()).sequence == 3
+
+
+def test_site_that_gave_up_may_try_again_from_a_ruined_checkpoint() -> None:
+    site = Site(discards_max=2)
+    site.train(15)
+    site.handle(ev.SealFailed(0, 1))
+    checkpoint = site.machine.snapshot()
+    site.restart(checkpoint)
+    site.join(incarnation=2)
+    site.train(15)
+    assert not of(fx.StopTraining, site.handle(ev.SealFailed(0, 1))), "it would end here at every start"
+    assert of(fx.Retake, site.boundary())
