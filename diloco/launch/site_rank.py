@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,14 +24,16 @@ from diloco.launch.stopping import Stopping
 from diloco.launch.tether import die_with_parent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
+    from diloco.inner.parallel import SiteGroup
     from diloco.inner.trainer import Resumed, Trainer
     from diloco.launch.run_dir import SiteDir
     from diloco.launch.schema import RunConfig
     from diloco.learner.agent import Agent, Finished
 
 Emit = Any
+RANKS_WAIT_S = 120.0
 JOIN_CODES = {"unreachable": ExitCode.UNREACHABLE, "mismatch": ExitCode.MISMATCH, "refused": ExitCode.FAILED}
 
 
@@ -67,13 +69,20 @@ def run_rank(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
 
     Raises VerbError and ConfigError in words for everything that is the user's to mend.
     """
+    with in_words():
+        return _run(config, place)
+
+
+@contextmanager
+def in_words() -> Iterator[None]:
+    """Turn what training says in its own errors into the verb's one line."""
     from diloco.inner.checkpoint import CheckpointError
     from diloco.inner.corpus import DataError
     from diloco.inner.parallel import GroupError
     from diloco.inner.trainer import TrainingError
 
     try:
-        return _run(config, place)
+        yield
     except DataError as error:
         raise ConfigError(f"data: {error}") from error
     except (CheckpointError, GroupError, TrainingError, TimeoutError) as error:
@@ -83,20 +92,17 @@ def run_rank(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
 def _run(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
     import torch
 
-    from diloco.inner.parallel import SiteGroup
     from diloco.launch import build
 
     if config.site.threads:
         torch.set_num_threads(config.site.threads)
     folder = run_dir_of(config).site(config.site.id)
-    _check_resume(config, folder)
+    check_resume(config, folder.checkpoints)
     share = build.site_share(config)
     with ExitStack() as stack:
         stopping = stack.enter_context(Stopping(f"{config.site.id} sends what is unsent and leaves"))
-        emit = _open_log(config, place, stack)
-        group = SiteGroup(
-            place.rank, place.local_rank, place.world, place.master_addr, place.master_port, config.site.device
-        )
+        emit = open_log(run_dir_of(config).events, folder.log, config.site.id, config, place, stack)
+        group = join_group(config, place)
         stack.callback(group.close)
         agents: list[Agent] = []
         trainer, model = build.build_trainer(
@@ -106,13 +112,13 @@ def _run(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
         if place.rank == 0:
             agent = _build_agent(config, folder, model, emit, group, resumed)
             agents.append(agent)
-            return _lead(agent, trainer, config, stopping, resumed)
+            return _lead(agent, trainer, config, stopping, resumed, emit)
         _follow(config, trainer, model, stopping)
         return ExitCode.OK, ""
 
 
 def _lead(
-    agent: Agent, trainer: Trainer, config: RunConfig, stopping: Stopping, resumed: Resumed | None
+    agent: Agent, trainer: Trainer, config: RunConfig, stopping: Stopping, resumed: Resumed | None, emit: Emit
 ) -> tuple[ExitCode, str]:
     """Rank 0's part."""
     from diloco.learner.agent import JoinFailed
@@ -127,6 +133,7 @@ def _lead(
         trainer.skip_data(trainer.group.broadcast_small([cursor])[0])
         stopping.ask(agent.leave_soon)
         trainer.run(after_step=agent.after_step, extra_state=agent.state)
+        _compare_ranks(trainer, emit)
         finished = agent.finish()
     finally:
         agent.close()
@@ -144,6 +151,25 @@ def _follow(config: RunConfig, trainer: Trainer, model: Any, stopping: Stopping)
     follower.start()
     trainer.skip_data(trainer.group.broadcast_small([])[0])
     trainer.run(after_step=follower.after_step)
+    _compare_ranks(trainer, lambda what, fields: None)
+
+
+def _compare_ranks(trainer: Trainer, emit: Emit) -> None:
+    """All ranks must hold the same bits: where they do not, what this site sent was not what it trained."""
+    if trainer.group.world == 1:
+        return
+    import hashlib
+
+    import torch
+
+    hashed = hashlib.sha256()
+    for _, parameter in sorted(trainer.model.named_parameters()):
+        hashed.update(parameter.detach().to("cpu", torch.float32).contiguous().numpy().data)
+    mine = torch.frombuffer(bytearray(hashed.digest()), dtype=torch.uint8)
+    digests = [bytes(digest.tolist()).hex() for digest in trainer.group.all_gather(mine)]
+    emit("ranks_compared", {"digests": digests})
+    if len(set(digests)) > 1:
+        raise VerbError(ExitCode.FAILED, f"the ranks hold different parameters: {', '.join(d[:12] for d in digests)}")
 
 
 def _build_agent(
@@ -173,27 +199,40 @@ def _build_agent(
     )
 
 
-def _check_resume(config: RunConfig, folder: SiteDir) -> None:
-    """``run.resume`` against what lies there."""
+def join_group(config: RunConfig, place: Place) -> SiteGroup:
+    """The ranks of this site.  The others wait for rank 0 while it joins or, in lock-step, for a version."""
+    from diloco.inner.parallel import SiteGroup
+    from diloco.learner.agent import AgentOptions
+
+    bound_s = RANKS_WAIT_S + config.site.join_timeout_s
+    if config.outer.lock_step:
+        bound_s += AgentOptions(folder="").lock_step_timeout_s
+    try:
+        return SiteGroup(
+            place.rank, place.local_rank, place.world, place.master_addr, place.master_port, config.site.device, bound_s
+        )
+    except ValueError as error:
+        raise ConfigError(f"site.{error}") from error
+
+
+def check_resume(config: RunConfig, folder: Path) -> None:
+    """``run.resume`` against the checkpoints that lie in ``folder``."""
     from diloco.inner import checkpoint
 
-    there = bool(checkpoint.names(folder.checkpoints))
+    there = bool(checkpoint.names(folder))
     if config.run.resume == "must" and not there:
-        raise ConfigError(f"run.resume is 'must': there is no checkpoint in {folder.checkpoints}")
+        raise ConfigError(f"run.resume is 'must': there is no checkpoint in {folder}")
     if config.run.resume == "never" and there:
-        raise ConfigError(f"run.resume is 'never': {folder.checkpoints} holds one; remove it, or take another run.name")
+        raise ConfigError(f"run.resume is 'never': {folder} holds one; remove it, or take another run.name")
 
 
-def _open_log(config: RunConfig, place: Place, stack: ExitStack) -> Emit:
+def open_log(events: Path, lines: Path, who: str, config: RunConfig, place: Place, stack: ExitStack) -> Emit:
     """Where events go: rank 0 writes them down, the others have nothing to say that it does not."""
     if place.rank != 0:
         return lambda what, fields=None: None
-    run_dir = run_dir_of(config)
-    folder = run_dir.site(config.site.id)
-    folder.root.mkdir(parents=True, exist_ok=True)
-    file = stack.enter_context(folder.log.open("a"))
-    lines = SiteLines(config.site.id, config.run.log_every, [file, sys.stdout])
-    log = EventLog(run_dir.events, config.site.id, also=quietly(lines))
+    lines.parent.mkdir(parents=True, exist_ok=True)
+    file = stack.enter_context(lines.open("a"))
+    log = EventLog(events, who, also=quietly(SiteLines(who, config.run.log_every, [file, sys.stdout])))
     stack.callback(log.close)
     return log.emit
 

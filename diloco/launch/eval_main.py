@@ -1,0 +1,185 @@
+"""``diloco eval``: the loss of the published model on the validation text, once or as the run goes on."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from diloco.launch import config as configs
+from diloco.launch.arguments import limit_threads, settings_parser
+from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.launch.eventlog import EventLog
+from diloco.launch.run_dir import RunDir, existing_run
+from diloco.launch.stopping import Stopping
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from diloco.inner.model import Transformer
+    from diloco.launch.evaluation import Evaluator, Observer
+    from diloco.launch.schema import RunConfig
+    from diloco.wire.client import AdminClient
+
+DOES = """The loss of a run's published model on the validation text.
+
+  diloco eval runs/nimble-otter [--follow]
+  diloco eval --syncer 127.0.0.1:7077 run.name=nimble-otter [settings of the run]
+
+Writes `eval` events into the run's events.jsonl when it is given a run folder."""
+POLL_S = 0.2
+GIVE_UP_S = 60.0
+
+
+def main(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    parser = settings_parser("eval", DOES)
+    parser.add_argument("--syncer", metavar="HOST:PORT", help="ask this syncer; default: the one of the run folder")
+    parser.add_argument("--follow", action="store_true", help="go on until the run has ended")
+    parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="with --follow: time between two")
+    given = parser.parse_args(arguments)
+    folders = [text for text in given.settings if "=" not in text]
+    settings = [text for text in given.settings if "=" in text]
+    if len(folders) > 1 or not (folders or given.syncer):
+        raise VerbError(ExitCode.USAGE, "give one run folder, or --syncer HOST:PORT")
+    run_dir = existing_run(folders[0]) if folders else None
+    file = given.config or (run_dir.config if run_dir else None)
+    config = configs.read(file, settings) if file else configs.compose(settings)
+    if config.run.name is None:
+        raise ConfigError("run.name is null: say which run is meant")
+    limit_threads(config.site.threads)
+    with ExitStack() as stack:
+        return _Evaluation(config, run_dir, stack).run(given.syncer or "", given.follow, given.every)
+
+
+class _Evaluation:
+    """One call of the verb."""
+
+    def __init__(self, config: RunConfig, run_dir: RunDir | None, stack: ExitStack) -> None:
+        import torch
+
+        from diloco.launch import build
+        from diloco.launch.evaluation import Evaluator
+
+        self._stop: list[bool] = []
+        stopping = stack.enter_context(Stopping("a last evaluation if the run has ended, then eval stops"))
+        if config.site.threads:
+            torch.set_num_threads(config.site.threads)
+        self._config, self._run_dir, self._stack = config, run_dir, stack
+        self._log: EventLog | None = None
+        if run_dir is not None:
+            self._log = EventLog(run_dir.events, "eval")
+            stack.callback(self._log.close)
+        build.check(config)
+        self._evaluator: Evaluator = Evaluator(config, build.corpus(config))
+        self._model: Transformer = build.build_model(config)
+        self._run_tokens = 0
+        stopping.ask(lambda: self._stop.append(True))
+
+    def run(self, address: str, follow: bool, every_s: float) -> ExitCode:
+        """Evaluate once, or until the run has ended."""
+        if not follow:
+            if self._try_final() or self._once(self._connected(address)):
+                return ExitCode.OK
+            raise VerbError(ExitCode.UNREACHABLE, f"the syncer of run {self._config.run.name} does not answer")
+        heard_at, next_at = time.monotonic(), time.monotonic()
+        connected: _Connection | None = None
+        while not self._try_final():
+            if self._stop:
+                return ExitCode.DRAINED
+            if time.monotonic() < next_at:
+                time.sleep(POLL_S)
+                continue
+            next_at = time.monotonic() + every_s
+            connected = connected or self._connected(address)
+            if self._once(connected):
+                heard_at = time.monotonic()
+            if connected is not None and connected.ended and self._run_dir is None:
+                self._emit(connected.observer.versions, whole=True)
+                return ExitCode.OK
+            if connected is not None and connected.drained:
+                return ExitCode.OK
+            if self._run_dir is None and time.monotonic() - heard_at > GIVE_UP_S:
+                raise VerbError(ExitCode.UNREACHABLE, f"the syncer at {address} has not answered for {GIVE_UP_S:g} s")
+        return ExitCode.OK
+
+    def _connected(self, address: str) -> _Connection | None:
+        """A connection to the syncer, or None while nobody knows where it is."""
+        if not address and self._run_dir is not None and self._run_dir.address.is_file():
+            address = self._run_dir.address.read_text().strip()
+        return _Connection(self._config, address, self._stack.callback) if address else None
+
+    def _once(self, connected: _Connection | None) -> bool:
+        """Fetch and, if something is new, evaluate; whether the syncer answered."""
+        if connected is None or (fresh := connected.refresh()) is None:
+            return False
+        self._run_tokens = connected.run_tokens
+        if fresh:
+            connected.observer.write_into(self._model)
+            self._emit(connected.observer.versions, whole=False)
+        return True
+
+    def _try_final(self) -> bool:
+        """Evaluate the final version if the run has one here."""
+        if self._run_dir is None or not (self._run_dir.final_model.parent / "final.json").is_file():
+            return False
+        import json
+
+        from diloco.launch import build
+
+        build.load_values(str(self._run_dir.final_model), self._model)
+        told = json.loads((self._run_dir.final_model.parent / "final.json").read_text())
+        self._emit([int(version) for version in told["versions"]], whole=True)
+        return True
+
+    def _emit(self, versions: list[int], *, whole: bool) -> None:
+        score = self._evaluator.score(self._model, whole=whole)
+        facts: dict[str, object] = {"versions": versions, "tokens": self._run_tokens, "whole": whole, **asdict(score)}
+        if self._log is not None:
+            self._log.emit("eval", facts)
+        print(
+            f"versions {','.join(map(str, versions))}: val loss {score.val_loss:.4f} nats/token, "
+            f"{score.val_bits_per_byte:.4f} bits/byte" + (" (whole validation split)" if whole else ""),
+            flush=True,
+        )
+
+
+class _Connection:
+    """The syncer as an observer sees it."""
+
+    def __init__(self, config: RunConfig, address: str, at_end: Callable[[Callable[[], None]], object]) -> None:
+        from diloco.launch import build
+        from diloco.launch.evaluation import Observer
+        from diloco.wire.client import AdminClient, SyncClient
+
+        security = build.site_security(config)
+        name = config.run.name or ""
+        try:
+            client = SyncClient(address, "", name, security)
+            self._admin: AdminClient = AdminClient(address, security)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"syncer {address}: {error}") from error
+        at_end(client.close)
+        at_end(self._admin.close)
+        self.observer: Observer = Observer(client, name, build.layout_of(config))
+        self.run_tokens = 0
+        self.ended = False
+        self.drained = False
+
+    def refresh(self) -> bool | None:
+        """Fetch what is new; whether anything was, or None when there was no answer."""
+        from diloco.wire.messages import Refused, Unreachable
+
+        try:
+            status = self._admin.status()
+            fresh = self.observer.refresh()
+        except Unreachable:
+            return None
+        except Refused as error:
+            raise VerbError(ExitCode.MISMATCH, error.text) from error
+        tokens = status.get("run_tokens")
+        self.run_tokens = int(tokens) if isinstance(tokens, int) else 0
+        self.ended = status.get("phase") == "ended"
+        self.drained = self.ended and status.get("ending") != "finished"
+        return fresh

@@ -1,0 +1,103 @@
+"""The global model from outside: its published values, and its loss on the validation text."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from diloco.codec.feedback import follow
+from diloco.codec.registry import digest, make_codec
+from diloco.inner.data import validation_batches
+from diloco.inner.trainer import bits_per_byte, evaluate
+from diloco.launch import build
+from diloco.outer.fragments import named_parameters_once, scatter
+from diloco.wire.messages import PullAsk
+from diloco.wire.pulled import PullSink
+
+if TYPE_CHECKING:
+    import torch
+
+    from diloco.inner.data import CorpusManifest
+    from diloco.inner.model import Transformer
+    from diloco.launch.schema import RunConfig
+    from diloco.outer.fragments import Layout
+    from diloco.wire.client import SyncClient
+    from diloco.wire.pulled import PulledVersion
+
+BATCH_SEQUENCES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Loss in nats per token, and in bits per byte, which compares between tokenizers."""
+
+    val_loss: float
+    val_bits_per_byte: float
+
+
+class Evaluator:
+    """Loss on the validation text: a fixed part of it, or all."""
+
+    def __init__(self, config: RunConfig, manifest: CorpusManifest) -> None:
+        self._config, self._manifest = config, manifest
+        self._part = self._batches(config.data.validation_sequences)
+
+    def score(self, model: Transformer, *, whole: bool = False) -> Score:
+        """The score of ``model`` on the fixed part, or on the ``whole`` validation split."""
+        batches = self._batches(0) if whole else self._part
+        loss = evaluate(model, batches, precision=self._config.inner.precision)
+        return Score(loss, bits_per_byte(loss, self._manifest.bytes_per_token))
+
+    def _batches(self, sequences: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        assert self._config.inner.sequence_length is not None
+        count = math.ceil(sequences / BATCH_SEQUENCES)
+        return validation_batches(self._manifest, self._config.inner.sequence_length, BATCH_SEQUENCES, count)
+
+
+class Observer:
+    """Follows the published versions without being a site.  One thread."""
+
+    def __init__(self, client: SyncClient, run_id: str, layout: Layout) -> None:
+        self._client, self._run_id, self._layout = client, run_id, layout
+        self._held: dict[int, tuple[int, torch.Tensor]] = {}
+        self._sinks = [PullSink() for _ in layout.fragments]
+
+    @property
+    def versions(self) -> list[int]:
+        """The version held of each fragment, -1 for none."""
+        return [self._held[index][0] if index in self._held else -1 for index in range(len(self._sinks))]
+
+    def refresh(self) -> bool:
+        """Fetch what is new; whether anything was.  Raises ``Unreachable`` and ``Refused``."""
+        before = self.versions
+        for fragment in range(len(self._sinks)):
+            have, _ = self._held.get(fragment, (-1, None))
+            self._take(fragment, self._client.pull(PullAsk(self._run_id, "", fragment, have), self._sinks[fragment]))
+        return self.versions != before
+
+    def _take(self, fragment: int, pulled: PulledVersion) -> None:
+        header = pulled.header
+        if header.whole:
+            values = make_codec("fp32").decode(pulled.parts[0], header.numel)
+        else:
+            values = self._held[fragment][1]
+            for part in pulled.parts:
+                values = follow(values, part, make_codec(header.encoding))
+        if digest(values) == header.digest:
+            self._held[fragment] = (header.version, values)
+        else:
+            self._held.pop(fragment, None)  # the next refresh fetches it whole
+
+    def write_into(self, model: Transformer) -> None:
+        """Copy the values held into ``model``; every fragment must be here."""
+        parameters = named_parameters_once(model)
+        for fragment in self._layout.fragments:
+            scatter(fragment, self._held[fragment.index][1], parameters)
+
+
+def model_of(config: RunConfig, source: str) -> Transformer:
+    """The model with the values of ``source``, a .safetensors file or a checkpoint."""
+    model = build.build_model(config)
+    build.load_values(source, model)
+    return model

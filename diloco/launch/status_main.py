@@ -1,0 +1,168 @@
+"""``diloco status``: how a running syncer stands, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco.launch.arguments import settings_parser
+from diloco.launch.console import size
+from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.launch.run_dir import existing_run
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rich.table import Table
+
+DOES = """How a running syncer stands: versions, sites, staleness, tokens, bytes, loss.
+
+  diloco status 127.0.0.1:7077
+  diloco status runs/nimble-otter --watch
+
+Where the syncer wants to know who asks: site.token_file=... site.tls_ca=..."""
+EVERY_S = 1.0
+PLAIN_WIDTH = 140
+COLUMNS = (
+    "site",
+    "state",
+    "step",
+    "loss",
+    "tokens/s",
+    "processed",
+    "merged",
+    "in flight",
+    "stale",
+    "up",
+    "down",
+    "heard",
+)
+
+
+def main(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    parser = settings_parser("status", DOES)
+    parser.add_argument("--json", action="store_true", help="print what the syncer says, as it says it")
+    parser.add_argument("--watch", action="store_true", help="again every second, until Ctrl-C or the syncer has gone")
+    given = parser.parse_args(arguments)
+    targets = [text for text in given.settings if "=" not in text]
+    if len(targets) != 1:
+        raise VerbError(ExitCode.USAGE, "give the syncer's HOST:PORT, or one run folder")
+    address = syncer_address(targets[0])
+    asked = _asker(address, [text for text in given.settings if "=" in text])
+    if not given.watch:
+        _print(asked(), given.json)
+        return ExitCode.OK
+    return _watch(asked, given.json)
+
+
+def syncer_address(target: str) -> str:
+    """``HOST:PORT`` of the syncer that a user named by it or by a run folder; exit 3 when none runs there."""
+    host, colon, port = target.rpartition(":")
+    if colon and host and port.isdecimal() and not Path(target).exists():
+        return target
+    run_dir = existing_run(target)
+    if not run_dir.address.is_file():
+        raise VerbError(ExitCode.UNREACHABLE, f"no syncer of {run_dir.root} is running: {run_dir.address} is not there")
+    return run_dir.address.read_text().strip()
+
+
+def _asker(address: str, settings: list[str]) -> Any:
+    """A function that asks the syncer once."""
+    from diloco.wire.client import AdminClient
+    from diloco.wire.messages import Refused, Unreachable
+    from diloco.wire.security import SecurityOptions
+
+    security = SecurityOptions()
+    if settings:
+        from diloco.launch import build
+        from diloco.launch import config as configs
+
+        security = build.site_security(configs.compose(settings))
+    try:
+        client = AdminClient(address, security)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"syncer {address}: {error}") from error
+
+    def ask() -> Mapping[str, Any]:
+        try:
+            return client.status()
+        except Unreachable as error:
+            raise VerbError(ExitCode.UNREACHABLE, f"the syncer at {address} does not answer: {error.why}") from error
+        except Refused as error:
+            raise VerbError(ExitCode.FAILED, f"the syncer at {address} does not tell: {error.text}") from error
+
+    return ask
+
+
+def _print(status: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(status, sort_keys=True), flush=True)
+        return
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH)
+    console.print(heading(status), soft_wrap=True, highlight=False)
+    console.print(sites_table(status))
+
+
+def _watch(asked: Any, as_json: bool) -> ExitCode:
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    if as_json:
+        while True:
+            _print(asked(), True)
+            time.sleep(EVERY_S)
+    console = Console()
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            status = asked()
+            live.update(Group(heading(status), sites_table(status)), refresh=True)
+            time.sleep(EVERY_S)
+
+
+def heading(status: Mapping[str, Any]) -> str:
+    """One line about the run."""
+    versions = ",".join(str(fragment["version"]) for fragment in status["fragments"])
+    ending = f" ({status['ending']})" if status["ending"] else ""
+    waiting = sum(len(fragment["arrived"]) for fragment in status["fragments"])
+    return (
+        f"run {status['run_id']}  {status['phase']}{ending}  {status['progress']:.0%} of the run  versions {versions}  "
+        f"{status['run_tokens']:,} tokens merged  {waiting} arrived for the open rounds  epoch {status['epoch']}  "
+        f"up {status['up_seconds']:.0f} s"
+    )
+
+
+def sites_table(status: Mapping[str, Any]) -> Table:
+    """One row a site."""
+    from rich.table import Table
+
+    table = Table()
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column in ("site", "state") else "right")
+    for name, site in status["sites"].items():
+        loss, heard = site.get("loss"), site["heard_seconds_ago"]
+        table.add_row(
+            name,
+            site["status"],
+            _number(site.get("step")),
+            f"{loss:.4f}" if isinstance(loss, float) else "-",
+            _number(site.get("tokens_per_s")),
+            _number(site.get("tokens_processed")),
+            _number(site["tokens_merged"]),
+            _number(site.get("tokens_in_flight")),
+            _number(site.get("staleness")),
+            size(site.get("bytes_up") or site["payload_bytes_up"]),
+            size(site.get("bytes_down") or site["payload_bytes_down"]),
+            f"{heard:.1f} s ago" if heard is not None else "never",
+        )
+    return table
+
+
+def _number(value: object) -> str:
+    return f"{value:,.0f}" if isinstance(value, int | float) else "-"

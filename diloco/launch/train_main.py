@@ -1,0 +1,164 @@
+"""``diloco train``: the inner trainer alone on all the text, with the same model, data and checkpoints."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from diloco.durable import write_file
+from diloco.launch import config as configs
+from diloco.launch.arguments import limit_threads, load_config, settings_parser
+from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.launch.run_dir import name_run, run_dir_of
+from diloco.launch.site_rank import Place, check_resume, in_words, join_group, open_log, place_from_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from diloco.inner.parallel import SiteGroup
+    from diloco.inner.trainer import Resumed, StepInfo, Trainer, Verdict
+    from diloco.launch.evaluation import Score
+    from diloco.launch.run_dir import RunDir
+    from diloco.launch.schema import RunConfig
+    from diloco.launch.stopping import Stopping
+
+DOES = """The inner trainer alone, on all the text, for run.tokens or run.seconds: the baseline of several sites.
+
+  diloco train run.tokens=5e6 run.name=baseline
+  torchrun --nproc-per-node 8 -m diloco train --config train.yaml
+
+The same command (with run.name) goes on from the newest checkpoint; run.init_from takes one as version 0 of a run."""
+WHO = "train"
+
+
+def main(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    given = settings_parser("train", DOES).parse_args(arguments)
+    place = place_from_environment()
+    if place is not None and given.config is None:
+        raise VerbError(ExitCode.USAGE, "under torchrun, ranks read a resolved file: diloco train --config FILE")
+    config = load_config(given)
+    if place is None and config.site.nproc > 1:
+        raise ConfigError(
+            f"site.nproc is {config.site.nproc}: start the ranks of `diloco train` with torchrun yourself"
+        )
+    if place is not None and config.run.name is None:
+        raise ConfigError("run.name is null: under torchrun all ranks must mean the same run")
+    limit_threads(config.site.threads)
+    name_run(config)
+    with in_words():
+        return _train(config, place or Place())
+
+
+def _train(config: RunConfig, place: Place) -> ExitCode:
+    import torch
+
+    from diloco.launch import build
+    from diloco.launch.evaluation import Evaluator
+    from diloco.launch.stopping import Stopping
+
+    if config.site.threads:
+        torch.set_num_threads(config.site.threads)
+    build.check(config)
+    run_dir = run_dir_of(config)
+    check_resume(config, run_dir.train)
+    with ExitStack() as stack:
+        stopping = stack.enter_context(Stopping("training stops after this step, with a checkpoint"))
+        if place.rank == 0:
+            configs.write(config, run_dir.config)
+        emit = open_log(run_dir.events, run_dir.root / "train" / "train.log", WHO, config, place, stack)
+        group = join_group(config, place)
+        stack.callback(group.close)
+        clock = _Clock(config, group, stopping)
+        trainer, model = build.build_trainer(config, group, (0, 1), run_dir.train, emit, clock.progress)
+        clock.trainer = trainer
+        resumed = trainer.resume()
+        clock.begin(resumed)
+        evaluator = Evaluator(config, build.corpus(config)) if group.is_first else None
+        began = time.monotonic()
+        first = evaluator.score(model) if evaluator and resumed is None else None
+        stopping.ask(lambda: None)
+        end = trainer.run(until_tokens=config.run.tokens, after_step=clock.after_step, extra_state=clock.state)
+        if evaluator is not None:
+            last = evaluator.score(model, whole=True)
+            emit("eval", {"tokens": trainer.tokens, "whole": True, **asdict(last)})
+            _summarise(config, run_dir, trainer, clock, first, last, time.monotonic() - began)
+            print(f"{config.run.name}: {end.reason}; {end.step} steps, {end.tokens:,} tokens")
+            print(f"val loss {last.val_loss:.4f} nats/token, {last.val_bits_per_byte:.4f} bits/byte; {run_dir.root}")
+    return ExitCode.DRAINED if stopping.asked else ExitCode.OK
+
+
+class _Clock:
+    """Ends training at ``run.seconds``, counted over restarts, or when somebody asks; the same on all ranks."""
+
+    def __init__(self, config: RunConfig, group: SiteGroup, stopping: Stopping) -> None:
+        self._config, self._group, self._stopping = config, group, stopping
+        self._before_s = 0.0
+        self._began = time.monotonic()
+        self._step_s: list[float] = []
+        self.trainer: Trainer | None = None
+
+    def begin(self, resumed: Resumed | None) -> None:
+        """Count from now on, and what earlier processes counted."""
+        if resumed is not None:
+            self._before_s = float(resumed.meta.get("seconds", 0.0))
+        self._began = time.monotonic()
+
+    def seconds(self) -> float:
+        """Time in training, restarts not counted."""
+        return self._before_s + time.monotonic() - self._began
+
+    def progress(self) -> float:
+        """The share of the run that is done, by its nearer bound."""
+        run = self._config.run
+        by_tokens = self.trainer.tokens / run.tokens if run.tokens and self.trainer else 0.0
+        by_time = self.seconds() / run.seconds if run.seconds else 0.0
+        return max(by_tokens, by_time)
+
+    def after_step(self, info: StepInfo) -> Verdict:
+        """Stop when the time is over."""
+        from diloco.inner.trainer import Verdict
+
+        self._step_s.append(info.step_ns / 1e9)
+        run = self._config.run
+        over = run.seconds is not None and self.seconds() >= run.seconds
+        stop = self._group.broadcast_small([int(over or self._stopping.asked)])[0]
+        return Verdict(bool(stop), f"{run.seconds:g} s are over" if over else "asked to stop")
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a checkpoint must hold."""
+        return {}, {"seconds": self.seconds()}
+
+    def step_seconds(self) -> dict[str, float]:
+        """Durations of this process's steps: p50, p95 and max."""
+        ordered = sorted(self._step_s) or [0.0]
+        return {
+            "p50": ordered[len(ordered) // 2],
+            "p95": ordered[min(len(ordered) - 1, len(ordered) * 95 // 100)],
+            "max": ordered[-1],
+        }
+
+
+def _summarise(
+    config: RunConfig, run_dir: RunDir, trainer: Trainer, clock: _Clock, first: Score | None, last: Score, wall_s: float
+) -> None:
+    """``summary.json``: the part of its schema that a run without a syncer has."""
+    told = {
+        "status": "ok",
+        "config": asdict(config),
+        "seed": config.run.seed,
+        "global": {"val_loss_start": first.val_loss if first else None, **asdict(last)},
+        "sites": {
+            WHO: {
+                "inner_steps": trainer.step,
+                "tokens_processed": trainer.tokens,
+                "train_seconds": clock.seconds(),
+                "step_seconds": clock.step_seconds(),
+            }
+        },
+        "wall_seconds": wall_s,
+    }
+    write_file(run_dir.summary, json.dumps(told, indent=1).encode())
