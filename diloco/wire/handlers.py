@@ -190,7 +190,6 @@ class SyncHandlers:
             closing(self._api.watch(ask.site_id, ask.incarnation, identity)) as feed,
             self._stalls.guard(self._options.stall_s, context.cancel) as guard,
         ):
-            context.add_callback(feed.close)
             yield convert.pack_watch_event(Alive())
             while context.is_active() and not self._stopping.is_set():
                 event = self._next_event(feed, context)

@@ -52,17 +52,17 @@ class PushSession(Protocol):
 
 
 class WatchFeed(Protocol):
-    """The events for one site, from one thread; ``close`` may come from another."""
+    """The events for one site, taken by one thread."""
 
     def get(self, timeout_s: float) -> WatchEvent | None:
-        """The next event, or None after ``timeout_s`` or when closed.  After ``Dropped`` the stream ends.
+        """The next event, or None after ``timeout_s``.  After ``Dropped`` the stream ends.
 
         A newer Watch of the same site ends this one; raise ``Refusal`` to end it otherwise.
         """
         ...
 
     def close(self) -> None:
-        """The watcher is gone.  Called at least once."""
+        """The watcher is gone.  Always called, once, last."""
         ...
 
 

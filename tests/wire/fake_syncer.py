@@ -101,6 +101,7 @@ class FakeSession:
         self.syncer.wrote.set()
 
     def commit(self, digest: str) -> PushResult:
+        self.syncer.commits += 1
         if sha256(self.held) != digest:
             self.held.clear()
             raise Refusal(Status.DATA_LOSS, "the digest of the payload differs")
@@ -148,6 +149,7 @@ class FakeSyncer:
         self.version = PullHeader(0, 0, 3, True, "fp32", 1, 4, (4,), DIGEST, checksum((b"abcd",)), ())
         self.parts: tuple[bytes, ...] = (b"abcd",)
         self.given_back = 0
+        self.commits = 0
         self.write_pause_s = 0.0
         self.join_fails: Exception | None = None
 

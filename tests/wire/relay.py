@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from contextlib import suppress
 
 
 class Relay:
@@ -16,6 +17,7 @@ class Relay:
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.connections = 0
         self._frozen_above_bytes: int | None = None
+        self.cut_above_bytes: int | None = None
         self.carried = threading.Event()
         self._sockets: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
@@ -31,6 +33,9 @@ class Relay:
     def cut(self) -> None:
         """End every connection."""
         for each in self._sockets:
+            # What was passed on still arrives; a bare close could take it back.
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
             each.close()
         self._sockets.clear()
 
@@ -57,6 +62,10 @@ class Relay:
                 total[0] += len(data)
                 if total[0] > 1_000_000:
                     self.carried.set()
+                if self.cut_above_bytes is not None and total[0] > self.cut_above_bytes:
+                    self.cut_above_bytes = None
+                    self.cut()
+                    return
                 above = self._frozen_above_bytes
                 if above is None or total[0] <= above:
                     sink.sendall(data)

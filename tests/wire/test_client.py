@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -273,7 +273,7 @@ def test_a_pull_that_was_cut_goes_on_from_where_it_was(wired: Wired, relay: Rela
     client = wired.client(address=relay.address)
     wired.syncer.publish(PAYLOAD)
     sink = PullSink()
-    cut_after(relay, sink, 2 * MIB)
+    relay.cut_above_bytes = 2 * MIB
     with pytest.raises(Unreachable):
         client.pull(ASK, sink)
     held, before = sink.offset, client.bytes_down
@@ -283,24 +283,11 @@ def test_a_pull_that_was_cut_goes_on_from_where_it_was(wired: Wired, relay: Rela
     assert client.bytes_down - before < len(PAYLOAD) - held + 20_000
 
 
-def cut_after(relay: Relay, sink: PullSink, held_bytes: int) -> None:
-    """Cut every connection once ``sink`` holds so much."""
-    accept = sink.accept
-
-    def watched(chunk: Any) -> None:
-        accept(chunk)
-        if sink.offset >= held_bytes:
-            sink.accept = accept  # type: ignore[method-assign]
-            relay.cut()
-
-    sink.accept = watched  # type: ignore[method-assign]
-
-
 def test_a_pull_begins_anew_when_its_version_is_gone(wired: Wired, relay: Relay) -> None:
     client = wired.client(address=relay.address)
     wired.syncer.publish(PAYLOAD)
     sink = PullSink()
-    cut_after(relay, sink, MIB)
+    relay.cut_above_bytes = MIB
     with pytest.raises(Unreachable):
         client.pull(ASK, sink)
     wired.syncer.publish(b"new!" * 100, whole=True, version=4, from_version=0)

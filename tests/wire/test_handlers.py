@@ -28,7 +28,7 @@ from diloco.wire.messages import (
     WatchAsk,
 )
 from diloco.wire.options import ServerOptions
-from tests.wire.fake_syncer import RUN, join_ask, push_header, report_info, sha256
+from tests.wire.fake_syncer import RUN, FakeSession, join_ask, push_header, report_info, sha256
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -119,6 +119,7 @@ def test_a_bad_push_changes_nothing_and_says_why(wired: Wired, name: str) -> Non
     assert_untouched(wired)
     assert wired.server.counters()[f"refused_{status.name.lower()}"] == 1
     assert "committed" not in wired.syncer.endings
+    assert wired.syncer.commits == (name == "wrong bytes")
 
 
 def test_an_oversized_declaration_is_refused_before_a_payload_byte_is_read(start: Callable[..., Wired]) -> None:
@@ -226,6 +227,15 @@ def test_a_push_that_stalls_is_ended_and_its_bytes_are_kept(start: Callable[...,
     assert wired.syncer.ended.wait(WAIT_S)
     assert wired.syncer.endings == ["broken off"]
     assert len(wired.syncer.spool["site-a", 0, 1]) == 5000
+
+
+def test_the_shell_may_take_longer_than_a_stall(start: Callable[..., Wired], monkeypatch: pytest.MonkeyPatch) -> None:
+    wired = start(stall_s=0.3, header_timeout_s=0.3)
+    admit, commit_to = wired.syncer.open_push, FakeSession.commit
+    slow_admit = lambda *arguments: (time.sleep(0.9), admit(*arguments))[1]  # noqa: E731
+    monkeypatch.setattr(wired.syncer, "open_push", slow_admit)
+    monkeypatch.setattr(FakeSession, "commit", lambda *arguments: (time.sleep(0.9), commit_to(*arguments))[1])
+    assert say(wired, push_header(PAYLOAD), chunk(0, PAYLOAD), commit())[-1] == PushResult(Outcome.ACCEPTED, 3)
 
 
 def test_join_is_refused_with_the_shells_words(wired: Wired) -> None:

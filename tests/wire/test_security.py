@@ -8,7 +8,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from diloco.wire.calls import SYNC_SERVICE
 from diloco.wire.client import AdminClient, SyncClient
+from diloco.wire.convert import pack_report
 from diloco.wire.messages import PullAsk, Refused, Status, Unreachable
 from diloco.wire.options import ClientOptions, ServerOptions
 from diloco.wire.pulled import PullSink
@@ -106,6 +108,17 @@ def test_a_wrong_token_or_a_foreign_site_gets_nowhere_and_no_payload_is_read(
         assert site.bytes_up < 1000
     assert syncer.calls == []
     assert server.counters() == {f"refused_{status.lower()}": len(calls)}
+
+
+def test_one_call_has_one_token(run: Callable[..., RunningServer], tokens: str) -> None:
+    raw = pack_report(report_info())
+    with grpc.insecure_channel(run(tokens_file=tokens).address) as channel:
+        call = channel.unary_unary(f"/{SYNC_SERVICE}/Report")
+        for values in ([f"Bearer {A}", f"Bearer {A}"], [f"Basic {A}"], [f"bearer {A}"], [A], [f"Bearer  {A}"], [""]):
+            with pytest.raises(grpc.RpcError) as caught:
+                call(raw, timeout=10, metadata=[("authorization", value) for value in values])
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert call(raw, timeout=10, metadata=[("authorization", f"Bearer {A}")])
 
 
 def test_roles(run: Callable[..., RunningServer], tokens: str, syncer: FakeSyncer) -> None:
