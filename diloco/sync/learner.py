@@ -462,6 +462,8 @@ class LearnerSync:
     def _fetched(self, event: VersionFetched) -> None:
         part = self.state.fragments[event.fragment]
         part.fetching = False
+        if event.version <= max(part.fetched, part.base_version):
+            part.published = max(part.fetched, part.base_version)  # It was asked for something newer: there is none.
         part.fetched = max(part.fetched, event.version)
         part.published = max(part.published, event.version)
         for fate in event.fates:

@@ -169,3 +169,11 @@ def test_epoch_rises_with_a_published_version() -> None:
     assert notes(site.handle(ev.VersionPublished(2, 0, 9, 0, 0))) == ["publish_ignored"]
     assert notes(site.join(epoch=2)) == ["join_ignored"]
     assert site.machine.state.fragments[0].published == 1
+
+
+def test_fetch_that_brings_nothing_newer_is_not_repeated_at_once() -> None:
+    site = Site()
+    only(fx.Fetch, site.handle(ev.VersionPublished(1, 0, 9, 0, 0)))
+    effects = site.handle(ev.VersionFetched(0, 0, ()))
+    assert not of(fx.Fetch, effects), "what was published is not there: asking again at once would never end"
+    only(fx.Fetch, site.handle(ev.VersionPublished(1, 0, 9, 0, 0)))
