@@ -323,9 +323,8 @@ class OuterSync:
         assert fragment.round is not None
         shrunk = self._shrink(index, fragment.round, arrived)
         merging = fragment.merging_since_ns is not None
-        if self._all_final(index):
-            if not merging:
-                self._close(index, "the last round is complete")
+        if not merging and self._all_final(index):
+            self._close(index, "the last round is complete")
             return
         stand = standing(self.options, fragment.round.members, self.state.live(), arrived)
         if not stand.met:
