@@ -10,9 +10,9 @@ passed over, so that the events of a run that was cut down anywhere can be read.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from diloco.launch.records import Evaluation, Fault, Round, Series, SiteHistory, Span
 from diloco.launch.story import sentence
 
 if TYPE_CHECKING:
@@ -20,167 +20,9 @@ if TYPE_CHECKING:
 
     from diloco.launch.eventlog import Event
 
-SERIES_MAX = 4000
 ROUNDS_MAX = 20_000
 LINES_MAX = 400
 FP32_BYTES = 4
-
-
-class Series:
-    """Points over time, thinned by halves once there are ``SERIES_MAX``, with the breaks between two processes."""
-
-    def __init__(self) -> None:
-        self.points: list[tuple[float, ...] | None] = []
-        self.last: tuple[float, ...] | None = None
-        self._stride = 1
-        self._skipped = 0
-
-    def add(self, *point: float) -> None:
-        """Append a point."""
-        self.last = point
-        self._skipped += 1
-        if self._skipped >= self._stride:
-            self._skipped = 0
-            self.points.append(point)
-        if len(self.points) >= SERIES_MAX:
-            self._stride *= 2
-            # The breaks stay: a line must not be drawn across the time a process was gone.
-            self.points = [kept for index, kept in enumerate(self.points) if index % 2 or kept is None]
-
-    def cut(self) -> None:
-        """The next point does not continue the last one."""
-        if self.points and self.points[-1] is not None:
-            self.points.append(None)
-
-    def whole(self) -> list[tuple[float, ...] | None]:
-        """All points kept, and the last one in any case."""
-        if self.last is None or self.points[-1:] == [self.last]:
-            return self.points
-        return [*self.points, self.last]
-
-
-@dataclass(slots=True)
-class Span:
-    """A stretch of time; ``end_s`` is None while it lasts."""
-
-    start_s: float
-    end_s: float | None = None
-
-
-@dataclass(slots=True)
-class Fault:
-    """One thing that the scenario did.  ``healed_s`` is None for what was not healed, or cannot be."""
-
-    what: str
-    target: str
-    at_s: float
-    seconds: float | None = None
-    healed_s: float | None = None
-
-
-@dataclass(slots=True)
-class Round:
-    """One outer step: which version of which fragment, from whom, when quorum was met, when it was published."""
-
-    fragment: int
-    version: int
-    at_s: float
-    met_s: float | None = None
-    published_s: float | None = None
-    weights: dict[str, float] = field(default_factory=dict)
-    staleness: dict[str, int] = field(default_factory=dict)
-    norm: float | None = None
-    seconds: float | None = None
-
-
-@dataclass(slots=True)
-class Evaluation:
-    """The published values on the validation set."""
-
-    at_s: float
-    tokens: int
-    val_loss: float
-    val_bits_per_byte: float | None
-    versions: list[int]
-
-
-@dataclass(slots=True)
-class SiteHistory:
-    """What is known of one site."""
-
-    name: str
-    process: str = ""
-    """Of its process, as ``up`` tells it: started, ended, killed; empty where nobody does."""
-    frozen: bool = False
-    joined: bool = False
-    connected: bool = False
-    cut: str = ""
-    """The fault that its link has just now."""
-    step: int = 0
-    tokens: int = 0
-    tokens_per_s: float = 0.0
-    loss: float | None = None
-    losses: Series = field(default_factory=Series)
-    """(seconds, tokens, nats per token)."""
-    base_versions: dict[int, int] = field(default_factory=dict)
-    incarnation: int = 0
-    meters: dict[int, dict[str, float]] = field(default_factory=dict)
-    """The last meter of each incarnation."""
-    restarts: int = 0
-    merges: int = 0
-    merges_since_fault: int = 0
-    refused: dict[str, int] = field(default_factory=dict)
-    tokens_discarded: int = 0
-    links: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Bytes (up, down) counted at its link in each session."""
-    spans: list[Span] = field(default_factory=list)
-    """When its process lived."""
-    done: dict[str, int] | None = None
-    done_reason: str = ""
-    left: bool = False
-
-    def meter(self, name: str) -> float:
-        """The sum of a meter's field over all incarnations."""
-        return sum(meter.get(name, 0.0) for meter in self.meters.values())
-
-    def meter_max(self, name: str) -> float:
-        """The largest value of a meter's field over all incarnations."""
-        return max((meter.get(name, 0.0) for meter in self.meters.values()), default=0.0)
-
-    def meter_by_steps(self, name: str) -> float:
-        """The mean of a meter's field over the incarnations, weighted by their steps."""
-        steps = self.meter("inner_steps")
-        total = sum(meter.get(name, 0.0) * meter.get("inner_steps", 0.0) for meter in self.meters.values())
-        return total / steps if steps else 0.0
-
-    @property
-    def in_flight(self) -> int:
-        """Updates in flight, as the site last said."""
-        return int(self.meters.get(self.incarnation, {}).get("in_flight", 0))
-
-    @property
-    def bytes_up(self) -> int:
-        """Bytes that its link carried to the syncer."""
-        return sum(up for up, _ in self.links.values())
-
-    @property
-    def bytes_down(self) -> int:
-        """Bytes that its link carried from the syncer."""
-        return sum(down for _, down in self.links.values())
-
-    def state(self) -> str:
-        """One word for a table."""
-        if self.done is not None:
-            return "done"
-        if self.left:
-            return "left"
-        if self.process in ("ended", "killed"):
-            return self.process
-        if self.frozen:
-            return "frozen"
-        if not self.joined:
-            return "starting" if self.process else "waiting"
-        return "training" if self.connected else "alone"
 
 
 class RunHistory:
@@ -206,6 +48,8 @@ class RunHistory:
         """(seconds, bytes on the links, bytes with fp32 instead, bytes of data parallel instead)."""
         self.bytes_fp32 = 0
         self.bytes_joins = 0
+        self.last_round = False
+        """Whether the last round was announced."""
         self.ending: str | None = None
         self.run_status: str | None = None
         self.first_step_s: float | None = None
@@ -233,7 +77,8 @@ class RunHistory:
         if handler is not None:
             handler(who, event, now_s)
         line = sentence(event)
-        if line is not None:
+        # That nobody hears the syncer any more is no news once the run has ended.
+        if line is not None and not (what == "disconnected" and (self.last_round or self.ending)):
             self.num_lines += 1
             self.lines.append((now_s, who, line))
 
@@ -260,6 +105,11 @@ class RunHistory:
         steps = sum(site.meter("inner_steps") for site in self.sites.values())
         return int(steps * 2 * (count - 1) / count * FP32_BYTES * sum(self.layout)) if count else 0
 
+    def begin_again(self) -> None:
+        """The run goes on after an end that was not its last: what was said of that end no longer holds."""
+        self.ending = self.run_status = None
+        self.last_round = False
+
     # --- time --------------------------------------------------------------------------------------------------
 
     def _clock(self, at: float, *, begins: bool) -> float:
@@ -280,7 +130,7 @@ class RunHistory:
     def _on_run(self, who: str, event: Event, now_s: float) -> None:
         state = event.get("state")
         if state == "started":
-            self.ending = self.run_status = None
+            self.begin_again()
             names = event.get("sites")
             for name in names if isinstance(names, list) else []:
                 site = self.site(str(name))
@@ -419,6 +269,9 @@ class RunHistory:
 
     def _on_site_left(self, who: str, event: Event, now_s: float) -> None:
         self.site(str(event.get("site"))).left = True
+
+    def _on_last_round(self, who: str, event: Event, now_s: float) -> None:
+        self.last_round = True
 
     def _on_final(self, who: str, event: Event, now_s: float) -> None:
         self.ending = str(event.get("ending"))

@@ -14,33 +14,38 @@ from typing import TYPE_CHECKING
 from diloco.durable import write_file
 from diloco.launch.eventlog import read_events
 from diloco.launch.figures import clock, count, size, times_less
-from diloco.launch.history import Fault, RunHistory
+from diloco.launch.history import RunHistory
 from diloco.launch.plot import Axis, Bar, Line, Points, Rule, line_chart, time_line
 from diloco.launch.story import CAUSED
-from diloco.launch.summary import LEDGER, summarize
+from diloco.launch.summary import LEDGER, complaints, summarize
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
     from typing import Any
 
+    from diloco.launch.records import Fault
+
 SITE_STYLES = 8
 TIME = Axis("time, m:ss", clock)
 LOSS = Axis("nats per token", lambda value: f"{value:.3g}")
 
 
-def rebuild(run_dir: Path) -> dict[str, Any]:
-    """Write ``run_dir/report.html`` anew from its events and its summary; returns the summary.
+def rebuild(run_dir: Path) -> tuple[dict[str, Any], RunHistory]:
+    """Write ``run_dir/report.html`` anew from its events and its summary; returns both.
 
-    A run without ``summary.json`` (cut down before its end) is summed up from its events.
+    A run whose ``summary.json`` is missing (it was cut down before its end) or has not all that a run of sites has is
+    summed up from its events.
     """
     history = RunHistory()
     history.take_all(read_events(run_dir / "events.jsonl")[0])
     config = _text(run_dir / "config.yaml")
     told = _text(run_dir / "summary.json")
-    summary = json.loads(told) if told else summarize(history, None, {})
+    summary = json.loads(told) if told else {}
+    if complaints(summary):
+        summary = summarize(history, None, {})
     write_file(run_dir / "report.html", render(run_dir.resolve().name, history, summary, config).encode())
-    return dict(summary)
+    return summary, history
 
 
 def render(title: str, history: RunHistory, summary: Mapping[str, Any], config: str) -> str:

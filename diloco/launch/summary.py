@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from diloco.launch.history import RunHistory, SiteHistory
+    from diloco.launch.history import RunHistory
+    from diloco.launch.records import SiteHistory
 
 LEDGER = ("merged", "refused", "in_flight", "unsent", "overwritten", "lost")
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from types import TracebackType
 
-    from diloco.launch.history import RunHistory, SiteHistory
+    from diloco.launch.history import RunHistory
+    from diloco.launch.records import SiteHistory
 
 PER_SECOND = 4
 EVENTS_SHOWN = 9

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from diloco.launch.eventlog import Event
-from diloco.launch.history import SERIES_MAX, RunHistory, Series
+from diloco.launch.history import RunHistory
 from tests.launch.recorded import FRAGMENTS, SITES, STEP_TOKENS, Recorder
 
 
@@ -143,20 +143,6 @@ def test_any_loss_of_events_and_fields_can_be_read(seed: int) -> None:
         told(torn)
     except Exception as error:
         raise AssertionError(f"seed {seed}") from error
-
-
-def test_a_long_series_is_thinned_and_keeps_its_end() -> None:
-    series = Series()
-    for number in range(10 * SERIES_MAX):
-        series.add(float(number), 1.0)
-        if number == 100:
-            series.cut()
-    points = series.whole()
-    assert SERIES_MAX / 4 < len(points) < SERIES_MAX + 2
-    assert points[-1] == (10 * SERIES_MAX - 1.0, 1.0)
-    assert None in points
-    firsts = [point[0] for point in points if point is not None]
-    assert firsts == sorted(firsts)
 
 
 def test_tokens_of_one_step_are_what_the_recorder_says(history: RunHistory) -> None:

@@ -64,7 +64,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_the_page_is_whole_and_loads_nothing(run_dir: Path) -> None:
-    summary = report.rebuild(run_dir)
+    summary, _ = report.rebuild(run_dir)
     text = (run_dir / "report.html").read_text()
     page = Page(text)
     assert summary["status"] == "ok"
@@ -100,7 +100,7 @@ def test_a_link_to_the_run_has_the_runs_name(run_dir: Path) -> None:
 @pytest.mark.parametrize("cut", [0, 1, 5, 20, 60, 400])
 def test_a_run_that_failed_has_a_report_too(tmp_path: Path, cut: int) -> None:
     run_dir = folder(tmp_path, Recorder().record()[:cut])
-    summary = report.rebuild(run_dir)
+    summary, _ = report.rebuild(run_dir)
     page = Page((run_dir / "report.html").read_text())
     assert summary["status"] == "the run did not come to its end"
     assert summary["status"] in page.words

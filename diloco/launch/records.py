@@ -1,0 +1,164 @@
+"""The records that a ``RunHistory`` is made of: series, spans, rounds, faults, and all that is known of one site."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+SERIES_MAX = 4000
+
+
+class Series:
+    """Points over time, thinned by halves once there are ``SERIES_MAX``, with the breaks between two processes."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[float, ...] | None] = []
+        self.last: tuple[float, ...] | None = None
+        self._stride = 1
+        self._skipped = 0
+
+    def add(self, *point: float) -> None:
+        """Append a point."""
+        self.last = point
+        self._skipped += 1
+        if self._skipped >= self._stride:
+            self._skipped = 0
+            self.points.append(point)
+        if len(self.points) >= SERIES_MAX:
+            self._stride *= 2
+            # The breaks stay: a line must not be drawn across the time a process was gone.
+            self.points = [kept for index, kept in enumerate(self.points) if index % 2 or kept is None]
+
+    def cut(self) -> None:
+        """The next point does not continue the last one."""
+        if self.points and self.points[-1] is not None:
+            self.points.append(None)
+
+    def whole(self) -> list[tuple[float, ...] | None]:
+        """All points kept, and the last one in any case."""
+        if self.last is None or self.points[-1:] == [self.last]:
+            return self.points
+        return [*self.points, self.last]
+
+
+@dataclass(slots=True)
+class Span:
+    """A stretch of time; ``end_s`` is None while it lasts."""
+
+    start_s: float
+    end_s: float | None = None
+
+
+@dataclass(slots=True)
+class Fault:
+    """One thing that the scenario did.  ``healed_s`` is None for what was not healed, or cannot be."""
+
+    what: str
+    target: str
+    at_s: float
+    seconds: float | None = None
+    healed_s: float | None = None
+
+
+@dataclass(slots=True)
+class Round:
+    """One outer step: which version of which fragment, from whom, when quorum was met, when it was published."""
+
+    fragment: int
+    version: int
+    at_s: float
+    met_s: float | None = None
+    published_s: float | None = None
+    weights: dict[str, float] = field(default_factory=dict)
+    staleness: dict[str, int] = field(default_factory=dict)
+    norm: float | None = None
+    seconds: float | None = None
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """The published values on the validation set."""
+
+    at_s: float
+    tokens: int
+    val_loss: float
+    val_bits_per_byte: float | None
+    versions: list[int]
+
+
+@dataclass(slots=True)
+class SiteHistory:
+    """What is known of one site."""
+
+    name: str
+    process: str = ""
+    """Of its process, as ``up`` tells it: started, ended, killed; empty where nobody does."""
+    frozen: bool = False
+    joined: bool = False
+    connected: bool = False
+    cut: str = ""
+    """The fault that its link has just now."""
+    step: int = 0
+    tokens: int = 0
+    tokens_per_s: float = 0.0
+    loss: float | None = None
+    losses: Series = field(default_factory=Series)
+    """(seconds, tokens, nats per token)."""
+    base_versions: dict[int, int] = field(default_factory=dict)
+    incarnation: int = 0
+    meters: dict[int, dict[str, float]] = field(default_factory=dict)
+    """The last meter of each incarnation."""
+    restarts: int = 0
+    merges: int = 0
+    merges_since_fault: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    tokens_discarded: int = 0
+    links: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Bytes (up, down) counted at its link in each session."""
+    spans: list[Span] = field(default_factory=list)
+    """When its process lived."""
+    done: dict[str, int] | None = None
+    done_reason: str = ""
+    left: bool = False
+
+    def meter(self, name: str) -> float:
+        """The sum of a meter's field over all incarnations."""
+        return sum(meter.get(name, 0.0) for meter in self.meters.values())
+
+    def meter_max(self, name: str) -> float:
+        """The largest value of a meter's field over all incarnations."""
+        return max((meter.get(name, 0.0) for meter in self.meters.values()), default=0.0)
+
+    def meter_by_steps(self, name: str) -> float:
+        """The mean of a meter's field over the incarnations, weighted by their steps."""
+        steps = self.meter("inner_steps")
+        total = sum(meter.get(name, 0.0) * meter.get("inner_steps", 0.0) for meter in self.meters.values())
+        return total / steps if steps else 0.0
+
+    @property
+    def in_flight(self) -> int:
+        """Updates in flight, as the site last said."""
+        return int(self.meters.get(self.incarnation, {}).get("in_flight", 0))
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes that its link carried to the syncer."""
+        return sum(up for up, _ in self.links.values())
+
+    @property
+    def bytes_down(self) -> int:
+        """Bytes that its link carried from the syncer."""
+        return sum(down for _, down in self.links.values())
+
+    def state(self) -> str:
+        """One word for a table."""
+        if self.done is not None:
+            return "done"
+        if self.left:
+            return "left"
+        if self.process in ("ended", "killed"):
+            return self.process
+        if self.frozen:
+            return "frozen"
+        if not self.joined:
+            return "starting" if self.process else "waiting"
+        return "training" if self.connected else "alone"
