@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from diloco.launch.supervise import Child, Interrupts, child_environment, descendants, end_all
+
+SLEEPER = "import time; print('up', flush=True); time.sleep(60)"
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+FAMILY = (
+    "import subprocess, sys, time; "
+    "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print('up', flush=True); time.sleep(60)"
+)
+
+
+def python(code: str, log: Path, name: str = "site-a") -> Child:
+    return Child(name, [sys.executable, "-c", code], log)
+
+
+def until(done: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def says_up(child: Child) -> Callable[[], bool]:
+    return lambda: child.last_words() == "up"
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def environment() -> dict[str, str]:
+    return child_environment(os.environ)
+
+
+def test_a_child_writes_to_its_log_and_its_end_is_seen_once(tmp_path: Path) -> None:
+    child = python("print('one'); print('  the cause  '); raise SystemExit(4)", tmp_path / "logs" / "a.log")
+    assert not child.running
+    child.start(environment())
+    until(child.ended)
+    assert (child.code, child.ended(), child.running) == (4, False, False)
+    assert child.last_words() == "the cause"
+    child.command = [sys.executable, "-c", "pass"]
+    child.start(environment())
+    until(child.ended)
+    assert child.last_words() == "", "the words of an earlier process"
+    assert child.log.read_text().startswith("one")
+
+
+def test_all_end_by_asking_and_the_stubborn_by_force(tmp_path: Path) -> None:
+    children = [python(SLEEPER, tmp_path / "a"), python(STUBBORN, tmp_path / "b"), python("pass", tmp_path / "c")]
+    for child in children:
+        child.start(environment())
+    for child in children[:2]:
+        until(says_up(child))
+    began = time.monotonic()
+    end_all(children, 0.5)
+    assert time.monotonic() - began < 3
+    assert [child.code for child in children[:2]] == [-signal.SIGTERM, -signal.SIGKILL]
+    assert not any(alive(child.pid) for child in children)
+    end_all(children, 0.5)
+
+
+def test_a_frozen_child_can_be_ended(tmp_path: Path) -> None:
+    child = python(SLEEPER, tmp_path / "a")
+    child.start(environment())
+    until(says_up(child))
+    child.signal(signal.SIGSTOP)
+    until(lambda: state(child.pid) == "T")
+    end_all([child], 5.0)
+    assert child.code == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_what_cannot_be_passed_on_reaches_the_descendants(tmp_path: Path, number: signal.Signals) -> None:
+    child = python(FAMILY, tmp_path / "a")
+    child.start(environment())
+    until(says_up(child))
+    (grandchild,) = descendants(child.pid)
+    child.signal(number)
+    if number == signal.SIGSTOP:
+        until(lambda: state(grandchild) == state(child.pid) == "T")
+    end_all([child], 0.0)
+    until(lambda: not alive(grandchild))
+
+
+def test_back_off_grows_and_is_bounded(tmp_path: Path) -> None:
+    child = python("pass", tmp_path / "a")
+    waits = []
+    for _ in range(8):
+        child.backed_off(100.0)
+        waits.append(child.next_start_s - 100.0)
+    assert waits[:3] == [0.5, 1.0, 2.0]
+    assert waits[-1] == 15.0
+
+
+def test_children_die_with_the_process_that_started_them(tmp_path: Path) -> None:
+    """The parent is killed and can do nothing for them; the verbs tie themselves to it by ``DILOCO_PARENT``."""
+    code = f"""
+import os, sys, time
+from pathlib import Path
+from diloco.launch.supervise import Child, child_environment
+inner = "import os; from diloco.launch.tether import *; die_with_parent(int(os.environ[PARENT_VARIABLE])); "
+child = Child("a", [sys.executable, "-c", inner + {SLEEPER!r}], Path({str(tmp_path / "log")!r}))
+child.start(child_environment(os.environ))
+while child.last_words() != "up": time.sleep(0.01)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment()) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert alive(pid)
+        parent.kill()
+    until(lambda: not alive(pid))
+
+
+def test_the_environment_leads_to_this_package() -> None:
+    made = child_environment({"PYTHONPATH": "/else", "HOME": "/h"})
+    assert made["PYTHONPATH"] == f"{Path(__file__).resolve().parents[2]}{os.pathsep}/else"
+    assert made["HOME"] == "/h"
+
+
+def test_interrupts_are_counted_and_the_same_one_counts_once() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with Interrupts() as interrupts:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: interrupts.count == 1)
+        time.sleep(0.25)
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: interrupts.count == 2)
+    assert signal.getsignal(signal.SIGINT) is before
