@@ -178,35 +178,46 @@ def _choice(group: str, value: object) -> str:
 
 
 def _checked(key: str, value: object) -> list[tuple[str, object]]:
-    """``key`` and ``value`` as settings with plain values; ConfigError for an unknown key or an unfit value."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
+    """``key`` and ``value`` as settings with plain values; ConfigError for an unknown key."""
     kind = plain_type(type_of(key))
     if isinstance(value, dict):
         return [pair for inner, part in value.items() for pair in _checked(f"{key}.{inner}", part)]
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)  # 1e6 is what people write for a number of tokens
-    try:
-        _with(OmegaConf.structured(RunConfig), [(key, value)])
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{key} is {_shown(value)}: {wanted(key)}") from error
     return [(key, value)]
 
 
 def _with(config: Any, values: Sequence[tuple[str, object]]) -> RunConfig:
-    """``config`` with ``values`` on top, resolved."""
+    """``config`` with ``values`` on top, resolved; ConfigError names the first value that does not fit its key."""
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     OmegaConf.set_struct(config, False)  # Hydra closes dicts with free names too; keys were checked before
-    for key, value in values:
-        nested = value
-        for part in reversed(key.split(".")):
-            nested = {part: nested}
-        config = OmegaConf.merge(config, nested)
+    try:
+        config = OmegaConf.merge(config, _nested(values))
+    except OmegaConfBaseException:
+        # Building a structured config costs more than reading the whole file, so the culprit is looked for only now.
+        for key, value in values:
+            try:
+                OmegaConf.merge(OmegaConf.structured(RunConfig), _nested([(key, value)]))
+            except OmegaConfBaseException as error:
+                raise ConfigError(f"{key} is {_shown(value)}: {wanted(key)}") from error
+        raise
     made = OmegaConf.to_object(config)
     assert isinstance(made, RunConfig)
     return made
+
+
+def _nested(values: Sequence[tuple[str, object]]) -> dict[str, Any]:
+    """Dotted names as nested dicts; of equal names the last value stands."""
+    nested: dict[str, Any] = {}
+    for key, value in values:
+        *sections, name = key.split(".")
+        inner = nested
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[name] = value
+    return nested
 
 
 def _flat(plain: object, above: str = "") -> Iterator[tuple[str, object]]:
