@@ -403,8 +403,8 @@ class LearnerSync:
             part.next_sequence = sent.sequence
             self._effects.append(Forget(index, sent.sequence))
         self._effects.append(Release(index, sent.sequence))
+        part.discards += part.retaking is None  # Updates that were in flight together went wrong together.
         part.retaking = Retaking(part.base_version, f"an update was refused: {reason.value}")
-        part.discards += 1
         self._note("update_discarded", f"{reason.value}: {part.discards} in a row", index)
         if part.discards >= self.options.discards_max:
             self._stop(f"{part.discards} updates of fragment {index} in a row were {reason.value}", failed=True)

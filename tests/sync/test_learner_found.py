@@ -53,3 +53,15 @@ def test_site_that_gave_up_may_try_again_from_a_ruined_checkpoint() -> None:
     site.train(15)
     assert not of(fx.StopTraining, site.handle(ev.SealFailed(0, 1))), "it would end here at every start"
     assert of(fx.Retake, site.boundary())
+
+
+def test_updates_that_went_wrong_together_are_one_mishap() -> None:
+    site = Site(discards_max=2, updates_in_flight_max=2)
+    site.send(1)
+    site.send(2)
+    checkpoint = site.machine.snapshot()
+    site.restart(checkpoint)
+    fates = tuple(ev.Fate(0, sequence, 0, 150, f"u{sequence}", Reason.NON_FINITE) for sequence in (1, 2))
+    effects = site.join(known(watermark=2, tokens_discarded=300, fates=fates), incarnation=2)
+    assert not of(fx.StopTraining, effects), "it would end here at every start from this checkpoint"
+    assert of(fx.Retake, site.boundary())
