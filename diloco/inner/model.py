@@ -17,9 +17,9 @@ from diloco.inner.checks import require
 
 FFN_MULTIPLE = 32
 PLAIN_LENGTH_MAX = 512
-EMBEDDING_STD = 0.5
+EMBEDDING_STD = 1.0
 """Scale of an untied embedding.  The first RMSNorm takes the scale away, so this only sets how much of the residual
-stream the token itself is beside what the blocks add; measured on the demo model."""
+stream the token itself is beside what the blocks add: on the demo model 1.0 was .2 to 1.2 % better than 0.5."""
 
 
 @dataclass(kw_only=True, slots=True)

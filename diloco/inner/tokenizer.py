@@ -79,7 +79,7 @@ class BpeTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``."""
-        return str(self._bpe.decode([i for i in ids if i != BPE_VOCAB_SIZE - 1]))
+        return str(self._bpe.decode(list(ids)))
 
 
 def make_tokenizer(name: str, end_of_file: bool = True) -> Tokenizer:
