@@ -354,7 +354,7 @@ class OuterSync:
         gone = [name for name in open_round.members if name not in waited_for]
         for name in gone:
             open_round.members.remove(name)
-            why = f"it is {self.state.sites[name].status.value}: {len(open_round.members)} members left"
+            why = f"its status is {self.state.sites[name].status.value}: {len(open_round.members)} members remain"
             self._note("round_shrunk", why, site=name, fragment=index)
         return bool(gone)
 

@@ -79,14 +79,21 @@ def strange(world: World) -> None:
     world.tell(draw.choice(events))
 
 
+def deliver_all(world: World) -> None:
+    for _ in range(1000):
+        if not world.mail:
+            return
+        world.deliver()
+    raise AssertionError("messages without end")
+
+
 def come_to_rest(world: World) -> None:
     """No more faults; the site leaves after sending what it has, then everything is decided."""
     world.calm = True
     world.join()  # Whatever Watch has lost, its next stream begins with a join.
     world.tell(ev.LeaveAsked())
     for _ in range(60):
-        while world.mail:
-            world.deliver()
+        deliver_all(world)
         world.tell(ev.BoundaryReached())
         world.pass_time()
         if world.machine.state.left and not world.mail:
@@ -94,8 +101,7 @@ def come_to_rest(world: World) -> None:
     state = world.machine.state
     assert state.left, "the site cannot leave"
     world.join()
-    while world.mail:
-        world.deliver()
+    deliver_all(world)
     assert world.machine.settled(), "an update has no fate at the end"
 
 
