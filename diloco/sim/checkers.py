@@ -1,0 +1,359 @@
+"""What must hold at the syncer at every event (DESIGN section 6); ``site_checkers`` has what must hold at the sites."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diloco.sim import values
+from diloco.sim.checking import Checker
+from diloco.sync.effects import AnswerPush, PublishVersion, StartOuterStep, TellFate
+from diloco.sync.events import Outcome, OuterStepDone, OuterStepFailed, PushAnswered, UpdateArrived
+from diloco.sync.syncer import PROCESSES_REMEMBERED_MAX, OuterSync
+from diloco.sync.weights import raw_weight
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from diloco.sim.outer_process import Kept, OuterPlan
+    from diloco.sim.site_process import SiteProcess
+    from diloco.sim.values import Value
+    from diloco.sync.effects import LearnerEffect, OuterEffect
+    from diloco.sync.events import Fate, LearnerEvent, OuterEvent
+
+Id = tuple[str, int, int]
+"""(site, fragment, sequence) of an accepted update."""
+
+
+def accepted(event: OuterEvent, effects: Sequence[OuterEffect]) -> UpdateArrived | None:
+    """``event`` if it is an update that was taken in."""
+    if isinstance(event, UpdateArrived):
+        for effect in effects:
+            if isinstance(effect, AnswerPush):
+                return event if effect.outcome is Outcome.ACCEPTED else None
+    return None
+
+
+def ids_of(step: StartOuterStep) -> set[Id]:
+    """The updates that an outer step merges."""
+    return {(part.site, step.fragment, update.sequence) for part in step.contributions for update in part.updates}
+
+
+class ExactlyOnce(Checker):
+    """Invariant 9: a sequence is accepted once, merged at most once, and gets exactly one fate."""
+
+    name = "exactly_once"
+    mutation = "an update that was accepted before is admitted again"
+
+    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
+        super().__init__(plan, conserving=conserving)
+        self.accepted: dict[Id, str] = {}
+        self.fates: dict[Id, Fate] = {}
+        self.under_way: dict[int, StartOuterStep] = {}
+
+    def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
+        """Follow every update from its acceptance to its fate."""
+        del now_ns, machine
+        merged: set[Id] = set()
+        if isinstance(event, OuterStepDone):
+            merged = ids_of(self.under_way.pop(event.fragment))
+        elif isinstance(event, OuterStepFailed):
+            self.under_way.pop(event.fragment)
+        update = accepted(event, effects)
+        if update is not None:
+            key = (update.site, update.fragment, update.sequence)
+            self.require(key not in self.accepted, key, "was accepted twice")
+            self.accepted[key] = update.digest
+        for effect in effects:
+            if isinstance(effect, TellFate):
+                self._decided(effect, merged)
+            elif isinstance(effect, StartOuterStep):
+                self._starting(effect)
+        self.require(not merged, "merged and not told:", sorted(merged))
+
+    def _starting(self, effect: StartOuterStep) -> None:
+        again = self.under_way.get(effect.fragment)
+        self.require(again in (None, effect), "an outer step was", again, "and is now", effect)
+        self.under_way[effect.fragment] = effect
+        self.require(bool(effect.contributions), "a version is made of nothing")
+        for part in effect.contributions:
+            for update in part.updates:
+                key = (part.site, effect.fragment, update.sequence)
+                self.require(self.accepted.get(key) == update.digest, key, "is merged and was not accepted")
+                self.require(key not in self.fates, key, "is merged and had", self.fates.get(key))
+
+    def _decided(self, effect: TellFate, merged: set[Id]) -> None:
+        fate = effect.fate
+        key = (effect.site, fate.fragment, fate.sequence)
+        self.require(key not in self.fates, key, "has", self.fates.get(key), "and then", fate)
+        self.require(self.accepted.get(key) == fate.digest, key, "has a fate and was not accepted")
+        self.require(fate.merged == (key in merged), key, "is told", fate, "and merged was", sorted(merged))
+        merged.discard(key)
+        self.fates[key] = fate
+
+    def at_end(self, machine: OuterSync, sites: Sequence[SiteProcess]) -> None:
+        """Once the run has ended every accepted update has its fate, and its site was told or is gone."""
+        lost = sorted(set(self.accepted) - set(self.fates))
+        self.require(not lost, "the run has ended and these have no fate:", lost)
+        for site in sites:
+            for index, part in enumerate(site.machine.state.fragments):
+                known = sum(
+                    sent.tokens
+                    for sent in part.in_flight
+                    if sent.merged_version is None and self._merged((site.site, index, sent.sequence), sent.digest)
+                ) + sum(o.tokens for o in part.orphans if self._merged((site.site, index, o.sequence), None))
+                member = machine.state.sites.get(site.site)
+                there = member.lines[index].tokens_merged if member else 0
+                fenced = member is not None and member.incarnation != site.machine.state.incarnation
+                self.require(
+                    fenced or part.tokens_merged + known == there,
+                    f"{site.site} counts {part.tokens_merged} + {known} merged tokens of {index}, the syncer {there}",
+                )
+
+    def _merged(self, key: Id, digest: str | None) -> bool:
+        fate = self.fates.get(key)
+        return fate is not None and fate.merged and digest in (None, fate.digest)
+
+
+class Versions(Checker):
+    """Invariant 9: versions rise by one, are announced as they rise, and never go back."""
+
+    name = "versions"
+    mutation = "a restarted syncer begins from the version before its newest"
+
+    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
+        super().__init__(plan, conserving=conserving)
+        self.version = [0] * plan.options.num_fragments
+
+    def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
+        """Exactly the outer step that is done is announced."""
+        del now_ns
+        published = [(effect.fragment, effect.version) for effect in effects if isinstance(effect, PublishVersion)]
+        expected = []
+        if isinstance(event, OuterStepDone):
+            self.version[event.fragment] += 1
+            expected = [(event.fragment, self.version[event.fragment])]
+        self.require(published == expected, "published", published, "and not", expected)
+        found = [fragment.version for fragment in machine.state.fragments]
+        self.require(found == self.version, "versions are", found, "and should be", self.version)
+
+    def recovered(self, machine: OuterSync) -> None:
+        """A restart changes no version."""
+        found = [fragment.version for fragment in machine.state.fragments]
+        self.require(found == self.version, "versions are", found, "after recovery and were", self.version)
+
+
+class Acknowledged(Checker):
+    """Invariant 9: what a site was told is accepted is there after any crash of the syncer."""
+
+    name = "acknowledged"
+    mutation = "the syncer answers before the record is on the disk"
+
+    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
+        super().__init__(plan, conserving=conserving)
+        self.told: dict[tuple[str, int], int] = {}
+
+    def learner(self, site: SiteProcess, event: LearnerEvent, effects: Sequence[LearnerEffect]) -> None:
+        """Remember the last sequence of a fragment that its site was told is accepted."""
+        del effects
+        if isinstance(event, PushAnswered) and event.outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE):
+            key = (site.site, event.fragment)
+            self.told[key] = max(self.told.get(key, 0), event.sequence)
+
+    def recovered(self, machine: OuterSync) -> None:
+        """The watermark has not fallen behind what was told; who follows each update to its fate is ExactlyOnce."""
+        for (name, index), sequence in self.told.items():
+            member = machine.state.sites.get(name)
+            watermark = member.lines[index].watermark if member else 0
+            self.require(watermark >= sequence, name, index, sequence, "was acknowledged; the watermark is", watermark)
+
+
+class Recovery(Checker):
+    """Invariant 11 (a): after recovery the state is that of a machine that has applied the same journal."""
+
+    name = "recovery"
+    mutation = "a recovered syncer does not know what was merging"
+
+    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
+        super().__init__(plan, conserving=conserving)
+        self.twin = OuterSync(plan.options)
+        self.made: dict[tuple[int, int], Kept] = {}
+
+    def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
+        """Feed the twin, which never crashes."""
+        found = self.twin.handle(event, now_ns)
+        self.require(found == effects, "after", event, "the twin says", found, "and the machine", effects)
+
+    def recovered(self, machine: OuterSync) -> None:
+        """Nothing differs."""
+        self.require(machine.state == self.twin.state, "recovered", machine.state, "and not", self.twin.state)
+
+    def stored(self, effect: StartOuterStep, made: Kept) -> None:
+        """An outer step that is done again gives the same bits."""
+        before = self.made.setdefault((effect.fragment, effect.version), made)
+        self.require(before == made, effect, "gave", before, "and then", made)
+
+    def at_end(self, machine: OuterSync, sites: Sequence[SiteProcess]) -> None:
+        """The machine that went through all crashes and the twin that went through none are the same."""
+        del sites
+        self.recovered(machine)
+
+
+class Weights(Checker):
+    """Invariant 10: the weights of a merge sum to 1 and are in proportion to the rule's."""
+
+    name = "weights"
+    mutation = "weights are not divided by their sum"
+
+    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
+        super().__init__(plan, conserving=conserving)
+        self.work: dict[Id, tuple[int, int]] = {}
+
+    def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
+        """Weigh every contribution again."""
+        del now_ns, machine
+        update = accepted(event, effects)
+        if update is not None:
+            self.work[update.site, update.fragment, update.sequence] = (update.tokens, update.steps)
+        for effect in effects:
+            if isinstance(effect, StartOuterStep):
+                raw = [
+                    self._raw(effect.fragment, part.site, [u.sequence for u in part.updates])
+                    for part in effect.contributions
+                ]
+                found = [part.weight for part in effect.contributions]
+                self.require(abs(sum(found) - 1) < 1e-12, "weights", found, "sum to", sum(found))
+                wanted = [each / sum(raw) for each in raw]
+                near = all(abs(a - b) < 1e-12 for a, b in zip(found, wanted, strict=True))
+                self.require(near, "weights are", found, "and should be", wanted)
+
+    def _raw(self, fragment: int, site: str, sequences: list[int]) -> float:
+        work = [self.work[site, fragment, sequence] for sequence in sequences]
+        return raw_weight(self.plan.options.weights, sum(t for t, _ in work), sum(s for _, s in work))
+
+
+class Staleness(Checker):
+    """Nothing older than the bound is merged, judged when the round closes."""
+
+    name = "staleness"
+    mutation = "updates are judged by a laxer bound than the run's"
+
+    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
+        super().__init__(plan, conserving=conserving)
+        self.base: dict[Id, int] = {}
+        self.worst = 0
+
+    def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
+        """Look at the base of everything that is merged."""
+        del now_ns, machine
+        update = accepted(event, effects)
+        if update is not None:
+            self.base[update.site, update.fragment, update.sequence] = update.base_version
+        for effect in effects:
+            if isinstance(effect, StartOuterStep):
+                for key in sorted(ids_of(effect)):
+                    staleness = effect.version - 1 - self.base[key]
+                    self.worst = max(self.worst, staleness)
+                    self.require(staleness <= self.plan.options.staleness_max, key, "is merged at staleness", staleness)
+
+
+class Grace(Checker):
+    """Invariant 14: once the quorum is met a round waits no longer than the grace, and for nobody when all are here."""
+
+    name = "grace"
+    mutation = "the grace is twice as long as allowed"
+
+    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
+        super().__init__(plan, conserving=conserving)
+        self.met_ns: dict[int, int] = {}
+
+    def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
+        """A round that stands open although its quorum was met long ago waits too long."""
+        del event, effects
+        options, state = self.plan.options, machine.state
+        for index, fragment in enumerate(state.fragments):
+            arrived = set(state.arrived(index))
+            if fragment.round is None:
+                met = False
+            elif options.quorum == "all":
+                met = len(arrived) >= options.quorum_min and arrived >= set(fragment.round.members)
+            else:
+                met = isinstance(options.quorum, int) and len(arrived) >= max(options.quorum, options.quorum_min)
+            if not met:
+                self.met_ns.pop(index, None)
+                continue
+            waited_ns = now_ns - self.met_ns.setdefault(index, now_ns)
+            if fragment.merging_since_ns is None:
+                self.require(
+                    waited_ns < options.grace_ns, f"fragment {index} waits since {waited_ns} ns with", sorted(arrived)
+                )
+                self.require(not arrived >= set(state.live()), f"fragment {index} waits although all are here")
+
+
+class Merging(Checker):
+    """Each version is the outer step of the one before with exactly its updates, and all sites get the same values."""
+
+    name = "same_versions"
+    mutation = "the syncer publishes a version without what its codec rounded off"
+
+    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
+        super().__init__(plan, conserving=conserving)
+        self.value: dict[tuple[int, str], Value] = {}
+        self.theta = {(index, 0): (values.ZERO, values.ZERO) for index in range(plan.options.num_fragments)}
+        self.published = {(index, 0): values.ZERO for index in range(plan.options.num_fragments)}
+
+    def encoded(self, site: SiteProcess, fragment: int, digest: str, decoded: Value) -> None:
+        """Remember what each update says."""
+        del site
+        self.value[fragment, digest] = decoded
+
+    def stored(self, effect: StartOuterStep, made: Kept) -> None:
+        """Make the version from the sites' own words."""
+        index, version = effect.fragment, effect.version
+        contributions = [
+            (part.weight, [self.value[index, update.digest] for update in part.updates])
+            for part in effect.contributions
+        ]
+        theta, momentum = self.theta[index, version - 1]
+        expected = values.outer_step(theta, momentum, values.merged(contributions), self.plan.rule)
+        self.require((made.theta, made.momentum) == expected, effect, "made", made, "and not", expected)
+        self.theta[index, version] = expected
+        self.published[index, version] = made.published
+
+    def fetched(self, site: SiteProcess, fragment: int, version: int, value: Value) -> None:
+        """Compare what a site has followed to with what was published."""
+        published = self.published[fragment, version]
+        self.require(
+            value == published, site.name, "has", value, f"of fragment {fragment} version {version} and not", published
+        )
+
+
+class Bounds(Checker):
+    """Every collection has its bound, at the syncer and at the sites."""
+
+    name = "bounds"
+    mutation = "more updates may wait than the run allows"
+
+    def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
+        """Count what the outer machine remembers."""
+        del now_ns, event, effects
+        options = self.plan.options
+        self.require(len(machine.state.sites) <= options.sites_max, "sites:", len(machine.state.sites))
+        for name, site in machine.state.sites.items():
+            self.require(len(site.superseded) <= PROCESSES_REMEMBERED_MAX, name, "superseded:", len(site.superseded))
+            for line in site.lines:
+                self.require(
+                    len(line.undecided) <= options.updates_in_flight_max, name, "waiting:", len(line.undecided)
+                )
+                self.require(len(line.fates) <= options.fates_kept_max, name, "fates:", len(line.fates))
+
+    def carried_out(self, site: SiteProcess, event: LearnerEvent) -> None:
+        """Count what a site holds."""
+        del event
+        options = self.plan.options
+        undecided_max = site.plan.options.updates_in_flight_max
+        for part in site.machine.state.fragments:
+            self.require(len(part.undecided()) <= undecided_max, site.name, "undecided:", len(part.undecided()))
+            held_max = undecided_max * (options.staleness_max + 2)
+            self.require(len(part.in_flight) <= held_max, site.name, "in flight:", len(part.in_flight))
+            self.require(len(part.orphans) <= options.updates_in_flight_max, site.name, "orphans:", len(part.orphans))
+        self.require(len(site.disk.outbox) <= len(site.theta), site.name, "outbox:", sorted(site.disk.outbox))

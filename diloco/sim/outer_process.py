@@ -1,0 +1,477 @@
+"""The syncer as a process of the simulator: the outer machine, leases, a disk, and effects carried out in order.
+
+An event is on the disk before its first effect is carried out, an update before its event, a version before the event
+that announces it.  The process can be told to die at each of the instants between.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from diloco.sim import values
+from diloco.sim.network import Direction, Heap
+from diloco.sim.process import Died, Process
+from diloco.sim.values import OuterRule, Value
+from diloco.sync.effects import (
+    AnnounceFinal,
+    AnswerDone,
+    AnswerJoin,
+    AnswerPush,
+    DropSite,
+    MarkFinal,
+    OuterEffect,
+    PublishVersion,
+    StartOuterStep,
+    TellFate,
+)
+from diloco.sync.events import (
+    DeadlinePassed,
+    DrainRequested,
+    Fate,
+    FateTold,
+    FinalAnnounced,
+    JoinAnswered,
+    JoinRequested,
+    LearnerEvent,
+    Outcome,
+    OuterEvent,
+    OuterStepDone,
+    OuterStepFailed,
+    Reason,
+    SiteEvicted,
+    SiteLeft,
+    SyncerStarted,
+    UpdateArrived,
+    VersionPublished,
+)
+from diloco.sync.journal import Record, digest_effects, encode_record, read_records, replay
+from diloco.sync.leases import Leases
+from diloco.sync.options import OuterOptions
+from diloco.sync.plain import canonical
+from diloco.sync.state import Phase, Status
+from diloco.sync.syncer import OuterSync
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from diloco.sim.checking import Checkers
+    from diloco.sim.network import Link
+
+VERSIONS_KEPT = 4
+
+
+class CrashPoint(Enum):
+    """Where in the handling of an event the syncer dies."""
+
+    BEFORE_WRITE = "before the record"
+    TORN_WRITE = "in the record"
+    AFTER_WRITE = "after the record, before its effects"
+    AMONG_EFFECTS = "among its effects"
+    STEP_STORED = "after an outer step is stored, before its record"
+    SNAPSHOT = "before a snapshot is in place"
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One version on the disk.  ``link`` is the decoded down-link from the version before."""
+
+    theta: Value
+    momentum: Value
+    published: Value
+    link: Value
+
+
+@dataclass(slots=True)
+class OuterDisk:
+    """What of the syncer outlives its process."""
+
+    versions: list[dict[int, Kept]]
+    epoch: int = 0
+    journal: bytearray = field(default_factory=bytearray)
+    snapshot: bytes = b""
+    snapshot_end: int = 0
+    """How much of ``journal`` the snapshot holds."""
+    spool: dict[str, Value] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """An update as it is on its way.  ``finite`` is what the syncer will find when it decodes the payload."""
+
+    site: str
+    incarnation: int
+    fragment: int
+    sequence: int
+    base_version: int
+    tokens: int
+    steps: int
+    step_ns: int
+    cursor: int
+    digest: str
+    final: bool
+    finite: bool
+    value: Value
+    transfer_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushReply:
+    """The answer to a push."""
+
+    outcome: Outcome
+    reason: Reason | None
+    fate: Fate | None
+
+
+@dataclass(frozen=True, slots=True)
+class JoinReply:
+    """The answer to a join: refused with a ``reason``, or ``answered``."""
+
+    answered: JoinAnswered | None
+    reason: Reason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """A version: the down-links that lead to it from the version asked about, or (``whole``) its values."""
+
+    version: int
+    whole: bool
+    parts: tuple[Value, ...]
+    fates: tuple[Fate, ...]
+
+
+class Feed:
+    """The stream of small events to one site's process."""
+
+    def __init__(self, incarnation: int, link: Link, told: Callable[[LearnerEvent | DropSite], None]) -> None:
+        self.incarnation = incarnation
+        self._link = link
+        self._told = told
+
+    def tell(self, what: LearnerEvent | DropSite) -> None:
+        """Send ``what`` down the site's link."""
+        self._link.send(Direction.DOWN, lambda: self._told(what))
+
+
+@dataclass(frozen=True, slots=True)
+class OuterPlan:
+    """How this run's syncer is set: its rules, its speed, and how often it takes a snapshot."""
+
+    options: OuterOptions
+    rule: OuterRule
+    merge_ns: int = 0
+    fail_per_mille: int = 0
+    """Share of outer steps without a finite result."""
+    snapshot_records: int = 50
+
+
+class OuterProcess(Process):
+    """One life of the syncer.  Making it is the recovery."""
+
+    def __init__(
+        self, heap: Heap, disk: OuterDisk, plan: OuterPlan, checkers: Checkers, on_death: Callable[[], None]
+    ) -> None:
+        super().__init__(on_death)
+        self.heap, self.disk, self.plan, self.checkers = heap, disk, plan, checkers
+        self.doom: CrashPoint | None = None
+        self.final: MarkFinal | None = None
+        self.feeds: dict[str, Feed] = {}
+        self._calls: dict[int, Callable[[object], None]] = {}
+        self._joins: dict[int, Callable[[int], Feed]] = {}
+        self._call = 0
+        self._armed_ns: int | None = None
+        self._records = 0
+        disk.epoch += 1  # Durable before anything is done under it.
+        self.machine = self._recovered()
+        self._offset_ns = self.machine.state.now_ns - heap.now_ns
+        self.leases = Leases(plan.options.site_timeout_ns)
+        for name, site in sorted(self.machine.state.sites.items()):
+            if site.status in (Status.LIVE, Status.SILENT):
+                self.leases.watch(name, self.now_ns(), silent=site.status is Status.SILENT)
+
+    def start(self) -> None:
+        """Take over: work that was under way is issued again."""
+        self.deliver(lambda: self._apply(SyncerStarted(self.disk.epoch)))
+
+    def now_ns(self) -> int:
+        """The machine's own time, which stands still while no process lives."""
+        return self.heap.now_ns + self._offset_ns
+
+    def _recovered(self) -> OuterSync:
+        disk, options = self.disk, self.plan.options
+        machine = OuterSync(options)
+        if disk.snapshot:
+            machine = OuterSync.restore(options, json.loads(disk.snapshot))
+        tail = bytes(disk.journal[disk.snapshot_end :])
+        records, end = read_records(tail)
+        del disk.journal[disk.snapshot_end + end :]
+        for _ in replay(machine, records):
+            pass
+        needed = {
+            pending.payload
+            for site in machine.state.sites.values()
+            for line in site.lines
+            for pending in line.undecided
+        }
+        for name in sorted(set(disk.spool) - needed):
+            del disk.spool[name]  # Accepted and decided, or never accepted: the crash came before the file was removed.
+        self.checkers.recovered(machine)
+        return machine
+
+    # --- events ------------------------------------------------------------------------------------------------
+
+    def _apply(self, event: OuterEvent) -> None:
+        now_ns = self.now_ns()
+        effects = self.machine.handle(event, now_ns)
+        record = encode_record(Record(now_ns, event, digest_effects(effects)))
+        self._meet_doom(CrashPoint.BEFORE_WRITE)
+        if self.doom is CrashPoint.TORN_WRITE:
+            self.disk.journal += record[: len(record) // 2]
+        self._meet_doom(CrashPoint.TORN_WRITE)
+        self.disk.journal += record
+        self.checkers.outer(now_ns, event, effects, self.machine)
+        self._meet_doom(CrashPoint.AFTER_WRITE)
+        for effect in effects:
+            self._carry_out(effect)
+            if len(effects) > 1:
+                self._meet_doom(CrashPoint.AMONG_EFFECTS)
+        self._records += 1
+        if self._records >= self.plan.snapshot_records:
+            self.snapshot()
+        self._arm()
+
+    def _meet_doom(self, point: CrashPoint) -> None:
+        if self.doom is point:
+            raise Died(point.value)
+
+    def snapshot(self) -> None:
+        """Keep the machine's state, so that the next recovery replays less."""
+        self._meet_doom(CrashPoint.SNAPSHOT)
+        self._records = 0
+        self.disk.snapshot, self.disk.snapshot_end = canonical(self.machine.snapshot()), len(self.disk.journal)
+
+    def _arm(self) -> None:
+        """Plan to look at the deadlines again when the next one comes."""
+        wanted = [self.machine.next_deadline_ns(), self.leases.next_deadline_ns()]
+        ahead = min((instant for instant in wanted if instant is not None), default=None)
+        if ahead is not None and (self._armed_ns is None or ahead < self._armed_ns):
+            self._armed_ns = ahead
+            self.heap.at(ahead - self._offset_ns, lambda: self.deliver(lambda: self._look(ahead)))
+
+    def _look(self, armed_ns: int) -> None:
+        if self._armed_ns == armed_ns:
+            self._armed_ns = None
+        for silent in self.leases.expired(self.now_ns()):
+            self._apply(silent)
+        deadline_ns = self.machine.next_deadline_ns()
+        if deadline_ns is not None and deadline_ns <= self.now_ns():
+            self._apply(DeadlinePassed())
+        self._arm()
+
+    def _heard(self, site: str, incarnation: int) -> None:
+        member = self.machine.state.sites.get(site)
+        if member is not None and member.incarnation == incarnation:
+            event = self.leases.heard(site, self.now_ns())
+            if event is not None:
+                self._apply(event)
+        self._arm()
+
+    def _expect(self, reply: Callable[[object], None]) -> int:
+        self._call += 1
+        self._calls[self._call] = reply
+        return self._call
+
+    # --- what sites and operators ask ----------------------------------------------------------------------------
+
+    def join(self, site: str, process: str, feed: Callable[[int], Feed], reply: Callable[[object], None]) -> None:
+        """Take a process in; ``feed`` makes its stream for the incarnation it gets."""
+        call = self._expect(reply)
+        self._joins[call] = feed
+        self._apply(JoinRequested(call, site, process))
+
+    def push(self, push: Push, reply: Callable[[object], None]) -> None:
+        """Judge the header; the payload follows only when it may enter."""
+        self._heard(push.site, push.incarnation)
+        verdict = self.machine.admit(
+            push.site, push.incarnation, push.fragment, push.sequence, push.base_version, push.digest
+        )
+        if verdict.outcome is not Outcome.ACCEPTED:
+            reply(PushReply(verdict.outcome, verdict.reason, verdict.fate))
+        else:
+            self.heap.after(push.transfer_ns, lambda: self.deliver(lambda: self._commit(push, reply)))
+
+    def _commit(self, push: Push, reply: Callable[[object], None]) -> None:
+        """The whole payload is here: spool it, then decide."""
+        call = self._expect(reply)
+        payload = f"{push.site}-{push.fragment}-{push.sequence}-{self.disk.epoch}-{call}"
+        self.disk.spool[payload] = push.value
+        self._heard(push.site, push.incarnation)
+        self._apply(
+            UpdateArrived(
+                call,
+                push.site,
+                push.incarnation,
+                push.fragment,
+                push.sequence,
+                push.base_version,
+                push.tokens,
+                push.steps,
+                push.step_ns,
+                push.cursor,
+                push.digest,
+                payload,
+                "exact",
+                push.finite,
+                push.final,
+            )
+        )
+        if not self._undecided(push.site, push.fragment, push.sequence, payload):
+            self.disk.spool.pop(payload, None)
+
+    def _undecided(self, site: str, fragment: int, sequence: int, payload: str) -> bool:
+        member = self.machine.state.sites.get(site)
+        return member is not None and any(
+            pending.sequence == sequence and pending.payload == payload for pending in member.lines[fragment].undecided
+        )
+
+    def pull(self, site: str, fragment: int, have_version: int, reply: Callable[[object], None]) -> None:
+        """Answer with the newest version and the site's fates, or None when there is none newer."""
+        newest = self.machine.state.fragments[fragment].version
+        kept = self.disk.versions[fragment]
+        member = self.machine.state.sites.get(site)
+        if newest <= have_version or member is None:
+            reply(None)
+            return
+        fates = tuple(member.lines[fragment].fates)
+        steps = range(have_version + 1, newest + 1)
+        if have_version >= 0 and all(version in kept for version in steps):
+            reply(Pulled(newest, False, tuple(kept[version].link for version in steps), fates))
+        else:
+            reply(Pulled(newest, True, (kept[newest].published,), fates))
+
+    def report(self, site: str, incarnation: int, reply: Callable[[object], None]) -> None:
+        """A sign of life; the answer says whether this process knows the sender's stream."""
+        self._heard(site, incarnation)
+        feed = self.feeds.get(site)
+        reply(feed is not None and feed.incarnation == incarnation)
+
+    def leave(self, site: str, incarnation: int, reply: Callable[[object], None]) -> None:
+        """A goodbye."""
+        self._apply(SiteLeft(self._expect(reply), site, incarnation))
+        member = self.machine.state.sites.get(site)
+        if member is not None and member.status is Status.LEFT:
+            self.leases.forget(site)
+
+    def evict(self, site: str) -> None:
+        """An operator puts a site out."""
+        self._apply(SiteEvicted(self._expect(lambda _: None), site))
+        self.leases.forget(site)
+
+    def drain(self) -> None:
+        """An operator asks for a pause."""
+        self._apply(DrainRequested(self._expect(lambda _: None)))
+
+    def over(self) -> bool:
+        """Whether the run, or this part of it, has ended."""
+        return self.machine.state.phase is Phase.ENDED
+
+    # --- effects -----------------------------------------------------------------------------------------------
+
+    def _carry_out(self, effect: OuterEffect) -> None:
+        state = self.machine.state
+        match effect:
+            case AnswerJoin():
+                self._answer_join(effect)
+            case AnswerPush():
+                self._calls.pop(effect.call)(PushReply(effect.outcome, effect.reason, effect.fate))
+            case AnswerDone():
+                self._calls.pop(effect.call)(effect.reason)
+            case StartOuterStep():
+                self.heap.after(self.plan.merge_ns, lambda: self.deliver(lambda: self._step(effect)))
+            case PublishVersion():
+                published = VersionPublished(
+                    self.disk.epoch, effect.fragment, effect.version, state.run_tokens(), self.machine.progress_ppm()
+                )
+                for _, feed in sorted(self.feeds.items()):
+                    feed.tell(published)
+            case TellFate():
+                self._tell_fate(effect)
+            case AnnounceFinal():
+                for _, feed in sorted(self.feeds.items()):
+                    feed.tell(FinalAnnounced(effect.ending))
+            case MarkFinal():
+                self.final = effect
+            case DropSite():
+                dropped = self.feeds.get(effect.site)
+                if dropped is not None and dropped.incarnation == effect.incarnation:
+                    del self.feeds[effect.site]
+                    dropped.tell(effect)
+
+    def _answer_join(self, effect: AnswerJoin) -> None:
+        reply, feed = self._calls.pop(effect.call), self._joins.pop(effect.call)
+        if effect.reason is not None:
+            reply(JoinReply(None, effect.reason))
+            return
+        self.leases.watch(effect.site, self.now_ns())
+        self.feeds[effect.site] = feed(effect.incarnation)
+        reply(
+            JoinReply(
+                JoinAnswered(
+                    self.disk.epoch,
+                    effect.incarnation,
+                    effect.standings,
+                    self.machine.state.run_tokens(),
+                    self.machine.progress_ppm(),
+                    effect.ending,
+                ),
+                None,
+            )
+        )
+
+    def _tell_fate(self, effect: TellFate) -> None:
+        feed = self.feeds.get(effect.site)
+        if feed is not None:
+            feed.tell(FateTold(effect.fate))
+        prefix = f"{effect.site}-{effect.fate.fragment}-{effect.fate.sequence}-"
+        for name in [name for name in self.disk.spool if name.startswith(prefix)]:
+            del self.disk.spool[name]
+
+    def _step(self, effect: StartOuterStep) -> None:
+        """Compute an outer step from what is on the disk; its result is there before its event."""
+        kept = self.disk.versions[effect.fragment]
+        before = kept[effect.version - 1]
+        contributions = [
+            (part.weight, [self.disk.spool[update.payload] for update in part.updates]) for part in effect.contributions
+        ]
+        if self._fails(effect):
+            self._apply(OuterStepFailed(effect.fragment, effect.version))
+            return
+        made = self.made(before, contributions)
+        self.checkers.stored(effect, made)
+        kept[effect.version] = made
+        self._meet_doom(CrashPoint.STEP_STORED)
+        kept.pop(effect.version - VERSIONS_KEPT, None)
+        self._apply(OuterStepDone(effect.fragment, effect.version, digest(made.published), digest(made.link)))
+
+    def made(self, before: Kept, contributions: list[tuple[float, list[Value]]]) -> Kept:
+        """The version after ``before``."""
+        rule = self.plan.rule
+        theta, momentum = values.outer_step(before.theta, before.momentum, values.merged(contributions), rule)
+        if rule.published_quantum == 1:
+            return Kept(theta, momentum, theta, values.minus(theta, before.published))
+        link = values.quantised(values.minus(theta, before.published), rule.published_quantum)
+        return Kept(theta, momentum, values.plus(before.published, link), link)
+
+    def _fails(self, effect: StartOuterStep) -> bool:
+        """A property of what is merged, so that the same step fails again after a crash."""
+        seen = sum(sum(update.digest.encode()) for part in effect.contributions for update in part.updates)
+        return seen % 1000 < self.plan.fail_per_mille
+
+
+def digest(value: Value) -> str:
+    """What stands for the digest of a tensor."""
+    return f"{value[0]}:{value[1]}:{value[2]}"

@@ -1,0 +1,125 @@
+"""What a seed means: how many sites of which speed, which rules, which weather, which faults how often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from diloco.sim.network import MILLISECOND_NS, Weather
+from diloco.sim.outer_process import OuterPlan
+from diloco.sim.site_process import SitePlan
+from diloco.sim.values import OuterRule
+from diloco.sync.options import ADOPT_RULES, GRACE_KINDS, SECOND_NS, WEIGHT_RULES, LearnerOptions, OuterOptions
+
+GENTLE = ("outer_crash", "outer_freeze", "freeze", "partition", "half_partition", "storm")
+"""Faults that throw no progress away, so that conservation can be checked to the last bit."""
+HARSH = ("kill", "wipe", "twin", "leave", "evict", "poison", "ruin", "drain")
+"""Faults that may."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmPlan:
+    """Everything that a seed decides before the first event."""
+
+    seed: int
+    conserving: bool
+    outer: OuterPlan
+    sites: tuple[SitePlan, ...]
+    weathers: tuple[Weather, ...]
+    starts_ns: tuple[int, ...]
+    """When each site appears; the late ones join in mid-run."""
+    faults: tuple[str, ...]
+    fault_interval_ns: int
+    safety_ns: int
+
+
+def draw_plan(seed: int) -> SwarmPlan:
+    """The plan of ``seed``, always the same."""
+    random = Random(f"{seed}/plan")
+    conserving = random.random() < 0.25
+    num_sites, num_fragments = random.randint(1, 5), random.randint(1, 4)
+    in_flight_max = random.randint(1, 3)
+    lock_step = not conserving and random.random() < 0.08
+    outer = OuterPlan(
+        _options(random, num_sites, num_fragments, in_flight_max, conserving=conserving, lock_step=lock_step),
+        OuterRule(10, 0, random.choice((1, 64)))
+        if conserving
+        else OuterRule(random.choice((10, 7, 4)), random.choice((0, 5, 9)), random.choice((1, 64, 500))),
+        0 if conserving else random.choice((0, 5, 100, 700)) * MILLISECOND_NS,
+        0 if conserving else random.choice((0, 0, 0, 50)),
+        random.randint(10, 80),
+    )
+    learner = LearnerOptions(
+        num_fragments=num_fragments,
+        inner_steps=num_fragments + random.randint(0, 8),
+        adopt="rebase" if conserving else random.choice(ADOPT_RULES),
+        updates_in_flight_max=in_flight_max,
+        discards_max=random.randint(2, 5),
+        lock_step=lock_step,
+    )
+    sites = tuple(_site(random, learner, outer.options) for _ in range(num_sites))
+    kinds = GENTLE if conserving else GENTLE + HARSH
+    late = random.random() < 0.5
+    return SwarmPlan(
+        seed,
+        conserving,
+        outer,
+        sites,
+        tuple(_weather(random) for _ in sites),
+        tuple(random.randrange(12 * SECOND_NS) if late and index else 0 for index, _ in enumerate(sites)),
+        tuple(kind for kind in kinds if random.random() < 0.6),
+        random.randint(400, 4000) * MILLISECOND_NS,
+        random.randint(10, 25) * SECOND_NS,
+    )
+
+
+def _options(
+    random: Random, num_sites: int, num_fragments: int, in_flight_max: int, *, conserving: bool, lock_step: bool
+) -> OuterOptions:
+    everybody = lock_step or random.random() < 0.3
+    quorum: int | str = "all" if everybody else random.choice((1, 1, random.randint(1, num_sites)))
+    quorum_min = random.randint(1, num_sites if everybody else int(quorum)) if random.random() < 0.3 else 1
+    ends = random.random()
+    return OuterOptions(
+        num_fragments=num_fragments,
+        quorum=1 if conserving else quorum,
+        quorum_min=1 if conserving else quorum_min,
+        grace="fixed" if conserving else random.choice(GRACE_KINDS),
+        grace_ns=0 if conserving else random.choice((0, 50, 500, 1500)) * MILLISECOND_NS,
+        grace_share_percent=random.choice((50, 80, 99)),
+        overlap_steps=random.randint(0, 6),
+        weights=random.choice(WEIGHT_RULES),
+        staleness_max=random.randint(0, 6),
+        updates_in_flight_max=in_flight_max,
+        site_timeout_ns=random.randint(2000, 4000) * MILLISECOND_NS,
+        final_wait_ns=random.randint(2000, 6000) * MILLISECOND_NS,
+        token_budget=random.randint(500, 20_000) if ends < 0.25 else 0,
+        run_ns=random.randint(8, 40) * SECOND_NS if 0.25 <= ends < 0.4 else 0,
+        fates_kept_max=in_flight_max + random.choice((0, 0, 4, 60)),
+        sites_max=num_sites,
+    )
+
+
+def _site(random: Random, learner: LearnerOptions, outer: OuterOptions) -> SitePlan:
+    return SitePlan(
+        options=learner,
+        step_ns=random.randint(90, 500) * MILLISECOND_NS,
+        step_jitter=random.choice((0.0, 0.1, 1.0)),
+        tokens=random.randint(1, 100),
+        transfer_ns=random.choice((0, 30, 300, 1500)) * MILLISECOND_NS,
+        encode_ns=random.choice((0, 5, 150, 600)) * MILLISECOND_NS,
+        quantum=random.choice((1, 64, 512)),
+        alpha_tenths=random.randint(1, 9),
+        checkpoint_steps=random.randint(2, 20),
+        checkpoint_ns=random.choice((0, 50, 900)) * MILLISECOND_NS,
+        report_ns=outer.site_timeout_ns // 3,
+    )
+
+
+def _weather(random: Random) -> Weather:
+    return Weather(
+        random.choice((1, 20, 80, 150)) * MILLISECOND_NS,
+        random.choice((0, 10, 200)) * MILLISECOND_NS,
+        random.choice((0.0, 0.0, 0.05, 0.2)),
+        random.choice((0.0, 0.0, 0.02, 0.1)),
+    )

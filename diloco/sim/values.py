@@ -1,0 +1,79 @@
+"""The numbers that stand for tensors in the simulator: exact, so that nothing can hide in a rounding.
+
+A fragment is a ``Value`` of three integers.  The first is what a site has learned: each inner step adds a random
+amount, and the codec rounds it coarsely.  The second is added to by each step's tokens and never rounded, so that
+what an update carries can be held against the tokens it declares.  The third is 1 in the values that a site has before
+it took a version (its own random initialisation) and 0 in every version: it must never be seen in an update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+Value = tuple[int, int, int]
+ZERO: Value = (0, 0, 0)
+COLD: Value = (10**12 + 7, 10**9 + 7, 1)
+WEIGHT_UNIT = 1 << 53
+
+
+@dataclass(frozen=True, slots=True)
+class OuterRule:
+    """Outer SGD with a heavy ball, in tenths: ``lr_tenths`` 10 and ``momentum_tenths`` 0 is the plain mean.
+
+    ``published_quantum`` is the grain of the down-link's codec; 1 is lossless.
+    """
+
+    lr_tenths: int = 10
+    momentum_tenths: int = 0
+    published_quantum: int = 1
+
+
+def plus(a: Value, b: Value) -> Value:
+    """``a + b``."""
+    return (a[0] + b[0], a[1] + b[1], a[2] + b[2])
+
+
+def minus(a: Value, b: Value) -> Value:
+    """``a - b``."""
+    return (a[0] - b[0], a[1] - b[1], a[2] - b[2])
+
+
+def total(values: Iterable[Value]) -> Value:
+    """The sum of ``values``."""
+    result = ZERO
+    for value in values:
+        result = plus(result, value)
+    return result
+
+
+def quantised(value: Value, quantum: int) -> Value:
+    """``value`` with what was learned rounded to a multiple of ``quantum``: an encoder and its decoder."""
+    return ((value[0] + quantum // 2) // quantum * quantum, value[1], value[2])
+
+
+def merged(contributions: Sequence[tuple[float, Sequence[Value]]]) -> Value:
+    """The weighted mean of the sites' sums.  Equal contributions give that contribution, one site gives its own."""
+    weights = [max(1, int(weight * WEIGHT_UNIT)) for weight, _ in contributions]
+    sums = [total(updates) for _, updates in contributions]
+    whole = sum(weights)
+    first, second, third = (
+        sum(weight * each[place] for weight, each in zip(weights, sums, strict=True)) // whole for place in range(3)
+    )
+    return (first, second, third)
+
+
+def outer_step(theta: Value, momentum: Value, gradient: Value, rule: OuterRule) -> tuple[Value, Value]:
+    """``theta`` and ``momentum`` after one outer step down ``gradient``."""
+    first, second, third = (was * rule.momentum_tenths // 10 + now for was, now in zip(momentum, gradient, strict=True))
+    kept = (first, second, third)
+    return minus(theta, (first * rule.lr_tenths // 10, second * rule.lr_tenths // 10, third)), kept
+
+
+def blended(local: Value, new: Value, alpha_tenths: int) -> Value:
+    """``new + α (local - new)``."""
+    first, second, third = (b + (a - b) * alpha_tenths // 10 for a, b in zip(local, new, strict=True))
+    return (first, second, third)
