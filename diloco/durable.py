@@ -37,11 +37,15 @@ def sync_file(path: Path) -> None:
 def write_file(path: Path, data: bytes | memoryview) -> None:
     """Replace ``path`` by ``data``: written beside it, made durable, renamed, the name made durable."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with beside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    try:
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)  # A full disk does not get fuller with every attempt.
+        raise
     sync_folder(path.parent)
 
 
