@@ -1,12 +1,13 @@
 """Updates on disk: one file each, durable before its ack, kept until a snapshot no longer needs it.
 
-A push that breaks off leaves ``partial/...``, from whose length it can be resumed.  A whole one is made durable and
+A push that breaks off leaves ``.partial/...``, from whose length it can be resumed.  A whole one is made durable and
 renamed to ``<site>/<fragment>-<sequence>-<digest>.update``; that relative name is the *payload reference* of the
 journal.  What a power cut leaves: a partial file, or a whole one; never a whole name with other content.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ class Spool:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.partial = folder / "partial"
+        self.partial = folder / ".partial"  # No site's name begins with a dot.
         self.partial.mkdir(parents=True, exist_ok=True)
 
     def reference(self, header: PushHeader) -> str:
@@ -52,7 +53,7 @@ class Spool:
         reference = self.reference(header)
         target = self.folder / reference
         if not target.parent.exists():
-            target.parent.mkdir()
+            target.parent.mkdir(exist_ok=True)  # Another fragment of the same site may have come at this instant.
             sync_folder(self.folder)
         sync_file(partial.path)
         partial.path.replace(target)
@@ -126,6 +127,7 @@ class PartialUpdate:
         self._file.close()
 
     def discard(self) -> None:
-        """Throw the bytes away: they are not what was declared."""
-        self._file.close()
+        """Throw the bytes away: they are not what was declared, or the disk has refused some of them."""
+        with contextlib.suppress(OSError):  # Closing writes what is still in memory, and nobody wants that any more.
+            self._file.close()
         self.path.unlink(missing_ok=True)

@@ -1,0 +1,168 @@
+"""A small syncer for the tests of this floor: three parameters in two fragments, no training, updates made of dice."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.codec.registry import make_codec
+from diloco.outer.fragments import plan_layout
+from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.sync.agreement import PROTOCOL, Agreement
+from diloco.sync.options import OuterOptions
+from diloco.syncer.server import RunPlan, Syncer, SyncerOptions
+from diloco.wire.messages import JoinAsk, JoinReply, PushHeader, PushResult
+from diloco.wire.options import ServerOptions
+from diloco.wire.security import Identity, SecurityOptions
+
+LAYOUT = plan_layout((("a", (6, 4)), ("b", (10,)), ("c", (7,))), 2)
+NUMEL = tuple(fragment.numel for fragment in LAYOUT.fragments)
+RUN = "small"
+SHARED = {"model.dim": "4"}
+ANYONE = Identity(site=None, anyone=True)
+NO_WAIT = {"num_fragments": 2, "grace": "fixed", "grace_ns": 0, "quorum": 1}
+
+
+def dice(seed: object, fragment: int) -> Tensor:
+    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(repr(seed).encode()).digest()[:6]))
+    return torch.randn(NUMEL[fragment], generator=generator)
+
+
+def version_zero() -> list[Tensor]:
+    return [dice("zero", index) for index in range(len(NUMEL))]
+
+
+def agreement() -> Agreement:
+    return Agreement(PROTOCOL, RUN, 1, LAYOUT.fingerprint, SHARED)
+
+
+class Events:
+    """What was emitted, from any thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.all: list[dict[str, Any]] = []
+
+    def emit(self, what: str, fields: dict[str, object]) -> None:
+        with self._changed:
+            self.all.append({"what": what, **fields})
+            self._changed.notify_all()
+
+    def of(self, what: str) -> list[dict[str, Any]]:
+        with self._changed:
+            return [event for event in self.all if event["what"] == what]
+
+    def wait_for(self, what: str, count: int = 1, bound_s: float = 10.0) -> list[dict[str, Any]]:
+        with self._changed:
+            arrived = self._changed.wait_for(
+                lambda: sum(event["what"] == what for event in self.all) >= count, timeout=bound_s
+            )
+            assert arrived, f"not {count} {what} in {bound_s} s: {self.all[-6:]}"
+            return [event for event in self.all if event["what"] == what]
+
+
+def new_syncer(
+    folder: Path,
+    emit: Callable[[str, dict[str, object]], None],
+    outer: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] | None = None,
+    zero: Callable[[], list[Tensor]] = version_zero,
+    agreed: Agreement | None = None,
+    address: str = "127.0.0.1:0",
+    **options: Any,
+) -> Syncer:
+    settings: dict[str, Any] = {"folder": str(folder), "heartbeat_s": 0.2, "linger_s": 2.0, **options}
+    plan = RunPlan(
+        agreed or agreement(),
+        LAYOUT,
+        "shared",
+        OuterOptions(**{**NO_WAIT, **(outer or {})}),
+        OuterOptimizerOptions(**(optimizer or {})),
+    )
+    network = ServerOptions(run_id=RUN, address=address)
+    return Syncer(SyncerOptions(**settings), plan, zero, network, SecurityOptions(), emit)
+
+
+@contextmanager
+def serving(folder: Path, events: Events | None = None, **settings: Any) -> Iterator[Syncer]:
+    syncer = new_syncer(folder, (events or Events()).emit, **settings)
+    syncer.start()
+    try:
+        yield syncer
+    finally:
+        syncer.stop(0.1)
+
+
+def join_ask(site: str = "a", process: str = "0123abcd", **changes: Any) -> JoinAsk:
+    ask = JoinAsk(PROTOCOL, RUN, 0, site, process, LAYOUT.fingerprint, LAYOUT.to_json().encode(), SHARED)
+    return replace(ask, **changes)
+
+
+def join(syncer: Syncer, site: str = "a", process: str = "0123abcd") -> JoinReply:
+    return syncer.api.join(join_ask(site, process), ANYONE)
+
+
+def update(
+    site: str = "a",
+    sequence: int = 1,
+    fragment: int = 0,
+    values: Tensor | None = None,
+    encoding: str = "fp32",
+    **changes: Any,
+) -> tuple[PushHeader, bytes]:
+    """An update as it goes over the wire; by default its values are dice of (site, fragment, sequence)."""
+    if values is None:
+        values = dice((site, fragment, sequence), fragment)
+    # fp32 not through the codec, which refuses to encode a NaN.
+    payload = values.numpy().tobytes() if encoding == "fp32" else make_codec(encoding).encode(values)
+    header = PushHeader(
+        run_id=RUN,
+        site_id=site,
+        incarnation=1,
+        fragment=fragment,
+        sequence=sequence,
+        base_version=0,
+        tokens=100,
+        steps=10,
+        step_ns=1_000_000,
+        cursor=10 * sequence,
+        final=False,
+        encoding=encoding,
+        payload_bytes=len(payload),
+        numel=values.numel(),
+        digest=hashlib.sha256(payload).hexdigest(),
+    )
+    return replace(header, **changes), payload
+
+
+def push(syncer: Syncer, header: PushHeader, payload: bytes) -> PushResult:
+    """What ``wire.handlers`` does with a push that arrives whole."""
+    opened = syncer.api.open_push(header, ANYONE)
+    if isinstance(opened, PushResult):
+        return opened
+    try:
+        opened.write(opened.offset, memoryview(payload)[opened.offset :])
+        return opened.commit(header.digest)
+    finally:
+        opened.close()
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Everything under ``folder``, by relative name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def eventually(condition: Callable[[], object], what: str, bound_s: float = 10.0) -> None:
+    until = time.monotonic() + bound_s
+    while not condition():
+        assert time.monotonic() < until, f"not in {bound_s} s: {what}"
+        time.sleep(0.01)

@@ -1,0 +1,150 @@
+"""Payloads on disk: resumed at any byte, refused when they are not what was declared, never under a false name."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diloco.syncer.spool import Spool, SpoolError
+from tests.syncer.building import files, update
+
+
+def test_a_push_is_resumed_at_every_offset(tmp_path: Path) -> None:
+    header, payload = update(values=None)
+    spool = Spool(tmp_path)
+    for cut in range(len(payload) + 1):
+        first = spool.open_partial(header)
+        assert first.offset == 0
+        first.write(memoryview(payload)[:cut])
+        first.close()
+        again = Spool(tmp_path).open_partial(header)  # As after a restart.
+        assert again.offset == cut
+        again.write(memoryview(payload)[cut:])
+        assert again.digest() == header.digest
+        assert again.read() == payload
+        again.discard()
+    assert files(tmp_path) == {}
+
+
+def test_what_is_longer_than_declared_is_begun_anew(tmp_path: Path) -> None:
+    header, payload = update()
+    spool = Spool(tmp_path)
+    partial = spool.open_partial(header)
+    partial.write(memoryview(payload + b"more"))
+    partial.close()
+    again = spool.open_partial(header)
+    assert again.offset == 0
+    again.write(memoryview(payload))
+    assert again.digest() == header.digest
+    again.discard()
+
+
+def test_a_kept_update_is_read_by_its_reference_and_any_change_is_named(tmp_path: Path) -> None:
+    header, payload = update(site="site.a")
+    spool = Spool(tmp_path)
+    partial = spool.open_partial(header)
+    partial.write(memoryview(payload))
+    partial.digest()
+    reference = spool.keep(partial, header)
+    partial.close()
+    assert reference == spool.reference(header) == spool.name("site.a", 0, 1, header.digest)
+    assert spool.read(reference, header.digest) == payload
+    path = tmp_path / reference
+    for at in range(0, len(payload), 7):
+        path.write_bytes(payload[:at] + bytes([payload[at] ^ 1]) + payload[at + 1 :])
+        with pytest.raises(SpoolError, match=f"{path} is damaged"):
+            spool.read(reference, header.digest)
+    path.write_bytes(payload[:-1])
+    with pytest.raises(SpoolError, match=f"{path} is damaged"):
+        spool.read(reference, header.digest)
+    path.unlink()
+    with pytest.raises(SpoolError, match=f"{path} is missing"):
+        spool.read(reference, header.digest)
+
+
+def test_what_was_not_taken_yet_is_there_for_the_next_attempt(tmp_path: Path) -> None:
+    header, payload = update()
+    spool = Spool(tmp_path)
+    partial = spool.open_partial(header)
+    partial.write(memoryview(payload))
+    partial.digest()
+    spool.give_back(spool.keep(partial, header), partial)
+    partial.close()
+    again = spool.open_partial(header)
+    assert again.offset == len(payload)
+    assert again.digest() == header.digest
+    again.close()
+
+
+def test_a_site_and_fragment_leaves_at_most_one_update_half_way(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    for sequence in range(1, 6):
+        for fragment in (0, 1):
+            for site in ("a", "a-0"):  # One name is the beginning of the other.
+                header, payload = update(site=site, sequence=sequence, fragment=fragment)
+                partial = spool.open_partial(header)
+                partial.write(memoryview(payload)[:9])
+                partial.close()
+    left = sorted(files(tmp_path))
+    assert len(left) == 4, left
+    assert all("-5-" in name for name in left)
+
+
+def test_a_site_may_have_any_name_that_the_wire_permits(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    for site in ("partial", "spool", "lock", "x.update"):
+        header, payload = update(site=site)
+        partial = spool.open_partial(header)
+        partial.write(memoryview(payload))
+        partial.digest()
+        reference = spool.keep(partial, header)
+        partial.close()
+        assert spool.read(reference, header.digest) == payload
+    assert spool.sweep(set()) == 4
+    assert files(tmp_path) == {}
+
+
+def test_fragments_of_one_new_site_may_come_at_the_same_instant(tmp_path: Path) -> None:
+    spool, failures = Spool(tmp_path), []
+
+    def keep(sequence: int, gate: threading.Barrier) -> None:
+        header, payload = update(site=f"s{sequence // 4}")
+        header = replace(header, fragment=sequence % 4)
+        partial = spool.open_partial(header)
+        partial.write(memoryview(payload))
+        partial.digest()
+        gate.wait(10.0)
+        try:
+            spool.keep(partial, header)
+        except OSError as error:
+            failures.append(error)
+        partial.close()
+
+    for group in range(8):
+        gate = threading.Barrier(4)
+        threads = [threading.Thread(target=keep, args=(4 * group + each, gate)) for each in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10.0)
+    assert failures == []
+
+
+def test_a_sweep_keeps_what_is_needed_and_what_is_on_its_way(tmp_path: Path) -> None:
+    spool, references = Spool(tmp_path), []
+    for sequence in (1, 2, 3):
+        header, payload = update(sequence=sequence)
+        partial = spool.open_partial(header)
+        partial.write(memoryview(payload))
+        partial.digest()
+        references.append(spool.keep(partial, header))
+        partial.close()
+    header, payload = update(sequence=4)
+    partial = spool.open_partial(header)
+    partial.write(memoryview(payload)[:5])
+    partial.close()
+    assert spool.sweep({references[1], "", "b/gone.update"}) == 2
+    assert sorted(files(tmp_path)) == sorted([references[1], str(partial.path.relative_to(tmp_path))])
