@@ -36,10 +36,9 @@ class JournalFiles:
     def read(self, first: int) -> list[Record]:
         """Every record from segment ``first`` on; a torn end of the last segment is cut off."""
         wanted = [index for index in self.segments() if index >= first]
-        if wanted != list(range(first, first + len(wanted))):
-            raise JournalError(
-                f"{self.folder} lacks a journal segment between {first} and {max(wanted, default=first)}"
-            )
+        missing = sorted(set(range(first, max(wanted, default=first) + 1)) - set(wanted))
+        if missing:
+            raise JournalError(f"{self._path(missing[0])} is missing: the journal is needed from segment {first} on")
         records: list[Record] = []
         for index in wanted:
             path = self._path(index)
@@ -56,6 +55,10 @@ class JournalFiles:
                 os.truncate(path, end)
             records += found
         return records
+
+    def is_blank(self) -> bool:
+        """Whether nothing was ever written: then nothing was ever acknowledged."""
+        return all(self._path(index).stat().st_size == 0 for index in self.segments())
 
     def append(self, record: Record) -> None:
         """Write ``record``; it is durable after ``flush``."""
