@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diloco.codec.contract import digest
+from diloco.codec.contract import NonFiniteError, digest
 from diloco.codec.feedback import publish
 from diloco.codec.registry import make_codec
 from diloco.outer.merge import merge_mean
@@ -23,6 +23,15 @@ from diloco.syncer.snapshots import FragmentValues
 if TYPE_CHECKING:
     from diloco.sync.effects import StartOuterStep
     from diloco.syncer.spool import Spool
+
+
+@dataclass(frozen=True, slots=True)
+class Downlink:
+    """What takes those who hold the version before to ``version``; ``digest`` is that of the values they then hold."""
+
+    version: int
+    digest: str
+    payload: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +46,10 @@ class OuterResult:
     downlink_digest: str
     norm: float
     seconds: float
+
+    def link(self) -> Downlink:
+        """The down-link without the values, which are large and are held elsewhere."""
+        return Downlink(self.values.version, self.values.digest, self.downlink)
 
 
 def run_outer_step(
@@ -63,7 +76,10 @@ def run_outer_step(
     theta, momentum = outer_step(values.theta, merged, values.momentum, optimizer)
     if not bool(torch.isfinite(theta).all()):
         return None
-    downlink, published = publish(theta, values.published, make_codec(down_codec))
+    try:
+        downlink, published = publish(theta, values.published, make_codec(down_codec))
+    except NonFiniteError:
+        return None  # Θ and Θ̂ are finite and too far apart for fp32.
     if not bool(torch.isfinite(published).all()):
         return None
     return OuterResult(

@@ -1,0 +1,95 @@
+"""The outer step: the definition applied to what lies in the spool, or nothing at all."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco.codec.contract import digest
+from diloco.codec.feedback import follow
+from diloco.codec.registry import make_codec
+from diloco.outer.merge import merge_mean
+from diloco.outer.optimizer import OuterOptimizerOptions, outer_step
+from diloco.sync.effects import Contribution, StartOuterStep, UpdateRef
+from diloco.syncer.executor import OuterResult, run_outer_step
+from diloco.syncer.snapshots import FragmentValues
+from diloco.syncer.spool import Spool, SpoolError
+from tests.syncer.building import dice, update
+
+NESTEROV = OuterOptimizerOptions()
+SGD = OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0)
+
+
+def stored(spool: Spool, site: str, sequence: int, values: Tensor, encoding: str = "fp32") -> UpdateRef:
+    header, payload = update(site, sequence, values=values, encoding=encoding)
+    partial = spool.open_partial(header)
+    partial.write(memoryview(payload))
+    partial.digest()
+    reference = spool.keep(partial, header)
+    partial.close()
+    return UpdateRef(sequence, reference, encoding, header.digest)
+
+
+def step(
+    spool: Spool, parts: list[Contribution], values: FragmentValues, codec: str, rule: OuterOptimizerOptions
+) -> OuterResult | None:
+    return run_outer_step(StartOuterStep(0, values.version + 1, tuple(parts)), values, spool, rule, codec)
+
+
+def holding(theta: Tensor, published: Tensor | None = None, momentum: Tensor | None = None) -> FragmentValues:
+    published = theta.clone() if published is None else published
+    return FragmentValues(4, theta, published, momentum, digest(published))
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int4:32+zstd1"])
+def test_it_is_the_definition_bit_for_bit(tmp_path: Path, codec: str) -> None:
+    spool, d = Spool(tmp_path), [dice(("d", n), 0) for n in range(3)]
+    parts = [
+        Contribution("a", 0.25, 3, (stored(spool, "a", 1, d[0]), stored(spool, "a", 2, d[1], "int8"))),
+        Contribution("b", 0.75, 4, (stored(spool, "b", 7, d[2]),)),
+    ]
+    old = holding(dice("theta", 0), dice("published", 0), dice("momentum", 0))
+    result = step(spool, parts, old, codec, NESTEROV)
+    second = make_codec("int8").decode(make_codec("int8").encode(d[1]), d[1].numel())
+    merged = merge_mean([(0.25, [d[0], second]), (0.75, [d[2]])])
+    theta, momentum = outer_step(old.theta, merged, old.momentum, NESTEROV)
+    assert isinstance(result, OuterResult)
+    assert torch.equal(result.values.theta, theta)
+    assert result.values.momentum is not None
+    assert torch.equal(result.values.momentum, momentum)
+    assert torch.equal(result.values.published, follow(old.published, result.downlink, make_codec(codec)))
+    assert result.values.version == 5
+    assert result.values.digest == digest(result.values.published)
+    assert result.downlink_digest == hashlib.sha256(result.downlink).hexdigest()
+    assert (result.link().version, result.link().digest, result.link().payload) == (
+        5,
+        result.values.digest,
+        result.downlink,
+    )
+
+
+def test_what_overflows_is_no_version(tmp_path: Path) -> None:
+    spool, huge = Spool(tmp_path), torch.full_like(dice("x", 0), 3e38)
+    part = Contribution("a", 1.0, 4, (stored(spool, "a", 1, huge),))
+    assert step(spool, [part], holding(torch.full_like(huge, -3e38)), "fp32", SGD) is None
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
+def test_values_too_far_from_what_was_published_are_no_version(tmp_path: Path, codec: str) -> None:
+    """Θ and Θ̂ are finite and their difference is not: the codec refuses it, and the syncer must not die of that."""
+    spool, huge = Spool(tmp_path), torch.full_like(dice("x", 0), 2e38)
+    part = Contribution("a", 1.0, 4, (stored(spool, "a", 1, -huge),))
+    assert step(spool, [part], holding(torch.zeros_like(huge), published=-huge), codec, SGD) is None
+
+
+def test_a_payload_that_changed_is_named(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    reference = stored(spool, "a", 1, dice("d", 0))
+    path = tmp_path / reference.payload
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    with pytest.raises(SpoolError, match=str(path)):
+        step(spool, [Contribution("a", 1.0, 4, (reference,))], holding(dice("theta", 0)), "fp32", SGD)
