@@ -3,23 +3,27 @@
     snapshots/00000012/  fragment-0.safetensors ...  state.json  manifest.json (sizes and SHA-256 of the others)
 
 Written into a temporary folder, every file made durable, then renamed: a folder with that name is whole.  On reading
-every file is verified; a damaged snapshot is named and the one before it is used, with the longer journal.
+every file is verified; a damaged snapshot is named, set aside as ``00000012.damaged``, and the one before it is used,
+with the longer journal.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
 from diloco.durable import sync_folder, write_file
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -68,47 +72,84 @@ class Snapshots:
         return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
 
     def write(self, snapshot: Snapshot) -> int:
-        """Write ``snapshot`` durably; returns its size in bytes."""
-        number = max(self.numbers(), default=0) + 1
+        """Write ``snapshot`` durably; returns its size in bytes.  One fragment at a time is held as bytes."""
+        number = max((int(path.name[:8]) for path in self.folder.glob("[0-9]*")), default=0) + 1
         beside = self.folder / f".{number:08d}.tmp"
         beside.mkdir()
-        files = {f"fragment-{index}.safetensors": _pack(values) for index, values in enumerate(snapshot.fragments)}
-        state = {"state": snapshot.state, "journal_segment": snapshot.journal_segment}
-        files["state.json"] = json.dumps(state, sort_keys=True).encode()
-        manifest = {
-            "format": FORMAT,
-            "files": {
-                name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()
-            },
-        }
-        for name, data in files.items():
+        files: dict[str, dict[str, object]] = {}
+        size = 0
+        for name, data in _files(snapshot):
             write_file(beside / name, data)
+            files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            size += len(data)
+        manifest = {"format": FORMAT, "files": files}
         write_file(beside / "manifest.json", json.dumps(manifest, sort_keys=True, indent=1).encode())
-        beside.rename(self.folder / f"{number:08d}")
+        beside.rename(self._path(number))
         sync_folder(self.folder)
-        return sum(len(data) for data in files.values())
+        return size
 
     def load(self, number: int) -> Snapshot:
         """Read and verify one snapshot; ``SnapshotError`` names the file that is missing or damaged."""
-        folder = self.folder / f"{number:08d}"
+        with self._reading(number) as facts:
+            folder = self._path(number)
+            state, segment = _state(folder, facts)
+            fragments = tuple(
+                _unpack(_verified(folder / name, facts[name]))
+                for name in (f"fragment-{index}.safetensors" for index in range(len(facts) - 1))
+            )
+            return Snapshot(state, fragments, segment)
+
+    def peek(self, number: int) -> tuple[object, int]:
+        """The state and the journal segment of one snapshot, verified; its tensors are not looked at."""
+        with self._reading(number) as facts:
+            return _state(self._path(number), facts)
+
+    def set_aside(self, number: int) -> None:
+        """Keep a damaged snapshot for whoever wants to look at it, where it counts as one no more."""
+        for earlier in self.folder.glob("*.damaged"):
+            shutil.rmtree(earlier)
+        self._path(number).rename(self.folder / f"{number:08d}.damaged")
+
+    def prune(self) -> int:
+        """Drop all but the newest ``keep``; returns the first journal segment that those left need (0: any)."""
+        for number in self.numbers()[: -self.keep]:
+            # Renamed first, so that a process that dies here leaves no folder that is half a snapshot.
+            doomed = self.folder / f".{number:08d}.tmp"
+            self._path(number).rename(doomed)
+            shutil.rmtree(doomed)
+        try:
+            return self.peek(self.numbers()[0])[1]
+        except SnapshotError:
+            return 0  # Damaged where it lies: it is named if it is ever needed, and until it goes nothing else does.
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{number:08d}"
+
+    @contextlib.contextmanager
+    def _reading(self, number: int) -> Iterator[dict[str, dict[str, object]]]:
+        """The manifest's facts by file name; whatever does not fit while they are used is damage."""
+        folder = self._path(number)
         try:
             manifest = json.loads((folder / "manifest.json").read_bytes())
             if manifest["format"] != FORMAT:
                 raise SnapshotError(f"{folder} has format {manifest['format']!r}: {FORMAT} wanted")
-            files = {name: _verified(folder / name, facts) for name, facts in sorted(manifest["files"].items())}
-            state = json.loads(files["state.json"])
-            count = len(files) - 1
-            fragments = tuple(_unpack(files[f"fragment-{index}.safetensors"]) for index in range(count))
-            return Snapshot(state["state"], fragments, int(state["journal_segment"]))
-        except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-            raise SnapshotError(f"{folder} is damaged: {error}") from error
+            yield dict(manifest["files"])
+        except SnapshotError:
+            raise
+        except (OSError, LookupError, TypeError, ValueError, AttributeError, SafetensorError) as error:
+            raise SnapshotError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
 
-    def prune(self) -> int:
-        """Drop all but the newest ``keep``; returns the first journal segment that the oldest one left needs."""
-        for number in self.numbers()[: -self.keep]:
-            shutil.rmtree(self.folder / f"{number:08d}")
-        oldest = self.folder / f"{self.numbers()[0]:08d}"
-        return int(json.loads((oldest / "state.json").read_bytes())["journal_segment"])
+
+def _files(snapshot: Snapshot) -> Iterator[tuple[str, bytes]]:
+    for index, values in enumerate(snapshot.fragments):
+        yield f"fragment-{index}.safetensors", _pack(values)
+    state = {"state": snapshot.state, "journal_segment": snapshot.journal_segment}
+    yield "state.json", json.dumps(state, sort_keys=True).encode()
+
+
+def _state(folder: Path, facts: dict[str, dict[str, object]]) -> tuple[object, int]:
+    plain = json.loads(_verified(folder / "state.json", facts["state.json"]))
+    return plain["state"], int(plain["journal_segment"])
 
 
 def _verified(path: Path, facts: dict[str, object]) -> bytes:

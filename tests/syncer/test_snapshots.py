@@ -1,0 +1,158 @@
+"""Snapshots: what is read is what was written, or the file that is not is named."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco.codec.contract import digest
+from diloco.syncer.snapshots import FragmentValues, Snapshot, SnapshotError, Snapshots
+from tests.syncer.building import dice
+
+
+def snapshot(number: int, momentum: bool = True) -> Snapshot:
+    fragments = []
+    for index in (0, 1):
+        theta = dice((number, "theta"), index)
+        published = dice((number, "published"), index) if index else theta
+        moved = dice((number, "momentum"), index) if momentum else None
+        fragments.append(FragmentValues(number, theta, published, moved, digest(published)))
+    return Snapshot({"sites": {}, "number": number}, tuple(fragments), 10 + number)
+
+
+def assert_equal(found: Snapshot, wanted: Snapshot) -> None:
+    assert (found.state, found.journal_segment) == (wanted.state, wanted.journal_segment)
+    for mine, theirs in zip(found.fragments, wanted.fragments, strict=True):
+        assert (mine.version, mine.digest) == (theirs.version, theirs.digest)
+        assert torch.equal(mine.theta, theirs.theta)
+        assert torch.equal(mine.published, theirs.published)
+        assert (mine.momentum is None) == (theirs.momentum is None)
+        assert mine.momentum is None or theirs.momentum is None or torch.equal(mine.momentum, theirs.momentum)
+
+
+def loaded(snapshots: Snapshots, number: int) -> Snapshot | SnapshotError:
+    try:
+        return snapshots.load(number)
+    except SnapshotError as error:
+        return error
+
+
+@pytest.mark.parametrize("momentum", [False, True])
+def test_what_is_read_is_what_was_written(tmp_path: Path, momentum: bool) -> None:
+    snapshots = Snapshots(tmp_path)
+    for number in (1, 2, 3):
+        size = snapshots.write(snapshot(number, momentum))
+        stored = [path for path in (tmp_path / f"{number:08d}").iterdir() if path.name != "manifest.json"]
+        assert size == sum(path.stat().st_size for path in stored)
+    again = Snapshots(tmp_path)
+    assert again.numbers() == [1, 2, 3]
+    for number in (1, 2, 3):
+        assert_equal(again.load(number), snapshot(number, momentum))
+        assert again.peek(number) == (snapshot(number).state, 10 + number)
+
+
+def test_every_flipped_byte_every_cut_and_every_missing_file_is_named(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path)
+    snapshots.write(snapshot(1))
+    folder = tmp_path / "00000001"
+    seed = random.randrange(1 << 30)
+    dice_of = random.Random(seed)
+    for path in sorted(folder.iterdir()):
+        whole = path.read_bytes()
+        for _ in range(120):
+            at, bit = dice_of.randrange(len(whole)), dice_of.randrange(8)
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << bit)]) + whole[at + 1 :])
+            found = loaded(snapshots, 1)
+            if isinstance(found, SnapshotError):
+                assert str(folder) in str(found), (seed, at, bit)
+            else:  # A changed blank in the manifest may go unnoticed; then everything else is as it was.
+                assert_equal(found, snapshot(1))
+                assert path.name == "manifest.json", (seed, path, at, bit)
+        for length in {0, 1, len(whole) // 2, len(whole) - 1}:
+            path.write_bytes(whole[:length])
+            with pytest.raises(SnapshotError, match=str(folder)):
+                snapshots.load(1)
+        path.unlink()
+        with pytest.raises(SnapshotError, match=path.name):
+            snapshots.load(1)
+        path.write_bytes(whole)
+    assert_equal(snapshots.load(1), snapshot(1))
+
+
+@pytest.mark.parametrize(
+    "manifest", [b"[]", b"{}", b'"x"', b"\xff{}", b'{"format": 1, "files": [1]}', b'{"format": 9}']
+)
+def test_a_manifest_of_another_kind_is_named(tmp_path: Path, manifest: bytes) -> None:
+    snapshots = Snapshots(tmp_path)
+    snapshots.write(snapshot(1))
+    (tmp_path / "00000001" / "manifest.json").write_bytes(manifest)
+    for read in (snapshots.load, snapshots.peek):
+        with pytest.raises(SnapshotError, match="00000001"):
+            read(1)
+
+
+def test_what_a_crash_left_half_written_is_removed(tmp_path: Path) -> None:
+    Snapshots(tmp_path).write(snapshot(1))
+    (tmp_path / ".00000002.tmp").mkdir()
+    (tmp_path / ".00000002.tmp" / "fragment-0.safetensors").write_bytes(b"half")
+    again = Snapshots(tmp_path)
+    assert again.numbers() == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
+    again.write(snapshot(2))
+    assert_equal(again.load(2), snapshot(2))
+
+
+def test_the_newest_are_kept_and_the_journal_that_they_need(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path, keep=2)
+    needed = []
+    for number in range(1, 6):
+        snapshots.write(snapshot(number))
+        needed.append(snapshots.prune())
+    assert snapshots.numbers() == [4, 5]
+    assert needed == [11, 11, 12, 13, 14]
+
+
+def test_a_crash_while_dropping_one_leaves_no_half_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshots = Snapshots(tmp_path, keep=1)
+    snapshots.write(snapshot(1))
+    snapshots.write(snapshot(2))
+
+    def dies(folder: Path) -> None:
+        (folder / "state.json").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", dies)
+        with pytest.raises(KeyboardInterrupt):
+            snapshots.prune()
+    again = Snapshots(tmp_path, keep=1)
+    assert again.numbers() == [2]
+    assert [path.name for path in tmp_path.iterdir()] == ["00000002"]
+
+
+def test_one_that_is_damaged_where_it_lies_lets_nothing_be_dropped_on_its_word(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path, keep=2)
+    snapshots.write(snapshot(1))
+    snapshots.write(snapshot(2))
+    state = tmp_path / "00000001" / "state.json"
+    state.write_bytes(json.dumps({"state": {}, "journal_segment": 99}).encode())
+    assert snapshots.prune() == 0
+    snapshots.write(snapshot(3))
+    assert snapshots.prune() == 12
+
+
+def test_a_damaged_one_is_set_aside_and_its_number_not_given_again(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path)
+    for number in (1, 2, 3):
+        snapshots.write(snapshot(number))
+    snapshots.set_aside(2)
+    snapshots.set_aside(3)
+    assert snapshots.numbers() == [1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000001", "00000003.damaged"]
+    snapshots.write(snapshot(4))
+    assert snapshots.numbers() == [1, 4]
