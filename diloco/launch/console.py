@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ class SiteLines:
             self._say(f"{what}: {facts}" if facts else what)
 
     def _step(self, event: Event) -> str:
-        loss, norm = _float(event, "loss"), _float(event, "grad_norm")
+        # The event log writes null for what is not finite.
+        loss, norm = _float(event, "loss", math.nan), _float(event, "grad_norm", math.nan)
         versions = ",".join(str(version) for _, version in sorted(self._versions.items())) or "-"
         ours = f" v: {versions}  stale: {_int(self._meter, 'staleness')}"
         moved = f"up: {size(_float(self._meter, 'bytes_up'))}  down: {size(_float(self._meter, 'bytes_down'))}"
@@ -82,6 +84,6 @@ def _int(event: Mapping[str, object], name: str) -> int:
     return int(_float(event, name))
 
 
-def _float(event: Mapping[str, object], name: str) -> float:
+def _float(event: Mapping[str, object], name: str, otherwise: float = 0.0) -> float:
     value = event.get(name)
-    return float(value) if isinstance(value, int | float) else 0.0
+    return float(value) if isinstance(value, int | float) else otherwise

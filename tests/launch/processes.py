@@ -1,0 +1,139 @@
+"""Verbs as real processes on loopback, with a model that trains thousands of tokens a second."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from diloco.launch.eventlog import Event, read_events
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 60.0  # importing torch on two busy cores
+SENTENCES = ("the sites train alone and meet now and then", "a syncer holds the fragments", "what is late is not lost")
+TINY = [
+    "data=text",
+    "data.path=text",
+    "data.tokenizer=bytes",
+    "data.cache=cache",
+    "data.validation_sequences=32",
+    "model.layers=2",
+    "model.dim=32",
+    "model.heads=2",
+    "model.context=32",
+    "inner.batch_sequences=4",
+    "inner.precision=fp32",
+    "inner.checkpoint_every_steps=20",
+    "outer.inner_steps=10",
+    "run.seconds=100",
+    "run.log_every=20",
+]
+
+
+class Verb:
+    """One ``diloco`` process; its output goes to a file."""
+
+    def __init__(self, folder: Path, name: str, arguments: list[str], module: str = "diloco") -> None:
+        self.name = name
+        self.out = folder / f"{name}.out"
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONFAULTHANDLER": "1",
+        }
+        with self.out.open("ab") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                cwd=folder,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment,
+            )
+
+    def text(self) -> str:
+        return self.out.read_text(errors="replace")
+
+    def end(self, bound_s: float = START_S) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(bound_s)
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"{self.name} still runs after {bound_s} s:\n{self.text()}") from error
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(10)
+
+
+class Place:
+    """A folder with text in which verbs run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.verbs: list[Verb] = []
+        text = folder / "text"
+        text.mkdir()
+        for number in range(24):
+            lines = [f"{number} {line} {SENTENCES[line % 3]}" for line in range(number, number + 60)]
+            (text / f"{number}.txt").write_text("\n".join(lines))
+
+    def start(self, name: str, *arguments: str) -> Verb:
+        verb = Verb(self.folder, name, list(arguments))
+        self.verbs.append(verb)
+        return verb
+
+    def run(self, *arguments: str, bound_s: float = START_S) -> tuple[int, str]:
+        """One verb from start to end: its exit code and output."""
+        verb = self.start(f"run-{len(self.verbs)}", *arguments)
+        return verb.end(bound_s), verb.text()
+
+    def syncer(self, run: str, *settings: str) -> tuple[Verb, str]:
+        """A syncer, and the address at which it serves."""
+        number = sum(verb.name.startswith("syncer") for verb in self.verbs)
+        listen = "cluster.syncer.listen=127.0.0.1:0"
+        verb = self.start(f"syncer-{number}", "syncer", *TINY, f"run.name={run}", listen, *settings)
+        address = self.folder / "runs" / run / "syncer.address"
+        wait_for(lambda: address.is_file() or verb.process.poll() is not None, "the syncer", lambda: verb.text())
+        assert address.is_file(), verb.text()
+        return verb, address.read_text()
+
+    def site(self, run: str, address: str, site_id: str, *settings: str) -> Verb:
+        place = [f"run.name={run}", f"site.syncer={address}", f"site.id={site_id}"]
+        return self.start(site_id, "site", *TINY, *place, *settings)
+
+    def events(self, run: str) -> list[Event]:
+        return read_events(self.folder / "runs" / run / "events.jsonl")[0]
+
+    def seen(self, run: str, who: str, what: str) -> list[Event]:
+        return [event for event in self.events(run) if event["who"] == who and event["what"] == what]
+
+
+@contextlib.contextmanager
+def place_in(folder: Path) -> Iterator[Place]:
+    """A place whose processes end with the test."""
+    place = Place(folder)
+    try:
+        yield place
+    finally:
+        for verb in place.verbs:
+            verb.kill()
+
+
+def wait_for(
+    condition: Callable[[], object], what: str, why: Callable[[], str] = str, bound_s: float = START_S
+) -> None:
+    until = time.monotonic() + bound_s
+    while not condition():
+        assert time.monotonic() < until, f"waited {bound_s} s for {what}: {why()}"
+        time.sleep(0.05)

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from diloco.inner import checkpoint
+from diloco.inner.state import model_tensors
+from diloco.launch import build
+from diloco.launch.config import choices, compose
+from diloco.launch.errors import ConfigError
+from diloco.launch.schema import RunConfig
+from diloco.outer.fragments import named_parameters_once
+from diloco.syncer.server import full_parameters
+
+SMALL = ["model.layers=2", "model.dim=16", "model.heads=2", "run.name=x"]
+
+
+def small(*settings: str) -> RunConfig:
+    return compose([*SMALL, *settings])
+
+
+@pytest.mark.parametrize("experiment", choices()["experiment"])
+def test_every_experiment_can_be_built(experiment: str) -> None:
+    build.check(compose([f"experiment={experiment}"]))
+
+
+@pytest.mark.parametrize("model", choices()["model"])
+def test_every_model_has_a_layout_without_being_allocated(model: str) -> None:
+    layout = build.layout_of(compose([f"model={model}", "outer.num_fragments=4"]))
+    wanted = {"tiny": 1e6, "small": 5e6, "15m": 15e6, "60m": 60e6, "150m": 150e6, "1b": 1e9}[model]
+    assert wanted * 0.7 < layout.numel < wanted * 1.3
+    assert len(layout.fragments) == 4
+
+
+def test_the_layout_is_that_of_the_model() -> None:
+    for settings in ([], ["model.tied=true"], ["model.kv_heads=1", "outer.num_fragments=3"]):
+        config = small(*settings)
+        shapes = {name: tuple(value.shape) for name, value in named_parameters_once(build.build_model(config)).items()}
+        assert dict(build.layout_of(config).parameters) == shapes
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("model.heads=3", "model.heads is 3: a divisor of dim=16"),
+        ("inner.lr=-1", "inner.lr is -1.0: positive and finite"),
+        ("inner.precision=fp8", "inner.precision is 'fp8': one of auto, bf16, fp32"),
+        ("inner.sequence_length=999", "inner.sequence_length is 999: from 1 to model.context=128"),
+        ("inner.checkpoint_every_steps=-1", "inner.checkpoint_every_steps is -1: 0 (none) or more"),
+        ("site.slowdown=0.5", "site.slowdown is 0.5: 1 (full speed) or more"),
+        ("site.join_timeout_s=0", "site.join_timeout_s is 0.0: positive"),
+        ("outer.lr=0", "outer.lr is 0.0: must be above 0"),
+        ("outer.grace_s=-1", "outer.grace_s is -1.0: seconds, not negative"),
+        ("outer.site_timeout_s=0", "outer.site_timeout_s is 0.0: seconds, at least 0.001"),
+        ("outer.quorum=most", "outer.quorum is 'most': a number of sites, or all"),
+        ("outer.quorum=0", "outer.quorum is 0: at least 1"),
+        ("outer.adopt=keep", "outer.adopt is 'keep': one of rebase, overwrite, blend"),
+        ("outer.adopt_alpha=2", "outer.adopt_alpha is 2.0: from 0 to 1"),
+        ("outer.num_fragments=500", "outer.num_fragments is 500: must be from 1 to the"),
+        ("codec.up=int5", "codec.up is 'int5': one of fp32, bf16, int8, int4"),
+        ("codec.down=int4:0", "codec.down is 'int4:0'"),
+        ("network.mbps=-3", "network.mbps is -3.0: 0 (no bound)"),
+        ("cluster.sites.site-b.link.rtt_ms=-1", "cluster.sites.site-b.link.rtt_ms is -1.0"),
+        ("cluster.syncer.snapshot_every=0", "cluster.syncer.snapshot_every is 0: at least 1"),
+        ("cluster.syncer.tls_cert=a.pem", "cluster.syncer.tls_cert is 'a.pem' and tls_key '': give both or neither"),
+        ("data.kind=books", "data.kind is 'books': one of stdlib, text, jsonl"),
+        ("data.validation_sequences=0", "data.validation_sequences is 0: at least 1"),
+    ],
+)
+def test_a_value_that_cannot_work_is_named_with_its_section(setting: str, words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        build.check(small(setting))
+    assert words in str(refused.value)
+
+
+def test_version_zero_is_the_seed_or_what_was_given(tmp_path: Path) -> None:
+    config = small("run.seed=5", "outer.num_fragments=3")
+    layout = build.layout_of(config)
+    seeded = full_parameters(layout, build.version_zero(config, layout))
+    for name, value in named_parameters_once(build.build_model(config)).items():
+        assert torch.equal(seeded[name], value)
+
+    trained = build.build_model(small("run.seed=6"))
+    tensors = {f"model/{name}": value.clone() for name, value in model_tensors(trained).items()}
+    checkpoint.save(tmp_path / "checkpoints", "step-1", tensors, {})
+    save_file(
+        {name: value.detach() for name, value in named_parameters_once(trained).items()}, tmp_path / "m.safetensors"
+    )
+    for source in ("checkpoints", "checkpoints/step-1", "m.safetensors"):
+        config.run.init_from = str(tmp_path / source)
+        given = full_parameters(layout, build.version_zero(config, layout))
+        for name, value in named_parameters_once(trained).items():
+            assert torch.equal(given[name], value), (source, name)
+
+
+def test_what_cannot_be_version_zero_is_named(tmp_path: Path) -> None:
+    config = small()
+    layout = build.layout_of(config)
+    other = build.build_model(small("model.layers=1"))
+    save_file(
+        {name: value.detach() for name, value in named_parameters_once(other).items()}, tmp_path / "o.safetensors"
+    )
+    for source, words in (("o.safetensors", "blocks.1"), ("nothing", "neither a .safetensors file nor a folder")):
+        config.run.init_from = str(tmp_path / source)
+        with pytest.raises(ConfigError, match=words):
+            build.version_zero(config, layout)
+
+
+def test_sites_draw_different_shares() -> None:
+    shares = [build.site_share(small(f"site.id=site-{letter}")) for letter in "abc"]
+    assert shares == [(0, 3), (1, 3), (2, 3)]
+    assert build.site_share(small("site.id=late", "site.index=3", "site.num_sites=4")) == (3, 4)
+    with pytest.raises(ConfigError, match=r"site\.index and site\.num_sites"):
+        build.site_share(small("site.id=late"))
+    with pytest.raises(ConfigError, match=r"site\.index is 3: from 0 to 2"):
+        build.site_share(small("site.id=late", "site.index=3"))
+
+
+def test_a_link_is_the_networks_but_for_what_the_site_says() -> None:
+    config = small("cluster=local4", "network=wan_bad")
+    plain, far = build.link_options(config, "site-a"), build.link_options(config, "site-d")
+    assert (plain.rtt_ms, plain.mbps, plain.stall_percent) == (150.0, 20.0, 5.0)
+    assert (far.rtt_ms, far.mbps, far.stall_percent) == (200.0, 20.0, 5.0)
+    assert plain.seed != far.seed
+
+
+def test_a_token_is_read_from_its_file(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("0123456789abcdef\n")
+    assert build.site_security(small(f"site.token_file={tmp_path / 'token'}")).token == "0123456789abcdef"
+
+
+def test_both_ends_agree_when_they_mean_the_same_run() -> None:
+    from diloco.sync.agreement import disagreement
+
+    here, there = small("site=h100x8", "network=loopback"), small("site.id=site-b")
+    ours = build.plan(here, build.layout_of(here)).agreement
+    assert disagreement(ours, build.agreement(there, build.layout_of(there))) is None
+    other = small("outer.inner_steps=7")
+    assert disagreement(ours, build.agreement(other, build.layout_of(other))) == (
+        f"outer.inner_steps is 7 at the site and {here.outer.inner_steps} at the syncer"
+    )

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diloco.launch.cli import VERBS, main
+from tests.launch.processes import TINY
+
+OURS = ("syncer", "site", "train", "eval", "status", "journal")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([name, "--help"] for name in OURS)])
+def test_help_answers_without_torch(arguments: list[str]) -> None:
+    code = (
+        "import sys\nfrom diloco.launch.cli import main\ntry:\n    main(sys.argv[1:])\nfinally:\n"
+        "    print('HEAVY', [name for name in ('torch', 'hydra', 'grpc') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "HEAVY []" in done.stdout, done.stdout[-200:]
+    if len(arguments) == 2 and arguments[0] != "journal":
+        for words in ("outer=       async | decoupled | diloco", "outer.inner_steps [30]", "tokens2_per_step"):
+            assert words in done.stdout
+    if arguments == ["--help"]:
+        assert all(f"  {verb.name} " in done.stdout for verb in VERBS)
+    else:
+        assert done.stdout.startswith(("usage: diloco", "diloco 0."))
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        ("unknown verb sight: did you mean site?", ["sight"]),
+        ("unknown key outter.lr: did you mean outer.lr?", ["site", *TINY, "run.name=none", "outter.lr=1"]),
+        ("unknown key typo", ["train", *TINY, "+typo=1"]),
+        ("inner.lr is -1.0: positive and finite", ["site", *TINY, "run.name=none", "inner.lr=-1"]),
+        ("codec.down is 'int5'", ["syncer", *TINY, "codec.down=int5"]),
+        ("run.name is null: give the name", ["site", *TINY]),
+        ("site.index is null and cluster.sites has no 'site-q'", ["site", *TINY, "run.name=none", "site.id=site-q"]),
+        ("site.index is 3: from 0 to 2", ["site", *TINY, "run.name=none", "site.index=3"]),
+        ("site.id is 'a/b'", ["site", *TINY, "run.name=none", "site.id=a/b"]),
+        ("--nope", ["site", "--nope"]),
+        ("there is no such file or folder", ["train", *TINY, "data.path=nowhere"]),
+        ("run.init_from is 'nowhere'", ["syncer", *TINY, "run.init_from=nowhere", "cluster.syncer.listen=127.0.0.1:0"]),
+        ("run.resume is 'must'", ["syncer", *TINY, "run.name=none", "run.resume=must"]),
+        ("run.resume is 'must'", ["train", *TINY, "run.name=none", "run.resume=must"]),
+        ("not a loopback address", ["syncer", *TINY, "cluster.syncer.listen=0.0.0.0:0"]),
+        ("threads is -1", ["syncer", *TINY, "cluster.syncer.threads=-1"]),
+        ("site.nproc is 2: start the ranks", ["train", *TINY, "site.nproc=2"]),
+        ("site.token_file is 'nowhere'", ["status", "127.0.0.1:1", "site.token_file=nowhere"]),
+        ("'nowhere' is no run folder", ["status", "nowhere"]),
+        ("'nowhere' is no run folder", ["eval", "nowhere"]),
+        ("'nowhere' is no run folder", ["journal", "show", "nowhere"]),
+        ("give one run folder, or --syncer", ["eval"]),
+        ("invalid choice: 'hide'", ["journal", "hide", "x"]),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2(
+    words: str,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    before = dict(os.environ)
+    assert main(arguments) == 2
+    told = capsys.readouterr()
+    assert words in told.err
+    assert told.err.count("\n") == 1, told.err
+    assert not told.out
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_the_configuration_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["site", "--print-config", "experiment=streaming"])
+    assert ended.value.code == 0
+    assert "adopt: blend" in capsys.readouterr().out
+
+
+def test_under_torchrun_a_rank_reads_a_resolved_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for verb in ("site", "train"):
+        assert main([verb, "run.name=x"]) == 2
+        assert "ranks read a resolved file" in capsys.readouterr().err
+
+
+def test_a_run_folder_without_a_syncer_is_unreachable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("run: {name: x}")
+    assert main(["status", str(tmp_path)]) == 3
+    assert "no syncer of" in capsys.readouterr().err

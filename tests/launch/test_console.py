@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import io
+
+from diloco.launch.console import SiteLines, quietly, size
+from diloco.launch.eventlog import Event
+
+
+def event(what: str, **fields: object) -> Event:
+    return {"at": 1.0, "who": "site-a", "what": what, **fields}
+
+
+def test_a_step_line_has_torchtitans_words_and_ours_behind_the_bar() -> None:
+    out = io.StringIO()
+    lines = SiteLines("site-a", 10, [out])
+    lines(event("joined", incarnation=1, epoch=1, versions=[3, 4]))
+    lines(event("adopted", fragment=1, version=5, merged=[2]))
+    lines(event("meter", staleness=1, bytes_up=2048, bytes_down=3 << 20))
+    for step in range(1, 21):
+        lines(event("step", step=step, loss=2.438912, grad_norm=0.9213, tokens_per_s=8120.4, lr=0.02))
+    said = out.getvalue().splitlines()
+    assert said[0].startswith("[site-a] joined: incarnation 1")
+    assert len(said) == 3
+    assert said[1] == (
+        "[site-a] step:     10  loss:  2.43891  grad_norm:  0.9213  tps: 8,120  lr: 0.02000 "
+        "| v: 3,5  stale: 1  up: 2.0 KiB  down: 3.0 MiB"
+    )
+
+
+def test_a_refusal_is_said_and_a_merge_is_not() -> None:
+    out = io.StringIO()
+    lines = SiteLines("site-a", 10, [out])
+    lines(event("fate", fragment=0, sequence=3, version=4, reason=None))
+    lines(event("fate", fragment=0, sequence=4, version=None, reason="stale"))
+    assert out.getvalue() == "[site-a] refused: fragment 0 update 4: stale\n"
+
+
+def test_a_step_without_a_finite_loss_is_a_line_too() -> None:
+    out = io.StringIO()
+    SiteLines("site-a", 1, [out])(event("step", step=1, loss=None))
+    assert "loss:  0.00000" not in out.getvalue()
+    assert "loss:      nan" in out.getvalue()
+
+
+def test_a_terminal_that_went_away_ends_nothing() -> None:
+    def broken(event: Event) -> None:
+        raise BrokenPipeError
+
+    write = quietly(broken)
+    write(event("step"))
+    write(event("step"))
+
+
+def test_sizes_are_for_people() -> None:
+    assert [size(count) for count in (0, 1023, 1024, 5 << 20, 3 << 40)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "5.0 MiB",
+        "3.0 TiB",
+    ]

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from diloco.launch.cli import main
+from diloco.sync.events import SyncerStarted
+from diloco.sync.journal import Record, encode_record
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "run" / "syncer" / "journal"
+    folder.mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").touch()
+    for number in (1, 2):
+        record = encode_record(Record(number * 10**9, SyncerStarted(number), "0" * 16))
+        (folder / f"journal-{number:06d}.log").write_bytes(record)
+    return tmp_path / "run"
+
+
+def test_a_journal_is_shown_as_lines_whatever_names_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for target in (run, run / "syncer"):
+        assert main(["journal", "show", str(target)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[1] for line in lines if "SyncerStarted" in line] == ["SyncerStarted"] * 2
+        assert lines[1].split()[0] == "1.000000"
+        assert lines[3].split()[0] == "2.000000"
+    assert main(["journal", "show", str(run / "syncer/journal/journal-000002.log")]) == 0
+    assert capsys.readouterr().out.count("SyncerStarted") == 1
+
+
+def test_a_torn_end_is_said_and_damage_is_an_error(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run / "syncer/journal/journal-000002.log"
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:20])
+    assert main(["journal", "show", str(path)]) == 0
+    assert "20 bytes of a record that was being written" in capsys.readouterr().out
+    path.write_bytes(whole[:-3] + b"xxx" + whole)
+    assert main(["journal", "show", str(path)]) == 1
+    assert "damaged" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_journal_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").touch()
+    assert main(["journal", "show", str(tmp_path)]) == 2
+    assert "holds no journal" in capsys.readouterr().err

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from diloco.launch.config import compose
+from diloco.launch.errors import ConfigError
+from diloco.launch.run_dir import RunDir, existing_run, name_run, point_latest, run_dir_of
+
+
+def test_a_run_has_one_folder_by_its_name() -> None:
+    config = compose(["run.name=nimble-otter", "run.dir=somewhere"])
+    assert run_dir_of(config).root == Path("somewhere/nimble-otter")
+    assert run_dir_of(config).site("site-a").checkpoints == Path("somewhere/nimble-otter/sites/site-a/checkpoints")
+    with pytest.raises(ConfigError, match=r"run\.name is null"):
+        run_dir_of(compose([]))
+
+
+def test_a_run_without_a_name_gets_a_new_one() -> None:
+    config = compose([])
+    name_run(config)
+    first = config.run.name
+    assert first
+    name_run(config)
+    assert config.run.name == first
+
+
+def test_latest_points_at_the_newest(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        point_latest(RunDir(tmp_path / name))
+    assert (tmp_path / "latest").resolve() == tmp_path / "b"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "latest"]
+
+
+def test_a_run_is_found_by_path_or_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "config.yaml").touch()
+    assert existing_run("a").root == Path("runs/a")
+    assert existing_run("runs/a").root == Path("runs/a")
+    with pytest.raises(ConfigError, match="'b' is no run folder"):
+        existing_run("b")

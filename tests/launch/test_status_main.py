@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from diloco.launch.errors import ConfigError, VerbError
+from diloco.launch.status_main import heading, sites_table, syncer_address
+
+STATUS = {
+    "run_id": "nimble-otter",
+    "phase": "ending",
+    "ending": "drained",
+    "progress": 0.25,
+    "run_tokens": 12000,
+    "epoch": 3,
+    "up_seconds": 12.3,
+    "fragments": [{"version": 4, "arrived": ["site-a"]}, {"version": 5, "arrived": []}],
+    "sites": {
+        "site-a": {
+            "status": "live",
+            "step": 120,
+            "loss": 2.5,
+            "tokens_per_s": 8120.0,
+            "tokens_processed": 15000,
+            "tokens_merged": 12000,
+            "tokens_in_flight": 2000,
+            "staleness": 1,
+            "bytes_up": 2048,
+            "bytes_down": 4096,
+            "payload_bytes_up": 2000,
+            "payload_bytes_down": 4000,
+            "heard_seconds_ago": 0.4,
+        },
+        "site-b": {
+            "status": "silent",
+            "tokens_merged": 0,
+            "payload_bytes_up": 0,
+            "payload_bytes_down": 10,
+            "heard_seconds_ago": None,
+        },
+    },
+}
+
+
+def test_the_table_shows_a_site_that_reports_and_one_that_never_did() -> None:
+    console = Console(width=140)
+    with console.capture() as told:
+        console.print(heading(STATUS))
+        console.print(sites_table(STATUS))
+    text = told.get()
+    for words in (
+        "nimble-otter",
+        "ending (drained)",
+        "25%",
+        "versions 4,5",
+        "12,000",
+        "8,120",
+        "2.5000",
+        "0.4 s ago",
+        "never",
+    ):
+        assert words in text, text
+
+
+def test_a_syncer_is_named_by_address_or_by_run_folder(tmp_path: Path) -> None:
+    assert syncer_address("127.0.0.1:7077") == "127.0.0.1:7077"
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(VerbError, match="no syncer of"):
+        syncer_address(str(tmp_path))
+    (tmp_path / "syncer.address").write_text("127.0.0.1:4000")
+    assert syncer_address(str(tmp_path)) == "127.0.0.1:4000"
+    with pytest.raises(ConfigError, match="no run folder"):
+        syncer_address("nowhere:at-all")
