@@ -12,6 +12,7 @@ import json
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import diloco
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 GROUPS = ("model", "data", "inner", "outer", "codec", "network", "site", "cluster", "experiment")
 SECONDS_UNLESS_SAID = 150.0
 RESUMES = ("auto", "never", "must")
+SHORT = MappingProxyType({"seed": "run.seed", "seconds": "run.seconds", "tokens": "run.tokens"})
+"""What may be typed for settings that every other command has."""
 
 
 def compose(overrides: Sequence[str]) -> RunConfig:
@@ -40,6 +43,7 @@ def compose(overrides: Sequence[str]) -> RunConfig:
     values: list[tuple[str, object]] = []
     for text in overrides:
         key, value = _parse_by_hydra(text)
+        key = SHORT.get(key, key)
         if key in GROUPS:
             chosen.append(f"{key}={_choice(key, value)}")
         else:
@@ -66,6 +70,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
             key, equals, told = text.removeprefix("++").removeprefix("+").partition("=")
             if not equals:
                 raise ConfigError(f"{text!r} is no setting: key=value")
+            key = SHORT.get(key, key)
             if key in GROUPS:
                 raise ConfigError(f"{text} chooses a group, and --config {path} has settled them: set keys")
             # Behind a file, values are YAML.

@@ -37,6 +37,11 @@ def test_an_experiment_is_a_difference_that_the_command_line_still_overrides() -
     assert compose(["experiment=diloco", "outer=async"]).outer.kind == "sgd"
 
 
+def test_what_every_command_has_may_be_typed_short() -> None:
+    config = compose(["seed=3", "seconds=60", "tokens=1e6"])
+    assert (config.run.seed, config.run.seconds, config.run.tokens) == (3, 60, 1_000_000)
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
