@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from diloco.launch.status_watch import StatusWatch
+from diloco.wire.messages import Refusal, Status
+from diloco.wire.options import ServerOptions
+from diloco.wire.security import SecurityOptions
+from diloco.wire.server import serve
+from tests.wire.fake_syncer import RUN, FakeSyncer
+
+
+def until(done: Callable[[], object], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def syncer() -> FakeSyncer:
+    return FakeSyncer()
+
+
+@pytest.fixture
+def watch(syncer: FakeSyncer) -> Iterator[StatusWatch]:
+    server = serve(syncer, ServerOptions(run_id=RUN))
+    watch = StatusWatch(server.address, SecurityOptions())
+    yield watch
+    watch.close()
+    server.stop(0.1)
+
+
+def test_the_newest_answer_is_kept(watch: StatusWatch, syncer: FakeSyncer) -> None:
+    until(lambda: watch.latest is not None)
+    assert watch.latest == {"run_id": RUN, "sites": {"site-a": {"step": 1}}}
+    watch.hurry()
+    seen = syncer.calls.count("status")
+    until(lambda: syncer.calls.count("status") >= seen + 4, 3.0)
+
+
+def test_a_drain_is_passed_on_once(watch: StatusWatch, syncer: FakeSyncer) -> None:
+    watch.hurry()
+    watch.drain()
+    until(lambda: watch.drain_accepted)
+    seen = syncer.calls.count("status")
+    until(lambda: syncer.calls.count("status") >= seen + 2)
+    assert syncer.calls.count("drain") == 1
+
+
+def test_a_refusal_is_kept_in_words(watch: StatusWatch, syncer: FakeSyncer) -> None:
+    def refuse() -> None:
+        raise Refusal(Status.PERMISSION_DENIED, "only an admin may do this")
+
+    syncer.drain = refuse  # type: ignore[method-assign]
+    watch.drain()
+    until(lambda: watch.drain_refused)
+    assert watch.drain_refused == "only an admin may do this"
+    assert not watch.drain_accepted
+
+
+def test_a_syncer_that_is_not_there_holds_nobody_up() -> None:
+    watch = StatusWatch("127.0.0.1:9", SecurityOptions())
+    watch.drain()
+    time.sleep(0.1)
+    assert watch.latest is None
+    began = time.monotonic()
+    watch.close()
+    assert time.monotonic() - began < 5
