@@ -1,0 +1,285 @@
+"""A whole run on this machine: syncer, sites, links between them, an observer, and the faults of a scenario.
+
+``Up`` owns the children and one loop: read what happened, restart who died, play what is due, count the links' bytes,
+draw the view.  The truth of the run is ``events.jsonl``; our own events go there too and are read back.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from diloco.launch.errors import ExitCode, VerbError
+from diloco.launch.eventlog import EventLog, read_events
+from diloco.launch.faults import Faults
+from diloco.launch.scenario import SYNCER, Schedule, Step, late_sites
+from diloco.launch.supervise import Child, end_all, verb
+from diloco.wan.process import RelayDiedError
+
+if TYPE_CHECKING:
+    from diloco.launch.history import RunHistory
+    from diloco.launch.run_dir import RunDir
+    from diloco.launch.status_watch import StatusWatch
+    from diloco.launch.supervise import Interrupts
+    from diloco.launch.view import LiveView, PlainView
+    from diloco.wan.process import RelayProcess
+
+EVAL = "eval"
+EVAL_EVERY_S = "5"
+TICK_S = 0.1
+LINKS_EVERY_S = 1.0
+DEATHS_MAX = 5
+PEACE_S = 30.0
+"""A child that has lived so long since its last death has its deaths forgiven."""
+END_GRACE_S = 5.0
+FAREWELL_S = 2.0
+"""How long a site may take to end after the syncer has."""
+WORDS_MAX = 160
+
+
+@dataclass(kw_only=True, slots=True)
+class UpOptions:
+    """What ``Up`` needs to know of the configuration."""
+
+    sites: Mapping[str, Sequence[str]]
+    """The command line of each site behind ``diloco site``."""
+    address: str
+    """Where the syncer will listen."""
+    steps: Sequence[Step]
+    links: Mapping[str, Mapping[str, float]]
+    """The options of each site's link."""
+    layout: Sequence[int]
+    """Values in each fragment."""
+    references: Mapping[str, float]
+    """Bits per byte under ordinary compressors."""
+    ending_s_max: float
+    """From the last round to the end of the last process, at most."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How the loop ended: ``code`` for the shell, ``wrong`` for the summary."""
+
+    code: ExitCode = ExitCode.OK
+    wrong: list[str] = field(default_factory=list)
+    status: dict[str, object] | None = None
+
+
+def children_of(options: UpOptions, run_dir: RunDir) -> dict[str, Child]:
+    """The processes of a run, none of them started, in the order in which they are."""
+    config, logs = ["--config", str(run_dir.config)], run_dir.root / "logs"
+    syncer = Child(SYNCER, verb("syncer", *config, f"cluster.syncer.listen={options.address}"), logs / "syncer.log")
+    follow = verb("eval", str(run_dir.root), "--syncer", options.address, "--follow", "--every", EVAL_EVERY_S)
+    evaluator = Child(EVAL, follow, logs / "eval.log", niceness=5)
+    sites = [
+        Child(name, verb("site", *config, *settings), logs / f"{name}.log", is_site=True)
+        for name, settings in options.sites.items()
+    ]
+    return {child.name: child for child in [syncer, *sites, evaluator]}
+
+
+class Up:
+    """One run, from the start of its children to the end of the last one."""
+
+    def __init__(
+        self,
+        options: UpOptions,
+        children: dict[str, Child],
+        run_dir: RunDir,
+        log: EventLog,
+        history: RunHistory,
+        relay: RelayProcess | None,
+        environment: Mapping[str, str],
+    ) -> None:
+        self.options, self.run_dir, self.log, self.history, self.relay = options, run_dir, log, history, relay
+        self.outcome = Outcome()
+        self._environment = environment
+        self._next_links_s = 0.0
+        self._ends_at_s: float | None = None
+        self._draining = False
+        self._syncer_gone_s: float | None = None
+        self._told_stragglers = False
+        self._first_step_s: float | None = None
+        self._alive_since: dict[str, float] = {}
+        self.children = children
+        self._faults = Faults(self.children, relay, options.links, self.start, log.emit)
+        # What an earlier `diloco up` of this run left behind proves nothing about our children, and what the scenario
+        # did to it is not done again.
+        earlier, self._offset = read_events(run_dir.events)
+        history.take_all(earlier)
+        history.begin_again()
+        gone = history.progress if earlier else -1.0
+        steps = [step for step in options.steps if step.at_progress is None or step.at_progress > gone]
+        self.schedule = Schedule(steps)
+
+    @property
+    def sites(self) -> list[Child]:
+        """The sites' processes."""
+        return [child for child in self.children.values() if child.is_site]
+
+    # --- the loop ----------------------------------------------------------------------------------------------
+
+    def run(self, view: LiveView | PlainView, watch: StatusWatch, interrupts: Interrupts) -> Outcome:
+        """Start everything, keep it going until the run has ended, and leave no process behind."""
+        try:
+            self._begin()
+            while not self._over():
+                self._turn(view, watch, interrupts)
+                time.sleep(TICK_S)
+        except RelayDiedError as error:
+            raise VerbError(ExitCode.FAILED, str(error)) from error
+        finally:
+            end_all(self.children.values(), 0.0 if interrupts.count > 1 else END_GRACE_S)
+            self.read()
+            view.update()
+        self.outcome.status = watch.latest
+        if interrupts.count > 1:
+            self.outcome.code = ExitCode.FAILED
+            self.outcome.wrong.append("stopped at once, by hand")
+        return self.outcome
+
+    def _begin(self) -> None:
+        late = late_sites(self.options.steps)
+        self.log.emit("run", {"state": "started", "sites": list(self.options.sites), "name": self.run_dir.root.name})
+        self.log.emit("layout", {"fragments": list(self.options.layout)})
+        if self.options.references:
+            self.log.emit("reference", {"bits_per_byte": dict(self.options.references)})
+        for child in self.children.values():
+            if child.name not in late:
+                self.start(child)
+
+    def _turn(self, view: LiveView | PlainView, watch: StatusWatch, interrupts: Interrupts) -> None:
+        now_s = time.monotonic()
+        self.read()
+        for child in self.children.values():
+            if child.ended():
+                self._ended(child, now_s)
+            elif child.wanted and not child.running and now_s >= child.next_start_s and not self._winding_up():
+                self.start(child)
+        if interrupts.count and not self._draining:
+            view.say("asked to stop: a last round, then everything ends; once more: at once")
+            self._drain(watch, now_s)
+        if interrupts.count > 1:
+            self._ends_at_s = now_s
+        if self._first_step_s is not None and not self._draining and not self._winding_up():
+            self._faults.play(self.schedule.due(now_s - self._first_step_s, self.history.progress))
+        self._watch_the_end(watch, now_s)
+        self._count_links(now_s)
+        view.update()
+
+    def read(self) -> None:
+        """Take what has happened since the last call."""
+        events, self._offset = read_events(self.run_dir.events, self._offset)
+        self.history.take_all(events)
+        for event in events:
+            child = self.children.get(str(event["who"]))
+            if child is not None and event["what"] in ("joined", "syncer_started", "eval"):
+                child.proven = True
+            if event["what"] == "step" and self._first_step_s is None:
+                self._first_step_s = time.monotonic()
+
+    # --- children ----------------------------------------------------------------------------------------------
+
+    def start(self, child: Child) -> None:
+        """Start a child and say so."""
+        child.start(self._environment)
+        self._alive_since[child.name] = time.monotonic()
+        self.say_process(child, "started")
+
+    def say_process(self, child: Child, state: str, **more: object) -> None:
+        """Note what became of a child's process."""
+        facts: dict[str, object] = {"name": child.name, "pid": child.pid, "state": state, **more}
+        self.log.emit("process", {**facts, "site": True} if child.is_site else facts)
+
+    def _ended(self, child: Child, now_s: float) -> None:
+        """A child has ended; decide whether that is well, a reason to start it again, or the end of the run."""
+        orderly = child.code in (ExitCode.OK, ExitCode.DRAINED) or (child.name == EVAL and self._draining)
+        if orderly or not child.wanted:
+            self.say_process(child, "ended" if orderly else "killed", code=child.code)
+            child.wanted = False
+            return
+        words = child.last_words() or "it said nothing"
+        self.say_process(child, "ended", code=child.code, unasked=True, why=words)
+        told = f"{child.name} ended with exit code {child.code}: {shortened(words)} ({child.log})"
+        if not child.proven and self._first_step_s is None and child.name != EVAL:
+            self._fail(child, f"could not start: {told}")
+        if now_s - self._alive_since[child.name] > PEACE_S:
+            child.deaths = 0
+        if self._winding_up() or child.code in (ExitCode.USAGE, ExitCode.MISMATCH):
+            child.wanted = False
+            self.outcome.wrong.append(told)
+            return
+        child.backed_off(now_s)
+        if child.deaths > DEATHS_MAX:
+            child.wanted = False
+            self.outcome.wrong.append(f"{told}, for the {child.deaths}th time in a row")
+            if child.name == SYNCER:
+                self._fail(child, f"gave up on the syncer: {told}")
+
+    def _fail(self, child: Child, why: str) -> None:
+        known = [ExitCode.FAILED, ExitCode.USAGE, ExitCode.UNREACHABLE, ExitCode.MISMATCH]
+        raise VerbError(ExitCode(child.code) if child.code in known else ExitCode.FAILED, why)
+
+    # --- the end -----------------------------------------------------------------------------------------------
+
+    def _winding_up(self) -> bool:
+        """Whether the run has its final versions, so that nobody needs to be started again."""
+        return self.history.ending is not None
+
+    def _drain(self, watch: StatusWatch, now_s: float) -> None:
+        self._draining = True
+        self._faults.play(self.schedule.heal_all())
+        watch.drain()
+        watch.hurry()
+        self._ends_at_s = self._ends_at_s or now_s + self.options.ending_s_max
+
+    def _watch_the_end(self, watch: StatusWatch, now_s: float) -> None:
+        ending = self._draining or self._winding_up() or self.history.last_round
+        nobody = not any(site.wanted or site.running for site in self.sites)
+        if nobody and not ending and not self.schedule.healing and not late_sites(self.schedule.not_begun()):
+            self.outcome.wrong.append("every site had ended before the run did")
+            self._drain(watch, now_s)
+        if self._draining and watch.drain_refused and not watch.drain_accepted:
+            # An administrator's token is asked for, and we have none; but the syncer is our own child.
+            self.children[SYNCER].signal(signal.SIGTERM)
+            watch.drain_refused = ""
+        if (self._winding_up() or self.history.last_round) and self._ends_at_s is None:
+            watch.hurry()
+            self._ends_at_s = now_s + self.options.ending_s_max
+        if self._winding_up() and not self.children[SYNCER].running and self._syncer_gone_s is None:
+            self._syncer_gone_s = now_s
+        if self._syncer_gone_s is not None and now_s >= self._syncer_gone_s + FAREWELL_S and not self._told_stragglers:
+            # Cut off while the run ended, they would wait for a syncer that does not come back.
+            self._told_stragglers = True
+            for site in self.sites:
+                site.wanted = False
+                site.signal(signal.SIGTERM)
+
+    def _over(self) -> bool:
+        if self._ends_at_s is not None and time.monotonic() >= self._ends_at_s:
+            late = [child.name for child in self.children.values() if child.running]
+            if late:
+                self.outcome.wrong.append(f"{', '.join(late)} had to be ended")
+            return True
+        return self._winding_up() and not any(child.running for child in self.children.values())
+
+    def _count_links(self, now_s: float) -> None:
+        if self.relay is None or now_s < self._next_links_s:
+            return
+        self._next_links_s = now_s + LINKS_EVERY_S
+        for site, stats in self.relay.stats().items():
+            self.log.emit("link", {"site": site, "bytes_up": stats["bytes_up"], "bytes_down": stats["bytes_down"]})
+
+
+def shortened(words: str) -> str:
+    """A line that is fit for a summary; the whole of it is in the log."""
+    return words if len(words) <= WORDS_MAX else words[: WORDS_MAX - 1] + "…"
+
+
+def not_played(schedule: Schedule) -> str:
+    """What of the scenario never happened, in words; "" if all did."""
+    left = [f"{step.do} {step.target}" for step in schedule.not_begun()]
+    return f"the run ended before: {', '.join(left)}" if left else ""

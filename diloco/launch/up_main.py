@@ -1,0 +1,268 @@
+"""``diloco up``: composes once, makes the run's folder, runs it on this machine, and says what came of it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.durable import LockedError, locked
+from diloco.launch import config as configs
+from diloco.launch.arguments import load_config, limit_threads, settings_parser
+from diloco.launch.closing import closing_lines
+from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.launch.eventlog import EventLog
+from diloco.launch.history import RunHistory
+from diloco.launch.report import rebuild
+from diloco.launch.run_dir import LATEST, RunDir, name_run, point_latest, run_dir_of
+from diloco.launch.scenario import LINK, Step, load_scenario
+from diloco.launch.schema import SyncerSection
+from diloco.launch.summary import summarize, write_summary
+from diloco.launch.supervise import Interrupts, child_environment
+from diloco.launch.up import Outcome, Up, UpOptions, children_of, not_played
+from diloco.launch.view import Facts, make_view
+from diloco.wan.process import RelayProcess
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from diloco.launch.schema import RunConfig
+
+DOES = """A whole run on this machine: a syncer, sites, emulated WAN links between them, and faults by a scenario.
+
+  diloco up
+  diloco up run.seconds=60 scenario=none cluster=local4 network=transatlantic
+
+The same command goes on with the latest run if that was drained.  Ctrl-C once: a last round, then everything ends
+(exit 75); twice: at once."""
+DEMO, NO_FAULTS = "demo", "none"
+
+
+def main(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    config = load_config(settings_parser("up", DOES).parse_args(arguments))
+    # Taken first: how many threads this process may use is not for the children.
+    environment = child_environment(os.environ)
+    limit_threads(1)
+    sites = list(config.cluster.sites)
+    if not sites:
+        raise ConfigError("cluster.sites is empty: diloco up needs at least one site")
+    steps = scenario_of(config)
+
+    from diloco.launch import build
+
+    build.check(config)
+    with ExitStack() as stack:
+        run_dir, again = choose_run(config, stack)
+        interrupts = stack.enter_context(Interrupts())
+        print(f"run {run_dir.root.name} {'goes on' if again else 'begins'} in {run_dir.root}", flush=True)
+        return _run(config, run_dir, steps, interrupts, environment)
+
+
+def scenario_of(config: RunConfig) -> list[Step]:
+    """The steps of ``scenario``: a file, the name of one of ours, "none"; for null the demo, as far as it applies."""
+    sites = list(config.cluster.sites)
+    chosen = DEMO if config.scenario is None else config.scenario
+    ours = configs.folder() / "scenario" / f"{chosen}.yaml"
+    file = ours if ours.is_file() and not Path(chosen).is_file() else Path(chosen)
+    try:
+        text = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        known = ", ".join(sorted(path.stem for path in ours.parent.glob("*.yaml")))
+        raise ConfigError(f"scenario is {chosen!r}: neither a file that can be read nor one of {known}") from error
+    if config.scenario is not None:
+        steps = load_scenario(text, str(file), sites)
+    else:
+        steps = [step for step in load_scenario(text, str(file), [*sites, *DEMO_SITES]) if step.site in ["", *sites]]
+    if not config.network.emulate:
+        broken = [step for step in steps if step.target.startswith(LINK)]
+        if config.scenario is not None and broken:
+            raise ConfigError(f"{file}:{broken[0].line}: {broken[0].target} is no link: network.emulate is false")
+        steps = [step for step in steps if step not in broken]
+    return steps
+
+
+DEMO_SITES = ("site-a", "site-b", "site-c")
+
+
+def choose_run(config: RunConfig, stack: ExitStack) -> tuple[RunDir, bool]:
+    """The run's folder, locked for us, and whether an earlier run goes on there; ``config.run.name`` is then set."""
+    resume = config.run.resume
+    latest = _unfinished_latest(config) if config.run.name is None and resume != "never" else None
+    if latest is not None:
+        try:
+            stack.enter_context(locked(latest.root))
+            config.run.name = latest.root.name
+            return _settled(config, latest), True
+        except LockedError:
+            latest = None  # It runs just now, in another terminal: this is another run.
+    if resume == "must" and config.run.name is None:
+        raise ConfigError(f"run.resume is 'must': the latest run in {config.run.dir} is none that can go on")
+    name_run(config)
+    run_dir = run_dir_of(config)
+    there = run_dir.config.is_file()
+    if there and resume == "never":
+        raise ConfigError(f"run.resume is 'never': {run_dir.root} holds a run; take another run.name")
+    if there and _finished(run_dir):
+        raise ConfigError(f"run {config.run.name} has finished, see {run_dir.report}; take another run.name")
+    if not there and resume == "must":
+        raise ConfigError(f"run.resume is 'must': there is no run {config.run.name} in {config.run.dir}")
+    if there:
+        _require_same(config, run_dir)
+    try:
+        stack.enter_context(locked(run_dir.root))
+    except LockedError as error:
+        raise VerbError(ExitCode.FAILED, f"{error}: it is running already") from error
+    return _settled(config, run_dir), there
+
+
+def _settled(config: RunConfig, run_dir: RunDir) -> RunDir:
+    """Leave the configuration in the folder.
+
+    A child that is started again goes on there, whatever ``run.resume`` was asked of us.
+    """
+    with suppress(FileNotFoundError):
+        run_dir.summary.unlink()
+    config.run.resume = "auto"
+    configs.write(config, run_dir.config)
+    point_latest(run_dir)
+    return run_dir
+
+
+def _finished(run_dir: RunDir) -> bool:
+    return run_dir.final_model.is_file()
+
+
+def _unfinished_latest(config: RunConfig) -> RunDir | None:
+    """The latest run, if it is the same as ``config`` in all that is shared and has not finished."""
+    link = Path(config.run.dir) / LATEST
+    run_dir = RunDir(Path(config.run.dir) / os.readlink(link)) if link.is_symlink() else None
+    # A run of `diloco train` has no events of ours: it is not a run of sites.
+    if run_dir is None or not (run_dir.syncer.is_dir() and run_dir.config.is_file()) or _finished(run_dir):
+        return None
+    try:
+        before = configs.read(run_dir.config)
+    except ConfigError:
+        return None  # Written by another version of this program; not ours to go on with.
+    return run_dir if configs.shared_digest(before) == configs.shared_digest(config) else None
+
+
+def _require_same(config: RunConfig, run_dir: RunDir) -> None:
+    before, now = configs.shared_config(configs.read(run_dir.config)), configs.shared_config(config)
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key):
+            raise VerbError(
+                ExitCode.MISMATCH,
+                f"{key} is {now.get(key)} now and {before.get(key)} in {run_dir.config}: take another run.name",
+            )
+
+
+def _run(
+    config: RunConfig, run_dir: RunDir, steps: list[Step], interrupts: Interrupts, environment: dict[str, str]
+) -> ExitCode:
+    """Start it, wait for it, and say what came of it."""
+    from diloco.inner.corpus import DataError
+    from diloco.launch import build
+    from diloco.launch.references import reference_bits
+    from diloco.launch.status_watch import StatusWatch
+
+    if not Path(config.data.cache).is_dir():
+        print("preparing the text, once for all runs", flush=True)
+    try:
+        build.corpus(config)
+        references = reference_bits(config.data)
+    except DataError as error:
+        raise ConfigError(f"data: {error}") from error
+    history = RunHistory()
+    outcome, failed = Outcome(), None
+    with ExitStack() as stack:
+        log = EventLog(run_dir.events, "up")
+        stack.callback(log.close)
+        address = syncer_address(config)
+        relay = stack.enter_context(RelayProcess()) if config.network.emulate else None
+        options = up_options(config, address, relay, steps, references)
+        children = children_of(options, run_dir)
+        up = Up(options, children, run_dir, log, history, relay, environment)
+        watch = StatusWatch(address, build.site_security(config))
+        stack.callback(watch.close)
+        try:
+            with make_view(history, facts_of(config, sum(options.layout)), os.environ) as view:
+                outcome = up.run(view, watch, interrupts)
+        except VerbError as error:
+            outcome, failed = up.outcome, error
+            outcome.wrong.append(str(error))
+        summary = summarize(history, outcome.status, asdict(config), outcome.wrong)
+        log.emit("run", {"state": "ended", "status": summary["status"]})
+    write_summary(run_dir.summary, summary)
+    _, history = rebuild(run_dir.root)
+    if failed is not None:
+        raise failed
+    print("\n".join(["", *closing_lines(summary, history, run_dir.root), *missed(up)]), flush=True)
+    return exit_code(history, outcome, str(summary["status"]))
+
+
+def missed(up: Up) -> list[str]:
+    """What the scenario had no time for."""
+    text = not_played(up.schedule)
+    return [text] if text else []
+
+
+def exit_code(history: RunHistory, outcome: Outcome, status: str) -> ExitCode:
+    """What the shell sees."""
+    if outcome.code is not ExitCode.OK:
+        return outcome.code
+    if history.ending == "drained":
+        return ExitCode.DRAINED
+    return ExitCode.OK if status == "ok" else ExitCode.FAILED
+
+
+def syncer_address(config: RunConfig) -> str:
+    """Where the syncer listens: as configured, or at any free port where nothing was said."""
+    if config.cluster.syncer.listen != SyncerSection().listen:
+        return config.cluster.syncer.listen
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def up_options(
+    config: RunConfig, address: str, relay: RelayProcess | None, steps: list[Step], references: dict[str, float]
+) -> UpOptions:
+    """What ``Up`` is told; makes the links."""
+    from diloco.launch import build
+
+    links, sites = {}, {}
+    for name, site in config.cluster.sites.items():
+        link = build.link_options(config, name)
+        links[name] = {key: float(value) for key, value in asdict(link).items()}
+        dial = relay.add(name, link, address) if relay is not None else address
+        settings = {"id": name, "syncer": dial, "slowdown": site.slowdown, "nproc": site.nproc}
+        build.trainer_options(replace(config, site=replace(config.site, slowdown=site.slowdown)))
+        sites[name] = [f"site.{key}={value}" for key, value in settings.items()]
+    waits = config.outer.final_wait_s + config.cluster.syncer.linger_s + 2 * config.site.finish_timeout_s
+    return UpOptions(
+        sites=sites,
+        links=links,
+        address=address,
+        steps=steps,
+        layout=[fragment.numel for fragment in build.layout_of(config).fragments],
+        references=references,
+        ending_s_max=waits + EVALUATION_S_MAX,
+    )
+
+
+EVALUATION_S_MAX = 60.0
+
+
+def facts_of(config: RunConfig, values: int) -> Facts:
+    """The head of the view."""
+    from diloco.launch.figures import count
+
+    model, codec, outer = config.model, config.codec, config.outer
+    codecs = codec.up if codec.up == codec.down else f"{codec.up} up, {codec.down} down"
+    size = f"{model.layers}x{model.dim} transformer, {count(values)} values"
+    words = [size, config.data.kind, codecs, f"quorum {outer.quorum}", f"H {outer.inner_steps}"]
+    return Facts(name=config.run.name or "", what=" · ".join(words), seconds=config.run.seconds)

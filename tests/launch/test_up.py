@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from diloco.launch.errors import ExitCode, VerbError
+from diloco.launch.eventlog import EventLog, read_events
+from diloco.launch.history import RunHistory
+from diloco.launch.run_dir import RunDir
+from diloco.launch.scenario import Step
+from diloco.launch.supervise import Child, Interrupts, child_environment
+from diloco.launch.up import Outcome, Up, UpOptions, children_of, not_played
+from diloco.launch.view import Facts, PlainView
+from diloco.wan.link import LinkOptions
+from diloco.wan.process import RelayProcess
+from tests.launch.test_supervise import alive
+
+ACTORS = str(Path(__file__).with_name("actors.py"))
+
+
+class Watch:
+    """Stands where the StatusWatch is: a request to drain reaches the syncer as SIGTERM."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self.latest: dict[str, object] | None = {"sites": {}}
+        self.drain_accepted = False
+        self.drain_refused = ""
+        self.hurried = False
+        self.refuses = refuses
+        self.up: Up | None = None
+
+    def drain(self) -> None:
+        if self.refuses:
+            self.drain_refused = "only an admin may do this"
+            return
+        assert self.up is not None
+        self.drain_accepted = True
+        self.up.children["syncer"].signal(signal.SIGTERM)
+
+    def hurry(self) -> None:
+        self.hurried = True
+
+
+class Stage:
+    """A run of actors in a folder."""
+
+    def __init__(self, path: Path, *steps: Step, seconds: float = 0.7, **sites: dict[str, float]) -> None:
+        self.run_dir = RunDir(path)
+        self.history = RunHistory()
+        self.log = EventLog(self.run_dir.events, "up")
+        self.watch = Watch()
+        self.out = io.StringIO()
+        self.relay: RelayProcess | None = None
+        self.children = {"syncer": self.actor("syncer", "syncer", {"seconds": seconds})}
+        for name, options in (sites or {"a": {}, "b": {}}).items():
+            self.children[f"site-{name}"] = self.actor("site", f"site-{name}", options, is_site=True)
+        self.children["eval"] = self.actor("observer", "eval", {})
+        self.options = UpOptions(
+            sites={name: [] for name, child in self.children.items() if child.is_site},
+            links={},
+            address="127.0.0.1:1",
+            steps=list(steps),
+            layout=[100],
+            references={"xz": 1.7},
+            ending_s_max=5.0,
+        )
+
+    def actor(self, role: str, who: str, options: dict[str, float], **more: Any) -> Child:
+        command = [sys.executable, ACTORS, role, str(self.run_dir.root), who, json.dumps(options)]
+        return Child(who, command, self.run_dir.root / "logs" / f"{who}.log", **more)
+
+    def play(self, *, interrupt_after_s: tuple[float, ...] = ()) -> Outcome:
+        environment = child_environment(os.environ)
+        up = Up(self.options, self.children, self.run_dir, self.log, self.history, self.relay, environment)
+        self.watch.up = up
+        timers = [threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT)) for after_s in interrupt_after_s]
+        view = PlainView(self.history, Facts(name="quiet-otter", what=""), Console(file=self.out, color_system=None))
+        try:
+            with Interrupts() as interrupts, view:
+                for timer in timers:
+                    timer.start()
+                return up.run(view, self.watch, interrupts)  # type: ignore[arg-type]
+        finally:
+            for timer in timers:
+                timer.cancel()
+            self.log.close()
+            self.left = [child.name for child in self.children.values() if child.pid and alive(child.pid)]
+
+    def seen(self, what: str, **fields: object) -> list[dict[str, object]]:
+        events, _ = read_events(self.run_dir.events)
+        return [e for e in events if e["what"] == what and all(e.get(key) == value for key, value in fields.items())]
+
+
+def test_a_run_begins_ends_and_leaves_nobody(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    outcome = stage.play()
+    assert (outcome.code, outcome.wrong) == (ExitCode.OK, [])
+    assert stage.history.ending == "finished"
+    assert stage.left == []
+    assert stage.watch.hurried
+    assert {child.code for child in stage.children.values()} == {0}
+    assert len(stage.seen("process", state="started")) == 4
+    assert stage.history.references == {"xz": 1.7}
+    assert stage.history.evaluations
+
+
+def test_who_ends_unasked_is_started_again(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, seconds=1.6, a={"dies_after": 0.3}, b={})
+    outcome = stage.play()
+    assert outcome.wrong == []
+    (death,) = stage.seen("process", unasked=True)
+    assert (death["name"], death["code"], death["why"]) == ("site-a", 1, "ValueError: the disk is full")
+    assert stage.history.sites["site-a"].restarts == 1
+    assert "site-a ended unasked with exit code 1: ValueError: the disk is full" in stage.out.getvalue()
+
+
+def test_who_cannot_start_ends_it_all_with_its_code_and_words(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, seconds=60)
+    stage.children["site-b"] = stage.actor("fails", "site-b", {}, is_site=True)
+    stage.children["site-a"].command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with pytest.raises(VerbError) as failure:
+        stage.play()
+    assert failure.value.code is ExitCode.USAGE
+    assert "site-b ended with exit code 2: diloco site: site.id is 'x y': no name" in str(failure.value)
+    assert str(tmp_path / "logs" / "site-b.log") in str(failure.value)
+    assert stage.left == []
+
+
+def test_the_scenario_is_played_on_the_processes(tmp_path: Path) -> None:
+    steps = [
+        Step(do="kill", target="site-b", at_s=0.2, for_s=0.5),
+        Step(do="kill", target="syncer", at_progress=0.4, for_s=0.4),
+        Step(do="start", target="site-c", at_s=0.3),
+        Step(do="leave", target="site-c", at_progress=0.8),
+        Step(do="kill", target="site-a", at_s=100.0),
+    ]
+    stage = Stage(tmp_path, *steps, seconds=2.4, a={}, b={}, c={})
+    outcome = stage.play()
+    assert outcome.wrong == []
+    whats = [(fault.what, fault.target, fault.healed_s is not None) for fault in stage.history.faults]
+    assert whats == [
+        ("kill", "site-b", True),
+        ("start", "site-c", False),
+        ("kill", "syncer", True),
+        ("leave", "site-c", False),
+    ]
+    assert stage.history.epoch == 2
+    assert len(stage.history.syncer_spans) == 2
+    assert {name: site.restarts for name, site in stage.history.sites.items()} == {
+        "site-a": 0,
+        "site-b": 1,
+        "site-c": 0,
+    }
+    assert not stage.seen("process", unasked=True), "a fault of ours was taken for an accident"
+    assert stage.children["site-c"].code == 75
+
+
+def test_one_interrupt_drains(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, seconds=60)
+    stage.play(interrupt_after_s=(0.6,))
+    assert stage.history.ending == "drained"
+    assert {child.code for name, child in stage.children.items() if name != "eval"} == {75}
+    assert stage.left == []
+    assert "asked to stop" in stage.out.getvalue()
+
+
+def test_a_drain_that_needs_another_token_goes_by_signal(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, seconds=60)
+    stage.watch.refuses = True
+    stage.play(interrupt_after_s=(0.6,))
+    assert stage.history.ending == "drained"
+
+
+def test_a_drain_heals_what_is_broken_first(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, Step(do="kill", target="syncer", at_s=0.1, for_s=50), seconds=60)
+
+    def drain_when_it_is_back() -> None:
+        assert stage.children["syncer"].running
+        stage.watch.refuses = False
+        threading.Timer(0.6, stage.children["syncer"].signal, (signal.SIGTERM,)).start()
+
+    stage.watch.drain = drain_when_it_is_back  # type: ignore[method-assign]
+    stage.play(interrupt_after_s=(0.9,))
+    assert stage.history.ending == "drained"
+    assert stage.history.faults[0].healed_s is not None
+
+
+def test_two_interrupts_end_it_at_once(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, seconds=60, a={"deaf": 1.0})
+    stage.watch.drain = lambda: None  # type: ignore[method-assign]
+    outcome = stage.play(interrupt_after_s=(0.6, 0.9))
+    assert outcome.code is ExitCode.FAILED
+    assert "stopped at once, by hand" in outcome.wrong
+    assert stage.children["site-a"].code == -signal.SIGKILL
+    assert stage.left == []
+
+
+def test_who_does_not_end_is_ended_and_named(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, seconds=60)
+    stage.options.ending_s_max = 0.3
+    stage.watch.drain = lambda: None  # type: ignore[method-assign]
+    outcome = stage.play(interrupt_after_s=(0.8,))
+    assert any("had to be ended" in text for text in outcome.wrong)
+    assert stage.left == []
+
+
+def test_a_run_without_sites_is_drained(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, Step(do="leave", target="site-a", at_s=0.2), seconds=60, a={})
+    outcome = stage.play()
+    assert outcome.wrong == ["every site had ended before the run did"]
+    assert stage.history.ending == "drained"
+
+
+def test_links_are_counted(tmp_path: Path) -> None:
+    with RelayProcess() as relay:
+        relay.add("site-a", LinkOptions(), "127.0.0.1:9")
+        stage = Stage(tmp_path, seconds=0.7)
+        stage.relay = relay
+        stage.play()
+    assert stage.seen("link", site="site-a", bytes_up=0)
+
+
+def test_a_run_that_goes_on_is_not_taken_for_ended(tmp_path: Path) -> None:
+    first = Stage(tmp_path, seconds=60)
+    first.play(interrupt_after_s=(0.8,))
+    (tmp_path / "ending").unlink()
+    again = Stage(tmp_path, Step(do="kill", target="site-a", at_progress=0.0), seconds=1.0)
+    outcome = again.play()
+    assert outcome.wrong == []
+    assert again.history.ending == "finished"
+    assert again.history.sites["site-a"].spans[1].end_s is not None
+    assert not again.history.faults, "the scenario was played twice"
+
+
+def test_what_was_not_played_is_said(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, Step(do="kill", target="site-a", at_s=100.0), seconds=0.5)
+    up = Up(stage.options, stage.children, stage.run_dir, stage.log, stage.history, None, {})
+    assert not_played(up.schedule) == "the run ended before: kill site-a"
+    stage.log.close()
+
+
+def test_the_processes_of_a_run_are_our_verbs(tmp_path: Path) -> None:
+    options = Stage(tmp_path).options
+    options.sites = {"site-a": ["site.id=site-a", "site.syncer=127.0.0.1:2"]}
+    children = children_of(options, RunDir(tmp_path))
+    assert list(children) == ["syncer", "site-a", "eval"]
+    words = " ".join(children["site-a"].command)
+    assert words.endswith(f"-m diloco site --config {tmp_path}/config.yaml site.id=site-a site.syncer=127.0.0.1:2")
+    assert children["syncer"].command[-1] == "cluster.syncer.listen=127.0.0.1:1"
+    assert [child.is_site for child in children.values()] == [False, True, False]

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.durable import locked
+from diloco.launch import config as configs
+from diloco.launch.config import compose
+from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.launch.history import RunHistory
+from diloco.launch.run_dir import RunDir
+from diloco.launch.scenario import ScenarioError
+from diloco.launch.schema import RunConfig
+from diloco.launch.up import Outcome
+from diloco.launch.up_main import choose_run, exit_code, facts_of, main, scenario_of, syncer_address, up_options
+
+
+def config_in(path: Path, *overrides: str) -> RunConfig:
+    return compose([f"run.dir={path / 'runs'}", *overrides])
+
+
+def chosen(config: RunConfig) -> tuple[RunDir, bool]:
+    with ExitStack() as stack:
+        return choose_run(config, stack)
+
+
+def begun(path: Path, *overrides: str) -> RunDir:
+    """A run that was begun and not finished."""
+    run_dir, again = chosen(config_in(path, *overrides))
+    assert not again
+    run_dir.syncer.mkdir()
+    return run_dir
+
+
+def finish(run_dir: RunDir) -> None:
+    run_dir.final_model.parent.mkdir(parents=True)
+    run_dir.final_model.write_bytes(b"")
+
+
+def test_a_new_run_has_a_name_a_configuration_and_is_the_latest(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "run.resume=never")
+    run_dir, again = chosen(config)
+    assert not again
+    assert run_dir.root.name == config.run.name
+    assert (tmp_path / "runs" / "latest").resolve() == run_dir.root.resolve()
+    # A child that is started again must be able to go on.
+    assert configs.read(run_dir.config).run.resume == "auto"
+
+
+def test_the_latest_run_goes_on_when_it_is_the_same_and_unfinished(tmp_path: Path) -> None:
+    first = begun(tmp_path)
+    (first.root / "summary.json").write_text("{}")
+    # What is not shared may differ.
+    run_dir, again = chosen(config_in(tmp_path, "network=loopback", "site.threads=2"))
+    assert (run_dir.root, again) == (first.root, True)
+    assert not run_dir.summary.exists(), "a summary of the part before"
+    assert chosen(config_in(tmp_path, "outer.lr=0.5"))[0].root != first.root
+
+
+def test_a_finished_run_does_not_go_on(tmp_path: Path) -> None:
+    first = begun(tmp_path)
+    finish(first)
+    assert chosen(config_in(tmp_path))[0].root != first.root
+    with pytest.raises(ConfigError, match="has finished"):
+        chosen(config_in(tmp_path, f"run.name={first.root.name}"))
+
+
+def test_resume_is_obeyed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="none that can go on"):
+        chosen(config_in(tmp_path, "run.resume=must"))
+    with pytest.raises(ConfigError, match="there is no run otter"):
+        chosen(config_in(tmp_path, "run.resume=must", "run.name=otter"))
+    first = begun(tmp_path)
+    assert chosen(config_in(tmp_path, "run.resume=never"))[0].root != first.root
+    with pytest.raises(ConfigError, match="holds a run"):
+        chosen(config_in(tmp_path, "run.resume=never", f"run.name={first.root.name}"))
+    assert chosen(config_in(tmp_path, "run.resume=must", f"run.name={first.root.name}"))[1]
+
+
+def test_another_configuration_under_the_same_name_is_a_mismatch(tmp_path: Path) -> None:
+    first = begun(tmp_path)
+    with pytest.raises(VerbError, match=r"outer.lr is 0.5 now and 0\.\d+ in") as refusal:
+        chosen(config_in(tmp_path, f"run.name={first.root.name}", "outer.lr=0.5"))
+    assert refusal.value.code is ExitCode.MISMATCH
+
+
+def test_a_run_that_runs_is_left_alone(tmp_path: Path) -> None:
+    first = begun(tmp_path)
+    with locked(first.root):
+        assert chosen(config_in(tmp_path))[0].root != first.root
+        with pytest.raises(VerbError, match="running already"):
+            chosen(config_in(tmp_path, f"run.name={first.root.name}"))
+
+
+def test_the_demo_is_played_as_far_as_it_applies(tmp_path: Path) -> None:
+    def targets(*overrides: str) -> list[str]:
+        return [step.target for step in scenario_of(config_in(tmp_path, *overrides))]
+
+    assert targets() == ["site-b", "link:site-c", "syncer"]
+    assert targets("cluster=one") == ["syncer"]
+    assert targets("network.emulate=false") == ["site-b", "syncer"]
+    assert targets("scenario=none") == []
+    assert targets("scenario=demo") == ["site-b", "link:site-c", "syncer"]
+
+
+def test_a_users_scenario_is_checked(tmp_path: Path) -> None:
+    file = tmp_path / "faults.yaml"
+    file.write_text("- {at_s: 1, do: kill, target: site-z}")
+    with pytest.raises(ScenarioError, match="site-z"):
+        scenario_of(config_in(tmp_path, f"scenario={file}"))
+    file.write_text("- {at_s: 1, do: reset, target: 'link:site-a'}")
+    assert len(scenario_of(config_in(tmp_path, f"scenario={file}"))) == 1
+    with pytest.raises(ConfigError, match=r"network\.emulate is false"):
+        scenario_of(config_in(tmp_path, f"scenario={file}", "network.emulate=false"))
+    with pytest.raises(ConfigError, match=r"neither a file that can be read nor one of demo, none"):
+        scenario_of(config_in(tmp_path, "scenario=nothing.yaml"))
+
+
+def test_the_address_is_free_unless_it_was_chosen(tmp_path: Path) -> None:
+    first = syncer_address(config_in(tmp_path))
+    assert first.startswith("127.0.0.1:")
+    assert first != "127.0.0.1:7077"
+    assert syncer_address(config_in(tmp_path, "cluster.syncer.listen=127.0.0.1:7123")) == "127.0.0.1:7123"
+
+
+def test_every_site_gets_its_link_and_its_speed(tmp_path: Path) -> None:
+    config = config_in(tmp_path, "run.name=otter", "cluster.sites.site-b.link.rtt_ms=200")
+    options = up_options(config, "127.0.0.1:7001", None, [], {})
+    assert list(options.sites) == ["site-a", "site-b", "site-c"]
+    assert "site.slowdown=1.25" in options.sites["site-b"]
+    assert "site.syncer=127.0.0.1:7001" in options.sites["site-a"]
+    assert [options.links[name]["rtt_ms"] for name in options.sites] == [80.0, 200.0, 80.0]
+    assert sum(options.layout) > 1_000_000
+    assert options.ending_s_max > 60
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "status", "wanted"),
+    [
+        ("finished", ExitCode.OK, "ok", ExitCode.OK),
+        ("finished", ExitCode.OK, "the tokens of site-a do not balance", ExitCode.FAILED),
+        ("drained", ExitCode.OK, "drained: the same command goes on with it", ExitCode.DRAINED),
+        (None, ExitCode.OK, "the run did not come to its end", ExitCode.FAILED),
+        ("drained", ExitCode.FAILED, "stopped at once, by hand", ExitCode.FAILED),
+    ],
+)
+def test_exit_codes(ending: Any, code: ExitCode, status: str, wanted: ExitCode) -> None:
+    history = RunHistory()
+    history.ending = ending
+    assert exit_code(history, Outcome(code), status) is wanted
+
+
+def test_the_head_of_the_view_says_what_runs(tmp_path: Path) -> None:
+    facts = facts_of(config_in(tmp_path, "run.name=otter", "run.seconds=60"), 1_050_000)
+    assert facts.name == "otter"
+    assert facts.seconds == 60
+    assert "4x128 transformer, 1.05M values · stdlib · int4:32+zstd1" in facts.what
+
+
+def test_a_wrong_setting_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"outer\.lr"):
+        main(["outer.lr=-1"])
+    Path("no-sites.yaml").write_text("run: {name: otter}\n")
+    with pytest.raises(ConfigError, match=r"cluster\.sites is empty"):
+        main(["--config", "no-sites.yaml"])
+    assert os.listdir(tmp_path) == ["no-sites.yaml"]
