@@ -17,7 +17,8 @@ class Relay:
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.connections = 0
         self._frozen_above_bytes: int | None = None
-        self.cut_above_bytes: int | None = None
+        self._hold_above_bytes: int | None = None
+        self._ended = threading.Event()
         self.carried = threading.Event()
         self._sockets: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
@@ -26,12 +27,15 @@ class Relay:
         """From now on swallow what comes on connections that carried more than ``above_bytes``."""
         self._frozen_above_bytes = above_bytes
 
-    def thaw(self) -> None:
-        """Pass on again what comes from now on; what was swallowed is lost, so old connections are of no use."""
-        self._frozen_above_bytes = None
+    def hold(self, above_bytes: int) -> None:
+        """Connections that have carried so much wait, until ``cut``: nothing is lost, and nothing more arrives."""
+        self._ended.clear()
+        self._hold_above_bytes = above_bytes
 
     def cut(self) -> None:
-        """End every connection."""
+        """End every connection; new ones pass everything on."""
+        self._hold_above_bytes = None
+        self._ended.set()
         for each in self._sockets:
             # What was passed on still arrives; a bare close could take it back.
             with suppress(OSError):
@@ -62,9 +66,8 @@ class Relay:
                 total[0] += len(data)
                 if total[0] > 1_000_000:
                     self.carried.set()
-                if self.cut_above_bytes is not None and total[0] > self.cut_above_bytes:
-                    self.cut_above_bytes = None
-                    self.cut()
+                if self._hold_above_bytes is not None and total[0] > self._hold_above_bytes:
+                    self._ended.wait(60)
                     return
                 above = self._frozen_above_bytes
                 if above is None or total[0] <= above:

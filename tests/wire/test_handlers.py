@@ -309,10 +309,9 @@ def test_a_feed_that_is_closed_does_not_spin(start: Callable[..., Wired]) -> Non
     stream = watch(wired)
     next(stream)
     wired.syncer.feeds[0].close()
-    begun_s = time.process_time()
     next(stream)
     next(stream)
-    assert time.process_time() - begun_s < 0.3
+    assert wired.syncer.feeds[0].gets < 20
 
 
 def pull(wired: Wired, ask: PullAsk) -> list[Any]:
