@@ -177,3 +177,70 @@ def test_fetch_that_brings_nothing_newer_is_not_repeated_at_once() -> None:
     effects = site.handle(ev.VersionFetched(0, 0, ()))
     assert not of(fx.Fetch, effects), "what was published is not there: asking again at once would never end"
     only(fx.Fetch, site.handle(ev.VersionPublished(1, 0, 9, 0, 0)))
+
+
+# --- invariants ------------------------------------------------------------------------------------------------
+
+
+def test_invariant_16_a_cold_site_seals_nothing_before_it_has_a_base() -> None:
+    site = Site(cold=True, inner_steps=1)
+    assert not site.machine.ready()
+    for effects in (
+        site.boundary(),
+        site.join(known(version=4)),
+        site.boundary(),
+        site.handle(ev.FinalAnnounced(Ending.DRAINED)),
+    ):
+        assert not of(fx.Seal, effects)
+    with pytest.raises(AssertionError, match="without a base"):
+        site.handle(ev.StepDone(1, 10, 1, 1))
+
+
+def test_invariant_16_a_site_that_lost_its_memory_adds_nothing_to_what_it_takes() -> None:
+    site = Site(cold=True)
+    site.join(known(version=4, watermark=7, cursor=99, tokens_merged=500))
+    assert not site.machine.ready()
+    site.handle(ev.VersionFetched(0, 4, ()))
+    retake = only(fx.Retake, site.boundary())
+    assert (retake.version, retake.keep) == (4, ())
+    assert site.machine.state.cursor == 99
+    assert only(fx.Seal, site.train(15)).sequence == 8
+
+
+def test_invariant_14_only_lock_step_is_asked_to_wait() -> None:
+    for lock_step in (False, True):
+        site = Site(lock_step=lock_step)
+        site.send(1)
+        assert site.machine.must_wait() == lock_step
+        site.handle(ev.VersionFetched(0, 1, (ev.Fate(0, 1, 1, 150, "u1"),)))
+        site.boundary()
+        assert not site.machine.must_wait()
+
+
+def test_invariant_9_a_fate_told_many_times_counts_once() -> None:
+    site = Site()
+    site.send(1)
+    for _ in range(3):
+        site.fate(1, 1)
+        site.handle(ev.VersionFetched(0, 1, (ev.Fate(0, 1, 1, 150, "u1"),)))
+        site.join(known(version=1, watermark=1, fates=(ev.Fate(0, 1, 1, 150, "u1"),)))
+    part = site.machine.state.fragments[0]
+    assert (part.tokens_merged, part.updates_merged) == (150, 1)
+
+
+def test_invariant_10_tokens_of_every_fragment_balance_through_a_seal_in_each() -> None:
+    site = Site(num_fragments=3, inner_steps=7)
+    for _ in range(40):  # The ledger is checked after every event.
+        for seal in of(fx.Seal, site.train(1, tokens=11)):
+            site.handle(ev.Sealed(seal.fragment, seal.sequence, f"{seal.fragment}.{seal.sequence}"))
+            site.handle(ev.PushAnswered(seal.fragment, seal.sequence, Outcome.ACCEPTED, None))
+    # Due at 2, 4 and 7 of every 7 steps, two updates each until the windows are full: 9, 11 and 14 steps are in flight.
+    assert site.machine.ledger() == {
+        "processed": 440,
+        "merged": 0,
+        "refused": 0,
+        "in_flight": 125,
+        "unsent": 315,
+        "overwritten": 0,
+        "lost": 0,
+    }

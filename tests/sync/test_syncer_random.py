@@ -35,13 +35,17 @@ class Book:
         self.syncer = syncer
         self.tokens: dict[Key, int] = {}
         self.fates: dict[Key, ev.Fate] = {}
+        self.undecided: dict[tuple[str, int], set[int]] = {}
+        self.merged: dict[tuple[str, int], int] = {}
         self.under_way: dict[int, fx.StartOuterStep] = {}
         self.digests: list[str] = []
 
     def happen(self, event: ev.OuterEvent) -> list[fx.OuterEffect]:
         """Hand in the event and judge what comes of it."""
         syncer = self.syncer
-        before = syncer.machine.snapshot() if isinstance(event, ev.UpdateArrived) else None
+        before = (
+            syncer.machine.snapshot() if isinstance(event, ev.UpdateArrived) and self.may_be_refused(event) else None
+        )
         deadline_ns = syncer.machine.next_deadline_ns()
         effects = syncer.handle(event)
         self.digests.append(digest_effects(effects))
@@ -49,6 +53,7 @@ class Book:
             self.judge(event, effect)
         if isinstance(event, ev.UpdateArrived):
             refused = of(fx.AnswerPush, effects)[0].outcome is not Outcome.ACCEPTED
+            assert not refused or before is not None, "the header alone was admitted"
             if refused and (deadline_ns is None or deadline_ns > syncer.now_ns):
                 after = syncer.machine.snapshot()
                 assert isinstance(before, dict)
@@ -59,6 +64,11 @@ class Book:
         self.balance()
         return effects
 
+    def may_be_refused(self, event: ev.UpdateArrived) -> bool:
+        header = (event.site, event.incarnation, event.fragment, event.sequence, event.base_version, event.digest)
+        late = self.syncer.machine.state.final_deadline_ns is not None  # It may have passed since the last event.
+        return late or not event.finite or self.syncer.machine.admit(*header).outcome is not Outcome.ACCEPTED
+
     def judge(self, event: ev.OuterEvent, effect: fx.OuterEffect) -> None:
         match effect:
             case fx.AnswerPush(outcome=Outcome.ACCEPTED):
@@ -66,6 +76,7 @@ class Book:
                 key = (event.site, event.fragment, event.sequence)
                 assert key not in self.tokens, f"{key} was accepted twice"
                 self.tokens[key] = event.tokens
+                self.undecided.setdefault(key[:2], set()).add(event.sequence)
             case fx.StartOuterStep():
                 again = self.under_way.get(effect.fragment)
                 assert again in (None, effect), "the outer step under way was issued again as another one"
@@ -78,6 +89,9 @@ class Book:
                 assert key not in self.fates, f"{key} has two fates"
                 assert effect.fate.tokens == self.tokens[key]
                 self.fates[key] = effect.fate
+                self.undecided[key[:2]].remove(effect.fate.sequence)
+                if effect.fate.merged:
+                    self.merged[key[:2]] = self.merged.get(key[:2], 0) + effect.fate.tokens
             case fx.PublishVersion():
                 merge = self.under_way.pop(effect.fragment)
                 assert effect.version == merge.version
@@ -104,13 +118,12 @@ class Book:
         """Invariants 9 and 10, the part that is here: accepted = merged + refused + undecided, update for update."""
         for name, site in self.syncer.machine.state.sites.items():
             for index, line in enumerate(site.lines):
-                mine = {key: tokens for key, tokens in self.tokens.items() if key[:2] == (name, index)}
-                undecided = {pending.sequence for pending in line.undecided}
-                assert undecided == {key[2] for key in mine if key not in self.fates}
+                undecided = self.undecided.get((name, index), set())
+                assert {pending.sequence for pending in line.undecided} == undecided
                 assert len(undecided) <= self.syncer.options.updates_in_flight_max
-                merged = sum(tokens for key, tokens in mine.items() if key in self.fates and self.fates[key].merged)
-                assert merged == line.tokens_merged
-                assert {key[2] for key in mine} == set(range(1, line.watermark + 1))
+                assert line.tokens_merged == self.merged.get((name, index), 0)
+                assert line.watermark == 0 or (name, index, line.watermark) in self.tokens
+                assert (name, index, line.watermark + 1) not in self.tokens
 
 
 def options_of(draw: random.Random) -> dict[str, Any]:
@@ -257,7 +270,7 @@ def again(seed: int) -> str:
     return f"again with: pytest 'tests/sync/test_syncer_random.py::test_any_order_of_events[{seed}]'"
 
 
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", range(50))
 def test_any_order_of_events(seed: int) -> None:
     try:
         book = play(seed)
@@ -275,7 +288,7 @@ def test_the_draws_reach_what_they_should() -> None:
     """A property that nothing puts to the test is no property: every outcome, reason and status comes up."""
     reasons: set[ev.Reason | None] = set()
     statuses, names = set(), set()
-    for seed in range(25):
+    for seed in range(20):
         book = play(seed)
         reasons |= {fate.reason for fate in book.fates.values()}
         statuses |= {site.status for site in book.syncer.machine.state.sites.values()}

@@ -1,0 +1,41 @@
+"""What is compared before a byte of a tensor is exchanged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from diloco.sync.agreement import PROTOCOL, Agreement, disagreement
+
+OURS = Agreement(PROTOCOL, "run-1", 3, "f" * 64, {"outer.lr": "0.7", "model.dim": "64"})
+
+
+def test_equals_agree() -> None:
+    assert disagreement(OURS, replace(OURS)) is None
+
+
+def test_a_site_that_does_not_know_the_lineage_yet_agrees() -> None:
+    assert disagreement(OURS, replace(OURS, lineage=0)) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"protocol": 2}, "protocol is 2 at the site and 1 at the syncer"),
+        ({"run_id": "other"}, "run_id is 'other' at the site and 'run-1' at the syncer"),
+        ({"lineage": 2}, "lineage is 2 at the site and 3 at the syncer"),
+        ({"shared": {"outer.lr": "0.7", "model.dim": "32"}}, "model.dim is 32 at the site and 64 at the syncer"),
+        ({"shared": {"outer.lr": "0.7"}}, "model.dim is not set at the site and 64 at the syncer"),
+        (
+            {"shared": {**OURS.shared, "data.x": "1"}},
+            "data.x is 1 at the site and not set at the syncer",
+        ),
+        (
+            {"layout_fingerprint": "e" * 64},
+            f"layout fingerprint is {'e' * 12} at the site and {'f' * 12} at the syncer",
+        ),
+    ],
+)
+def test_invariant_15_the_first_difference_is_named_with_both_values(changed: dict[str, object], words: str) -> None:
+    assert disagreement(OURS, replace(OURS, **changed)) == words

@@ -1,0 +1,80 @@
+"""Records to and from plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import pytest
+
+from diloco.sync.plain import PlainError, canonical, from_plain, to_plain
+
+
+class Colour(StrEnum):
+    RED = "red"
+
+
+@dataclass
+class Inner:
+    n: int
+    x: float = 0.5
+
+
+@dataclass
+class Outer:
+    name: str
+    flag: bool
+    colour: Colour | None
+    pair: tuple[int, str]
+    many: tuple[Inner, ...]
+    rows: list[Inner]
+    table: dict[str, int] = field(default_factory=dict)
+    either: int | str = 1
+
+
+VALUE = Outer("a", True, Colour.RED, (1, "b"), (Inner(1), Inner(2, 1.5)), [Inner(3)], {"k": 4}, "all")
+
+
+def test_there_and_back() -> None:
+    assert from_plain(Outer, to_plain(VALUE)) == VALUE
+
+
+def test_canonical_bytes_depend_on_the_value_only() -> None:
+    assert canonical({"b": 1, "a": (2, 3)}) == canonical({"a": [2, 3], "b": 1}) == b'{"a":[2,3],"b":1}'
+    with pytest.raises(ValueError, match="JSON"):
+        canonical(float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"name": 5}, r"\.name is 5: str wanted"),
+        ({"flag": 1}, r"\.flag is 1: bool wanted"),
+        ({"colour": "blue"}, r"\.colour is 'blue': not one of red"),
+        ({"pair": [1]}, r"\.pair has 1 items: 2 wanted"),
+        ({"pair": [1, 2]}, r"\.pair\[1\] is 2: str wanted"),
+        ({"many": [{"n": 1}, {"n": True}]}, r"\.many\[1\]\.n is True: int wanted"),
+        ({"rows": {}}, r"\.rows is \{\}: a list wanted"),
+        ({"rows": [{"m": 1}]}, r"\.rows\[0\] has unknown fields: m"),
+        ({"rows": [{}]}, r"\.rows\[0\] lacks fields: n"),
+        ({"table": {"k": "v"}}, r"\.table\.k is 'v': int wanted"),
+        ({"either": 1.5}, r"\.either is 1\.5: fits none of"),
+        ({"other": 1}, r"unknown fields: other"),
+    ],
+)
+def test_what_does_not_fit_is_named_by_its_place(change: dict[str, object], words: str) -> None:
+    plain = to_plain(VALUE)
+    assert isinstance(plain, dict)
+    with pytest.raises(PlainError, match=words):
+        from_plain(Outer, plain | change)
+
+
+def test_only_records_have_a_plain_form() -> None:
+    with pytest.raises(TypeError, match="set has no plain form"):
+        to_plain({1, 2})
+    with pytest.raises(PlainError, match="a mapping wanted"):
+        from_plain(Outer, [])
+
+
+def test_whole_numbers_may_stand_for_floats() -> None:
+    assert from_plain(Inner, {"n": 1, "x": 2}) == Inner(1, 2.0)

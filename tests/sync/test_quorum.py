@@ -1,0 +1,64 @@
+"""Quorum and grace, as functions."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco.sync.options import SECOND_NS, OuterOptions
+from diloco.sync.quorum import grace_ns, smoothed, standing
+from tests.sync.driving import MS
+
+
+@pytest.mark.parametrize(
+    ("quorum", "quorum_min", "members", "live", "arrived", "met", "complete"),
+    [
+        (1, 1, "ab", "ab", "", False, False),
+        (1, 1, "ab", "ab", "a", True, False),
+        (1, 1, "ab", "ab", "ab", True, True),
+        (2, 1, "abc", "abc", "a", False, False),
+        (2, 1, "abc", "abc", "ac", True, False),
+        (2, 1, "a", "a", "ab", True, True),  # b arrived and died: its update counts, and nobody is left to wait for
+        (3, 1, "ab", "ab", "ab", False, False),
+        ("all", 1, "ab", "ab", "a", False, False),
+        ("all", 1, "ab", "ab", "ab", True, True),
+        ("all", 1, "ab", "abc", "ab", True, False),  # c joined since: it is no member, but grace waits for it
+        ("all", 1, "ab", "abc", "ac", False, False),
+        ("all", 2, "a", "a", "a", False, False),  # never below quorum_min
+        ("all", 2, "a", "ac", "ac", True, True),
+    ],
+)
+def test_standing(
+    quorum: int | str, quorum_min: int, members: str, live: str, arrived: str, met: bool, complete: bool
+) -> None:
+    options = OuterOptions(quorum=quorum, quorum_min=quorum_min)
+    found = standing(options, list(members), list(live), list(arrived))
+    assert (found.met, found.complete) == (met, complete), found.why
+
+
+def test_every_standing_says_why() -> None:
+    assert "b" in standing(OuterOptions(quorum="all"), "ab", "ab", "a").why
+    assert "quorum_min=2" in standing(OuterOptions(quorum="all", quorum_min=2), "a", "a", "a").why
+    assert standing(OuterOptions(quorum=2), "ab", "ab", "a").why == "1 of quorum=2 sites arrived"
+
+
+def test_fixed_grace_is_always_the_same() -> None:
+    assert grace_ns(OuterOptions(grace="fixed", grace_ns=7), 10**12, 10**12, 10**12) == 7
+
+
+def test_adaptive_grace_is_a_share_of_the_slack() -> None:
+    """Decoupled DiLoCo (arXiv 2604.21428): slack = τ·ξ_step − (ξ_quorum + ξ_sync)."""
+    options = OuterOptions(grace="adaptive", grace_ns=10 * SECOND_NS, grace_share_percent=50, overlap_steps=3)
+    assert grace_ns(options, 100 * MS, 40 * MS, 60 * MS) == 100 * MS
+
+
+@pytest.mark.parametrize("step_ms", [0, 1, 10, 1000, 10**6])
+@pytest.mark.parametrize("busy_ms", [0, 5, 10**7])
+def test_invariant_14_grace_never_exceeds_its_bound(step_ms: int, busy_ms: int) -> None:
+    options = OuterOptions(grace="adaptive", grace_ns=SECOND_NS, overlap_steps=20)
+    assert 0 <= grace_ns(options, step_ms * MS, busy_ms * MS, busy_ms * MS) <= SECOND_NS
+
+
+def test_smoothing_begins_with_the_first_sample_and_halves() -> None:
+    assert smoothed(0, 100) == 100
+    assert smoothed(100, 200) == 150
+    assert smoothed(100, 0) == 50

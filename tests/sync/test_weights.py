@@ -1,0 +1,47 @@
+"""How much a site counts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from diloco.sync import effects as fx
+from diloco.sync.weights import normalised, raw_weight
+from tests.sync.driving import Syncer, of
+
+
+@pytest.mark.parametrize(("rule", "weight"), [("tokens2_per_step", 2500.0), ("tokens", 500.0), ("uniform", 1.0)])
+def test_rules(rule: str, weight: float) -> None:
+    assert raw_weight(rule, 500, 100) == weight
+
+
+@pytest.mark.parametrize(("tokens", "steps"), [(0, 1), (-1, 1), (1, 0)])
+def test_invariant_6_a_site_without_weight_never_reaches_a_merge(tokens: int, steps: int) -> None:
+    with pytest.raises(AssertionError):
+        raw_weight("tokens", tokens, steps)
+
+
+@pytest.mark.parametrize("rule", ["tokens2_per_step", "tokens", "uniform"])
+def test_invariant_6_absent_sites_are_no_part_of_the_merge(rule: str) -> None:
+    syncer = Syncer(weights=rule, grace="fixed", grace_ns=0, quorum=2)
+    for site in "abc":
+        syncer.join(site)
+    syncer.push("a", tokens=1, steps=10**6)
+    (step,) = of(fx.StartOuterStep, syncer.push("c", tokens=10**12))
+    assert [part.site for part in step.contributions] == ["a", "c"]
+    assert all(part.weight > 0 for part in step.contributions)
+
+
+def test_invariant_10_weights_sum_to_one() -> None:
+    for seed in range(200):
+        draw = random.Random(seed)
+        weights = [draw.uniform(1e-9, 1e9) for _ in range(draw.randint(1, 64))]
+        shares = normalised(weights)
+        assert abs(sum(shares) - 1) < 1e-12, f"seed {seed}"
+        assert all(share > 0 for share in shares), f"seed {seed}"
+
+
+def test_two_updates_of_one_site_weigh_as_one() -> None:
+    """Tokens and steps are added before they are weighed."""
+    assert raw_weight("tokens2_per_step", 100 + 300, 10 + 10) == 8000.0
