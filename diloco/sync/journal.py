@@ -49,8 +49,8 @@ class Record:
 
 def digest_effects(effects: Sequence[OuterEffect]) -> str:
     """16 hex digits over the effects' names and fields."""
-    plain = [[type(effect).__name__, to_plain(effect)] for effect in effects]
-    return hashlib.sha256(canonical(plain)).hexdigest()[:16]
+    named = [[type(effect).__name__, effect] for effect in effects]
+    return hashlib.sha256(canonical(named)).hexdigest()[:16]
 
 
 def encode_record(record: Record) -> bytes:
@@ -60,7 +60,7 @@ def encode_record(record: Record) -> bytes:
             "at_ns": record.at_ns,
             "effects": record.effects_digest,
             "event": type(record.event).__name__,
-            "is": to_plain(record.event),
+            "is": record.event,
         }
     )
     assert len(body) <= RECORD_BYTES_MAX, len(body)

@@ -15,19 +15,30 @@ class PlainError(ValueError):
     """A plain value does not describe the record that was asked for."""
 
 
+SCALARS = frozenset({type(None), str, bool, int, float})
+
+
 def to_plain(value: object) -> object:
     """A dataclass, a collection of them or a scalar as plain values; tuples become lists, enums their text."""
+    kind: type = type(value)
+    if kind in SCALARS:
+        return value
     if isinstance(value, StrEnum):
         return value.value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    names = _field_names(kind)
+    if names is not None:
+        return {name: to_plain(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
         return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain(item) for item in value]
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    raise TypeError(f"{type(value).__name__} has no plain form")
+    raise TypeError(f"{kind.__name__} has no plain form")
+
+
+@functools.cache
+def _field_names(kind: type) -> tuple[str, ...] | None:
+    """The fields of a dataclass; None for any other type."""
+    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
 
 
 def canonical(value: object) -> bytes:
