@@ -1,7 +1,7 @@
 """How many events a second does the outer machine decide, with and without its journal?
 
 One event is one update of a round: every site pushes, the round closes, the outer step is done, the next round begins.
-``machine`` is ``OuterSync.handle`` alone, ``journalled`` the same with the digest of the effects and the record's bytes,
+``machine`` is ``OuterSync.handle`` alone, ``journalled`` the same with the effects' digest and the record's bytes,
 ``append`` a loop that only appends the same events to a list: the speed of light of anything written in Python.  Rates
 are at the median and at the slow end (the 95th percentile of the time).  Run as ``python -m benchmarks.bench_machine``.
 """
