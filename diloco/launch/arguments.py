@@ -52,8 +52,10 @@ def load_config(given: argparse.Namespace) -> RunConfig:
     return config
 
 
-def limit_threads(threads: int) -> None:
-    """Give this process and its children ``threads`` CPU threads each (0: as they like); before torch is imported."""
+def limit_threads(threads: int, *, deterministic: bool = False) -> None:
+    """Set what torch reads when it is imported: ``threads`` for each process (0: as it likes), and repeatability."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if threads < 0:
         raise VerbError(ExitCode.USAGE, f"threads is {threads}: 0 (torch's own choice) or more")
     if threads:

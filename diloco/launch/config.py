@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_origin
 
 import diloco
 from diloco.durable import write_file
@@ -183,10 +183,12 @@ def _choice(group: str, value: object) -> str:
 
 
 def _checked(key: str, value: object) -> list[tuple[str, object]]:
-    """``key`` and ``value`` as settings with plain values; ConfigError for an unknown key."""
+    """``key`` and ``value`` as settings with plain values; ConfigError for an unknown key, or a section."""
     kind = plain_type(type_of(key))
     if isinstance(value, dict):
         return [pair for inner, part in value.items() for pair in _checked(f"{key}.{inner}", part)]
+    if is_dataclass(kind) or get_origin(kind) is dict:
+        raise ConfigError(f"{key} is {_shown(value)}: {wanted(key)}")
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)  # 1e6 is what people write for a number of tokens
     return [(key, value)]

@@ -13,10 +13,16 @@ from diloco.launch import schema
 from diloco.launch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 ANY_NAME = "<name>"
-WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "numbers in [ ]"}
+WANTED: Mapping[type, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list: "numbers in [ ]",
+}
 
 
 def plain_type(hint: Any) -> Any:
@@ -69,10 +75,12 @@ def unknown(key: str) -> str:
 def nearest(word: str, words: list[str]) -> str:
     """The one of ``words`` that ``word`` was most likely meant to be; empty when none is near."""
     found = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
-    if not found:
-        # A right last part in a wrong section is worth a hint too: lr -> inner.lr.
-        found = [name for name in words if name.rpartition(".")[2] == word.rpartition(".")[2]]
-    return found[0] if found else ""
+    if found:
+        return found[0]
+    # A right last part in a wrong section, or in none, is worth a hint too: lr -> inner.lr.
+    lasts = {name.rpartition(".")[2]: name for name in reversed(words)}
+    found = difflib.get_close_matches(word.rpartition(".")[2], list(lasts), n=1, cutoff=0.75)
+    return lasts[found[0]] if found else ""
 
 
 def wanted(key: str) -> str:

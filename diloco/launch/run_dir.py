@@ -11,17 +11,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.launch.errors import ConfigError
+from diloco.durable import LockedError, locked
+from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.names import new_name
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from diloco.launch.schema import RunConfig
 
 LATEST = "latest"
+HELD_WAIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +138,22 @@ def point_latest(run_dir: RunDir) -> None:
         beside.unlink()
     beside.symlink_to(run_dir.root.name)
     beside.replace(link)
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keep ``folder`` for this process.  One that was just killed may still be going; then this waits a little."""
+    until = time.monotonic() + HELD_WAIT_S
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(locked(folder))
+                break
+            except LockedError as error:
+                if time.monotonic() >= until:
+                    raise VerbError(ExitCode.FAILED, f"{error}: is it started twice?") from error
+                time.sleep(0.1)
+        yield
 
 
 def existing_run(path: str) -> RunDir:

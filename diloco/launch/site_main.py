@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
         raise VerbError(ExitCode.USAGE, "under torchrun, ranks read a resolved file: diloco site --config FILE")
     config = load_config(given)
     check_identity(config)
-    limit_threads(config.site.threads)
+    limit_threads(config.site.threads, deterministic=config.inner.deterministic)
     if place is not None:
         code, text = run_rank(config, place)
     elif config.site.nproc > 1:
@@ -101,11 +101,11 @@ def run_ranks(config: RunConfig) -> tuple[ExitCode, str]:
             time.sleep(0.05)
             if stopping.asked and not told:
                 # Again and again: it may not have written its number yet when the signal came.
-                told = _tell_speaker(folder, child)
-    return _ended(config, folder, child.returncode, log.read_text(errors="replace"))
+                told = tell_speaker(folder, child)
+    return ending_of_ranks(config.site.id, folder, child.returncode, log.read_text(errors="replace"))
 
 
-def _tell_speaker(folder: SiteDir, child: subprocess.Popen[bytes]) -> bool:
+def tell_speaker(folder: SiteDir, child: subprocess.Popen[bytes]) -> bool:
     """Ask rank 0 to leave; False when there is none yet."""
     try:
         os.kill(int(folder.speaker.read_text()), signal.SIGTERM)
@@ -114,7 +114,8 @@ def _tell_speaker(folder: SiteDir, child: subprocess.Popen[bytes]) -> bool:
     return True
 
 
-def _ended(config: RunConfig, folder: SiteDir, returned: int, log: str) -> tuple[ExitCode, str]:
+def ending_of_ranks(site_id: str, folder: SiteDir, returned: int, log: str) -> tuple[ExitCode, str]:
+    """How rank 0 said that it ended; VerbError with the end of the log where it said nothing."""
     try:
         told = json.loads(folder.ending.read_text())
         code, text = ExitCode(told["code"]), str(told["text"])
@@ -122,7 +123,7 @@ def _ended(config: RunConfig, folder: SiteDir, returned: int, log: str) -> tuple
         tail = " ".join(log[-LOG_TAIL_CHARS:].split())
         raise VerbError(
             ExitCode.FAILED,
-            f"the ranks of {config.site.id} ended with code {returned}; {folder.root}/torchrun.log: {tail}",
+            f"the ranks of {site_id} ended with code {returned}; {folder.root}/torchrun.log: {tail}",
         ) from None
     if code in (ExitCode.OK, ExitCode.DRAINED):
         return code, text

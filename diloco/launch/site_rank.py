@@ -19,12 +19,12 @@ from diloco.launch.arguments import limit_threads
 from diloco.launch.console import SiteLines, quietly
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import EventLog
-from diloco.launch.run_dir import run_dir_of
+from diloco.launch.run_dir import held, run_dir_of
 from diloco.launch.stopping import Stopping
 from diloco.launch.tether import die_with_parent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from diloco.inner.parallel import SiteGroup
     from diloco.inner.trainer import Resumed, Trainer
@@ -34,7 +34,11 @@ if TYPE_CHECKING:
 
 Emit = Any
 RANKS_WAIT_S = 120.0
-JOIN_CODES = {"unreachable": ExitCode.UNREACHABLE, "mismatch": ExitCode.MISMATCH, "refused": ExitCode.FAILED}
+JOIN_CODES: Mapping[str, ExitCode] = {
+    "unreachable": ExitCode.UNREACHABLE,
+    "mismatch": ExitCode.MISMATCH,
+    "refused": ExitCode.FAILED,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,8 @@ def _run(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
     share = build.site_share(config)
     with ExitStack() as stack:
         stopping = stack.enter_context(Stopping(f"{config.site.id} sends what is unsent and leaves"))
+        if place.rank == 0:
+            stack.enter_context(held(folder.root))
         emit = open_log(run_dir_of(config).events, folder.log, config.site.id, config, place, stack)
         group = join_group(config, place)
         stack.callback(group.close)
@@ -137,7 +143,7 @@ def _lead(
         finished = agent.finish()
     finally:
         agent.close()
-    return _ending(config, finished, resumed)
+    return ending(config.site.id, finished, resumed.step if resumed else None)
 
 
 def _follow(config: RunConfig, trainer: Trainer, model: Any, stopping: Stopping) -> None:
@@ -249,14 +255,15 @@ def _join_text(config: RunConfig, kind: str, text: str) -> str:
     return f"the syncer at {config.site.syncer} does not take site {config.site.id} in: {text}"
 
 
-def _ending(config: RunConfig, finished: Finished, resumed: Resumed | None) -> tuple[ExitCode, str]:
+def ending(site_id: str, finished: Finished, resumed_step: int | None) -> tuple[ExitCode, str]:
+    """The exit code of a site and where its tokens are; VerbError when it gave up."""
     ledger = finished.ledger
     where = ", ".join(f"{count:,} {name}" for name, count in ledger.items() if count and name != "processed")
-    text = f"site {config.site.id} {finished.ending}: {ledger.get('processed', 0):,} tokens processed ({where})"
+    text = f"site {site_id} {finished.ending}: {ledger.get('processed', 0):,} tokens processed ({where})"
     if finished.ending == "failed":
-        raise VerbError(ExitCode.FAILED, f"site {config.site.id} stopped: {finished.why}")
-    if resumed is not None:
-        text += f"; had gone on from step {resumed.step}"
+        raise VerbError(ExitCode.FAILED, f"site {site_id} stopped: {finished.why}")
+    if resumed_step is not None:
+        text += f"; had gone on from step {resumed_step}"
     if finished.ending == "finished":
         return ExitCode.OK, text
     return ExitCode.DRAINED, f"{text}; the same command goes on"
@@ -268,7 +275,7 @@ def main(arguments: list[str]) -> int:
     place = place_from_environment()
     assert place is not None, "started by hand: diloco site is the command"
     config = configs.read(Path(arguments[0]))
-    limit_threads(config.site.threads)
+    limit_threads(config.site.threads, deterministic=config.inner.deterministic)
     folder = run_dir_of(config).site(config.site.id)
     if place.rank == 0:
         write_file(folder.speaker, str(os.getpid()).encode())

@@ -139,11 +139,17 @@ def _forget(run_dir: RunDir) -> None:
 
 
 def _greet(config: RunConfig, run_dir: RunDir, address: str, given: argparse.Namespace) -> None:
-    shared = [text for text in given.settings if not text.lstrip("+").startswith(("run.name=", "cluster", "run.dir="))]
-    begin = [f"--config {shlex.quote(str(given.config))}"] if given.config is not None else []
-    join = [*begin, f"run.name={config.run.name}", *map(shlex.quote, shared)]
     print(f"run {config.run.name} in {run_dir.root}, listening on {address} (process {os.getpid()})")
-    print(f"a site joins with:  diloco site {' '.join(join)} site.syncer={address} site.id=site-a", flush=True)
+    print(f"a site joins with:  {join_line(config, address, given.settings, given.config)}", flush=True)
+
+
+def join_line(config: RunConfig, address: str, settings: Sequence[str], file: Path | None) -> str:
+    """The command with which a site joins: what was said here about the run, without what is the syncer's own."""
+    own = ("run.name=", "run.dir=", "run.resume=", "run.init_from=", "cluster")
+    shared = [shlex.quote(text) for text in settings if not text.lstrip("+").startswith(own)]
+    begin = ["--config", shlex.quote(str(file))] if file is not None else []
+    words = ["diloco", "site", *begin, f"run.name={config.run.name}", *shared]
+    return " ".join([*words, f"site.syncer={address}", "site.id=site-a"])
 
 
 def _said(config: RunConfig, run_dir: RunDir, ending: Ending | None) -> ExitCode:

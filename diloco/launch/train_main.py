@@ -12,7 +12,7 @@ from diloco.durable import write_file
 from diloco.launch import config as configs
 from diloco.launch.arguments import limit_threads, load_config, settings_parser
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
-from diloco.launch.run_dir import name_run, run_dir_of
+from diloco.launch.run_dir import held, name_run, run_dir_of
 from diloco.launch.site_rank import Place, check_resume, in_words, join_group, open_log, place_from_environment
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
         )
     if place is not None and config.run.name is None:
         raise ConfigError("run.name is null: under torchrun all ranks must mean the same run")
-    limit_threads(config.site.threads)
+    limit_threads(config.site.threads, deterministic=config.inner.deterministic)
     name_run(config)
     with in_words():
         return _train(config, place or Place())
@@ -68,6 +68,7 @@ def _train(config: RunConfig, place: Place) -> ExitCode:
     with ExitStack() as stack:
         stopping = stack.enter_context(Stopping("training stops after this step, with a checkpoint"))
         if place.rank == 0:
+            stack.enter_context(held(run_dir.train.parent))
             configs.write(config, run_dir.config)
         emit = open_log(run_dir.events, run_dir.root / "train" / "train.log", WHO, config, place, stack)
         group = join_group(config, place)

@@ -30,6 +30,7 @@ TINY = [
     "inner.precision=fp32",
     "inner.checkpoint_every_steps=20",
     "outer.inner_steps=10",
+    "outer.lr=0.7",
     "run.seconds=100",
     "run.log_every=20",
 ]

@@ -41,6 +41,7 @@ def test_a_syncer_and_two_sites_train_to_a_budget_and_tell_a_stranger_what_diffe
     wrong = place.site("pair", address, "site-c", *settings, "outer.lr=0.1")
     sites = [place.site("pair", address, name, *settings) for name in ("site-a", "site-b")]
     status = place.start("status", "status", address, "--json")
+    follower = place.start("follower", "eval", "runs/pair", "--follow", "--every", "0.5")
     assert status.end() == 0, status.text()
     assert "version" in json.loads(status.text())["fragments"][0]
     assert wrong.end() == 4, wrong.text()
@@ -58,14 +59,16 @@ def test_a_syncer_and_two_sites_train_to_a_budget_and_tell_a_stranger_what_diffe
     assert float(str(losses[-1])) < float(str(losses[0])) - 1, losses
 
     # The same command again finds a finished run, and the final version is there to be looked at.
-    evaluated = place.start("eval", "eval", "runs/pair")
     again = place.start("again", "syncer", *TINY, *settings, "run.name=pair", "cluster.syncer.listen=127.0.0.1:0")
     code, text = place.run("journal", "show", "runs/pair")
     assert code == 0, text
     assert "OuterStepDone" in text
-    assert evaluated.end() == 0, evaluated.text()
-    (score,) = place.seen("pair", "eval", "eval")
-    assert score["whole"] is True
+    assert follower.end() == 0, follower.text()
+    scores = place.seen("pair", "eval", "eval")
+    assert [score["whole"] for score in scores] == [False] * (len(scores) - 1) + [True]
+    assert scores[-1]["versions"] == [len(published)]
+    assert len(scores) > 1
+    assert float(str(scores[-1]["val_loss"])) < 5.0
     assert again.end() == 0, again.text()
 
 

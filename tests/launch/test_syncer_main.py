@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diloco.durable import locked
+from diloco.launch.cli import main
+from diloco.launch.config import compose, read, write
+from diloco.launch.settings_help import settings_help
+from diloco.launch.syncer_main import join_line
+from tests.launch.processes import TINY
+
+LISTEN = "cluster.syncer.listen=127.0.0.1:0"
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    before = dict(os.environ)
+    yield tmp_path
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_the_line_that_a_site_needs_means_the_same_run() -> None:
+    from diloco.launch.config import shared_digest
+
+    settings = [
+        "outer=diloco",
+        "run.tokens=5",
+        "cluster=local4",
+        LISTEN,
+        "run.dir=elsewhere",
+        "data.path=a b",
+        "data=text",
+    ]
+    config = compose([*settings, "run.name=otter"])
+    line = join_line(config, "10.0.0.1:7077", settings, None)
+    assert line.startswith("diloco site run.name=otter outer=diloco run.tokens=5 ")
+    assert line.endswith(" site.syncer=10.0.0.1:7077 site.id=site-a")
+    assert "'data.path=a b'" in line
+    assert "cluster" not in line
+    import shlex
+
+    assert shared_digest(compose(shlex.split(line)[2:])) == shared_digest(config)
+    assert "--config run.yaml" in join_line(config, "x:1", [], Path("run.yaml"))
+    assert settings_help()
+
+
+def test_another_run_under_the_same_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    config = compose([*TINY, "run.name=otter"])
+    write(config, Path("runs/otter/config.yaml"))
+    assert main(["syncer", *TINY, LISTEN, "run.name=otter", "outer.lr=0.1"]) == 4
+    assert "outer.lr is 0.1 now and 0.7 in runs/otter/config.yaml" in capsys.readouterr().err
+    assert read(Path("runs/otter/config.yaml")) == config
+
+
+def test_a_second_syncer_in_one_folder_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with locked(Path("runs/otter/syncer")):
+        assert main(["syncer", *TINY, LISTEN, "run.name=otter"]) == 1
+    assert "is this run's syncer running already?" in capsys.readouterr().err
+
+
+def test_never_and_must(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["syncer", *TINY, LISTEN, "run.name=otter", "run.resume=must"]) == 2
+    Path("runs/otter/syncer").mkdir(parents=True)
+    assert main(["syncer", *TINY, LISTEN, "run.name=otter", "run.resume=never"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert "there is no run otter in runs" in told[0]
+    assert "take another run.name" in told[1]
