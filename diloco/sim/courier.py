@@ -27,7 +27,7 @@ REPORTS_MISSED_MAX = 2
 GOODBYES_MAX = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Session:
     """An agreed connection to one life of the syncer."""
 

@@ -1,0 +1,49 @@
+"""A small cluster without faults, for tests that look at one process."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from diloco.sim.checking import Checkers
+from diloco.sim.cluster import Cluster
+from diloco.sim.network import MILLISECOND_NS, Weather
+from diloco.sim.outer_process import OuterPlan
+from diloco.sim.site_checkers import CHECKERS
+from diloco.sim.site_process import SitePlan
+from diloco.sim.values import OuterRule
+from diloco.sync.options import SECOND_NS, LearnerOptions, OuterOptions
+
+
+class Small:
+    """Sites ``a``, ``b``... at one step per 100 ms, two fragments, an update of each every four steps."""
+
+    def __init__(self, sites: int = 2, learner: dict[str, Any] | None = None, **outer: Any) -> None:
+        options = OuterOptions(num_fragments=2, grace_ns=0, grace="fixed", **outer)
+        plan = OuterPlan(options, OuterRule(), merge_ns=5 * MILLISECOND_NS)
+        self.cluster = Cluster(plan, Checkers([kind(plan) for kind in CHECKERS]))
+        self.cluster.start_outer()
+        given = {"num_fragments": 2, "inner_steps": 4} | (learner or {})
+        site = SitePlan(
+            options=LearnerOptions(**given),
+            step_ns=100 * MILLISECOND_NS,
+            step_jitter=0.0,
+            tokens=10,
+            transfer_ns=0,
+            encode_ns=MILLISECOND_NS,
+            quantum=1,
+            alpha_tenths=5,
+            checkpoint_steps=5,
+            checkpoint_ns=MILLISECOND_NS,
+            report_ns=options.site_timeout_ns // 3,
+        )
+        for name in "abcde"[:sites]:
+            self.cluster.add_site(name, site, Weather(10 * MILLISECOND_NS), Random(name))
+            self.cluster.start_site(name)
+
+    def run(self, seconds: float) -> None:
+        heap = self.cluster.heap
+        heap.run_until(heap.now_ns + int(seconds * SECOND_NS), lambda: False)
+
+    def versions(self) -> list[int]:
+        return [max(kept) for kept in self.cluster.outer_disk.versions]

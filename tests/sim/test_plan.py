@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from diloco.sim.plan import GENTLE, draw_plan
+
+PLANS = [draw_plan(seed) for seed in range(300)]
+
+
+def test_plan_is_a_function_of_its_seed() -> None:
+    assert draw_plan(7) == draw_plan(7)
+    assert len({repr(plan) for plan in PLANS}) == len(PLANS)
+
+
+def test_every_choice_is_drawn_by_some_seed() -> None:
+    options = [plan.outer.options for plan in PLANS]
+    learners = [plan.sites[0].options for plan in PLANS]
+    assert {each.quorum for each in options} >= {"all", 1, 2, 3}
+    assert {each.weights for each in options} == {"tokens2_per_step", "tokens", "uniform"}
+    assert {each.grace for each in options} == {"fixed", "adaptive"}
+    assert {each.adopt for each in learners} == {"rebase", "overwrite", "blend"}
+    assert {each.lock_step for each in learners} == {True, False}
+    assert {each.num_fragments for each in options} == {1, 2, 3, 4}
+    assert {bool(each.token_budget) for each in options} == {True, False}
+    assert {len(plan.sites) for plan in PLANS} == {1, 2, 3, 4, 5}
+    assert any(len(set(plan.starts_ns)) > 1 for plan in PLANS), "nobody joins late"
+
+
+def test_conserving_plan_has_nothing_that_throws_progress_away() -> None:
+    conserving = [plan for plan in PLANS if plan.conserving]
+    assert conserving
+    for plan in conserving:
+        assert set(plan.faults) <= set(GENTLE), plan.seed
+        assert (plan.outer.rule.lr_tenths, plan.outer.rule.momentum_tenths) == (10, 0), plan.seed
+        assert plan.sites[0].options.adopt == "rebase", plan.seed

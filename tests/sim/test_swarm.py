@@ -1,0 +1,37 @@
+"""The machines under 200 seeds of faults, and figures that show that the seeds were worth something."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from diloco.sim.plan import GENTLE, HARSH
+from diloco.sim.swarm import Outcome, run_seed
+
+SEEDS = range(200)
+
+
+def test_two_hundred_seeds() -> None:
+    outcomes = [run_seed(seed) for seed in SEEDS]
+    failed = [
+        f"python -m diloco.sim --first {each.seed} --seeds 1  # {each.failure}" for each in outcomes if each.failure
+    ]
+    assert not failed, "\n" + "\n".join(failed)
+    check_that_it_counts(outcomes)
+
+
+def check_that_it_counts(outcomes: list[Outcome]) -> None:
+    """Seeds in which little happens prove little (etcd's rule)."""
+    faults: Counter[str] = sum((each.faults for each in outcomes), Counter())
+    fates: Counter[str] = sum((each.fates for each in outcomes), Counter())
+    assert set(faults) == {*GENTLE, *HARSH}, f"never injected: {sorted({*GENTLE, *HARSH} - set(faults))}"
+    assert fates["merged"] > 20 * len(outcomes), fates
+    assert {"merged", "stale", "non_finite", "evicted"} <= set(fates), fates
+    assert sum(each.restarts for each in outcomes) > len(outcomes)
+    assert max(each.staleness_worst for each in outcomes) >= 4
+
+
+def test_failure_is_reported_and_not_raised() -> None:
+    outcome = run_seed(0)
+    assert (outcome.failure, outcome.checker) == ("", "")
+    assert outcome.events > 100
+    assert outcome.versions > 0
