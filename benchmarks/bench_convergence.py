@@ -53,7 +53,11 @@ def one_seed(folder: str, seed: int, options: argparse.Namespace) -> list[dict[s
     bound_s = options.bound_s
     warm = f"warm-{seed}"
     diloco(
-        folder, warm, "train", [*shared, *together, f"run.tokens={options.warm_tokens}", "inner.decay_share=0"], bound_s
+        folder,
+        warm,
+        "train",
+        [*shared, *together, f"run.tokens={options.warm_tokens}", "inner.schedule=constant"],
+        bound_s,
     )
     begin = [f"run.init_from={Path(folder) / warm / 'train' / 'checkpoints'}"]
     arms = {
