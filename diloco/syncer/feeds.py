@@ -6,14 +6,14 @@ import queue
 import threading
 from typing import TYPE_CHECKING
 
-from diloco.wire.messages import Dropped
+from diloco.wire.messages import Dropped, Refusal, Status
 
 if TYPE_CHECKING:
     from diloco.sync.events import Reason
     from diloco.wire.messages import WatchEvent
 
 EVENTS_MAX = 4096
-"""Events kept for a stream that is read too slowly; after that it is ended, and its site joins again."""
+"""Events kept for a stream that is read too slowly, beside those it begins with; then it is ended."""
 
 
 class Feed:
@@ -23,19 +23,29 @@ class Feed:
         self.site = site
         self.incarnation = incarnation
         self._feeds = feeds
-        self._events: queue.Queue[WatchEvent | None] = queue.Queue(EVENTS_MAX)
+        self._events: queue.SimpleQueue[WatchEvent | None] = queue.SimpleQueue()
         self.closed = False
+        self._behind = False
 
-    def put(self, event: WatchEvent) -> bool:
-        """Queue ``event``; False when the stream is too far behind."""
-        try:
-            self._events.put_nowait(event)
-        except queue.Full:
-            return False
-        return True
+    def put(self, event: WatchEvent) -> None:
+        """Queue ``event``, whatever is queued already."""
+        self._events.put(event)
+
+    def offer(self, event: WatchEvent) -> None:
+        """Queue ``event``; a stream that is too far behind is ended instead, and told so."""
+        if self._events.qsize() < EVENTS_MAX:
+            self._events.put(event)
+        else:
+            self._behind = True
+            self.close()
 
     def get(self, timeout_s: float) -> WatchEvent | None:
-        """The next event, or None after ``timeout_s`` or when closed."""
+        """The next event, or None after ``timeout_s`` or when closed.
+
+        A stream that missed something ends with UNAVAILABLE: its site joins again, and hears how everything stands.
+        """
+        if self._behind:
+            raise Refusal(Status.UNAVAILABLE, f"this stream is {EVENTS_MAX} events behind: join again")
         if self.closed and self._events.empty():
             return None
         try:
@@ -47,8 +57,7 @@ class Feed:
         """End the stream from either side."""
         self.closed = True
         self._feeds.forget(self)
-        if not self._events.full():
-            self._events.put_nowait(None)
+        self._events.put(None)
 
 
 class Feeds:
@@ -81,8 +90,7 @@ class Feeds:
         with self._lock:
             chosen = [feed for feed in self._feeds if site is None or feed.site == site]
         for feed in chosen:
-            if not feed.put(event):
-                feed.close()
+            feed.offer(event)
 
     def drop(self, site: str, incarnation: int, reason: Reason) -> None:
         """End the streams of one incarnation, saying why."""
