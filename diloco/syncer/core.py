@@ -4,7 +4,8 @@ A single thread owns the machine.  It takes what has arrived, lets the machine d
 durable with one fsync, and only then carries out the effects: an ack, a fate or a version is never ahead of the disk.
 Long work (outer steps, snapshots) runs in a second thread and comes back as an event or not at all.
 
-A failure of either thread ends the process (``failed``): after a failed fsync nothing may be acknowledged any more.
+A failure of either thread ends the process (``failed``): after a failed fsync nothing may be acknowledged any more, and
+nothing is, because only this loop gives answers.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from diloco.sync.effects import AnswerDone, AnswerJoin, AnswerPush
-from diloco.sync.events import DeadlinePassed, JoinRequested, Outcome, OuterEvent
+from diloco.sync.events import DeadlinePassed, JoinRequested, Outcome, OuterEvent, SiteHeard, SiteSilent, UpdateArrived
 from diloco.sync.journal import Record, digest_effects
 from diloco.sync.leases import Leases
 from diloco.sync.state import Status
 from diloco.sync.syncer import OuterSync
+from diloco.wire.messages import Refusal
+from diloco.wire.messages import Status as WireStatus
 
 if TYPE_CHECKING:
     from diloco.sync.effects import OuterEffect
@@ -34,20 +37,26 @@ IDLE_S = 0.5
 BATCH_MAX = 256
 
 
-class CoreStopped(RuntimeError):
-    """The decision loop has ended; nothing will be answered any more."""
+class CoreStopped(Refusal):
+    """The decision loop gave no answer, or has ended; a site hears that it may come back."""
+
+    def __init__(self) -> None:
+        super().__init__(WireStatus.UNAVAILABLE, "the syncer stopped before it could answer")
 
 
 @dataclass(slots=True)
 class _Question:
     ask: Callable[[OuterSync], object]
     future: Future[object]
+    is_work: bool = False
 
     def answer(self, machine: OuterSync) -> None:
         try:
             self.future.set_result(self.ask(machine))
         except BaseException as error:  # The asker gets it, wherever it is waiting.
             self.future.set_exception(error)
+            if self.is_work:
+                raise
 
 
 class Core:
@@ -59,11 +68,13 @@ class Core:
         store: Store,
         carry_out: Callable[[OuterEffect], None],
         *,
+        on_failure: Callable[[BaseException], None] = lambda error: None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.machine = machine  # Only the loop's thread may touch it.
         self._store = store
         self._carry_out = carry_out
+        self._on_failure = on_failure
         self._clock_ns = clock_ns
         self._origin_ns = machine.state.now_ns - clock_ns()
         self.leases = Leases(machine.options.site_timeout_ns)
@@ -84,7 +95,7 @@ class Core:
         self._thread.start()
 
     def stop(self, timeout_s: float = 30.0) -> None:
-        """End the loop after what has arrived, and the long work after what is under way."""
+        """End the loop after its present turn, and the long work after what is under way."""
         self._stopping.set()
         self._inbox.put("")
         self._thread.join(timeout_s)
@@ -127,14 +138,25 @@ class Core:
         self._inbox.put(_Question(question, future))
         return self._wait(future, timeout_s)  # type: ignore[return-value]
 
+    def do(self, work: Callable[[OuterSync], T], timeout_s: float = 30.0) -> T:
+        """Have the loop do ``work`` between two turns, when every effect is carried out; its failure ends the loop."""
+        return self._wait(self.do_soon(work), timeout_s)  # type: ignore[return-value]
+
+    def do_soon(self, work: Callable[[OuterSync], object]) -> Future[object]:
+        """The same without waiting; may be called from the loop itself."""
+        future: Future[object] = Future()
+        self._inbox.put(_Question(work, future, is_work=True))
+        return future
+
     def _wait(self, future: Future[T], timeout_s: float) -> T:
         until = time.monotonic() + timeout_s
         while True:
-            try:
-                return future.result(timeout=min(1.0, max(0.0, until - time.monotonic())))
-            except TimeoutError:
-                if not self.alive or time.monotonic() >= until:
-                    raise CoreStopped("the syncer stopped before it could answer") from None
+            alive = self.alive  # Asked before the wait: what a loop that has just ended answered is still there.
+            left_s = max(0.0, until - time.monotonic())
+            if wait([future], timeout=min(1.0, left_s) if alive else 0.0).done:
+                return future.result()
+            if not alive or left_s == 0:
+                raise CoreStopped
 
     # --- the loop ----------------------------------------------------------------------------------------------
 
@@ -142,14 +164,14 @@ class Core:
         try:
             while not self._stopping.is_set():
                 self._turn()
-        except BaseException as error:
+        except BaseException as error:  # Whoever owns the loop is told, and raises it where somebody sees it.
             self.failed = error
-            raise
+            self._on_failure(error)
         finally:
             with self._calls_lock:
                 waiting, self._calls = list(self._calls.values()), {}
             for future in waiting:
-                future.set_exception(CoreStopped("the syncer stopped before it could answer"))
+                future.set_exception(CoreStopped())
 
     def _turn(self) -> None:
         """Take what has arrived, decide, make durable, carry out."""
@@ -214,8 +236,10 @@ class Core:
             return
         if site.status in (Status.LEFT, Status.EVICTED):
             self.leases.forget(name)
-        elif isinstance(event, JoinRequested):
-            self.leases.watch(name, now_ns)
+        elif site.status is Status.LIVE and (
+            isinstance(event, UpdateArrived) or (isinstance(event, JoinRequested) and event.process == site.process)
+        ):
+            self.leases.watch(name, now_ns)  # Either may have brought a silent site back: its lease runs again.
 
     def _answer(self, answer: Answer) -> None:
         with self._calls_lock:
@@ -230,7 +254,7 @@ def changes_nothing(event: OuterEvent, effects: list[OuterEffect]) -> bool:
     That is so when all that came of it is an answer that says no, or the answer to a join that was known already.
     """
     if not effects:
-        return isinstance(event, DeadlinePassed) or type(event).__name__ in ("SiteSilent", "SiteHeard")
+        return isinstance(event, DeadlinePassed | SiteSilent | SiteHeard)
     if len(effects) > 1:
         return False
     (effect,) = effects

@@ -1,0 +1,450 @@
+"""The decision loop: nothing leaves before it is durable, nobody waits for ever, nothing is swallowed."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from diloco.sync.effects import AnswerDone, AnswerJoin, AnswerPush, OuterEffect, PublishVersion
+from diloco.sync.events import (
+    DeadlinePassed,
+    DrainRequested,
+    JoinRequested,
+    Outcome,
+    OuterEvent,
+    OuterStepDone,
+    OuterStepFailed,
+    Reason,
+    SiteEvicted,
+    SiteHeard,
+    SiteLeft,
+    SiteSilent,
+    SyncerStarted,
+    UpdateArrived,
+)
+from diloco.sync.journal import Record
+from diloco.sync.options import OuterOptions
+from diloco.sync.state import Status
+from diloco.sync.syncer import OuterSync
+from diloco.syncer.core import Core, CoreStopped, changes_nothing
+from diloco.wire.messages import Refusal
+from diloco.wire.messages import Status as WireStatus
+from tests.syncer.building import eventually
+
+MS = 1_000_000
+
+
+class Journal:
+    """A disk that notes the order of things, and can be slow or broken."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.events: list[OuterEvent] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.broken: OSError | None = None
+        self.journal = self
+
+    def append(self, record: Record) -> None:
+        self.log.append("append")
+        self.events.append(record.event)
+
+    def flush(self) -> None:
+        assert self.gate.wait(20.0)
+        if self.broken is not None:
+            raise self.broken
+        self.log.append("flush")
+
+
+class Desk:
+    """A core over a machine of one fragment, with everything that it did in ``disk.log``."""
+
+    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns, **options: Any) -> None:
+        self.disk = Journal()
+        self.failures: list[BaseException] = []
+        self.effects: list[OuterEffect] = []
+        machine = OuterSync(OuterOptions(**{"grace": "fixed", "grace_ns": 0, **options}))
+        self.core = Core(
+            machine,
+            self.disk,  # type: ignore[arg-type]
+            self._carry_out,
+            on_failure=self.failures.append,
+            clock_ns=clock_ns,
+        )
+        self.core.post(SyncerStarted(1))
+
+    def _carry_out(self, effect: OuterEffect) -> None:
+        self.disk.log.append(type(effect).__name__)
+        self.effects.append(effect)
+
+    def join(self, site: str = "a", process: str = "0123abcd") -> AnswerJoin:
+        answer = self.core.call(lambda call: JoinRequested(call, site, process), 10.0)
+        assert isinstance(answer, AnswerJoin)
+        return answer
+
+    def push(self, site: str = "a", sequence: int = 1, **changes: Any) -> AnswerPush:
+        answer = self.core.call(lambda call: arrived(call, site, sequence, **changes), 10.0)
+        assert isinstance(answer, AnswerPush)
+        return answer
+
+    def status(self, site: str = "a") -> Status:
+        return self.core.ask(lambda machine: machine.state.sites[site].status)
+
+
+def arrived(call: int, site: str = "a", sequence: int = 1, **changes: Any) -> UpdateArrived:
+    fields: dict[str, Any] = {
+        "incarnation": 1,
+        "fragment": 0,
+        "base_version": 0,
+        "tokens": 100,
+        "steps": 10,
+        "step_ns": MS,
+        "cursor": 10,
+        "digest": f"{site}{sequence}",
+        "payload": f"{site}/{sequence}",
+        "encoding": "fp32",
+        "finite": True,
+        "final": False,
+    }
+    return UpdateArrived(call=call, site=site, sequence=sequence, **(fields | changes))
+
+
+@contextmanager
+def running(**options: Any) -> Iterator[Desk]:
+    desk = Desk(**options)
+    desk.core.start()
+    try:
+        yield desk
+    finally:
+        desk.disk.gate.set()
+        desk.core.stop(10.0)
+        assert not desk.core.alive
+
+
+def test_nothing_is_answered_or_carried_out_before_it_is_durable() -> None:
+    with running() as desk:
+        desk.core.ask(lambda machine: None)
+        desk.disk.log.clear()
+        desk.disk.gate.clear()
+        answers: list[object] = []
+        calls = [
+            threading.Thread(target=lambda: answers.append(desk.join())),
+            threading.Thread(target=lambda: answers.append(desk.core.ask(lambda machine: machine.state.live()))),
+        ]
+        calls[0].start()
+        eventually(lambda: "append" in desk.disk.log, "the join is written")
+        calls[1].start()
+        time.sleep(0.1)
+        assert answers == []
+        assert desk.effects == []
+        desk.disk.gate.set()
+        for call in calls:
+            call.join(10.0)
+        assert len(answers) == 2
+        desk.push()
+        log = desk.disk.log
+    durable = True
+    for what in log:
+        durable = {"append": False, "flush": True}.get(what, durable)
+        assert durable or what == "append", f"{what} before its record is durable: {log}"
+
+
+def test_a_failed_fsync_ends_the_loop_and_nobody_is_acknowledged() -> None:
+    with running() as desk:
+        desk.join("a")
+        desk.disk.broken = OSError(5, "Input/output error")
+        errors: list[BaseException] = []
+
+        def call(number: int) -> None:
+            try:
+                desk.push("a", 1, digest=f"d{number}")
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=call, args=(number,)) for number in range(6)]
+        began = time.monotonic()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10.0)
+        assert time.monotonic() - began < 5
+        assert [type(error) for error in errors] == [CoreStopped] * 6
+        assert desk.core.failed is desk.disk.broken
+        assert desk.failures == [desk.disk.broken]
+        assert not any(isinstance(effect, PublishVersion) for effect in desk.effects)
+        began = time.monotonic()
+        with pytest.raises(CoreStopped, match="the syncer stopped before it could answer"):
+            desk.core.ask(lambda machine: None)
+        with pytest.raises(CoreStopped):
+            desk.join("b")
+        assert time.monotonic() - began < 1, "who asks a loop that has ended hears so at once"
+
+
+def test_who_is_not_answered_may_come_back() -> None:
+    """The network's answer is UNAVAILABLE: no defect of the message, and none that is logged as ours."""
+    assert isinstance(CoreStopped(), Refusal)
+    assert CoreStopped().status is WireStatus.UNAVAILABLE
+
+
+def test_an_event_that_cannot_be_ends_the_loop_and_is_told() -> None:
+    with running() as desk:
+        desk.core.post(OuterStepDone(0, 1, "x", "y"))  # No step is under way.
+        eventually(lambda: not desk.core.alive, "the loop ends")
+        assert isinstance(desk.core.failed, AssertionError)
+        assert desk.failures == [desk.core.failed]
+        with pytest.raises(CoreStopped):
+            desk.join()
+
+
+def test_concurrent_calls_get_their_own_answers() -> None:
+    with running(sites_max=64) as desk:
+        found: dict[str, AnswerJoin] = {}
+
+        def call(site: str) -> None:
+            found[site] = desk.join(site)
+
+        names = [f"s{number}" for number in range(40)]
+        threads = [threading.Thread(target=call, args=(name,)) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10.0)
+        assert {name: answer.site for name, answer in found.items()} == {name: name for name in names}
+        assert desk.disk.log.count("flush") <= desk.disk.log.count("append"), "one fsync for a turn"
+
+
+def test_a_question_that_raises_reaches_the_asker_and_nobody_else() -> None:
+    with running() as desk:
+        for error in (Refusal(WireStatus.NOT_FOUND, "no"), TimeoutError("mine"), KeyError("x"), SystemExit(3)):
+
+            def question(machine: OuterSync, error: BaseException = error) -> None:
+                raise error
+
+            began = time.monotonic()
+            with pytest.raises(type(error)) as raised:
+                desk.core.ask(question)
+            assert raised.value is error
+            assert time.monotonic() - began < 2
+        assert desk.core.ask(lambda machine: 7) == 7
+
+
+def test_work_that_fails_reaches_the_asker_and_ends_the_loop() -> None:
+    with running() as desk:
+
+        def work(machine: OuterSync) -> None:
+            raise OSError(28, "No space left on device")
+
+        with pytest.raises(OSError, match="No space left"):
+            desk.core.do(work)
+        eventually(lambda: not desk.core.alive, "the loop ends")
+        assert isinstance(desk.core.failed, OSError)
+
+
+def test_work_is_done_when_every_effect_of_the_turn_is_carried_out() -> None:
+    with running() as desk:
+        desk.core.ask(lambda machine: None)
+        desk.disk.gate.clear()
+        desk.core.post(JoinRequested(999, "a", "0123abcd"))
+        eventually(lambda: desk.disk.log[-1] == "append", "the loop is at the disk")
+        for number in range(3):
+            desk.core.post(JoinRequested(1000 + number, f"s{number}", "0123abcd"))
+        seen: list[int] = []
+        done = desk.core.do_soon(lambda machine: seen.append(len(desk.effects) - len(machine.state.sites)))
+        desk.disk.gate.set()
+        done.result(10.0)
+        assert seen == [0], "each join's note was carried out before the work saw the machine"
+
+
+def test_a_call_that_takes_too_long_is_given_up_and_may_still_be_decided() -> None:
+    with running() as desk:
+        desk.join()
+        desk.disk.gate.clear()
+        with pytest.raises(CoreStopped):
+            desk.core.call(lambda call: arrived(call), timeout_s=0.2)
+        desk.disk.gate.set()
+        assert desk.push().outcome is Outcome.DUPLICATE
+
+
+def test_a_deadline_is_met_without_any_traffic() -> None:
+    with running(quorum=1, grace_ns=150 * MS, site_timeout_ns=60_000 * MS) as desk:
+        desk.join("a")
+        desk.join("b")  # It is waited for until the grace is over.
+        began = time.monotonic()
+        desk.push("a")
+        eventually(lambda: "StartOuterStep" in desk.disk.log, "the round closes")
+        assert 0.14 <= time.monotonic() - began < 5
+
+
+def test_a_silent_site_is_declared_so_and_comes_back_when_heard() -> None:
+    with running(site_timeout_ns=200 * MS) as desk:
+        desk.join("a")
+        for _ in range(10):  # Signs of life renew the lease.
+            desk.core.heard("a")
+            time.sleep(0.04)
+            assert desk.status() is Status.LIVE
+        eventually(lambda: desk.status() is Status.SILENT, "its lease is over")
+        desk.core.heard("a")
+        eventually(lambda: desk.status() is Status.LIVE, "it was heard")
+        eventually(lambda: desk.status() is Status.SILENT, "its lease is over again")
+        assert [type(event).__name__ for event in desk.disk.events].count("SiteSilent") == 2
+        desk.core.heard("stranger")
+        assert desk.core.ask(lambda machine: sorted(machine.state.sites)) == ["a"]
+
+
+def test_a_site_that_an_update_brings_back_can_become_silent_again() -> None:
+    with running(site_timeout_ns=200 * MS) as desk:
+        desk.join("a")
+        eventually(lambda: desk.status() is Status.SILENT, "its lease is over")
+        assert desk.push().outcome is Outcome.ACCEPTED
+        assert desk.status() is Status.LIVE
+        eventually(lambda: desk.status() is Status.SILENT, "nothing was heard since the update")
+
+
+def test_an_old_process_that_asks_in_vain_does_not_keep_a_site_alive() -> None:
+    with running(site_timeout_ns=300 * MS) as desk:
+        desk.join("a", "00000001")
+        desk.join("a", "00000002")
+        until = time.monotonic() + 10
+        while desk.status() is Status.LIVE:
+            assert time.monotonic() < until, "the newer process says nothing, and the site still counts as live"
+            assert desk.join("a", "00000001").reason is Reason.SUPERSEDED
+            time.sleep(0.02)
+
+
+def test_leases_begin_anew_with_a_new_process_and_time_goes_on() -> None:
+    with running(site_timeout_ns=500 * MS) as desk:
+        desk.join("a")
+        plain = desk.core.ask(lambda machine: machine.snapshot())
+    machine = OuterSync.restore(OuterOptions(site_timeout_ns=500 * MS), plain)
+    then_ns = machine.state.now_ns
+    core = Core(machine, Journal(), lambda effect: None, clock_ns=lambda: 5)  # type: ignore[arg-type]
+    assert core.now_ns() == then_ns
+    assert core.leases.next_deadline_ns() == then_ns + 500 * MS
+    core.worker.shutdown()
+
+
+def test_a_stop_ends_whoever_waits() -> None:
+    desk = Desk()
+    desk.core.start()
+    desk.join()
+    desk.disk.gate.clear()
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            desk.push()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: desk.disk.log[-1] == "append", "the loop is at the disk")
+    stopper = threading.Thread(target=desk.core.stop, args=(10.0,))
+    stopper.start()
+    desk.disk.gate.set()
+    for thread in [*threads, stopper]:
+        thread.join(10.0)
+        assert not thread.is_alive()
+    assert all(isinstance(error, CoreStopped) for error in errors)
+
+
+# --- what is journalled ------------------------------------------------------------------------------------------
+
+
+def without_time(machine: OuterSync) -> object:
+    plain = machine.snapshot()
+    assert isinstance(plain, dict)
+    return {**plain, "now_ns": 0}
+
+
+def any_event(dice: random.Random, machine: OuterSync) -> OuterEvent:
+    site = dice.choice(("a", "b", "c", "d"))
+    known = machine.state.sites.get(site)
+    fragment = dice.randrange(2)
+    merging = [i for i, each in enumerate(machine.state.fragments) if each.merging_since_ns is not None]
+    kind = dice.random()
+    if merging and kind < 0.2:
+        index = dice.choice(merging)
+        version = machine.state.fragments[index].version + 1
+        if dice.random() < 0.15:
+            return OuterStepFailed(index, version)
+        return OuterStepDone(index, version, f"v{version}", "d")
+    if kind < 0.55:
+        line = known.lines[fragment] if known else None
+        follows = line.watermark + 1 if line else 1
+        version = machine.state.fragments[fragment].version
+        sequence = max(0, follows + dice.choice((0, 0, 0, -1, -2, 1)))
+        return arrived(
+            1,
+            site,
+            sequence,
+            fragment=fragment,
+            incarnation=dice.choice((known.incarnation if known else 1,) * 5 + (1, 9)),
+            base_version=max(0, version - dice.choice((0, 0, 1, 2, 5))),
+            digest=f"{site}{fragment}{sequence}{dice.choice(('', '', '', '!'))}",
+            finite=dice.random() > 0.05,
+            final=dice.random() < 0.3,
+        )
+    if kind < 0.70:
+        return JoinRequested(1, site, f"p{dice.randrange(3)}")
+    if kind < 0.80:
+        return dice.choice((SiteSilent, SiteHeard))(site) if known else DeadlinePassed()
+    if kind < 0.84:
+        return SiteLeft(1, site, known.incarnation if known and dice.random() < 0.7 else 7)
+    if kind < 0.85:
+        return SiteEvicted(1, site)
+    if kind < 0.853:
+        return DrainRequested(1)
+    return DeadlinePassed()
+
+
+def test_what_is_not_journalled_has_changed_nothing_but_the_clock() -> None:
+    """Against the machine itself, over many random runs; otherwise a replay would lose what was decided."""
+    skipped: set[str] = set()
+    for seed in range(32):
+        dice = random.Random(seed)
+        options = OuterOptions(
+            num_fragments=2,
+            quorum=dice.choice((1, 2, "all")),
+            grace=dice.choice(("fixed", "adaptive")),
+            grace_ns=dice.choice((0, 5 * MS, 50 * MS)),
+            staleness_max=dice.choice((1, 4)),
+            token_budget=dice.choice((0, 3000)),
+            run_ns=dice.choice((0, 400 * MS)),
+            final_wait_ns=50 * MS,
+            sites_max=3,
+        )
+        machine = OuterSync(options)
+        machine.handle(SyncerStarted(1), 0)
+        now_ns = 0
+        for number in range(120):
+            event = any_event(dice, machine)
+            now_ns += dice.choice((0, 1, MS, 20 * MS))
+            before = without_time(machine)
+            effects = machine.handle(event, now_ns)
+            if changes_nothing(event, effects):
+                assert without_time(machine) == before, (seed, number, event, effects)
+                skipped.add(type(event).__name__)
+    assert skipped >= {"DeadlinePassed", "UpdateArrived", "JoinRequested", "SiteSilent", "SiteHeard", "SiteLeft"}
+
+
+def test_heartbeats_and_refusals_write_nothing() -> None:
+    with running() as desk:
+        desk.join("a")
+        written = len(desk.disk.events)
+        for _ in range(50):
+            desk.core.heard("a")
+        desk.join("a")
+        assert desk.push("a", 5).reason is Reason.GAP
+        assert desk.push("b", 1).reason is Reason.NOT_JOINED
+        answer = desk.core.call(lambda call: SiteEvicted(call, "nobody"))
+        assert isinstance(answer, AnswerDone)
+        assert answer.reason is Reason.NOT_JOINED
+        assert len(desk.disk.events) == written
