@@ -9,8 +9,8 @@ import torch
 
 from diloco.codec.contract import (
     CHUNK_VALUES,
-    DecodeError,
     NonFiniteError,
+    NonFinitePayload,
     bytes_tensor,
     check_length,
     check_values,
@@ -47,7 +47,7 @@ class Fp32Codec:
         check_length(payload, self.payload_bytes(numel), self.name, numel)
         values = bytes_tensor(payload, torch.float32)
         if not is_finite(values):
-            raise DecodeError("fp32 payload holds a NaN or an infinity")
+            raise NonFinitePayload("fp32 payload holds a NaN or an infinity")
         return values
 
     def payload_bytes(self, numel: int) -> int:
@@ -93,7 +93,7 @@ class Bf16Codec:
         check_length(payload, self.payload_bytes(numel), self.name, numel)
         values = bytes_tensor(payload, torch.bfloat16).to(torch.float32)
         if not is_finite(values):
-            raise DecodeError("bf16 payload holds a NaN or an infinity")
+            raise NonFinitePayload("bf16 payload holds a NaN or an infinity")
         return values
 
     def payload_bytes(self, numel: int) -> int:

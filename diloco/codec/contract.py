@@ -23,6 +23,10 @@ class DecodeError(ValueError):
     """The payload is not one that ``encode`` makes."""
 
 
+class NonFinitePayload(DecodeError):
+    """The payload is well formed and holds a NaN or an infinity: its sender's values are at fault, not its bytes."""
+
+
 class Codec(Protocol):
     """A fixed mapping between a flat fp32 CPU tensor and bytes, defined to the bit."""
 
@@ -41,7 +45,10 @@ class Codec(Protocol):
         ...
 
     def decode(self, payload: bytes | memoryview, numel: int) -> Tensor:
-        """Decode to a new fp32 tensor of shape (``numel``,), all finite; ``DecodeError`` on anything malformed."""
+        """Decode to a new fp32 tensor of shape (``numel``,), all finite; ``DecodeError`` on anything malformed.
+
+        The casts (fp32, bf16) say ``NonFinitePayload`` for values that are not finite.
+        """
         ...
 
     def payload_bytes(self, numel: int) -> int:

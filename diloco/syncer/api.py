@@ -39,8 +39,10 @@ from diloco.wire.messages import (
 )
 
 if TYPE_CHECKING:
+    from diloco.sync.admission import Verdict
     from diloco.sync.syncer import OuterSync
     from diloco.syncer.feeds import Feed
+    from diloco.syncer.holdings import Choice
     from diloco.syncer.server import Syncer
     from diloco.wire.security import Identity
     from diloco.wire.service import PullSource
@@ -52,6 +54,9 @@ JOIN_REFUSALS = MappingProxyType(
         Reason.FULL: (Status.RESOURCE_EXHAUSTED, "the run has no room for site {site}: sites_max is reached"),
     }
 )
+
+TOKENS_MAX = 1 << 40
+"""Tokens that one update may claim: far more than any has, and the run's sum stays a number that the wire carries."""
 
 
 class Api:
@@ -106,7 +111,8 @@ class Api:
                 layout = Layout.from_json(request.layout_json.decode())
             except ValueError as error:
                 raise Refusal(Status.INVALID_ARGUMENT, f"layout_json describes no layout: {error}") from error
-            text = self._syncer.plan.layout.first_difference(layout) or text
+            first = layout.first_difference(self._syncer.plan.layout)
+            text = f"{first} (here: at the site, there: at the syncer)" if first else text
         raise Refusal(Status.FAILED_PRECONDITION, text)
 
     def open_push(self, header: PushHeader, identity: Identity) -> Reception | PushResult:
@@ -114,8 +120,9 @@ class Api:
         del identity
         core = self._syncer.core
         core.heard(header.site_id)
-        verdict = core.ask(
-            lambda machine: machine.admit(
+
+        def look(machine: OuterSync) -> tuple[Verdict, int]:
+            verdict = machine.admit(
                 header.site_id,
                 header.incarnation,
                 header.fragment,
@@ -123,35 +130,40 @@ class Api:
                 header.base_version,
                 header.digest,
             )
-        )
+            return verdict, _version(machine, header.fragment)
+
+        verdict, version = core.ask(look)
         if verdict.outcome is not Outcome.ACCEPTED:
             if verdict.reason is not None:
                 self._count_refusal(verdict.reason.value)
-            version = core.ask(lambda machine: _version(machine, header.fragment))
             return PushResult(verdict.outcome, version, verdict.reason, verdict.fate)
         self._check_shape(header)
-        self._count_bytes(header.site_id, 0, header.payload_bytes)
-        return Reception(core, self._syncer.store.spool, header)
+        return Reception(
+            core, self._syncer.store, header, lambda count: self._count_bytes(header.site_id, up=count, down=0)
+        )
 
     def _check_shape(self, header: PushHeader) -> None:
-        """The declared size must be what the fragment and the encoding give, before a byte of it is read."""
+        """What is declared must be possible, and of the size that fragment and encoding give, before a byte is read."""
+        numel = self._syncer.plan.layout.fragments[header.fragment].numel
+        if not 1 <= header.tokens <= TOKENS_MAX:
+            raise self._malformed("tokens", f"tokens is {header.tokens}: 1 to {TOKENS_MAX} in one update")
+        if header.steps < 1:
+            raise self._malformed("steps", f"steps is {header.steps}: at least 1 in one update")
         if header.encoding not in self._syncer.options.up_codecs:
             allowed = ", ".join(self._syncer.options.up_codecs)
-            self._count_refusal("encoding")
-            raise Refusal(Status.INVALID_ARGUMENT, f"encoding is {header.encoding!r}: this run allows {allowed}")
-        numel = self._syncer.plan.layout.fragments[header.fragment].numel
+            raise self._malformed("encoding", f"encoding is {header.encoding!r}: this run allows {allowed}")
         if header.numel != numel:
-            self._count_refusal("numel")
-            raise Refusal(
-                Status.INVALID_ARGUMENT, f"numel is {header.numel}: fragment {header.fragment} has {numel} values"
-            )
-        most = make_codec(header.encoding).payload_bytes_max(numel)
-        if header.payload_bytes > most:
-            self._count_refusal("payload_bytes")
-            raise Refusal(
-                Status.INVALID_ARGUMENT,
-                f"payload_bytes is {header.payload_bytes}: {header.encoding} of {numel} values has at most {most}",
-            )
+            raise self._malformed("numel", f"numel is {header.numel}: fragment {header.fragment} has {numel} values")
+        codec = make_codec(header.encoding)
+        exact, most = codec.payload_bytes(numel), codec.payload_bytes_max(numel)
+        if header.payload_bytes > most or (exact == most and header.payload_bytes != exact):
+            wanted = f"at most {most}" if exact != most else str(exact)
+            text = f"payload_bytes is {header.payload_bytes}: {header.encoding} of {numel} values has {wanted}"
+            raise self._malformed("payload_bytes", text)
+
+    def _malformed(self, field: str, text: str) -> Refusal:
+        self._count_refusal(field)
+        return Refusal(Status.INVALID_ARGUMENT, text)
 
     def watch(self, site: str, incarnation: int, identity: Identity) -> Feed:
         """The events for ``site`` from now on, after how everything stands."""
@@ -162,6 +174,9 @@ class Api:
             known = machine.state.sites.get(site)
             if known is None or known.incarnation != incarnation:
                 raise Refusal(Status.FAILED_PRECONDITION, f"incarnation is {incarnation}: join first")
+            if known.status is SiteStatus.EVICTED:
+                status, text = JOIN_REFUSALS[Reason.EVICTED]
+                raise Refusal(status, text.format(site=site))
             feed = feeds.open(site, incarnation)
             # What was said between the join and this instant was said to nobody: say it (again).
             for index, fragment in enumerate(machine.state.fragments):
@@ -181,15 +196,16 @@ class Api:
         if ask.fragment >= len(syncer.plan.layout.fragments):
             raise Refusal(Status.NOT_FOUND, f"fragment is {ask.fragment}: the run has no such fragment")
 
-        def look(machine: OuterSync) -> PullSource:
+        def look(machine: OuterSync) -> tuple[Choice, bool]:
             site = machine.state.sites.get(ask.site_id)
             fates: tuple[Fate, ...] = tuple(site.lines[ask.fragment].fates) if site else ()
-            return syncer.holdings.source(ask, fates)
+            return syncer.holdings.choose(ask, fates), site is not None
 
-        source = syncer.core.ask(look)
-        if ask.site_id:
+        choice, known = syncer.core.ask(look)
+        source = choice.source()
+        if known:
             syncer.core.heard(ask.site_id)
-            self._count_bytes(ask.site_id, source.header.payload_bytes, 0)
+            self._count_bytes(ask.site_id, up=0, down=max(0, source.header.payload_bytes - ask.offset))
         return source
 
     def report(self, report: ReportInfo, identity: Identity) -> ReportReply:
@@ -197,8 +213,6 @@ class Api:
         del identity
         core = self._syncer.core
         core.heard(report.site_id)
-        with self._lock:
-            self._reports[report.site_id] = (report, time.monotonic())
 
         def look(machine: OuterSync) -> ReportReply:
             site = machine.state.sites.get(report.site_id)
@@ -208,7 +222,11 @@ class Api:
             state = machine.state
             return ReportReply(state.epoch, state.run_tokens(), machine.progress_ppm(), known, state.ending)
 
-        return core.ask(look)
+        reply = core.ask(look)
+        if reply.known:
+            with self._lock:
+                self._reports[report.site_id] = (report, time.monotonic())
+        return reply
 
     def leave(self, site: str, incarnation: int, identity: Identity) -> None:
         """``site`` says goodbye."""
@@ -255,7 +273,7 @@ class Api:
         with self._lock:
             self._refusals[why] = self._refusals.get(why, 0) + 1
 
-    def _count_bytes(self, site: str, down: int, up: int) -> None:
+    def _count_bytes(self, site: str, *, up: int, down: int) -> None:
         with self._lock:
             counts = self._bytes.setdefault(site, [0, 0])
             counts[0] += up

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from diloco.sync.events import Fate
 from diloco.wire.chunks import checksum
 from diloco.wire.messages import PullAsk, PullHeader, Refusal, Status
 from diloco.wire.service import PullSource
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
-    from diloco.sync.events import Fate
-    from diloco.syncer.executor import OuterResult
+    from diloco.syncer.executor import Downlink, OuterResult
     from diloco.syncer.snapshots import FragmentValues
 
 
@@ -25,62 +25,82 @@ class Holdings:
     def __init__(self, values: Sequence[FragmentValues], down_codec: str, downlinks_kept: int) -> None:
         self.values = list(values)
         self.down_codec = down_codec
-        self._downlinks: list[deque[OuterResult]] = [deque(maxlen=downlinks_kept) for _ in values]
+        self._downlinks: list[deque[Downlink]] = [deque(maxlen=downlinks_kept) for _ in values]
 
     def take(self, fragment: int, result: OuterResult) -> None:
         """``result`` is the fragment's newest version."""
         assert result.values.version == self.values[fragment].version + 1, result.values.version
         self.values[fragment] = result.values
-        self._downlinks[fragment].append(result)
+        self.recall(fragment, result.link())
 
-    def recall(self, fragment: int, result: OuterResult) -> None:
-        """A down-link that a replay has computed again may be sent again: its bytes are the same."""
-        self._downlinks[fragment].append(result)
+    def recall(self, fragment: int, link: Downlink) -> None:
+        """Keep a down-link, also one that a replay has computed again: its bytes are the same.
 
-    def source(self, ask: PullAsk, fates: tuple[Fate, ...]) -> PullSource:
-        """The answer to a pull: a chain of down-links where that is shorter, else the whole fragment in fp32."""
+        A chain is sent only where it is shorter than the whole fragment, so twice that length is all that is kept: it
+        lets a pull of a chain that broke off go on when newer versions have come.
+        """
+        whole_bytes = self.values[fragment].published.numel() * 4
+        links = self._downlinks[fragment]
+        links.append(link)
+        if len(link.payload) >= whole_bytes:
+            links.clear()
+        while sum(len(each.payload) for each in links) > 2 * whole_bytes:
+            links.popleft()
+
+    def choose(self, ask: PullAsk, fates: tuple[Fate, ...]) -> Choice:
+        """What a pull gets: a chain of down-links where that is shorter, else the whole fragment in fp32."""
         held = self.values[ask.fragment]
+        numel = held.published.numel()
         if ask.want_version == 0 and ask.have_version == held.version:
-            return self._sourced(ask, held, held.version, False, [], fates)
+            return Choice(ask.fragment, held.version, held.version, self.down_codec, numel, [], held.digest, fates)
         version = ask.want_version or held.version
         chain = self._chain(ask.fragment, ask.have_version, version) if ask.have_version >= 0 else None
-        whole_bytes = held.published.numel() * 4
-        if chain is not None and sum(len(link.downlink) for link in chain) < whole_bytes:
-            return self._sourced(
-                ask, chain[-1].values, ask.have_version, False, [link.downlink for link in chain], fates
+        if chain is not None and sum(len(link.payload) for link in chain) < numel * 4:
+            parts: list[bytes | memoryview] = [link.payload for link in chain]
+            return Choice(
+                ask.fragment, ask.have_version, version, self.down_codec, numel, parts, chain[-1].digest, fates
             )
         if version != held.version:
             raise Refusal(Status.NOT_FOUND, f"version {version} of fragment {ask.fragment} cannot be sent any more")
-        return self._sourced(ask, held, version, True, [_bytes_of(held.published)], fates)
+        whole = [_bytes_of(held.published)]
+        return Choice(ask.fragment, version, version, "fp32", numel, whole, held.digest, fates, whole=True)
 
-    def _chain(self, fragment: int, have: int, version: int) -> list[OuterResult] | None:
-        links = [link for link in self._downlinks[fragment] if have < link.values.version <= version]
+    def _chain(self, fragment: int, have: int, version: int) -> list[Downlink] | None:
+        links = [link for link in self._downlinks[fragment] if have < link.version <= version]
         expected = list(range(have + 1, version + 1))
-        return links if expected and [link.values.version for link in links] == expected else None
+        return links if expected and [link.version for link in links] == expected else None
 
-    def _sourced(
-        self,
-        ask: PullAsk,
-        values: FragmentValues,
-        from_version: int,
-        whole: bool,
-        parts: list[bytes | memoryview],
-        fates: tuple[Fate, ...],
-    ) -> PullSource:
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a pull gets, as of one instant.  The rest of the work, a pass over all bytes, is any thread's."""
+
+    fragment: int
+    from_version: int
+    version: int
+    encoding: str
+    numel: int
+    parts: Sequence[bytes | memoryview]
+    digest: str
+    fates: tuple[Fate, ...]
+    whole: bool = False
+
+    def source(self) -> PullSource:
+        """With header and checksum."""
         header = PullHeader(
-            fragment=ask.fragment,
-            from_version=values.version if whole else from_version,
-            version=values.version,
-            whole=whole,
-            encoding="fp32" if whole else self.down_codec,
-            numel=values.published.numel(),
-            payload_bytes=sum(len(part) for part in parts),
-            part_bytes=tuple(len(part) for part in parts),
-            digest=values.digest,
-            payload_crc32=checksum(parts),
-            fates=fates,
+            fragment=self.fragment,
+            from_version=self.from_version,
+            version=self.version,
+            whole=self.whole,
+            encoding=self.encoding,
+            numel=self.numel,
+            payload_bytes=sum(len(part) for part in self.parts),
+            part_bytes=tuple(len(part) for part in self.parts),
+            digest=self.digest,
+            payload_crc32=checksum(self.parts),
+            fates=self.fates,
         )
-        return PullSource(header, parts)
+        return PullSource(header, self.parts)
 
 
 def _bytes_of(values: Tensor) -> memoryview:

@@ -6,26 +6,31 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diloco.codec.contract import DecodeError
+from diloco.codec.contract import DecodeError, NonFinitePayload
 from diloco.codec.registry import make_codec
 from diloco.sync.effects import AnswerPush
-from diloco.sync.events import Outcome, UpdateArrived
+from diloco.sync.events import Outcome, Reason, UpdateArrived
 from diloco.wire.messages import PushResult, Refusal, Status
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from diloco.syncer.core import Core
-    from diloco.syncer.spool import Spool
+    from diloco.syncer.store import Store
     from diloco.wire.messages import PushHeader
 
 
 class Reception:
     """Satisfies ``wire.service.PushSession``.  The ack it gives means: durable in spool and journal."""
 
-    def __init__(self, core: Core, spool: Spool, header: PushHeader) -> None:
+    def __init__(self, core: Core, store: Store, header: PushHeader, received: Callable[[int], None]) -> None:
+        """``received`` is told the length of everything that is taken in."""
         self._core = core
-        self._spool = spool
+        self._store = store
+        self._spool = store.spool
         self._header = header
-        self._partial = spool.open_partial(header)
+        self._received = received
+        self._partial = self._spool.open_partial(header)
 
     @property
     def offset(self) -> int:
@@ -35,17 +40,43 @@ class Reception:
     def write(self, offset: int, data: memoryview) -> None:
         """Keep the next bytes."""
         assert offset == self._partial.offset, (offset, self._partial.offset)
-        self._partial.write(data)
+        try:
+            self._partial.write(data)
+        except OSError as error:
+            raise self._no_room(error) from error
+        self._received(len(data))
         self._core.heard(self._header.site_id)
 
     def commit(self, digest: str) -> PushResult:
         """Check the whole update, make it durable, and have the machine decide."""
         header = self._header
-        if digest != header.digest or self._partial.digest() != header.digest:
+        try:
+            found = self._partial.digest()
+            payload = self._partial.read()
+        except OSError as error:
+            raise self._no_room(error) from error
+        if digest != header.digest or found != header.digest:
             self._partial.discard()
             raise Refusal(Status.DATA_LOSS, "digest of the payload is not the declared one; send it again")
-        finite = self._is_finite(self._partial.read())
-        reference = self._spool.keep(self._partial, header)
+        if not self._is_finite(payload):
+            self._partial.discard()
+            return self._decided("", finite=False)
+        try:
+            reference = self._spool.keep(self._partial, header)
+        except OSError as error:
+            # Discarded, never tried again with the same pages: after a failed fsync they count as written.
+            raise self._no_room(error) from error
+        result = self._decided(reference, finite=True)
+        if result.outcome is Outcome.RETRY:
+            self._spool.give_back(reference, self._partial)
+        elif result.outcome is Outcome.REFUSED and result.reason is not Reason.FORGOTTEN:
+            self._spool.drop(reference)  # It was never accepted by this name, so nothing can need it.
+        elif result.fate is not None or result.outcome is Outcome.REFUSED:
+            self._store.release(reference)  # Decided long ago: only a replay could still want it.
+        return result
+
+    def _decided(self, reference: str, *, finite: bool) -> PushResult:
+        header = self._header
         answer = self._core.call(
             lambda call: UpdateArrived(
                 call,
@@ -66,21 +97,26 @@ class Reception:
             )
         )
         assert isinstance(answer, AnswerPush), answer
-        if answer.outcome is Outcome.RETRY:
-            self._spool.give_back(reference, self._partial)
-        elif answer.outcome is Outcome.REFUSED:
-            self._spool.drop(reference)
         return PushResult(answer.outcome, answer.version, answer.reason, answer.fate)
 
     def _is_finite(self, payload: bytes) -> bool:
         header = self._header
         try:
             values = make_codec(header.encoding).decode(payload, header.numel)
+        except NonFinitePayload:
+            return False
         except DecodeError as error:
             self._partial.discard()
             raise Refusal(Status.INVALID_ARGUMENT, f"payload is no {header.encoding}: {error}") from error
         return bool(torch.isfinite(values).all())
 
+    def _no_room(self, error: OSError) -> Refusal:
+        self._partial.discard()
+        return Refusal(Status.UNAVAILABLE, f"the update cannot be stored here now: {error.strerror or error}")
+
     def close(self) -> None:
         """The push is over; without a commit its bytes wait for another attempt."""
-        self._partial.close()
+        try:
+            self._partial.close()
+        except OSError:
+            self._partial.discard()  # What is in the file now is not what was counted.

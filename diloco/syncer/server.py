@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 
 from diloco.codec.contract import digest
 from diloco.codec.registry import make_codec
-from diloco.durable import locked, sync_folder, write_file
+from diloco.durable import locked, sync_file, write_file
 from diloco.outer.fragments import Layout, scatter
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.agreement import Agreement
@@ -37,13 +38,13 @@ from diloco.sync.options import OuterOptions
 from diloco.sync.state import Phase
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.api import Api
-from diloco.syncer.core import Core
+from diloco.syncer.core import Core, CoreStopped
 from diloco.syncer.executor import OuterResult, run_outer_step
 from diloco.syncer.feeds import Feeds
 from diloco.syncer.holdings import Holdings
 from diloco.syncer.snapshots import FragmentValues
-from diloco.syncer.store import RunCard, Store
-from diloco.wire.messages import Published
+from diloco.syncer.store import RunCard, Store, StoreError
+from diloco.wire.messages import PARTS_MAX, Published, Refusal, Status
 from diloco.wire.server import RunningServer, serve
 
 if TYPE_CHECKING:
@@ -76,8 +77,8 @@ class SyncerOptions:
             make_codec(name)
         if self.snapshot_every < 1:
             raise ValueError(f"snapshot_every is {self.snapshot_every!r}: at least 1")
-        if self.downlinks_kept < 1:
-            raise ValueError(f"downlinks_kept is {self.downlinks_kept!r}: at least 1")
+        if not 1 <= self.downlinks_kept <= PARTS_MAX:
+            raise ValueError(f"downlinks_kept is {self.downlinks_kept!r}: 1 to {PARTS_MAX}")
         if self.heartbeat_s <= 0:
             raise ValueError(f"heartbeat_s is {self.heartbeat_s!r}: positive")
         if self.linger_s < 0:
@@ -120,27 +121,43 @@ class Syncer:
         self._ended = threading.Event()
         self.ending: Ending | None = None
         self.feeds = Feeds()
-        self._lock = locked(Path(options.folder))
+        self._taken = ExitStack()  # What a stop has to give back, the last first.
         self._server: RunningServer | None = None
+        self._snapshot_due = False
         self.failed: BaseException | None = None
 
     # --- life --------------------------------------------------------------------------------------------------
 
     def start(self) -> str:
-        """Take the folder over, recover, and serve; returns the address that sites dial."""
-        self._lock.__enter__()
+        """Take the folder over, recover, and serve; returns the address that sites dial.
+
+        ``LockedError`` when another process has the folder, ``StoreError`` when what lies there cannot be continued.
+        """
+        try:
+            return self._start()
+        except BaseException as error:
+            self._taken.close()
+            if isinstance(error, CoreStopped) and self.core.failed is not None:
+                raise self.core.failed from error
+            raise
+
+    def _start(self) -> str:
+        self._taken.enter_context(locked(Path(self.options.folder)))
         agreement = self.plan.agreement
         card = RunCard(agreement.run_id, agreement.lineage, agreement.layout_fingerprint, self.plan.shared_digest)
         self.store = Store(Path(self.options.folder), card)
+        self._taken.callback(self._close_journal)
         machine, recovered = self._take_over()
-        self.core = Core(machine, self.store, self._carry_out)
+        self.core = Core(machine, self.store, self._carry_out, on_failure=self._fail)
         self.api = Api(self)
-        self.core.start()
+        # Before the loop begins: a deadline that has passed would be acted on first, and its step issued twice.
         self.core.post(SyncerStarted(machine.state.epoch + 1))
-        facts = self.core.ask(_facts)
+        self.core.start()
+        self._taken.callback(self._stop_core)
+        facts, ended = self.core.ask(_facts)
         self._emit("syncer_started", {**facts, "recovered": recovered})
-        if machine.state.phase is Phase.ENDED:
-            self.ending = machine.state.ending
+        if ended is not None:
+            self.ending = ended
             self._ended.set()
         self._server = serve(self.api, self.network, self._security)
         return self._server.address
@@ -149,6 +166,9 @@ class Syncer:
         """The machine and values of the last process, or version 0."""
         if self.store.is_new():
             values = [FragmentValues(0, first, first.clone(), None, digest(first)) for first in self._version_zero()]
+            for index, first in enumerate(values):
+                if not bool(torch.isfinite(first.theta).all()):
+                    raise StoreError(f"version 0 of fragment {index} holds a NaN or an infinity")
             machine = OuterSync(self.plan.outer)
             for fragment, first in zip(machine.state.fragments, values, strict=True):
                 fragment.digest = first.digest
@@ -159,9 +179,8 @@ class Syncer:
         for note in found.notes:
             self._emit("note", {"note": "recovery", "why": note})
         self.holdings = self._hold(found.values)
-        for result, index in found.downlinks:
-            self.holdings.recall(index, result)
-        self.store.sweep_spool()
+        for index, link in found.downlinks:
+            self.holdings.recall(index, link)
         return found.machine, found.records
 
     def _hold(self, values: Sequence[FragmentValues]) -> Holdings:
@@ -177,9 +196,8 @@ class Syncer:
         return self.ending
 
     def _check(self) -> None:
-        error = self.failed or self.core.failed
-        if error is not None:
-            raise error
+        if self.failed is not None:
+            raise self.failed
 
     def linger(self) -> None:
         """After the last version: wait until every live site has left, at most ``linger_s``."""
@@ -194,18 +212,36 @@ class Syncer:
         self.api.drain()
 
     def stop(self, grace_s: float = 2.0) -> None:
-        """Stop serving, keep a last snapshot, let go of the folder."""
-        if self._server is not None:
-            self._server.stop(grace_s)
-        if self._snapshot_thread is not None:
-            self._snapshot_thread.join()
-        if self.core.alive:
-            self.core.ask(lambda machine: self._begin_snapshot(machine))
-            assert self._snapshot_thread is not None
-            self._snapshot_thread.join()
+        """Stop serving, keep a last snapshot, let go of the folder; also after a failure, then without the snapshot."""
+        try:
+            if self._server is not None:
+                self._server.stop(grace_s)
+                self._last_snapshot()
+        finally:
+            self._taken.close()
+
+    def _last_snapshot(self) -> None:
+        # A site may still be answered meanwhile, so that this is one more snapshot and not an end of the journal.
+        if self.failed is None:
+            with suppress(CoreStopped):
+                self._finish_snapshot()
+                self.core.do(self._begin_snapshot)
+
+    def _finish_snapshot(self) -> None:
+        thread = self._snapshot_thread
+        if thread is not None:
+            thread.join()
+
+    def _stop_core(self) -> None:
         self.core.stop()
-        self.store.journal.close()
-        self._lock.__exit__(None, None, None)
+        self._finish_snapshot()  # The loop begins no other one now.
+
+    def _close_journal(self) -> None:
+        try:
+            self.store.journal.close()
+        except OSError:
+            if self.failed is None:  # Otherwise it is what ``wait`` has raised already, met a second time.
+                raise
 
     # --- effects, in the decision loop's thread ----------------------------------------------------------------
 
@@ -234,11 +270,12 @@ class Syncer:
         values = self.holdings.values[command.fragment]
         self._emit("outer_step_started", {"fragment": command.fragment, "version": command.version})
         future = self.core.worker.submit(self._outer_step, command, values)
-        future.add_done_callback(lambda done: self._fail(done.exception()))
+        future.add_done_callback(lambda done: None if done.cancelled() else self._fail(done.exception()))
 
     def _fail(self, error: BaseException | None) -> None:
+        """Something that nothing can go on without has failed: ``wait`` returns at once and raises it."""
         if error is not None:
-            self.failed = error
+            self.failed = self.failed or error
             self._ended.set()
 
     def _outer_step(self, command: StartOuterStep, values: FragmentValues) -> None:
@@ -260,8 +297,10 @@ class Syncer:
         tokens = {"run_tokens": machine.state.run_tokens(), "progress_ppm": machine.progress_ppm()}
         self._emit("published", {**facts, **tokens, "bytes": len(result.downlink)})
         self._steps_since_snapshot += 1
-        if self._steps_since_snapshot >= self.options.snapshot_every:
-            self._begin_snapshot(machine)
+        if self._steps_since_snapshot >= self.options.snapshot_every and not self._snapshot_due:
+            # Not here: the machine may be ahead of the effects that are carried out, and a snapshot holds both.
+            self._snapshot_due = True
+            self.core.do_soon(self._begin_snapshot)
 
     def published(self, machine: OuterSync, fragment: int, version: int, digest: str) -> Published:
         """The event that tells of a version, with how the run stands."""
@@ -270,6 +309,7 @@ class Syncer:
 
     def _begin_snapshot(self, machine: OuterSync) -> bool:
         """Write a snapshot beside the loop, unless one is being written."""
+        self._snapshot_due = False
         if self._snapshot_thread is not None and self._snapshot_thread.is_alive():
             return False
         self._steps_since_snapshot = 0
@@ -282,17 +322,18 @@ class Syncer:
         began = time.monotonic()
         try:
             size = write()
-        except OSError as error:
+        except Exception as error:
             self._fail(error)
             return
         self._emit("snapshot", {"seconds": round(time.monotonic() - began, 4), "bytes": size})
 
     def snapshot_now(self) -> None:
-        """Write a snapshot and wait until it is durable."""
-        while not self.core.ask(self._begin_snapshot):
+        """Write a snapshot and wait until it is durable; UNAVAILABLE when it cannot be."""
+        while not self.core.do(self._begin_snapshot):
             time.sleep(0.02)
-        assert self._snapshot_thread is not None
-        self._snapshot_thread.join()
+        self._finish_snapshot()
+        if self.failed is not None:
+            raise Refusal(Status.UNAVAILABLE, f"the snapshot could not be kept: {self.failed}")
 
     def _mark_final(self, effect: MarkFinal) -> None:
         self.ending = effect.ending
@@ -305,10 +346,12 @@ class Syncer:
         """The final version as one safetensors file with the parameters' own names and shapes."""
         folder = Path(self.options.folder) / "final"
         folder.mkdir(exist_ok=True)
-        save_file(self.parameters(), folder / "model.safetensors")
+        beside = folder / ".model.safetensors.tmp"
+        save_file(self.parameters(), beside)
+        sync_file(beside)
+        beside.replace(folder / "model.safetensors")
         facts = {"versions": list(effect.versions), "digests": [values.digest for values in self.holdings.values]}
         write_file(folder / "final.json", json.dumps(facts, indent=1).encode())
-        sync_folder(folder)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The published values as full parameters, fp32."""
@@ -323,9 +366,11 @@ def full_parameters(layout: Layout, fragments: Sequence[Tensor]) -> dict[str, Te
     return parameters
 
 
-def _facts(machine: OuterSync) -> dict[str, object]:
-    versions = [fragment.version for fragment in machine.state.fragments]
-    return {"epoch": machine.state.epoch, "versions": versions}
+def _facts(machine: OuterSync) -> tuple[dict[str, object], Ending | None]:
+    """What is said at the start, and the ending of a run that is over."""
+    state = machine.state
+    versions = [fragment.version for fragment in state.fragments]
+    return {"epoch": state.epoch, "versions": versions}, state.ending if state.phase is Phase.ENDED else None
 
 
 def _refusal(effect: TellFate) -> dict[str, object]:

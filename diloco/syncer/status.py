@@ -11,6 +11,22 @@ if TYPE_CHECKING:
     from diloco.sync.syncer import OuterSync
     from diloco.wire.messages import ReportInfo
 
+FIGURES = (
+    "heard_seconds_ago",
+    "base_versions",
+    "staleness",
+    "stall_share",
+    "step",
+    "loss",
+    "tokens_per_s",
+    "tokens_processed",
+    "tokens_in_flight",
+    "tokens_unsent",
+    "bytes_up",
+    "bytes_down",
+)
+"""What a site's heartbeat gives; from ``step`` on under the name that it has there."""
+
 
 def describe(
     machine: OuterSync,
@@ -66,21 +82,11 @@ def _membership(site: Site) -> dict[str, object]:
 
 
 def _figures(versions: Sequence[int], known: tuple[ReportInfo, float] | None, now_s: float) -> dict[str, object]:
+    """What the site said last; every figure is None before it has said anything."""
     if known is None:
-        return {"heard_seconds_ago": None}
+        return dict.fromkeys(FIGURES)
     report, at_s = known
-    lags = [version - base for version, base in zip(versions, report.versions, strict=False) if base >= 0]
-    return {
-        "heard_seconds_ago": round(now_s - at_s, 1),
-        "step": report.step,
-        "loss": report.loss,
-        "tokens_per_s": report.tokens_per_s,
-        "tokens_processed": report.tokens_processed,
-        "tokens_in_flight": report.tokens_in_flight,
-        "tokens_unsent": report.tokens_unsent,
-        "base_versions": list(report.versions),
-        "staleness": max(lags, default=0),
-        "bytes_up": report.bytes_up,
-        "bytes_down": report.bytes_down,
-        "stall_share": report.stall_ns / report.train_ns if report.train_ns else 0.0,
-    }
+    lags = [version - base for version, base in zip(versions, report.versions, strict=False)]
+    share = report.stall_ns / report.train_ns if report.train_ns else 0.0
+    said: list[object] = [round(now_s - at_s, 1), list(report.versions), max(lags, default=0), share]
+    return dict(zip(FIGURES, [*said, *(getattr(report, name) for name in FIGURES[len(said) :])], strict=True))

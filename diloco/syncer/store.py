@@ -14,15 +14,17 @@ same arithmetic; every recomputed version is compared with the digest that was j
 from __future__ import annotations
 
 import json
+from collections import deque
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from diloco.durable import write_file
 from diloco.sync.effects import StartOuterStep
-from diloco.sync.events import OuterStepDone, OuterStepFailed
+from diloco.sync.events import OuterStepDone, OuterStepFailed, UpdateArrived
 from diloco.sync.journal import JournalError, Record, replay
+from diloco.sync.plain import PlainError
 from diloco.sync.syncer import OuterSync
-from diloco.syncer.executor import OuterResult, run_outer_step
+from diloco.syncer.executor import Downlink, OuterResult, run_outer_step
 from diloco.syncer.journal_files import JournalFiles
 from diloco.syncer.snapshots import FragmentValues, Snapshot, SnapshotError, Snapshots
 from diloco.syncer.spool import Spool, SpoolError
@@ -56,12 +58,13 @@ class RunCard:
 class Recovered:
     """The state of an earlier process, to the bit.
 
-    ``downlinks`` are those that the replay computed again, each with its fragment; ``records`` were replayed.
+    ``downlinks`` are those that the replay computed again, each with its fragment, but for those that are no shorter
+    than the fragment; ``records`` were replayed.
     """
 
     machine: OuterSync
     values: list[FragmentValues]
-    downlinks: list[tuple[OuterResult, int]]
+    downlinks: list[tuple[int, Downlink]]
     records: int
     notes: list[str]
 
@@ -76,7 +79,7 @@ class Store:
         self.spool = Spool(folder / "spool")
         self.journal = JournalFiles(folder / "journal")
         self.snapshots = Snapshots(folder / "snapshots")
-        self._decided: list[tuple[int, str]] = []
+        self._decided: deque[tuple[int, str]] = deque()
 
     def _check_card(self, card: RunCard) -> None:
         path = self.folder / "run.json"
@@ -85,8 +88,8 @@ class Store:
             write_file(path, json.dumps(ours, indent=1, sort_keys=True).encode())
             return
         try:
-            theirs = json.loads(path.read_bytes())
-        except ValueError as error:
+            theirs = dict(json.loads(path.read_bytes()))
+        except (ValueError, TypeError) as error:
             raise StoreError(f"{path} is damaged: {error}") from error
         for name, value in ours.items():
             if theirs.get(name) != value:
@@ -95,8 +98,8 @@ class Store:
                 )
 
     def is_new(self) -> bool:
-        """Whether nothing was ever kept here."""
-        return not self.snapshots.numbers() and not self.journal.segments()
+        """Whether no process ever got as far as to acknowledge something here."""
+        return not self.snapshots.numbers() and self.journal.is_blank()
 
     def begin(self, machine: OuterSync, values: Sequence[FragmentValues]) -> None:
         """Keep version 0: the first snapshot, and the first journal segment behind it."""
@@ -104,18 +107,30 @@ class Store:
         self.snapshots.write(Snapshot(machine.snapshot(), tuple(values), segment))
 
     def recover(self, options: OuterOptions, optimizer: OuterOptimizerOptions, down_codec: str) -> Recovered:
-        """The state that the last process had; ``StoreError`` when none is whole."""
+        """The state that the last process had; ``StoreError`` when none is whole.
+
+        Payloads that neither a snapshot left nor the journal behind it names are dropped on the way.
+        """
         notes: list[str] = []
+        damaged: list[int] = []
         for number in reversed(self.snapshots.numbers()):
             try:
                 snapshot = self.snapshots.load(number)
             except SnapshotError as error:
                 notes.append(f"{error}; the snapshot before it is used")
+                damaged.append(number)
                 continue
             try:
-                return self._replayed(snapshot, options, optimizer, down_codec, notes)
-            except (JournalError, SpoolError) as error:
+                recovered = self._replayed(snapshot, options, optimizer, down_codec, notes)
+            except (JournalError, SpoolError, PlainError) as error:
                 raise StoreError(str(error)) from error
+            except AssertionError as error:
+                text = f"{self.journal.folder} does not fit: another version or other options ({error})"
+                raise StoreError(text) from error
+            for each in damaged:
+                self.snapshots.set_aside(each)
+            self._sweep_spool(recovered)
+            return recovered
         raise StoreError(f"{self.snapshots.folder} has no whole snapshot: {'; '.join(notes) or 'it is empty'}")
 
     def _replayed(
@@ -128,7 +143,7 @@ class Store:
     ) -> Recovered:
         machine = OuterSync.restore(options, snapshot.state)
         values = list(snapshot.fragments)
-        downlinks: list[tuple[OuterResult, int]] = []
+        downlinks: list[tuple[int, Downlink]] = []
         under_way = {
             index: machine.outer_step(index)
             for index, fragment in enumerate(machine.state.fragments)
@@ -143,7 +158,8 @@ class Store:
                 _compare(event, result)
                 assert result is not None
                 values[event.fragment] = result.values
-                downlinks.append((result, event.fragment))
+                if len(result.downlink) < values[event.fragment].theta.numel() * 4:
+                    downlinks.append((event.fragment, result.link()))
             elif isinstance(event, OuterStepFailed):
                 del under_way[event.fragment]
             for effect in effects:
@@ -157,7 +173,11 @@ class Store:
 
     def decided(self, site: str, fate: Fate) -> None:
         """An update has its fate: once no snapshot is older than that, its payload may go."""
-        self._decided.append((self.journal.index, self.spool.name(site, fate.fragment, fate.sequence, fate.digest)))
+        self.release(self.spool.name(site, fate.fragment, fate.sequence, fate.digest))
+
+    def release(self, reference: str) -> None:
+        """Nothing that is still to come needs this payload; a replay from an older snapshot might."""
+        self._decided.append((self.journal.index, reference))
 
     def snapshot_writer(self, machine: OuterSync, values: Sequence[FragmentValues]) -> Callable[[], int]:
         """Cut the journal here and return the (long) rest of the work, to be done beside the machine.
@@ -172,20 +192,30 @@ class Store:
             first = self.snapshots.prune()
             self.journal.prune(first)
             while self._decided and self._decided[0][0] < first:
-                self.spool.drop(self._decided.pop(0)[1])
+                self.spool.drop(self._decided.popleft()[1])
             return size
 
         return write
 
-    def sweep_spool(self) -> int:
-        """Drop the payloads that neither a snapshot left nor the journal behind it names.  At start only."""
-        needed: set[str] = set()
+    def _sweep_spool(self, recovered: Recovered) -> None:
+        """Drop the payloads that neither a snapshot left nor the journal behind it names; note when the rest may go."""
+        waiting = payloads_in(recovered.machine.snapshot())
+        needed = set(waiting)
         for number in self.snapshots.numbers():
-            needed |= payloads_in(self.snapshots.load(number).state)
-        first = min(self.journal.segments(), default=1)
-        for record in self.journal.read(first):
-            needed.add(getattr(record.event, "payload", ""))
-        return self.spool.sweep(needed)
+            try:
+                needed |= payloads_in(self.snapshots.peek(number)[0])
+            except SnapshotError as error:
+                recovered.notes.append(f"{error}; it is older than the one in use and is set aside")
+                self.snapshots.set_aside(number)
+        try:
+            records = self.journal.read(min(self.journal.segments()))
+        except JournalError as error:
+            recovered.notes.append(f"{error}; it is older than the snapshot in use, and no payload is dropped for it")
+            return
+        needed |= {record.event.payload for record in records if isinstance(record.event, UpdateArrived)}
+        self.spool.sweep(needed)
+        for reference in sorted(needed - waiting):
+            self.release(reference)
 
 
 def payloads_in(state: object) -> set[str]:

@@ -1,0 +1,114 @@
+"""The syncer without threads and sockets: the same store, machine and arithmetic, moved on by hand.
+
+What is here is what ``server`` does with the effects that touch the disk, in the same order; so a folder that it leaves
+is one that a syncer that was killed at that point leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from diloco.codec.contract import digest
+from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.sync.effects import OuterEffect, PublishVersion, StartOuterStep, TellFate
+from diloco.sync.events import OuterEvent, OuterStepDone, SyncerStarted, UpdateArrived
+from diloco.sync.journal import Record, digest_effects
+from diloco.sync.options import OuterOptions
+from diloco.sync.syncer import OuterSync
+from diloco.syncer.core import changes_nothing
+from diloco.syncer.executor import OuterResult, run_outer_step
+from diloco.syncer.snapshots import FragmentValues
+from diloco.syncer.store import Recovered, RunCard, Store
+from diloco.wire.messages import PushHeader
+from tests.syncer.building import LAYOUT, NO_WAIT, RUN, version_zero
+
+OUTER = OuterOptions(**NO_WAIT)  # type: ignore[arg-type]
+OPTIMIZER = OuterOptimizerOptions()
+CARD = RunCard(RUN, 1, LAYOUT.fingerprint, "shared")
+
+
+class Desk:
+    """Takes over ``folder`` as a new process would."""
+
+    def __init__(self, folder: Path, codec: str = "int8", outer: OuterOptions = OUTER) -> None:
+        self.codec = codec
+        self.store = Store(folder, CARD)
+        self.recovered: Recovered | None = None
+        if self.store.is_new():
+            self.machine = OuterSync(outer)
+            self.values = [FragmentValues(0, v, v.clone(), None, digest(v)) for v in version_zero()]
+            for fragment, first in zip(self.machine.state.fragments, self.values, strict=True):
+                fragment.digest = first.digest
+            self.store.begin(self.machine, self.values)
+        else:
+            try:
+                self.recovered = self.store.recover(outer, OPTIMIZER, codec)
+            except BaseException:
+                self.store.journal.close()
+                raise
+            self.machine, self.values = self.recovered.machine, self.recovered.values
+        self.now_ns = self.machine.state.now_ns
+        self.under_way: dict[int, StartOuterStep] = {}
+        self.computed: dict[int, OuterResult] = {}
+
+    def begin(self) -> None:
+        self.handle(SyncerStarted(self.machine.state.epoch + 1))
+
+    def handle(self, event: OuterEvent, after_ns: int = 1_000_000) -> list[OuterEffect]:
+        self.now_ns += after_ns
+        effects = self.machine.handle(event, self.now_ns)
+        if not changes_nothing(event, effects):
+            self.store.append(Record(self.now_ns, event, digest_effects(effects)))
+            self.store.journal.flush()
+        for effect in effects:
+            if isinstance(effect, StartOuterStep):
+                self.under_way[effect.fragment] = effect
+            elif isinstance(effect, PublishVersion):
+                self.values[effect.fragment] = self.computed.pop(effect.fragment).values
+            elif isinstance(effect, TellFate):
+                self.store.decided(effect.site, effect.fate)
+        return effects
+
+    def push(self, header: PushHeader, payload: bytes) -> list[OuterEffect]:
+        partial = self.store.spool.open_partial(header)
+        partial.write(memoryview(payload)[partial.offset :])
+        partial.digest()
+        reference = self.store.spool.keep(partial, header)
+        partial.close()
+        return self.handle(
+            UpdateArrived(
+                1,
+                header.site_id,
+                header.incarnation,
+                header.fragment,
+                header.sequence,
+                header.base_version,
+                header.tokens,
+                header.steps,
+                header.step_ns,
+                header.cursor,
+                header.digest,
+                reference,
+                header.encoding,
+                True,
+                header.final,
+            )
+        )
+
+    def finish(self, fragment: int) -> list[OuterEffect]:
+        """The outer step that is under way is done."""
+        command = self.under_way.pop(fragment)
+        result = run_outer_step(command, self.values[fragment], self.store.spool, OPTIMIZER, self.codec)
+        assert result is not None
+        self.computed[fragment] = result
+        return self.handle(OuterStepDone(fragment, command.version, result.values.digest, result.downlink_digest))
+
+    def snapshot_writer(self) -> Callable[[], int]:
+        return self.store.snapshot_writer(self.machine, self.values)
+
+    def snapshot(self) -> None:
+        self.snapshot_writer()()
+
+    def close(self) -> None:
+        self.store.journal.close()

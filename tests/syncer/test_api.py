@@ -1,0 +1,304 @@
+"""What the network may ask, and the words in which it is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.outer.fragments import plan_layout
+from diloco.sync.events import Ending, FateTold, FinalAnnounced, Outcome, Reason
+from diloco.syncer.api import TOKENS_MAX
+from diloco.syncer.server import Syncer
+from diloco.wire.messages import Published, PullAsk, PushHeader, PushResult, Refusal, ReportInfo, Status
+from tests.syncer.building import (
+    ANYONE,
+    LAYOUT,
+    NUMEL,
+    RUN,
+    SHARED,
+    eventually,
+    files,
+    join,
+    join_ask,
+    push,
+    serving,
+    update,
+)
+
+QUIET: dict[str, Any] = {"outer": {"quorum": 2, "quorum_min": 2}}
+
+
+def report(site: str = "a", incarnation: int = 1, **changes: Any) -> ReportInfo:
+    fields: dict[str, Any] = dict.fromkeys(ReportInfo.__slots__, 0)
+    text = {"run_id": RUN, "site_id": site, "incarnation": incarnation, "loss": 1.5, "versions": (0, 0)}
+    return ReportInfo(**(fields | text | changes))
+
+
+def memory(syncer: Syncer) -> object:
+    plain = syncer.core.ask(lambda machine: machine.snapshot())
+    assert isinstance(plain, dict)
+    return {**plain, "now_ns": 0}
+
+
+# --- join ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_join_brings_how_everything_stands(tmp_path: Path) -> None:
+    with serving(tmp_path, **QUIET) as syncer:
+        reply = join(syncer)
+        assert (reply.epoch, reply.incarnation, reply.lineage, reply.ending) == (1, 1, 1, None)
+        assert [standing.version for standing in reply.standings] == [0, 0]
+        assert [standing.digest for standing in reply.standings] == [v.digest for v in syncer.holdings.values]
+        assert reply.settings.heartbeat_ns == 200_000_000
+        push(syncer, *update())
+        again = join(syncer)  # The same process asks again: the same incarnation, and what was accepted meanwhile.
+        assert (again.incarnation, again.standings[0].watermark) == (1, 1)
+        assert again.standings[0].undecided == ((1, 100),)
+        assert join(syncer, process="89abcdef").incarnation == 2
+
+
+OTHER_SHAPE = plan_layout((("a", (6, 4)), ("b", (11,)), ("c", (7,))), 2)
+OTHER_NAME = plan_layout((("a", (6, 4)), ("bb", (10,)), ("c", (7,))), 2)
+OTHER_CUT = plan_layout((("a", (6, 4)), ("b", (10,)), ("c", (7,))), 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"protocol": 9}, "protocol is 9 at the site and 1 at the syncer"),
+        ({"run_id": "big"}, "run_id is 'big' at the site and 'small' at the syncer"),
+        ({"lineage": 4}, "lineage is 4 at the site and 1 at the syncer"),
+        ({"shared_config": {"model.dim": "8"}}, r"model\.dim is 8 at the site and 4 at the syncer"),
+        ({"shared_config": {}}, r"model\.dim is not set at the site and 4 at the syncer"),
+        ({"shared_config": {**SHARED, "x": "1"}}, "x is 1 at the site and not set at the syncer"),
+        ({"layout": OTHER_SHAPE}, r"parameter b has shape \(11,\) here and \(10,\) there \(here: at the site"),
+        ({"layout": OTHER_NAME}, "parameter b is there and not here"),
+        ({"layout": OTHER_CUT}, "fragment"),
+        ({"layout_fingerprint": "0" * 64, "layout_json": b""}, "layout fingerprint is 000000000000 at the site"),
+    ],
+)
+def test_a_mismatch_is_refused_in_words_that_name_the_field(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    if "layout" in changes:
+        layout = changes["layout"]
+        changes = {"layout_fingerprint": layout.fingerprint, "layout_json": layout.to_json().encode()}
+    with serving(tmp_path) as syncer:
+        before = files(tmp_path), memory(syncer)
+        with pytest.raises(Refusal, match=words) as raised:
+            syncer.api.join(join_ask(**changes), ANYONE)
+        assert raised.value.status is Status.FAILED_PRECONDITION
+        assert (files(tmp_path), memory(syncer)) == before
+
+
+@pytest.mark.parametrize("text", [b"{", b"\xff", b"[" * 100_000, b'{"dtype": 1}', b"7"])
+def test_a_layout_that_is_none_is_the_senders_fault(tmp_path: Path, text: bytes) -> None:
+    with serving(tmp_path) as syncer, pytest.raises(Refusal, match="layout_json describes no layout") as raised:
+        syncer.api.join(join_ask(layout_fingerprint="0" * 64, layout_json=text), ANYONE)
+    assert raised.value.status is Status.INVALID_ARGUMENT
+
+
+def test_who_may_not_join_is_told_why(tmp_path: Path) -> None:
+    with serving(tmp_path, outer={"sites_max": 2}) as syncer:
+        join(syncer, "a")
+        join(syncer, "b", "00000001")
+        join(syncer, "b", "00000002")
+        syncer.api.evict("a")
+        for site, process, status, words in (
+            ("a", "0123abcd", Status.PERMISSION_DENIED, "site a was put out of the run by an operator"),
+            ("b", "00000001", Status.ALREADY_EXISTS, "a newer process speaks for site b: is it started twice?"),
+            ("c", "0123abcd", Status.RESOURCE_EXHAUSTED, "no room for site c: sites_max is reached"),
+        ):
+            with pytest.raises(Refusal, match=words.replace("?", r"\?")) as raised:
+                join(syncer, site, process)
+            assert raised.value.status is status
+
+
+# --- push ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"encoding": "int8"}, "encoding is 'int8': this run allows fp32, int4"),
+        ({"encoding": "no-such"}, "encoding is 'no-such'"),
+        ({"numel": NUMEL[0] + 1}, f"numel is {NUMEL[0] + 1}: fragment 0 has {NUMEL[0]} values"),
+        ({"payload_bytes": 4 * NUMEL[0] + 1}, f"payload_bytes is {4 * NUMEL[0] + 1}"),
+        ({"payload_bytes": 4 * NUMEL[0] - 1}, f"payload_bytes is {4 * NUMEL[0] - 1}"),
+        ({"payload_bytes": 1 << 36}, "payload_bytes is 68719476736"),
+        ({"tokens": 0}, "tokens is 0"),
+        ({"tokens": TOKENS_MAX + 1}, "tokens is"),
+        ({"steps": 0}, "steps is 0"),
+    ],
+)
+def test_invariant_15_what_cannot_be_is_refused_before_a_byte_is_taken(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    header = replace(update()[0], **changes)
+    with serving(tmp_path, up_codecs=["fp32", "int4"], **QUIET) as syncer:
+        join(syncer)
+        before = files(tmp_path), memory(syncer)
+        with pytest.raises(Refusal, match=words) as raised:
+            syncer.api.open_push(header, ANYONE)
+        assert raised.value.status is Status.INVALID_ARGUMENT
+        assert (files(tmp_path), memory(syncer)) == before
+        (field,) = changes
+        assert syncer.api.status()["refused_at_the_door"] == {field: 1}
+        assert push(syncer, *update()).outcome is Outcome.ACCEPTED, "and the syncer lives"
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcome", "reason"),
+    [
+        ({"site_id": "nobody"}, Outcome.REFUSED, Reason.NOT_JOINED),
+        ({"fragment": 2}, Outcome.REFUSED, Reason.BAD_BASE),
+        ({"fragment": 4095}, Outcome.REFUSED, Reason.BAD_BASE),
+        ({"incarnation": 7}, Outcome.REFUSED, Reason.FENCED),
+        ({"sequence": 2}, Outcome.RETRY, Reason.GAP),
+        ({"sequence": 0}, Outcome.REFUSED, Reason.FORGOTTEN),
+        ({"base_version": 1}, Outcome.REFUSED, Reason.BAD_BASE),
+    ],
+)
+def test_invariant_15_what_the_machine_refuses_leaves_no_trace(
+    tmp_path: Path, changes: dict[str, Any], outcome: Outcome, reason: Reason
+) -> None:
+    header, payload = update()
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer)
+        before = files(tmp_path), memory(syncer)
+        assert push(syncer, replace(header, **changes), payload) == PushResult(outcome, 0, reason)
+        assert (files(tmp_path), memory(syncer)) == before
+
+
+def test_a_zstd_payload_may_be_shorter_than_its_bound(tmp_path: Path) -> None:
+    with serving(tmp_path, up_codecs=["int8+zstd"], **QUIET) as syncer:
+        join(syncer)
+        assert push(syncer, *update(encoding="int8+zstd")).outcome is Outcome.ACCEPTED
+
+
+def test_a_header_is_judged_in_one_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Callable[..., object]] = []
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer)
+        real = syncer.core.ask
+        monkeypatch.setattr(
+            syncer.core, "ask", lambda question, *rest: (asked.append(question), real(question, *rest))[1]
+        )
+        header: PushHeader = update(incarnation=5)[0]
+        syncer.api.open_push(header, ANYONE)
+        assert len(asked) == 1
+        monkeypatch.undo()
+
+
+# --- watch, pull, report, leave --------------------------------------------------------------------------------------
+
+
+def test_a_watch_begins_with_how_everything_stands(tmp_path: Path) -> None:
+    with serving(tmp_path) as syncer:
+        join(syncer)
+        push(syncer, *update())
+        eventually(lambda: syncer.core.ask(lambda machine: machine.state.fragments[0].version) == 1, "it is merged")
+        feed = syncer.api.watch("a", 1, ANYONE)
+        first = [feed.get(5.0) for _ in range(3)]
+        assert [event.version for event in first if isinstance(event, Published)] == [1, 0]
+        assert [event.fate.merged for event in first if isinstance(event, FateTold)] == [True]
+        syncer.api.drain()
+        assert feed.get(5.0) == FinalAnnounced(Ending.DRAINED)
+        late = syncer.api.watch("a", 1, ANYONE)
+        told = [late.get(5.0) for _ in range(4)]
+        assert FinalAnnounced(Ending.DRAINED) in told
+        feed.close()
+        late.close()
+        assert syncer.feeds.count() == 0
+        for site, incarnation in (("a", 2), ("nobody", 1)):
+            with pytest.raises(Refusal, match="join first") as raised:
+                syncer.api.watch(site, incarnation, ANYONE)
+            assert raised.value.status is Status.FAILED_PRECONDITION
+
+
+def test_an_evicted_site_is_told_so_on_every_way(tmp_path: Path) -> None:
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer)
+        feed = syncer.api.watch("a", 1, ANYONE)
+        syncer.api.evict("a")
+        assert "evicted" in [getattr(feed.get(1.0), "reason", None) for _ in range(3)]
+        feed.close()
+        with pytest.raises(Refusal, match="put out of the run") as raised:
+            syncer.api.watch("a", 1, ANYONE)
+        assert raised.value.status is Status.PERMISSION_DENIED
+        assert push(syncer, *update()).reason is Reason.EVICTED
+        assert not syncer.api.report(report(), ANYONE).known
+        with pytest.raises(Refusal, match="no such site") as raised:
+            syncer.api.evict("nobody")
+        assert raised.value.status is Status.NOT_FOUND
+
+
+def test_a_pull_reads_version_and_fates_at_one_instant(tmp_path: Path) -> None:
+    with serving(tmp_path) as syncer:
+        join(syncer)
+        push(syncer, *update())
+        eventually(lambda: syncer.holdings.values[0].version == 1, "it is published")
+        source = syncer.api.pull(PullAsk(RUN, "a", 0, -1), ANYONE)
+        assert [fate.version for fate in source.header.fates] == [1]
+        assert source.header.digest == syncer.holdings.values[0].digest
+        assert syncer.api.pull(PullAsk(RUN, "", 0, -1), ANYONE).header.fates == ()
+        assert syncer.api.pull(PullAsk(RUN, "nobody", 0, -1), ANYONE).header.fates == ()
+        with pytest.raises(Refusal, match="fragment is 2: the run has no such fragment") as raised:
+            syncer.api.pull(PullAsk(RUN, "a", 2, -1), ANYONE)
+        assert raised.value.status is Status.NOT_FOUND
+        syncer.api.pull(PullAsk(RUN, "a", 0, -1, 1, offset=50), ANYONE)
+        (site,) = [syncer.api.status()["sites"]]
+        assert isinstance(site, dict)
+        assert site["a"]["payload_bytes_down"] == 4 * NUMEL[0] + (4 * NUMEL[0] - 50)
+
+
+def test_the_checksum_of_a_pull_is_no_work_of_the_decision_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from diloco.syncer import holdings
+
+    threads: list[str] = []
+    real = holdings.checksum
+    monkeypatch.setattr(
+        holdings, "checksum", lambda parts: (threads.append(threading.current_thread().name), real(parts))[1]
+    )
+    with serving(tmp_path) as syncer:
+        syncer.api.pull(PullAsk(RUN, "", 0, -1), ANYONE)
+    assert threads == [threading.current_thread().name]
+
+
+def test_strangers_leave_nothing_in_memory(tmp_path: Path) -> None:
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer)
+        before = memory(syncer)
+        for number in range(50):
+            reply = syncer.api.report(report(f"stranger-{number}"), ANYONE)
+            assert not reply.known
+            syncer.api.pull(PullAsk(RUN, f"stranger-{number}", 0, -1), ANYONE)
+            syncer.api.open_push(update(f"stranger-{number}")[0], ANYONE)
+        assert not syncer.api.report(report(incarnation=4), ANYONE).known
+        assert syncer.api.report(report(), ANYONE).known
+        assert list(syncer.api._reports) == ["a"]
+        assert list(syncer.api._bytes) == []
+        assert memory(syncer) == before
+
+
+def test_leaving_is_answered_and_an_old_incarnation_cannot(tmp_path: Path) -> None:
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer, process="00000001")
+        join(syncer, process="00000002")
+        for site, incarnation, status in (("a", 1, Status.FAILED_PRECONDITION), ("b", 1, Status.NOT_FOUND)):
+            with pytest.raises(Refusal) as raised:
+                syncer.api.leave(site, incarnation, ANYONE)
+            assert raised.value.status is status
+        syncer.api.leave("a", 2, ANYONE)
+        assert syncer.core.ask(lambda machine: machine.state.live()) == []
+
+
+def test_the_layout_is_the_one_that_is_joined_with() -> None:
+    assert LAYOUT.from_json(LAYOUT.to_json()).fingerprint == LAYOUT.fingerprint

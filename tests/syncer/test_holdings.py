@@ -1,0 +1,146 @@
+"""What is sent: a chain of down-links or the whole fragment, the same bits either way, and little kept for it."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco.codec.contract import digest
+from diloco.codec.feedback import follow, publish
+from diloco.codec.registry import make_codec
+from diloco.sync.events import Fate
+from diloco.syncer.executor import OuterResult
+from diloco.syncer.holdings import Holdings
+from diloco.syncer.snapshots import FragmentValues
+from diloco.wire.messages import PullAsk, Refusal, Status
+from diloco.wire.service import PullSource
+
+NUMEL = 4096
+
+
+def theta(version: int) -> Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(version))
+
+
+def moved(old: FragmentValues, codec: str) -> OuterResult:
+    new = theta(old.version + 1)
+    downlink, published = publish(new, old.published, make_codec(codec))
+    values = FragmentValues(old.version + 1, new, published, None, digest(published))
+    return OuterResult(values, downlink, hashlib.sha256(downlink).hexdigest(), 1.0, 0.1)
+
+
+def history(codec: str, versions: int, kept: int = 32) -> tuple[Holdings, list[FragmentValues]]:
+    first = FragmentValues(0, theta(0), theta(0), None, digest(theta(0)))
+    holdings, values = Holdings([first], codec, kept), [first]
+    for _ in range(versions):
+        result = moved(values[-1], codec)
+        holdings.take(0, result)
+        values.append(result.values)
+    return holdings, values
+
+
+def pull(holdings: Holdings, have: int, want: int = 0, offset: int = 0, fates: tuple[Fate, ...] = ()) -> PullSource:
+    return holdings.choose(PullAsk("run", "a", 0, have, want, offset), fates).source()
+
+
+def received(source: PullSource, held: Tensor | None) -> Tensor:
+    header = source.header
+    assert header.part_bytes == tuple(len(part) for part in source.parts)
+    assert header.payload_bytes == sum(header.part_bytes)
+    assert header.payload_crc32 == zlib.crc32(b"".join(bytes(part) for part in source.parts))
+    if header.whole:
+        assert header.from_version == header.version
+        return make_codec("fp32").decode(source.parts[0], header.numel)
+    assert held is not None
+    for part in source.parts:
+        held = follow(held, part, make_codec(header.encoding))
+    return held
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4:32+zstd1"])
+def test_whatever_a_site_has_it_gets_the_same_bits(codec: str) -> None:
+    holdings, values = history(codec, 9)
+    for have in range(-1, 10):
+        source = pull(holdings, have)
+        assert source.header.version == 9
+        assert source.header.digest == values[9].digest
+        found = received(source, values[have].published if have >= 0 else None)
+        assert torch.equal(found.view(torch.int32), values[9].published.view(torch.int32)), (codec, have)
+        assert source.header.payload_bytes <= NUMEL * 4
+
+
+def test_a_chain_is_sent_where_it_is_shorter_and_the_whole_where_it_is_not() -> None:
+    holdings, values = history("int8", 12)
+    link = make_codec("int8").payload_bytes(NUMEL)
+    longest = (NUMEL * 4 - 1) // link
+    for have in range(12):
+        header = pull(holdings, have).header
+        assert header.whole == (12 - have > longest), have
+        assert header.encoding == ("fp32" if header.whole else "int8")
+    assert pull(holdings, -1).header.whole
+    lossless, _ = history("fp32", 3)
+    assert pull(lossless, 2).header.whole, "the difference is as long as the fragment"
+    del values
+
+
+def test_who_has_the_newest_gets_its_fates_and_no_bytes() -> None:
+    holdings, values = history("int8", 2)
+    fate = Fate(0, 1, 2, 10, "0" * 64)
+    source = pull(holdings, 2, fates=(fate,))
+    assert (source.header.from_version, source.header.version, list(source.parts)) == (2, 2, [])
+    assert source.header.fates == (fate,)
+    assert source.header.digest == values[2].digest
+    assert not source.header.whole
+
+
+def test_a_pull_goes_on_with_the_version_that_it_began_or_is_told_that_it_cannot() -> None:
+    holdings, values = history("int8", 5)
+    began = pull(holdings, 3)
+    holdings.take(0, moved(values[5], "int8"))
+    again = pull(holdings, 3, want=5, offset=7)
+    assert (again.header.version, again.header.payload_crc32) == (5, began.header.payload_crc32)
+    assert [bytes(part) for part in again.parts] == [bytes(part) for part in began.parts], (
+        "all of it, whatever the offset"
+    )
+    whole = pull(holdings, -1, want=6)
+    assert whole.header.whole
+    for have, want in ((-1, 5), (3, 7), (6, 5), (0, 99)):
+        with pytest.raises(Refusal, match=f"version {want} of fragment 0 cannot be sent any more") as raised:
+            pull(holdings, have, want)
+        assert raised.value.status is Status.NOT_FOUND
+
+
+def test_a_site_that_is_ahead_gets_what_there_is() -> None:
+    holdings, values = history("int8", 2)
+    source = pull(holdings, 7)
+    assert source.header.whole
+    assert torch.equal(received(source, None), values[2].published)
+
+
+def test_a_gap_between_recalled_and_taken_links_is_never_a_chain() -> None:
+    holdings, values = history("int8", 1)
+    third = moved(values[1], "int8")
+    fourth = moved(third.values, "int8")
+    holdings = Holdings([third.values], "int8", 32)
+    holdings.take(0, fourth)
+    assert not pull(holdings, 2).header.whole
+    assert pull(holdings, 1).header.whole
+
+
+@pytest.mark.parametrize(("codec", "most"), [("fp32", 0), ("bf16", 4), ("int8", 7), ("int4", 14)])
+def test_no_more_is_kept_than_twice_the_fragment_and_no_old_values(codec: str, most: int) -> None:
+    """Links hold bytes only: with their values, 32 versions of a fragment would take 96 times its memory."""
+    holdings, values = history(codec, 20)
+    links = holdings._downlinks[0]
+    assert len(links) == most
+    assert sum(len(link.payload) for link in links) <= 2 * NUMEL * 4
+    assert not any(
+        isinstance(getattr(link, name), Tensor | FragmentValues) for link in links for name in link.__slots__
+    )
+    short, _ = history(codec, 20, kept=2)
+    assert len(short._downlinks[0]) == min(2, most)
+    del values

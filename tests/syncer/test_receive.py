@@ -1,0 +1,210 @@
+"""A push on its way in: durable before its ack, refused in words, and nothing left behind by what was refused."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco.sync.events import Outcome, Reason
+from diloco.syncer import spool as spool_module
+from diloco.syncer.receive import Reception
+from diloco.wire.messages import PushResult, Refusal, Status
+from tests.syncer.building import ANYONE, dice, eventually, files, join, push, serving, update
+
+QUIET = {"outer": {"quorum": 2, "quorum_min": 2}}
+"""No round closes while one site pushes."""
+
+
+def spooled(folder: Path) -> list[str]:
+    return sorted(files(folder / "spool"))
+
+
+def test_an_accepted_update_is_in_spool_and_journal(tmp_path: Path) -> None:
+    header, payload = update()
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer)
+        assert push(syncer, header, payload) == PushResult(Outcome.ACCEPTED, 0)
+        (name,) = spooled(tmp_path)
+        assert (tmp_path / "spool" / name).read_bytes() == payload
+        assert push(syncer, header, payload).outcome is Outcome.DUPLICATE
+        other, other_payload = update(values=dice("other", 0))
+        assert push(syncer, other, other_payload) == PushResult(Outcome.REFUSED, 0, Reason.CONFLICT)
+        assert spooled(tmp_path) == [name]
+    with serving(tmp_path, **QUIET) as syncer:  # And it is known to the next process.
+        assert push(syncer, header, payload).outcome is Outcome.DUPLICATE
+
+
+def test_a_push_that_broke_off_goes_on_where_its_bytes_end(tmp_path: Path) -> None:
+    header, payload = update()
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer)
+        for end in (10, 11, 60):
+            session = syncer.api.open_push(header, ANYONE)
+            assert isinstance(session, Reception)
+            session.write(session.offset, memoryview(payload)[session.offset : end])
+            session.close()
+    with serving(tmp_path, **QUIET) as syncer:
+        session = syncer.api.open_push(header, ANYONE)
+        assert isinstance(session, Reception)
+        assert session.offset == 60
+        session.close()
+        assert push(syncer, header, payload).outcome is Outcome.ACCEPTED
+
+
+def test_bytes_that_are_not_the_declared_ones_are_thrown_away(tmp_path: Path) -> None:
+    header, payload = update()
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer)
+        with pytest.raises(Refusal, match="digest of the payload is not the declared one; send it again") as raised:
+            push(syncer, header, payload[:-1] + b"!")
+        assert raised.value.status is Status.DATA_LOSS
+        assert spooled(tmp_path) == []
+        assert push(syncer, header, payload).outcome is Outcome.ACCEPTED
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_values_that_are_not_finite_are_refused_with_that_reason(tmp_path: Path, bad: float) -> None:
+    values = dice("bad", 0)
+    values[7] = bad
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer)
+        before = files(tmp_path)
+        result = push(syncer, *update(values=values))
+        assert result == PushResult(Outcome.REFUSED, 0, Reason.NON_FINITE)
+        assert files(tmp_path) == before, "neither a payload nor a record is left of it"
+        assert push(syncer, *update()).outcome is Outcome.ACCEPTED, "its number is free"
+
+
+def test_invariant_15_a_payload_that_is_no_encoding_changes_nothing_but_a_counter(tmp_path: Path) -> None:
+    header, payload = update(encoding="int8")
+    broken = bytes([0xFF, 0xFF]) + payload[2:]  # The first scale becomes a NaN.
+    header = replace(header, digest=hashlib.sha256(broken).hexdigest())
+    with serving(tmp_path, up_codecs=["int8"], **QUIET) as syncer:
+        join(syncer)
+        before, state = files(tmp_path), syncer.core.ask(lambda machine: machine.snapshot())
+        with pytest.raises(Refusal, match="payload is no int8") as raised:
+            push(syncer, header, broken)
+        assert raised.value.status is Status.INVALID_ARGUMENT
+        assert files(tmp_path) == before
+        after = syncer.core.ask(lambda machine: machine.snapshot())
+        assert isinstance(state, dict)
+        assert isinstance(after, dict)
+        assert {**state, "now_ns": 0} == {**after, "now_ns": 0}
+
+
+def test_an_update_ahead_of_its_predecessor_keeps_its_bytes(tmp_path: Path) -> None:
+    """The machine may change its mind between the first look and the commit."""
+    header, payload = update(sequence=1)
+    with serving(tmp_path, outer={"quorum": 2, "quorum_min": 2, "updates_in_flight_max": 1}) as syncer:
+        join(syncer)
+        second = update(sequence=2)
+        session = syncer.api.open_push(header, ANYONE)
+        assert isinstance(session, Reception)
+        assert syncer.api.open_push(second[0], ANYONE) == PushResult(Outcome.RETRY, 0, Reason.GAP)
+        session.write(0, memoryview(payload))
+        assert session.commit(header.digest).outcome is Outcome.ACCEPTED
+        session.close()
+        late = Reception(syncer.core, syncer.store, second[0], lambda count: None)
+        late.write(0, memoryview(second[1]))
+        assert late.commit(second[0].digest) == PushResult(Outcome.RETRY, 0, Reason.OVERLOAD)
+        late.close()
+        again = Reception(syncer.core, syncer.store, second[0], lambda count: None)
+        assert again.offset == len(second[1])
+        again.close()
+
+
+def test_a_late_twin_of_a_decided_update_does_not_stay_on_the_disk(tmp_path: Path) -> None:
+    with serving(tmp_path) as syncer:
+        join(syncer)
+        header, payload = update()
+        twin = Reception(syncer.core, syncer.store, header, lambda count: None)
+        twin.write(0, memoryview(payload))
+        direct = Reception(syncer.core, syncer.store, header, lambda count: None)
+        assert direct.offset == 0 or direct.offset == len(payload)
+        direct.write(direct.offset, memoryview(payload)[direct.offset :])
+        assert direct.commit(header.digest).outcome is Outcome.ACCEPTED
+        direct.close()
+        eventually(lambda: syncer.core.ask(lambda machine: machine.state.fragments[0].version) == 1, "it is merged")
+        twin.close()
+        again = Reception(syncer.core, syncer.store, header, lambda count: None)
+        again.write(again.offset, memoryview(payload)[again.offset :])
+        assert again.commit(header.digest).outcome is Outcome.DUPLICATE
+        again.close()
+        assert len(spooled(tmp_path)) == 1
+        for _ in range(3):
+            syncer.snapshot_now()
+        assert spooled(tmp_path) == []
+
+
+def test_a_full_disk_is_a_reason_to_come_back_and_no_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    header, payload = update()
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer)
+        with monkeypatch.context() as patch:
+
+            def full(path: Path) -> None:
+                raise OSError(28, "No space left on device")
+
+            patch.setattr(spool_module, "sync_file", full)
+            with pytest.raises(Refusal, match="cannot be stored here now: No space left on device") as raised:
+                push(syncer, header, payload)
+            assert raised.value.status is Status.UNAVAILABLE
+        assert spooled(tmp_path) == [], "pages whose fsync failed count as written: every byte is sent again"
+        assert push(syncer, header, payload).outcome is Outcome.ACCEPTED
+        assert syncer.failed is None
+
+
+def test_the_payload_is_durable_before_the_machine_hears_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    header, payload = update()
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer)
+        steps: list[str] = []
+        real = os.fsync
+
+        def noted(handle: int) -> None:
+            name = os.readlink(f"/proc/self/fd/{handle}")
+            steps.append("folder" if os.path.isdir(name) else "payload")
+            real(handle)
+
+        append = syncer.store.append
+        monkeypatch.setattr(os, "fsync", noted)
+        monkeypatch.setattr(syncer.store, "append", lambda record: (steps.append("record"), append(record)))
+        assert push(syncer, header, payload).outcome is Outcome.ACCEPTED
+        monkeypatch.undo()
+    assert steps.index("payload") < steps.index("record")
+    assert steps[steps.index("record") - 1] == "folder"
+
+
+def test_only_what_came_is_counted(tmp_path: Path) -> None:
+    header, payload = update()
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer)
+        session = syncer.api.open_push(header, ANYONE)
+        assert isinstance(session, Reception)
+        session.write(0, memoryview(payload)[:20])
+        session.close()
+        assert sites(syncer.api.status())["a"]["payload_bytes_up"] == 20
+        push(syncer, header, payload)
+        push(syncer, header, payload)
+        assert sites(syncer.api.status())["a"]["payload_bytes_up"] == len(payload)
+
+
+def sites(status: dict[str, object]) -> dict[str, dict[str, object]]:
+    found = status["sites"]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_torch_reads_what_was_sent(tmp_path: Path) -> None:
+    values = dice("sent", 1)
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer)
+        header, payload = update(fragment=1, values=values)
+        push(syncer, header, payload)
+        stored = syncer.store.spool.read(syncer.store.spool.reference(header), header.digest)
+    assert torch.equal(torch.frombuffer(bytearray(stored), dtype=torch.float32), values)

@@ -1,0 +1,441 @@
+"""The life of a syncer's process: taken over, served, failed, stopped; and what is on its disk each time."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from diloco.durable import LockedError
+from diloco.sync.events import Ending, Outcome, OuterStepDone
+from diloco.sync.options import OuterOptions
+from diloco.syncer.core import CoreStopped
+from diloco.syncer.server import Syncer, SyncerOptions, full_parameters
+from diloco.syncer.snapshots import Snapshots
+from diloco.syncer.store import StoreError
+from diloco.wire.messages import Refusal, Status
+from tests.syncer.building import (
+    ANYONE,
+    NO_WAIT,
+    Events,
+    dice,
+    eventually,
+    files,
+    join,
+    new_syncer,
+    push,
+    serving,
+    update,
+    version_zero,
+)
+
+
+def versions(syncer: Syncer) -> list[int]:
+    return syncer.core.ask(lambda machine: [fragment.version for fragment in machine.state.fragments])
+
+
+def reach(syncer: Syncer, fragment: int, version: int) -> None:
+    eventually(lambda: versions(syncer)[fragment] >= version, f"version {version} of fragment {fragment}")
+
+
+def merged(syncer: Syncer, count: int, fragment: int = 0, begin: int = 1) -> None:
+    for sequence in range(begin, begin + count):
+        base = versions(syncer)[fragment]
+        header, payload = update(sequence=sequence, fragment=fragment, base_version=base)
+        assert push(syncer, header, payload).outcome is Outcome.ACCEPTED
+        reach(syncer, fragment, base + 1)
+
+
+def ours() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith(("syncer-", "outer-step", "snapshot", "stalls-"))]
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("up_codecs", ["int5"]),
+        ("down_codec", "int5"),
+        ("snapshot_every", 0),
+        ("downlinks_kept", 0),
+        ("downlinks_kept", 1025),
+        ("heartbeat_s", 0.0),
+        ("linger_s", -1.0),
+    ],
+)
+def test_an_option_that_cannot_work_is_refused_with_its_value(field: str, value: object) -> None:
+    words = repr(value[0] if isinstance(value, list) else value).replace(".", r"\.")
+    with pytest.raises(ValueError, match=words):
+        SyncerOptions(folder="x", **{field: value})  # type: ignore[arg-type]
+
+
+# --- start -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_epoch_is_larger_with_every_start_and_durable_before_it_is_said(tmp_path: Path) -> None:
+    for epoch in (1, 2, 3):
+        events = Events()
+        syncer = new_syncer(tmp_path, events.emit)
+        syncer.start()
+        assert events.of("syncer_started")[0]["epoch"] == epoch
+        syncer.stop(0.1)
+
+
+def test_a_second_process_on_the_folder_is_refused_and_the_first_is_not_disturbed(tmp_path: Path) -> None:
+    with serving(tmp_path) as syncer:
+        join(syncer)
+        with pytest.raises(LockedError, match=f"in use by process {os.getpid()}"):
+            new_syncer(tmp_path, Events().emit).start()
+        merged(syncer, 1)
+
+
+def test_a_start_that_fails_gives_everything_back(tmp_path: Path) -> None:
+    """Also the lock: the same process may try again once the cause is mended."""
+    with serving(tmp_path / "other") as other:
+        taken = other._server
+        assert taken is not None
+        for _ in range(2):
+            with pytest.raises(ValueError, match="cannot be bound"):
+                new_syncer(tmp_path / "run", Events().emit, address=taken.address).start()
+    (tmp_path / "run" / "run.json").rename(tmp_path / "card")
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with pytest.raises(StoreError, match="another folder, please"):
+        new_syncer(tmp_path / "run", Events().emit).start()
+    assert ours() == []
+    (tmp_path / "card").rename(tmp_path / "run" / "run.json")
+    with serving(tmp_path / "run") as syncer:
+        join(syncer)
+        merged(syncer, 1)
+    assert ours() == []
+
+
+def test_a_version_0_that_is_not_finite_is_refused_before_a_site_gets_it(tmp_path: Path) -> None:
+    def zero() -> list[Tensor]:
+        values = version_zero()
+        values[1][3] = float("nan")
+        return values
+
+    with pytest.raises(StoreError, match="version 0 of fragment 1 holds a NaN"):
+        new_syncer(tmp_path, Events().emit, zero=zero).start()
+    with serving(tmp_path) as syncer:
+        assert versions(syncer) == [0, 0]
+
+
+def test_version_0_is_made_once(tmp_path: Path) -> None:
+    made: list[int] = []
+
+    def zero() -> list[Tensor]:
+        made.append(1)
+        return version_zero()
+
+    for _ in range(2):
+        syncer = new_syncer(tmp_path, Events().emit, zero=zero)
+        syncer.start()
+        syncer.stop(0.1)
+    assert made == [1]
+
+
+# --- going on --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int4"])
+def test_a_restart_goes_on_with_the_same_bits(tmp_path: Path, codec: str) -> None:
+    with serving(tmp_path, down_codec=codec, snapshot_every=3) as syncer:
+        join(syncer)
+        for fragment in (0, 1):
+            merged(syncer, 4, fragment)
+        before = syncer.holdings.values
+    with serving(tmp_path, down_codec=codec) as syncer:
+        for old, new in zip(before, syncer.holdings.values, strict=True):
+            assert (old.version, old.digest) == (new.version, new.digest)
+            assert torch.equal(old.theta, new.theta)
+            assert torch.equal(old.published, new.published)
+            assert old.momentum is not None
+            assert new.momentum is not None
+            assert torch.equal(old.momentum, new.momentum)
+        merged(syncer, 1, begin=5)
+
+
+def test_a_snapshot_that_is_due_in_the_middle_of_a_turn_holds_values_and_memory_of_one_instant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two versions done in one turn of the loop: the machine knows both before the first one is published."""
+    with serving(tmp_path, snapshot_every=1) as syncer:
+        join(syncer)
+        done: list[OuterStepDone] = []
+        post = syncer.core.post
+
+        def hold(event: Any) -> None:
+            done.append(event) if isinstance(event, OuterStepDone) else post(event)
+
+        monkeypatch.setattr(syncer.core, "post", hold)
+        for fragment in (0, 1):
+            push(syncer, *update(fragment=fragment))
+        eventually(lambda: len(done) == 2, "both outer steps are computed")
+        entered, release = threading.Event(), threading.Event()
+
+        def busy(machine: object) -> None:
+            entered.set()
+            assert release.wait(10.0)
+
+        syncer.core.do_soon(busy)
+        assert entered.wait(10.0)
+        for event in done:
+            post(event)
+        release.set()
+        for fragment in (0, 1):
+            reach(syncer, fragment, 1)
+        eventually(lambda: len(syncer.store.snapshots.numbers()) >= 2, "a snapshot is written")
+        monkeypatch.undo()
+    snapshots = Snapshots(tmp_path / "snapshots")
+    for number in snapshots.numbers():
+        found = snapshots.load(number)
+        assert isinstance(found.state, dict)
+        told = [fragment["version"] for fragment in found.state["fragments"]]
+        assert [values.version for values in found.fragments] == told, number
+    with serving(tmp_path) as syncer:
+        merged(syncer, 1, begin=2)
+
+
+def test_the_disk_does_not_fill_while_a_run_goes_on(tmp_path: Path) -> None:
+    events = Events()
+    with serving(tmp_path, events, snapshot_every=4) as syncer:
+        join(syncer)
+        most = {"spool": 0, "journal": 0, "snapshots": 0}
+        for sequence in range(1, 41):
+            merged(syncer, 1, begin=sequence)
+            events.wait_for("snapshot", sequence // 4)
+            for name in most:
+                most[name] = max(most[name], len(files(tmp_path / name)))
+    assert most["spool"] <= 3 * 4 + 2, most
+    assert most["journal"] <= 4, most
+    assert most["snapshots"] <= 3 * 4 + 4, most
+
+
+def test_a_snapshot_asked_for_is_durable_when_it_is_answered(tmp_path: Path) -> None:
+    with serving(tmp_path, snapshot_every=1000) as syncer:
+        join(syncer)
+        merged(syncer, 2)
+        syncer.api.snapshot()
+        snapshots = Snapshots(tmp_path / "snapshots")
+        assert snapshots.load(max(snapshots.numbers())).fragments[0].version == 2
+
+
+# --- failing ---------------------------------------------------------------------------------------------------------
+
+
+def assert_fails(syncer: Syncer, words: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(OSError, match=words):
+        syncer.wait(20.0)
+    assert time.monotonic() - began < 10, "wait must not sit out its time"
+    syncer.stop(0.1)
+    syncer.stop(0.1)
+    assert ours() == []
+
+
+def broken(*_: object) -> None:
+    raise OSError(5, "Input/output error")
+
+
+def test_a_failed_fsync_of_the_journal_ends_the_process_without_an_ack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    syncer = new_syncer(tmp_path, Events().emit)
+    syncer.start()
+    join(syncer)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", broken)
+        with pytest.raises(CoreStopped):
+            push(syncer, *update())
+        with pytest.raises(Refusal) as raised:
+            syncer.api.status()
+        assert raised.value.status is Status.UNAVAILABLE
+        assert_fails(syncer, "Input/output error")
+    with serving(tmp_path) as again:  # And the next process has the folder, and may find the record or not.
+        assert push(again, *update()).outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE)
+
+
+def test_a_failed_fsync_while_the_journal_is_cut_ends_the_process_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    syncer = new_syncer(tmp_path, Events().emit)
+    syncer.start()
+    join(syncer)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", broken)
+        with pytest.raises(OSError, match="Input/output error"):
+            syncer.snapshot_now()
+        assert_fails(syncer, "Input/output error")
+
+
+def test_a_snapshot_that_cannot_be_written_is_not_answered_as_if_it_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    syncer = new_syncer(tmp_path, Events().emit)
+    syncer.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(Snapshots, "write", broken)
+        with pytest.raises(Refusal, match=r"could not be kept: .*Input/output error"):
+            syncer.api.snapshot()
+        assert_fails(syncer, "Input/output error")
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError("no room")])
+def test_a_snapshot_thread_never_dies_unseen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    syncer = new_syncer(tmp_path, Events().emit, snapshot_every=1)
+    syncer.start()
+    join(syncer)
+    with monkeypatch.context() as patch:
+        patch.setattr(Snapshots, "write", fails)
+        push(syncer, *update())
+        with pytest.raises(type(error)):
+            syncer.wait(20.0)
+        syncer.stop(0.1)
+
+
+def test_a_payload_that_changed_on_disk_ends_the_process_in_words(tmp_path: Path) -> None:
+    syncer = new_syncer(tmp_path, Events().emit, outer={"quorum": 2})
+    syncer.start()
+    join(syncer, "a")
+    join(syncer, "b")
+    push(syncer, *update("a"))
+    (path,) = (tmp_path / "spool").glob("a/*.update")
+    path.write_bytes(b"other" + path.read_bytes()[5:])
+    push(syncer, *update("b"))
+    with pytest.raises(ValueError, match="is damaged: its digest is not the one that was acknowledged"):
+        syncer.wait(20.0)
+    syncer.stop(0.1)
+    assert ours() == []
+
+
+# --- stopping --------------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_leaves_no_thread_and_a_snapshot_of_the_last_state(tmp_path: Path) -> None:
+    syncer = new_syncer(tmp_path, Events().emit, snapshot_every=1000)
+    syncer.start()
+    join(syncer)
+    merged(syncer, 3)
+    syncer.stop(0.1)
+    assert ours() == []
+    events = Events()
+    again = new_syncer(tmp_path, events.emit)
+    again.start()
+    assert events.of("syncer_started")[0]["recovered"] == 0, "nothing had to be replayed"
+    again.stop(0.1)
+
+
+def test_a_stop_in_the_middle_of_pushes_and_merges_loses_nothing(tmp_path: Path) -> None:
+    accepted: list[tuple[str, int]] = []
+    syncer = new_syncer(tmp_path, Events().emit, snapshot_every=2)
+    syncer.start()
+    sites = ("a", "b", "c")
+    for site in sites:
+        join(syncer, site)
+
+    def pushing(site: str) -> None:
+        sequence = 1
+        while True:
+            try:
+                header, payload = update(site, sequence, base_version=versions(syncer)[0])
+                outcome = push(syncer, header, payload).outcome
+            except Refusal:
+                return
+            if outcome is Outcome.ACCEPTED:
+                accepted.append((site, sequence))
+                sequence += 1
+
+    threads = [threading.Thread(target=pushing, args=(site,)) for site in sites]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: len(accepted) > 30, "pushes are under way")
+    syncer.stop(0.1)
+    for thread in threads:
+        thread.join(10.0)
+        assert not thread.is_alive()
+    assert ours() == []
+    with serving(tmp_path) as again:
+        standing = again.core.ask(lambda machine: {s: machine.state.sites[s].lines[0].watermark for s in sites})
+    for site in sites:
+        assert standing[site] >= max(n for name, n in accepted if name == site)
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_final_version_is_exported_whole_and_again_after_a_death_in_between(tmp_path: Path) -> None:
+    events = Events()
+    with serving(tmp_path, events, outer={"token_budget": 100, "final_wait_ns": 100_000_000}) as syncer:
+        join(syncer)
+        for fragment in (0, 1):
+            push(syncer, *update(fragment=fragment, final=True))
+        assert syncer.wait(20.0) is Ending.FINISHED
+        (final,) = events.wait_for("final")
+        assert final["versions"] == [1, 1]
+        wanted = full_parameters(syncer.plan.layout, [values.published for values in syncer.holdings.values])
+        digests = [values.digest for values in syncer.holdings.values]
+        syncer.linger()
+    folder = tmp_path / "final"
+    assert sorted(path.name for path in folder.iterdir()) == ["final.json", "model.safetensors"]
+    found = load_file(folder / "model.safetensors")
+    assert {name: tuple(values.shape) for name, values in found.items()} == {"a": (6, 4), "b": (10,), "c": (7,)}
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert json.loads((folder / "final.json").read_bytes()) == {"versions": [1, 1], "digests": digests}
+    (folder / "model.safetensors").write_bytes(b"half")
+    (folder / "final.json").unlink()
+    with serving(tmp_path, outer={"token_budget": 100, "final_wait_ns": 100_000_000}) as again:
+        assert again.wait(5.0) is Ending.FINISHED
+        assert all(torch.equal(load_file(folder / "model.safetensors")[name], wanted[name]) for name in wanted)
+
+
+def test_a_drained_run_goes_on_with_the_next_process(tmp_path: Path) -> None:
+    with serving(tmp_path, outer={"final_wait_ns": 50_000_000}) as syncer:
+        join(syncer)
+        merged(syncer, 1)
+        syncer.drain()
+        assert syncer.wait(20.0) is Ending.DRAINED
+        assert not (tmp_path / "final").exists()
+    with serving(tmp_path) as again:
+        assert again.wait(0.05) is None
+        merged(again, 1, begin=2)
+
+
+def test_lingering_ends_when_every_site_has_left_and_is_bounded(tmp_path: Path) -> None:
+    with serving(tmp_path, linger_s=0.4, outer={"final_wait_ns": 50_000_000}) as syncer:
+        join(syncer, "a")
+        syncer.drain()
+        syncer.wait(20.0)
+        began = time.monotonic()
+        syncer.linger()
+        assert 0.3 < time.monotonic() - began < 5
+        syncer.api.leave("a", 1, ANYONE)
+        began = time.monotonic()
+        syncer.linger()
+        assert time.monotonic() - began < 0.3
+
+
+def test_full_parameters_are_the_fragments_in_place() -> None:
+    from tests.syncer.building import LAYOUT
+
+    values = [dice("full", index) for index in (0, 1)]
+    found = full_parameters(LAYOUT, values)
+    for fragment, flat in zip(LAYOUT.fragments, values, strict=True):
+        pieces = [found[piece.name].reshape(-1)[piece.start : piece.stop] for piece in fragment.pieces]
+        assert torch.equal(torch.cat(pieces), flat)
+    assert OuterOptions(**NO_WAIT).num_fragments == len(values)  # type: ignore[arg-type]

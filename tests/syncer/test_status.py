@@ -1,0 +1,68 @@
+"""The status is complete, and made of what JSON can carry."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from diloco.wire.messages import ReportInfo
+from tests.syncer.building import ANYONE, RUN, join, push, serving, update
+
+TOP = {
+    "run_id",
+    "lineage",
+    "up_seconds",
+    "refused_at_the_door",
+    "epoch",
+    "phase",
+    "ending",
+    "run_tokens",
+    "progress",
+    "fragments",
+    "sites",
+}
+SITE = {
+    "status",
+    "incarnation",
+    "tokens_merged",
+    "updates_merged",
+    "updates_refused",
+    "undecided",
+    "heard_seconds_ago",
+    "step",
+    "loss",
+    "tokens_per_s",
+    "tokens_processed",
+    "tokens_in_flight",
+    "tokens_unsent",
+    "base_versions",
+    "staleness",
+    "bytes_up",
+    "bytes_down",
+    "stall_share",
+    "payload_bytes_up",
+    "payload_bytes_down",
+}
+
+
+def test_it_is_complete_before_and_after_a_site_has_reported(tmp_path: Path) -> None:
+    with serving(tmp_path, outer={"quorum": 2, "quorum_min": 2, "token_budget": 1000}) as syncer:
+        join(syncer, "a")
+        join(syncer, "b")
+        push(syncer, *update("a"))
+        fields: dict[str, Any] = dict.fromkeys(ReportInfo.__slots__, 0)
+        figures = {"step": 12, "loss": None, "train_ns": 200, "stall_ns": 50, "versions": ()}
+        syncer.api.report(ReportInfo(**{**fields, "run_id": RUN, "site_id": "b", "incarnation": 1, **figures}), ANYONE)
+        status = syncer.api.status()
+        assert json.loads(json.dumps(status, allow_nan=False)) == status
+    found: Any = status
+    assert set(found) == TOP
+    assert [set(site) for site in found["sites"].values()] == [SITE, SITE]
+    assert found["sites"]["a"]["heard_seconds_ago"] is None
+    assert found["sites"]["a"]["step"] is None
+    assert found["sites"]["a"]["undecided"] == 1
+    assert (found["sites"]["b"]["step"], found["sites"]["b"]["stall_share"]) == (12, 0.25)
+    assert found["fragments"][0]["arrived"] == ["a"]
+    assert found["fragments"][0]["members"] == ["a", "b"]
+    assert (found["phase"], found["epoch"], found["ending"], found["progress"]) == ("running", 1, None, 0.0)

@@ -1,0 +1,388 @@
+"""What a folder holds after any end of its process: the same state to the bit, or a sentence that says why not."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco.sync.events import JoinRequested, SiteEvicted
+from diloco.sync.options import OuterOptions
+from diloco.syncer.store import Store, StoreError
+from tests.syncer.building import NO_WAIT, files, update
+from tests.syncer.desk import CARD, OPTIMIZER, OUTER, Desk
+
+SITES = ("a", "b", "c")
+
+
+class Story:
+    """A run told by dice: joins, updates, outer steps and snapshots, until ``length`` events."""
+
+    def __init__(self, desk: Desk, seed: int) -> None:
+        self.desk, self.dice = desk, random.Random(seed)
+        for site in SITES:
+            desk.handle(JoinRequested(1, site, "0123abcd"))
+
+    def tell(self) -> None:
+        desk, dice = self.desk, self.dice
+        if desk.under_way and dice.random() < 0.4:
+            desk.finish(dice.choice(sorted(desk.under_way)))
+            return
+        site, fragment = dice.choice(SITES), dice.randrange(2)
+        line = desk.machine.state.sites[site].lines[fragment]
+        if len(line.undecided) >= OUTER.updates_in_flight_max:
+            return
+        version = desk.machine.state.fragments[fragment].version
+        header, payload = update(
+            site,
+            line.watermark + 1,
+            fragment,
+            encoding=dice.choice(("fp32", "int8")),
+            base_version=max(0, version - dice.randrange(3)),
+            tokens=dice.randrange(1, 200),
+        )
+        desk.push(header, payload)
+
+
+def assert_same(recovered: Desk, desk: Desk, why: object) -> None:
+    """Invariant 11a: memory and every tensor, bit for bit."""
+    mine, theirs = recovered.machine.snapshot(), desk.machine.snapshot()
+    assert isinstance(mine, dict)
+    assert isinstance(theirs, dict)
+    # Events that changed nothing are not journalled; only the clock has seen them.
+    assert {**mine, "now_ns": 0} == {**theirs, "now_ns": 0}, why
+    for left, right in zip(recovered.values, desk.values, strict=True):
+        assert (left.version, left.digest) == (right.version, right.digest), why
+        assert torch.equal(left.theta.view(torch.int32), right.theta.view(torch.int32)), why
+        assert torch.equal(left.published.view(torch.int32), right.published.view(torch.int32)), why
+        if right.momentum is not None:
+            assert left.momentum is not None
+            assert torch.equal(left.momentum.view(torch.int32), right.momentum.view(torch.int32)), why
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int4:32+zstd1"])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_invariant_11a_recovery_is_the_uninterrupted_syncer_bit_for_bit(tmp_path: Path, codec: str, seed: int) -> None:
+    """Killed after any event, in the middle of merges too, and then going on as if nothing had been."""
+    desk = Desk(tmp_path / "run", codec)
+    desk.begin()
+    story = Story(desk, seed)
+    merging = 0
+    for number in range(60):
+        story.tell()
+        if number % 13 == 12:
+            desk.snapshot()
+        if number % 4 == 0:
+            merging += bool(desk.under_way)
+            shutil.copytree(tmp_path / "run", tmp_path / "copy")
+            again = Desk(tmp_path / "copy", codec)
+            assert_same(again, desk, (seed, number))
+            again.close()
+            shutil.rmtree(tmp_path / "copy")
+    assert merging > 3, "no kill was in the middle of a merge: the dice prove nothing"
+    desk.close()
+
+
+def test_a_recovered_syncer_finishes_the_merges_that_were_under_way_to_the_same_bits(tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "run")
+    desk.begin()
+    story = Story(desk, 5)
+    while len(desk.under_way) < 2:
+        story.tell()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    again = Desk(tmp_path / "copy")
+    again.begin()
+    assert again.under_way == desk.under_way
+    desk.begin()
+    for fragment in (1, 0):
+        assert desk.finish(fragment)
+        assert again.finish(fragment)
+    assert_same(again, desk, "merged after the restart")
+    desk.close()
+    again.close()
+
+
+def told(folder: Path, snapshots: int = 3) -> Desk:
+    desk = Desk(folder)
+    desk.begin()
+    story = Story(desk, 8)
+    for _ in range(snapshots):
+        for _ in range(15):
+            story.tell()
+        desk.snapshot()
+    for _ in range(9):
+        story.tell()
+    desk.close()
+    return desk
+
+
+@pytest.mark.parametrize("name", ["state.json", "fragment-1.safetensors", "manifest.json"])
+@pytest.mark.parametrize("how", ["flipped", "cut", "missing"])
+def test_a_damaged_newest_snapshot_is_named_set_aside_and_the_one_before_it_used(
+    tmp_path: Path, name: str, how: str
+) -> None:
+    desk = told(tmp_path)
+    newest = max(desk.store.snapshots.numbers())
+    path = tmp_path / "snapshots" / f"{newest:08d}" / name
+    whole = path.read_bytes()
+    if how == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(whole[:-3] if how == "cut" else whole[:40] + bytes([whole[40] ^ 0x80]) + whole[41:])
+    again = Desk(tmp_path)
+    assert_same(again, desk, (name, how))
+    assert again.recovered is not None
+    (note,) = again.recovered.notes
+    assert f"{newest:08d}" in note
+    assert "the snapshot before it is used" in note
+    again.begin()
+    again.snapshot()
+    again.close()
+    assert len(again.store.snapshots.numbers()) == 2, "the damaged one must not push a whole one out"
+    assert (tmp_path / "snapshots" / f"{newest:08d}.damaged").is_dir()
+    third = Desk(tmp_path)
+    assert_same(third, again, "after one more snapshot")
+    assert third.recovered is not None
+    assert third.recovered.notes == []
+    third.close()
+
+
+def test_a_damaged_older_snapshot_stops_nobody_and_is_said(tmp_path: Path) -> None:
+    desk = told(tmp_path)
+    oldest = min(desk.store.snapshots.numbers())
+    (tmp_path / "snapshots" / f"{oldest:08d}" / "state.json").write_bytes(b"{}")
+    again = Desk(tmp_path)
+    assert_same(again, desk, "the newest was whole")
+    assert again.recovered is not None
+    assert f"{oldest:08d}" in again.recovered.notes[0]
+    again.close()
+
+
+def test_a_journal_that_only_an_older_snapshot_needs_stops_nobody_and_is_said(tmp_path: Path) -> None:
+    desk = told(tmp_path)
+    first = min(desk.store.journal.segments())
+    path = tmp_path / "journal" / f"journal-{first:06d}.log"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:30] + b"?" + whole[31:])
+    again = Desk(tmp_path)
+    assert_same(again, desk, "what is needed was whole")
+    assert again.recovered is not None
+    assert str(path) in again.recovered.notes[0]
+    again.close()
+
+
+def test_no_whole_snapshot_is_said_with_every_reason(tmp_path: Path) -> None:
+    told(tmp_path)
+    for path in (tmp_path / "snapshots").glob("*/state.json"):
+        path.unlink()
+    with pytest.raises(StoreError, match=r"no whole snapshot: .*state\.json.*state\.json"):
+        Desk(tmp_path)
+
+
+def flip_payload(folder: Path) -> str:
+    for path in (folder / "spool").glob("*/*.update"):
+        path.write_bytes(b"changed" + path.read_bytes()[7:])
+    return r"\.update is damaged"
+
+
+def lose_payload(folder: Path) -> str:
+    for path in (folder / "spool").glob("*/*.update"):
+        path.unlink()
+    return r"\.update is missing: the journal names it"
+
+
+def damage_journal(folder: Path) -> str:
+    path = max((folder / "journal").iterdir())
+    whole = path.read_bytes()
+    path.write_bytes(whole[:50] + b"?" + whole[51:])
+    return f"{path}: journal record at byte 0 is damaged"
+
+
+def lose_segment(folder: Path) -> str:
+    path = max((folder / "journal").iterdir())
+    path.unlink()
+    return f"{path} is missing"
+
+
+@pytest.mark.parametrize("harm", [flip_payload, lose_payload, damage_journal, lose_segment])
+def test_a_folder_that_was_changed_is_refused_in_words(tmp_path: Path, harm: Callable[[Path], str]) -> None:
+    told(tmp_path, snapshots=1)
+    with pytest.raises(StoreError, match=harm(tmp_path)):
+        Desk(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        {"weights": "uniform"},
+        {"staleness_max": 0},
+        {"quorum": 3},
+        {"updates_in_flight_max": 1},
+        {"grace_ns": 1},
+    ],
+)
+def test_other_options_than_the_journal_was_written_with_are_noticed_in_words(
+    tmp_path: Path, outer: dict[str, object]
+) -> None:
+    desk = told(tmp_path, snapshots=1)
+    other = OuterOptions(**{**NO_WAIT, **outer})  # type: ignore[arg-type]
+    try:
+        again = Desk(tmp_path, outer=other)
+    except StoreError as error:
+        assert "other options" in str(error) or "the options" in str(error), error  # noqa: PT017
+    else:
+        assert_same(again, desk, "an option that made no difference")
+        again.close()
+
+
+def test_another_optimizer_or_codec_is_noticed_in_words(tmp_path: Path) -> None:
+    told(tmp_path, snapshots=1)
+    store = Store(tmp_path, CARD)
+    for optimizer, codec in ((replace(OPTIMIZER, lr=0.5), "int8"), (OPTIMIZER, "int4")):
+        with pytest.raises(StoreError, match="the options or the arithmetic changed"):
+            store.recover(OUTER, optimizer, codec)
+    store.journal.close()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("run_id", "other"), ("lineage", 2), ("layout_fingerprint", "f" * 64), ("shared_digest", "else")],
+)
+def test_the_folder_of_another_run_is_refused_with_the_field(tmp_path: Path, field: str, value: object) -> None:
+    Desk(tmp_path).close()
+    before = files(tmp_path)
+    with pytest.raises(StoreError, match=f"run.json has {field} .*another folder, please"):
+        Store(tmp_path, replace(CARD, **{field: value}))
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"[1]", b"\xff\xfe", b"7"])
+def test_a_damaged_run_card_is_said(tmp_path: Path, content: bytes) -> None:
+    Desk(tmp_path).close()
+    (tmp_path / "run.json").write_bytes(content)
+    with pytest.raises(StoreError, match=r"run\.json"):
+        Store(tmp_path, CARD)
+
+
+def test_a_folder_of_another_format_is_refused(tmp_path: Path) -> None:
+    Desk(tmp_path).close()
+    card = json.loads((tmp_path / "run.json").read_bytes())
+    (tmp_path / "run.json").write_text(json.dumps({**card, "format": 2}))
+    with pytest.raises(StoreError, match=r"run\.json has format 2"):
+        Store(tmp_path, CARD)
+
+
+def test_a_process_that_died_before_version_0_was_kept_left_a_new_folder(tmp_path: Path) -> None:
+    store = Store(tmp_path, CARD)
+    store.journal.rotate()
+    store.journal.close()
+    (tmp_path / "snapshots" / ".00000001.tmp").mkdir()
+    desk = Desk(tmp_path)
+    assert desk.recovered is None
+    desk.begin()
+    story = Story(desk, 1)
+    for _ in range(8):
+        story.tell()
+    desk.close()
+    again = Desk(tmp_path)
+    assert_same(again, desk, "begun at the second attempt")
+    again.close()
+
+
+def test_lost_snapshots_are_not_taken_for_a_new_folder(tmp_path: Path) -> None:
+    told(tmp_path, snapshots=1)
+    shutil.rmtree(tmp_path / "snapshots")
+    with pytest.raises(StoreError, match="no whole snapshot: it is empty"):
+        Desk(tmp_path)
+
+
+# --- the life of a payload -------------------------------------------------------------------------------------------
+
+
+def test_payloads_do_not_gather_over_many_snapshots_and_restarts(tmp_path: Path) -> None:
+    """Bound: what is undecided, what the journal behind the older of two snapshots names, and nothing else."""
+    desk = Desk(tmp_path)
+    desk.begin()
+    story, most = Story(desk, 21), 0
+    for cycle in range(12):
+        for _ in range(12):
+            story.tell()
+        desk.snapshot()
+        if cycle % 3 == 2:
+            desk.close()
+            desk = Desk(tmp_path)
+            desk.begin()
+            story.desk = desk
+        most = max(most, len(list((tmp_path / "spool").glob("*/*.update"))))
+    assert most <= 2 * 12 + 2 * len(SITES) * OUTER.updates_in_flight_max, most
+    while desk.under_way:
+        desk.finish(min(desk.under_way))
+    for _ in range(3):
+        desk.snapshot()
+    assert list((tmp_path / "spool").glob("*/*.update")) == [], "everything is decided and snapshots are past it"
+    desk.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_payload_goes_while_a_snapshot_that_is_kept_may_need_it(tmp_path: Path, seed: int) -> None:
+    """At any point the newest snapshot may turn out damaged: the one before it and its journal must still do."""
+    desk = Desk(tmp_path / "run")
+    desk.begin()
+    story = Story(desk, seed)
+    writer: Callable[[], int] | None = None
+    for number in range(70):
+        story.tell()
+        if number % 9 == 3:
+            writer = desk.snapshot_writer()  # Cut here ...
+        if number % 9 == 6 and writer is not None:
+            writer()  # ... and written and pruned while the run has gone on.
+        if number % 7 == 0:
+            shutil.copytree(tmp_path / "run", tmp_path / "copy")
+            kept = sorted(path for path in (tmp_path / "copy" / "snapshots").iterdir() if path.name.isdigit())
+            if len(kept) > 1:
+                (kept[-1] / "state.json").unlink()
+            again = Desk(tmp_path / "copy")
+            assert_same(again, desk, (seed, number))
+            again.close()
+            shutil.rmtree(tmp_path / "copy")
+    desk.close()
+
+
+def test_the_payloads_of_an_evicted_site_go_too(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, outer=replace(OUTER, quorum=3))
+    desk.begin()
+    story = Story(desk, 2)
+    for _ in range(6):
+        story.tell()
+    for site in SITES:
+        desk.handle(SiteEvicted(1, site))
+    while desk.under_way:
+        desk.finish(min(desk.under_way))
+    for _ in range(3):
+        desk.snapshot()
+    assert list((tmp_path / "spool").glob("*/*.update")) == []
+    desk.close()
+
+
+def test_nothing_that_is_not_needed_is_read_at_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the snapshot in use is read whole; for the payloads of the others their state is enough."""
+    told(tmp_path)
+    read: list[str] = []
+    real = Path.read_bytes
+
+    def noted(path: Path) -> bytes:
+        read.append(path.name)
+        return real(path)
+
+    monkeypatch.setattr(Path, "read_bytes", noted)
+    Desk(tmp_path).close()
+    assert [name for name in read if name.startswith("fragment-")] == [
+        "fragment-0.safetensors",
+        "fragment-1.safetensors",
+    ]
