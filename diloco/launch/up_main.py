@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from diloco.durable import LockedError, locked
 from diloco.launch import config as configs
-from diloco.launch.arguments import load_config, limit_threads, settings_parser
+from diloco.launch.arguments import limit_threads, load_config, settings_parser
 from diloco.launch.closing import closing_lines
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import EventLog
