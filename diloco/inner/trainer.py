@@ -112,7 +112,10 @@ class RunEnd:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a checkpoint gave back.  ``tensors`` and ``meta`` are what ``extra_state`` had given."""
+    """What a checkpoint gave back.  ``tensors`` and ``meta`` are what ``extra_state`` had given.
+
+    ``redo`` is the step for which ``after_step`` will be called once more, None after a checkpoint at a run's end.
+    """
 
     step: int
     tokens: int
@@ -120,6 +123,7 @@ class Resumed:
     tensors: dict[str, Tensor]
     meta: dict[str, Any]
     skipped: tuple[str, ...]
+    redo: StepInfo | None = None
 
 
 AfterStep = Callable[[StepInfo], Verdict]
@@ -235,7 +239,7 @@ class Trainer:
             self._log("note", {"note": "other data than before", "why": "text, split, sharing or seed has changed"})
         self._log("resumed", {"step": self.step, "tokens": self.tokens, "path": str(found.path)})
         extra = found.meta["extra"]
-        return Resumed(self.step, self.tokens, self.cursor, found.part("extra"), extra, found.skipped)
+        return Resumed(self.step, self.tokens, self.cursor, found.part("extra"), extra, found.skipped, self._redo)
 
     # One step.
 
