@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from diloco.launch import config as configs
 from diloco.launch.arguments import limit_threads, settings_parser
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
-from diloco.launch.eventlog import EventLog
+from diloco.launch.eventlog import EventLog, read_events
 from diloco.launch.run_dir import RunDir, existing_run
 from diloco.launch.stopping import Stopping
 
@@ -75,6 +75,7 @@ class _Evaluation:
         self._evaluator: Evaluator = Evaluator(config, build.corpus(config))
         self._model: Transformer = build.build_model(config)
         self._run_tokens = 0
+        self._told: list[int] = []
         stopping.ask(lambda: self._stop.append(True))
 
     def run(self, address: str, follow: bool, every_s: float) -> ExitCode:
@@ -83,6 +84,7 @@ class _Evaluation:
             if self._try_final() or self._once(self._connected(address)):
                 return ExitCode.OK
             raise VerbError(ExitCode.UNREACHABLE, f"the syncer of run {self._config.run.name} does not answer")
+        self._version_zero()
         heard_at, next_at = time.monotonic(), time.monotonic()
         connected: _Connection | None = None
         while not self._try_final():
@@ -104,6 +106,18 @@ class _Evaluation:
                 raise VerbError(ExitCode.UNREACHABLE, f"the syncer at {address} has not answered for {GIVE_UP_S:g} s")
         return ExitCode.OK
 
+    def _version_zero(self) -> None:
+        """Evaluate where the run began, unless that was done: a quick run has left it before it can be fetched."""
+        from diloco.launch import build
+
+        if self._run_dir is None or (self._run_dir.final_model.parent / "final.json").is_file():
+            return
+        if any(event["what"] == "eval" for event in read_events(self._run_dir.events)[0]):
+            return
+        if self._config.run.init_from is not None:
+            build.load_values(self._config.run.init_from, self._model)
+        self._emit([0] * self._config.outer.num_fragments, whole=False)
+
     def _connected(self, address: str) -> _Connection | None:
         """A connection to the syncer, or None while nobody knows where it is."""
         if not address and self._run_dir is not None and self._run_dir.address.is_file():
@@ -115,7 +129,7 @@ class _Evaluation:
         if connected is None or (fresh := connected.refresh()) is None:
             return False
         self._run_tokens = connected.run_tokens
-        if fresh:
+        if fresh and connected.observer.versions != self._told:
             connected.observer.write_into(self._model)
             self._emit(connected.observer.versions, whole=False)
         return True
@@ -134,6 +148,7 @@ class _Evaluation:
         return True
 
     def _emit(self, versions: list[int], *, whole: bool) -> None:
+        self._told = list(versions)
         score = self._evaluator.score(self._model, whole=whole)
         facts: dict[str, object] = {"versions": versions, "tokens": self._run_tokens, "whole": whole, **asdict(score)}
         if self._log is not None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +43,17 @@ def test_a_finished_run_is_evaluated_on_the_whole_validation_split(
     assert "versions 7: val loss 5.5" in capsys.readouterr().out
     (event,) = read_events(run / "events.jsonl")[0]
     assert (event["who"], event["what"], event["versions"], event["whole"]) == ("eval", "eval", [7], True)
+
+
+def test_one_who_follows_begins_with_version_zero(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A quick run has left version 0 behind before it can be fetched."""
+    final = run / "syncer/final/final.json"
+    hidden = final.rename(final.with_suffix(".later"))
+    threading.Timer(1.5, hidden.rename, (final,)).start()
+    assert main(["eval", str(run), "--follow"]) == 0
+    events, _ = read_events(run / "events.jsonl")
+    assert [event["versions"] for event in events] == [[0], [7]]
+    assert events[0]["val_loss"] == pytest.approx(5.5, abs=0.1)
 
 
 def test_a_run_without_syncer_and_end_is_unreachable(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
