@@ -76,7 +76,7 @@ def _faults(summary: Mapping[str, Any]) -> list[str]:
         lines.append(f"and {len(faults) - FAULTS_MAX} more")
     since = {_short(name): site["updates_merged_since_fault"] for name, site in summary["sites"].items()}
     if faults and since:
-        told = ", ".join(f"{name} {number}" for name, number in since.items())
+        told = ", ".join(f"{name}={number}" for name, number in since.items())
         lines += textwrap.wrap(f"updates merged since each site's last fault: {told}", WIDTH - 8)
     return [f"{'faults' if number == 0 else '':<8}{line}"[:WIDTH] for number, line in enumerate(lines)]
 

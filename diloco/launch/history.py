@@ -284,7 +284,9 @@ class RunHistory:
         site = self.site(who)
         if self.first_step_s is None:
             self.first_step_s = now_s
-        site.step, site.tokens = whole(event, "step"), whole(event, "tokens_total")
+        site.step = whole(event, "step")
+        # What a restart does again counts again: these are tokens read, so the trainer's own total is not used.
+        site.tokens += whole(event, "tokens")
         site.tokens_per_s = number(event, "tokens_per_s") or 0.0
         site.loss = number(event, "loss")
         if site.loss is not None:

@@ -26,7 +26,7 @@ def test_the_table_says_what_was_reached_and_fits() -> None:
     assert lines[0] == "quiet-otter: ok, after 1:06"
     assert "1.720 bits/byte of validation text (xz 1.32, zlib -9 1.81)" in text
     assert "kill site-b at 0:15 for 6.0 s" in text
-    assert "site-a 18, site-b 18, site-c 18" in " ".join(text.split())
+    assert "site-a=18, site-b=18, site-c=18" in " ".join(text.split())
     assert "runs/quiet-otter/" in text
     assert max(map(len, lines)) <= WIDTH
     assert len(lines) <= 22

@@ -145,5 +145,8 @@ def test_any_loss_of_events_and_fields_can_be_read(seed: int) -> None:
         raise AssertionError(f"seed {seed}") from error
 
 
-def test_tokens_of_one_step_are_what_the_recorder_says(history: RunHistory) -> None:
-    assert history.sites["site-a"].tokens == history.sites["site-a"].step * STEP_TOKENS
+def test_tokens_read_count_again_what_a_restart_does_again(history: RunHistory) -> None:
+    site = history.sites["site-b"]
+    points = [point for point in site.losses.whole() if point is not None]
+    assert [point[1] for point in points] == sorted(point[1] for point in points)
+    assert site.tokens == history.sites["site-b"].step * STEP_TOKENS == points[-1][1]
