@@ -252,11 +252,13 @@ class Up:
         if self._winding_up() and not self.children[SYNCER].running and self._syncer_gone_s is None:
             self._syncer_gone_s = now_s
         if self._syncer_gone_s is not None and now_s >= self._syncer_gone_s + FAREWELL_S and not self._told_stragglers:
-            # Cut off while the run ended, they would wait for a syncer that does not come back.
+            # Cut off while the run ended, they would wait for a syncer that does not come back; and so would the
+            # observer, when there is no final version to look at.
             self._told_stragglers = True
-            for site in self.sites:
-                site.wanted = False
-                site.signal(signal.SIGTERM)
+            observers = [self.children[EVAL]] if self.history.ending == "drained" else []
+            for straggler in [*self.sites, *observers]:
+                straggler.wanted = False
+                straggler.signal(signal.SIGTERM)
 
     def _over(self) -> bool:
         if self._ends_at_s is not None and time.monotonic() >= self._ends_at_s:
