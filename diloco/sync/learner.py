@@ -198,7 +198,7 @@ class LearnerSync:
                 self._stop(f"the syncer has forgotten what it acknowledged of fragment {index}", failed=True)
             return False
         part.doubt = None
-        if standing.watermark >= part.next_sequence:
+        if standing.watermark >= part.next_sequence or part.contradicted(standing.fates):
             self._outrun(standing)
             return True
         for sent in part.in_flight:
@@ -215,8 +215,7 @@ class LearnerSync:
     def _outrun(self, standing: FragmentStanding) -> None:
         """The syncer has accepted work that this process does not know: an earlier process did it.
 
-        The pseudo-gradients of those updates are gone with that process; the published version is the only place
-        where its progress lives, so this fragment starts from there with nothing added.
+        Their pseudo-gradients are gone with that process; what they brought is only in the published version.
         """
         index, part = standing.fragment, self.state.fragments[standing.fragment]
         for sent in part.in_flight:
@@ -315,8 +314,7 @@ class LearnerSync:
     # --- sending -----------------------------------------------------------------------------------------------
 
     def _find(self, index: int, sequence: int) -> Sent | None:
-        matching = [sent for sent in self.state.fragments[index].in_flight if sent.sequence == sequence]
-        return matching[0] if matching else None
+        return next((sent for sent in self.state.fragments[index].in_flight if sent.sequence == sequence), None)
 
     def _sealed(self, event: Sealed) -> None:
         sent = self._find(event.fragment, event.sequence)
@@ -416,7 +414,10 @@ class LearnerSync:
         for orphan in [orphan for orphan in part.orphans if orphan.sequence == fate.sequence]:
             self._orphan_decided(part, orphan, fate)
         sent = self._find(fate.fragment, fate.sequence)
-        if sent is None or sent.merged_version is not None or sent.digest != fate.digest:
+        if sent is None or sent.merged_version is not None:
+            return
+        if sent.digest != fate.digest:
+            self._effects.append(Join("another process of this site has used the number of an update of this one"))
             return
         if sent.state is not SentState.ACCEPTED:
             self._accept(fate.fragment, sent)
@@ -486,9 +487,8 @@ class LearnerSync:
         """Say goodbye once nothing is left to send and nothing awaits an answer."""
         if not self.state.at_rest or self.state.left or self.state.incarnation == 0:
             return  # A step under way when the stop was told still brings tokens.
-        if any(part.unanswered() for part in self.state.fragments):
-            return
-        if self.state.closed or all(part.unsent_tokens == 0 for part in self.state.fragments):
+        sent = self.state.closed or all(part.unsent_tokens == 0 for part in self.state.fragments)
+        if sent and not any(part.unanswered() for part in self.state.fragments):
             self.state.left = True
             self._effects.append(Leave(self.state.ending))
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-from diloco.sync.events import Ending
+from diloco.sync.events import Ending, Fate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class SentState(StrEnum):
@@ -107,6 +111,11 @@ class FragmentProgress:
     def undecided(self) -> list[Sent]:
         """The updates without a known fate, in sequence order."""
         return [sent for sent in self.in_flight if sent.merged_version is None]
+
+    def contradicted(self, fates: Iterable[Fate]) -> bool:
+        """Whether a number of the list was used by another process of the site, for something else."""
+        told = {fate.sequence: fate.digest for fate in fates}
+        return any(told.get(sent.sequence, sent.digest) != sent.digest for sent in self.in_flight)
 
     def encoding(self) -> bool:
         """Whether an update's decoded values are not known yet."""

@@ -65,3 +65,29 @@ def test_updates_that_went_wrong_together_are_one_mishap() -> None:
     effects = site.join(known(watermark=2, tokens_discarded=300, fates=fates), incarnation=2)
     assert not of(fx.StopTraining, effects), "it would end here at every start from this checkpoint"
     assert of(fx.Retake, site.boundary())
+
+
+def test_number_that_a_twin_has_used_for_something_else_is_not_taken_for_ours() -> None:
+    site = Site()
+    site.train(15)
+    site.seal(1)
+    site.restart(site.machine.snapshot(), {(0, 1): "u1"})  # On a copy of the disk; the first process goes on.
+    theirs = ev.Fate(0, 1, 1, 30, "x1", None)
+    effects = site.join(known(version=1, watermark=1, cursor=15, tokens_merged=30, fates=(theirs,)), incarnation=2)
+    assert of(fx.Release, effects)
+    assert not site.machine.state.fragments[0].in_flight, "it would wait for the fate of its own update for ever"
+    site.handle(ev.VersionFetched(0, 1, (theirs,)))
+    assert only(fx.Retake, site.boundary()).version == 1
+    assert site.machine.state.fragments[0].tokens_merged == 30
+
+
+def test_number_that_a_twin_has_used_is_noticed_when_its_fate_is_told() -> None:
+    site = Site()
+    site.train(15)
+    site.seal(1)
+    site.restart(site.machine.snapshot(), {(0, 1): "u1"})
+    site.join(known(watermark=1, cursor=15, undecided=((1, 150),)), incarnation=2)
+    theirs = ev.Fate(0, 1, 1, 150, "x1", None)
+    only(fx.Join, site.handle(ev.FateTold(theirs)))
+    site.join(known(version=1, watermark=1, cursor=15, tokens_merged=150, fates=(theirs,)), incarnation=2)
+    assert not site.machine.state.fragments[0].in_flight
