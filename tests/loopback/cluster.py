@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import multiprocessing
+import os
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from diloco.learner.agent import Finished
-from tests.loopback.toy import Toy, ToySite
-
-ROOT = Path(__file__).resolve().parents[2]
+from diloco.syncer.server import Syncer
+from tests.loopback.toy import Toy, ToySite, Twin, main
 
 
 def free_port() -> int:
@@ -25,13 +23,16 @@ def free_port() -> int:
 
 
 class Log:
-    """Events in the order they came, from any thread."""
+    """Events in the order they came, from any thread; ``also`` is given each of them too."""
 
-    def __init__(self) -> None:
+    def __init__(self, also: Callable[[str, dict[str, object]], None] | None = None) -> None:
         self._changed = threading.Condition()
+        self._also = also
         self.events: list[dict[str, object]] = []
 
     def emit(self, what: str, fields: dict[str, object]) -> None:
+        if self._also is not None:
+            self._also(what, fields)
         with self._changed:
             self.events.append({"what": what, **fields})
             self._changed.notify_all()
@@ -40,67 +41,71 @@ class Log:
         with self._changed:
             return [event for event in self.events if event["what"] == what]
 
-    def wait_for(self, what: str, count: int, bound_s: float) -> list[dict[str, object]]:
-        """The first ``count`` events named ``what``; fails after ``bound_s``."""
+    def wait_for(
+        self,
+        what: str,
+        count: int,
+        bound_s: float,
+        since: int = 0,
+        where: Callable[[dict[str, object]], object] = lambda event: True,
+    ) -> list[dict[str, object]]:
+        """At least ``count`` events named ``what``, from place ``since`` on; fails after ``bound_s``."""
         until = time.monotonic() + bound_s
         with self._changed:
             while True:
-                found = [event for event in self.events if event["what"] == what]
+                found = [event for event in self.events[since:] if event["what"] == what and where(event)]
                 if len(found) >= count:
                     return found
                 left = until - time.monotonic()
                 assert left > 0, f"{len(found)} of {count} {what} in {bound_s} s; last: {self.events[-5:]}"
                 self._changed.wait(left)
 
+    def __len__(self) -> int:
+        return len(self.events)
+
 
 class Process:
-    """A toy process; its lines are in ``log``."""
+    """A toy process; what it says is in ``log``.  Forked where everything is imported: it starts at once."""
 
-    def __init__(self, role: str, toy: Toy, die_at: tuple[str, int] | None = None, **mine: object) -> None:
-        spec = json.dumps({**asdict(toy), "die_at": die_at, "mine": mine})
+    def __init__(self, role: str, toy: Toy, death: tuple[str, int] | None = None, **mine: object) -> None:
         self.log = Log()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.loopback.toy", role, spec],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        self._errors: list[str] = []
-        self._threads = [threading.Thread(target=self._read), threading.Thread(target=self._read_errors)]
-        for thread in self._threads:
-            thread.start()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.loopback.toy"])
+        self._told, theirs = context.Pipe(duplex=False)
+        self._process = context.Process(target=main, args=(role, toy, death, mine, theirs), name=role)
+        self._process.start()
+        theirs.close()
+        self._reader = threading.Thread(target=self._read, name=f"reads-{role}", daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            event = json.loads(line)
-            self.log.emit(event.pop("what"), event)
+        # A process that is killed in the middle of a message ends the pipe like any other.
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                event = self._told.recv()
+                self.log.emit(event.pop("what"), event)
 
-    def _read_errors(self) -> None:
-        assert self._process.stderr is not None
-        self._errors.append(self._process.stderr.read())
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
 
-    def wait(self, bound_s: float) -> int:
-        """The exit status; -9 after SIGKILL."""
-        status = self._process.wait(bound_s)
-        for thread in self._threads:
-            thread.join(bound_s)
-        return status
+    def wait(self, bound_s: float) -> int | None:
+        """The exit status, -9 after SIGKILL; None if it still runs after ``bound_s``."""
+        self._process.join(bound_s)
+        if self._process.exitcode is not None:
+            self._reader.join(bound_s)
+        return self._process.exitcode
 
     @property
     def errors(self) -> str:
-        return "".join(self._errors)
-
-    def alive(self) -> bool:
-        return self._process.poll() is None
+        return "".join(str(event["text"]) for event in self.log.of("error"))
 
     def send(self, number: int) -> None:
-        self._process.send_signal(number)
+        os.kill(self.pid, number)
 
     def kill(self) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
+        self._process.kill()
         self.wait(20.0)
 
     def __enter__(self) -> Process:
@@ -108,17 +113,27 @@ class Process:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+        self._told.close()
+        self._process.close()
 
 
 class SiteThread:
-    """A toy site in a thread of the test's own process."""
+    """A toy site in a thread of the test's own process; in ``with``, it ends at the latest with the block."""
 
-    def __init__(self, toy: Toy, site: str, address: str, **run: object) -> None:
-        self.log = Log()
+    def __init__(
+        self,
+        toy: Toy,
+        site: str,
+        address: str,
+        also: Callable[[str, dict[str, object]], None] | None = None,
+        **run: object,
+    ) -> None:
+        self.log = Log(also)
+        self.site = site
         self.toy_site = ToySite(toy, site, address, self.log.emit)
         self.finished: Finished | None = None
         self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, kwargs=run)
+        self._thread = threading.Thread(target=self._run, kwargs=run, name=f"toy-{site}", daemon=True)
         self._thread.start()
 
     def _run(self, **run: object) -> None:
@@ -133,6 +148,37 @@ class SiteThread:
             raise self.error
         assert self.finished is not None, f"site still runs after {bound_s} s: {self.log.events[-5:]}"
         return self.finished
+
+    def __enter__(self) -> SiteThread:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.toy_site.halt.set()
+        if self._thread.is_alive():
+            self.toy_site.agent.close()
+            self._thread.join(20.0)
+
+
+def shares(site: SiteThread, twin: Twin, windows: int, window_s: float) -> list[float]:
+    """Steps of the site for each one of its twin's, window by window."""
+    found = []
+    for _ in range(windows):
+        mine, twins = site.toy_site.trained, twin.trained
+        time.sleep(window_s)
+        found.append((site.toy_site.trained - mine) / max(1, twin.trained - twins))
+    return found
+
+
+@contextmanager
+def serving(toy: Toy) -> Iterator[tuple[Syncer, str, Log]]:
+    """A syncer in the test's own process, its address and its log."""
+    log = Log()
+    syncer = toy.syncer(log.emit)
+    address = syncer.start()
+    try:
+        yield syncer, address, log
+    finally:
+        syncer.stop()
 
 
 def eventually(condition: Callable[[], bool], bound_s: float, what: str) -> None:

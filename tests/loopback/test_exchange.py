@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,22 +11,10 @@ from torch import Tensor
 from diloco.outer.fragments import gather, scatter
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.outer.reference import reference_diloco
-from diloco.syncer.server import Syncer
-from tests.loopback.cluster import Log, SiteThread
+from tests.loopback.cluster import Log, SiteThread, serving
 from tests.loopback.toy import TOKENS_PER_STEP, Toy, empty_parameters, train
 
 BOUND_S = 40.0
-
-
-@contextmanager
-def running(toy: Toy) -> Iterator[tuple[Syncer, str, Log]]:
-    log = Log()
-    syncer = toy.syncer(log.emit)
-    address = syncer.start()
-    try:
-        yield syncer, address, log
-    finally:
-        syncer.stop()
 
 
 def lock_step(folder: Path, sites: int, rounds: int, **changes: object) -> Toy:
@@ -72,7 +58,7 @@ def test_invariant_03_lock_step_over_grpc_is_the_reference_bit_for_bit(tmp_path:
     optimizer = {"kind": kind, "lr": 0.7, "momentum": 0.9 if kind == "nesterov" else 0.0}
     rounds, sites = 6, ["a", "b", "c"]
     toy = lock_step(tmp_path, 3, rounds, seed=3, optimizer=optimizer)
-    with running(toy) as (syncer, address, log):
+    with serving(toy) as (syncer, address, log):
         threads = [SiteThread(toy, site, address) for site in sites]
         assert syncer.wait(BOUND_S) is not None, "the run did not end"
         for thread in threads:
@@ -93,7 +79,7 @@ def test_invariant_01_one_site_alone_is_plain_training(tmp_path: Path) -> None:
     fl(Θ − fl(Θ − θ)) may differ from θ in the last place, and each adopt passes through it once up and once down.
     """
     toy = Toy(folder=str(tmp_path), outer={"grace": "fixed", "grace_ns": 0, "token_budget": 900}, seed=1)
-    with running(toy) as (syncer, address, log):
+    with serving(toy) as (syncer, address, log):
         site = SiteThread(toy, "a", address, step_s=0.002)
         assert syncer.wait(BOUND_S) is not None
         site.join(BOUND_S)
@@ -121,7 +107,7 @@ def test_invariant_17_and_10_progress_and_tokens_are_conserved(tmp_path: Path, c
         "token_budget": 3000,
     }
     toy = Toy(folder=str(tmp_path), codec=codec, outer=outer, seed=7)
-    with running(toy) as (syncer, address, log):
+    with serving(toy) as (syncer, address, log):
         sites = [SiteThread(toy, name, address, step_s=pause) for name, pause in (("a", 0.004), ("b", 0.007))]
         assert syncer.wait(BOUND_S) is not None
         done = [site.join(BOUND_S) for site in sites]

@@ -1,25 +1,25 @@
 """A whole run in small: real syncer, real agents, real sockets; only the inner training is a formula.
 
 A toy site pulls its parameters towards its own target and adds noise drawn from (seed, site, step), so that two runs of
-the same seed train alike whatever their timing.  As a program it is one process of such a run:
-
-    python -m tests.loopback.toy syncer '{"folder": ..., ...}'
-    python -m tests.loopback.toy site '{"folder": ..., "address": ..., "site": "a", ...}'
-
-``die_at`` names a place in ``PLACES`` and how many times it is passed before the process kills itself with SIGKILL.
+the same seed train alike whatever their timing.  ``main`` is one process of such a run; ``die_at`` names a place in
+``PLACES`` and how many times it is passed before the process kills itself with SIGKILL.
 """
 
 from __future__ import annotations
 
-import json
+import faulthandler
 import os
+import shutil
 import signal
-import sys
+import threading
 import time
+import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,9 +33,9 @@ from diloco.outer.fragments import Layout, gather, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import LearnerOptions, OuterOptions
+from diloco.syncer import snapshots
 from diloco.syncer.journal_files import JournalFiles
 from diloco.syncer.server import RunPlan, Syncer, SyncerOptions
-from diloco.syncer.snapshots import Snapshots
 from diloco.syncer.spool import Spool
 from diloco.wire.client import SyncClient
 from diloco.wire.options import ClientOptions, ServerOptions
@@ -58,26 +58,33 @@ class Toy:
     lock_step: bool = False
     optimizer: dict[str, object] = field(default_factory=lambda: {"kind": "sgd", "lr": 1.0, "momentum": 0.0})
     outer: dict[str, object] = field(default_factory=dict)
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = SHAPES
     snapshot_every: int = 4
     port: int = 0
+    tokens: str = ""
+    """Which file of tokens the syncer asks callers for."""
+    client: dict[str, object] = field(default_factory=lambda: {"stall_s": 3.0, "control_timeout_s": 2.0})
+    server: dict[str, object] = field(default_factory=dict)
 
     @property
     def fragments(self) -> int:
         return int(str(self.outer.get("num_fragments", 1)))
 
     def layout(self) -> Layout:
-        return plan_layout(SHAPES, self.fragments)
+        return plan_layout(self.shapes, self.fragments)
 
     def agreement(self) -> Agreement:
         return Agreement(PROTOCOL, RUN, 1, self.layout().fingerprint, {"codec": self.codec})
 
     def version_zero(self) -> list[Tensor]:
-        parameters = {name: torch.randn(shape, generator=generator(self.seed, name, 0)) for name, shape in SHAPES}
+        parameters = {name: torch.randn(shape, generator=generator(self.seed, name, 0)) for name, shape in self.shapes}
         return [gather(fragment, parameters) for fragment in self.layout().fragments]
 
+    def rules(self) -> tuple[OuterOptions, OuterOptimizerOptions]:
+        return OuterOptions(**self.outer), OuterOptimizerOptions(**self.optimizer)  # type: ignore[arg-type]
+
     def syncer(self, emit: Callable[[str, dict[str, object]], None]) -> Syncer:
-        outer = OuterOptions(**self.outer)  # type: ignore[arg-type]
-        optimizer = OuterOptimizerOptions(**self.optimizer)  # type: ignore[arg-type]
+        outer, optimizer = self.rules()
         options = SyncerOptions(
             folder=f"{self.folder}/syncer",
             up_codecs=[self.codec],
@@ -87,8 +94,8 @@ class Toy:
             linger_s=5.0,
         )
         plan = RunPlan(self.agreement(), self.layout(), "shared", outer, optimizer)
-        network = ServerOptions(run_id=RUN, address=f"127.0.0.1:{self.port}")
-        return Syncer(options, plan, self.version_zero, network, SecurityOptions(), emit)
+        network = ServerOptions(run_id=RUN, address=f"127.0.0.1:{self.port}", **self.server)  # type: ignore[arg-type]
+        return Syncer(options, plan, self.version_zero, network, SecurityOptions(tokens_file=self.tokens), emit)
 
     def agent(
         self,
@@ -97,6 +104,7 @@ class Toy:
         parameters: dict[str, Tensor],
         emit: Callable[[str, dict[str, object]], None],
         restored: object = None,
+        group: SiteGroup | None = None,
     ) -> Agent:
         learner = LearnerOptions(
             num_fragments=self.fragments, inner_steps=self.inner_steps, adopt=self.adopt, lock_step=self.lock_step
@@ -104,15 +112,38 @@ class Toy:
         options = AgentOptions(
             folder=f"{self.folder}/{site}", up_codec=self.codec, finish_timeout_s=10.0, join_timeout_s=30.0
         )
-        client = SyncClient(address, site, RUN, options=ClientOptions(stall_s=3.0, control_timeout_s=2.0))
-        return Agent(
-            options, learner, self.layout(), parameters, self.agreement(), client, site, emit, SiteGroup(), restored
-        )
+        client = SyncClient(address, site, RUN, options=ClientOptions(**self.client))  # type: ignore[arg-type]
+        group = group or SiteGroup()
+        return Agent(options, learner, self.layout(), parameters, self.agreement(), client, site, emit, group, restored)
 
 
 def generator(seed: int, name: str, step: int) -> torch.Generator:
     """The dice of one (seed, name, step), the same in every process."""
     return torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}/{step}".encode()))
+
+
+class Twin:
+    """A loop that makes the same steps and belongs to no run: what this machine lets a site do at this moment."""
+
+    def __init__(self, step_s: float) -> None:
+        self.trained = 0
+        self._halt = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(step_s,), name="twin", daemon=True)
+
+    def _run(self, step_s: float) -> None:
+        parameters = {name: torch.zeros(shape) for name, shape in SHAPES}
+        while not self._halt.is_set():
+            time.sleep(step_s)
+            train(parameters, 0, "twin", self.trained)
+            self.trained += 1
+
+    def __enter__(self) -> Twin:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._halt.set()
+        self._thread.join(10.0)
 
 
 def train(parameters: dict[str, Tensor], seed: int, site: str, step: int) -> None:
@@ -123,8 +154,9 @@ def train(parameters: dict[str, Tensor], seed: int, site: str, step: int) -> Non
         values.sub_(0.02 * (values - target)).add_(0.01 * torch.randn(values.shape, generator=dice))
 
 
-def empty_parameters() -> dict[str, Tensor]:
-    return {name: torch.full(shape, float("nan")) for name, shape in SHAPES}
+def empty_parameters(shapes: Sequence[tuple[str, tuple[int, ...]]] = SHAPES) -> dict[str, Tensor]:
+    """What a cold site has: were it ever a source of state for others, they would see it."""
+    return {name: torch.full(shape, float("nan")) for name, shape in shapes}
 
 
 class ToySite:
@@ -132,15 +164,26 @@ class ToySite:
 
     def __init__(self, toy: Toy, site: str, address: str, emit: Callable[[str, dict[str, object]], None]) -> None:
         self.toy, self.site, self.emit = toy, site, emit
-        self.parameters = empty_parameters()
+        self.parameters = empty_parameters(toy.shapes)
         self.steps = 0
+        self.trained = 0
+        self.halt = threading.Event()
         restored = self._load()
         self.agent = toy.agent(site, address, self.parameters, emit, restored)
 
-    def run(self, step_s: float = 0.0, until_step: int = 1 << 60, checkpoint_every: int = 0) -> Finished:
+    def run(
+        self,
+        step_s: float = 0.0,
+        until_step: int = 1 << 60,
+        checkpoint_every: int = 0,
+        after: Callable[[int], None] | None = None,
+    ) -> Finished:
+        """Train until the agent says stop; ``after`` is told at each boundary how many steps this process has made."""
         cursor = self.agent.start()
         self.steps = max(self.steps, cursor)
         while self.steps < until_step:
+            if self.halt.is_set():
+                return Finished("halted", "the test is over", {})
             self.steps += 1
             if step_s:
                 time.sleep(step_s)
@@ -150,7 +193,11 @@ class ToySite:
             info = StepInfo(
                 self.steps, 1.0, TOKENS_PER_STEP, 0, max(1, int(step_s * 1e9)), self.steps, 1.0, 0.1, applied=True
             )
-            if self.agent.after_step(info).stop:
+            verdict = self.agent.after_step(info)
+            self.trained += 1
+            if after is not None:
+                after(self.trained)
+            if verdict.stop:
                 break
         return self.agent.finish()
 
@@ -175,8 +222,14 @@ class ToySite:
 
 # --- dying on purpose ------------------------------------------------------------------------------------------
 
-PLACES: dict[str, tuple[type, str, bool]] = {
-    # name: (class, method, whether the process dies after the method rather than before it)
+
+def _half_removed(folder: str) -> None:
+    """What rmtree has done when it is interrupted."""
+    sorted(Path(folder).iterdir())[-1].unlink()
+
+
+PLACES: dict[str, tuple[object, str, bool | Callable[..., None]]] = {
+    # name: (owner, function, whether the process dies after it rather than before it, or what it does instead of it)
     "push_received": (Spool, "keep", False),
     "push_spooled": (Spool, "keep", True),
     "journal_appended": (JournalFiles, "append", True),
@@ -185,9 +238,11 @@ PLACES: dict[str, tuple[type, str, bool]] = {
     "merged": (Syncer, "_outer_step", True),
     "publish": (Syncer, "_publish", False),
     "published": (Syncer, "_publish", True),
-    "snapshot": (Snapshots, "write", False),
-    "snapshot_written": (Snapshots, "write", True),
-    "snapshot_pruned": (Snapshots, "prune", True),
+    "snapshot": (snapshots.Snapshots, "write", False),
+    "snapshot_half_written": (snapshots, "write_file", True),
+    "snapshot_written": (snapshots.Snapshots, "write", True),
+    "snapshot_half_pruned": (shutil, "rmtree", _half_removed),
+    "snapshot_pruned": (snapshots.Snapshots, "prune", True),
     "sealed": (Outbox, "put", True),
     "push": (SyncClient, "push", False),
     "pushed": (SyncClient, "push", True),
@@ -199,47 +254,92 @@ PLACES: dict[str, tuple[type, str, bool]] = {
 
 def die_at(place: str, passes: int) -> None:
     """Arrange that this process kills itself at the ``passes``-th passage of ``place``."""
-    owner, name, after = PLACES[place]
+    owner, name, when = PLACES[place]
     original = getattr(owner, name)
     left = [passes]
 
     def passing(*args: object, **kwargs: object) -> object:
         left[0] -= 1
-        if left[0] == 0 and not after:
+        last = left[0] == 0
+        if last and callable(when):
+            when(*args, **kwargs)
+        if last and when is not True:
             os.kill(os.getpid(), signal.SIGKILL)
         answer = original(*args, **kwargs)
-        if left[0] == 0:
+        if last:
             os.kill(os.getpid(), signal.SIGKILL)
         return answer
 
     setattr(owner, name, passing)
 
 
-def _emit_lines(what: str, fields: dict[str, object]) -> None:
-    sys.stdout.write(json.dumps({"what": what, **fields}) + "\n")
-    sys.stdout.flush()
+def archive(folder: Path) -> None:
+    """Keep a second name for every journal segment and payload, so that what is pruned can still be audited."""
+    prune, keep = JournalFiles.prune, Spool.keep
+    (folder / "journal").mkdir(parents=True, exist_ok=True)
+
+    def pruning(journal: JournalFiles, first: int) -> None:
+        for path in journal.folder.glob("journal-*.log"):
+            _link(path, folder / "journal" / path.name)
+        prune(journal, first)
+
+    def keeping(spool: Spool, *args: object) -> str:
+        reference = keep(spool, *args)  # type: ignore[arg-type]
+        _link(spool.folder / reference, folder / "spool" / reference)
+        return reference
+
+    JournalFiles.prune = pruning  # type: ignore[method-assign]
+    Spool.keep = keeping  # type: ignore[method-assign]
 
 
-def main(role: str, text: str) -> None:
+def _link(path: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = target.with_suffix(".tmp")
+    beside.unlink(missing_ok=True)
+    os.link(path, beside)
+    beside.replace(target)
+
+
+Emit = Callable[[str, dict[str, object]], None]
+
+
+def main(role: str, toy: Toy, death: tuple[str, int] | None, mine: dict[str, Any], told: Connection) -> None:
+    """The whole life of a process; what it has to say goes to ``told``, a failure too."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
-    spec = json.loads(text)
-    die, mine = spec.pop("die_at", None), spec.pop("mine", {})
-    toy = Toy(**spec)
-    if die is not None:
-        die_at(*die)
-    if role == "syncer":
-        syncer = toy.syncer(_emit_lines)
-        _emit_lines("listening", {"address": syncer.start()})
-        while (ending := syncer.wait(1.0)) is None:
-            pass
-        syncer.linger()
-        syncer.stop()
-        _emit_lines("ended", {"ending": ending.value})
-    else:
-        site = ToySite(toy, mine["site"], mine["address"], _emit_lines)
-        done = site.run(mine.get("step_s", 0.0), mine.get("until_step", 1 << 60), mine.get("checkpoint_every", 0))
-        _emit_lines("finished", asdict(done))
+    lock = threading.Lock()
+
+    def emit(what: str, fields: dict[str, object]) -> None:
+        with lock:
+            told.send({"what": what, **fields})
+
+    try:
+        if role == "syncer":
+            archive(Path(toy.folder) / "archive")
+        if death is not None:
+            die_at(*death)
+        run_syncer(toy, emit) if role == "syncer" else run_site(toy, emit, mine)
+    except BaseException:
+        emit("error", {"text": traceback.format_exc()})
+        raise
 
 
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+def run_syncer(toy: Toy, emit: Emit) -> None:
+    syncer = toy.syncer(emit)
+    emit("listening", {"address": syncer.start()})
+    while (ending := syncer.wait(0.2)) is None:
+        pass
+    syncer.linger()
+    syncer.stop()
+    emit("ended", {"ending": ending.value})
+
+
+def run_site(toy: Toy, emit: Emit, mine: dict[str, Any]) -> None:
+    site = ToySite(toy, mine["site"], mine["address"], emit)
+    done = site.run(
+        mine.get("step_s", 0.0),
+        mine.get("until_step", 1 << 60),
+        mine.get("checkpoint_every", 0),
+        lambda steps: emit("trained", {"steps": steps}),
+    )
+    emit("finished", asdict(done))

@@ -1,0 +1,178 @@
+"""What must be true of a run after it, however often its processes died: read from its journal and its sites' logs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from diloco.codec.contract import digest
+from diloco.learner.agent import Finished
+from diloco.sync.effects import AnswerPush, PublishVersion, StartOuterStep, TellFate
+from diloco.sync.events import Ending, Fate, Outcome, OuterStepDone, SyncerStarted, UpdateArrived
+from diloco.sync.journal import Record, read_records, replay
+from diloco.sync.syncer import OuterSync
+from diloco.syncer.server import full_parameters
+from diloco.syncer.snapshots import FragmentValues, Snapshots
+from diloco.syncer.store import RunCard, Store
+from tests.loopback.cluster import Log
+from tests.loopback.toy import Toy
+
+Key = tuple[str, int, int]
+"""Site, fragment, sequence."""
+
+
+@dataclass(frozen=True)
+class History:
+    """What the journal says happened."""
+
+    machine: OuterSync
+    accepted: dict[Key, str]
+    fates: dict[Key, Fate]
+    published: dict[tuple[int, int], str]
+
+
+def segments(toy: Toy) -> dict[str, Path]:
+    """Every journal segment there ever was, by name."""
+    folders = (Path(toy.folder) / "archive" / "journal", Path(toy.folder) / "syncer" / "journal")
+    return {path.name: path for folder in folders for path in sorted(folder.glob("journal-*.log"))}
+
+
+def all_records(toy: Toy) -> list[Record]:
+    found = segments(toy)
+    assert sorted(found) == [f"journal-{index:06d}.log" for index in range(1, len(found) + 1)], sorted(found)
+    return [record for name in sorted(found) for record in read_records(found[name].read_bytes())[0]]
+
+
+def history(toy: Toy) -> History:
+    """Replay everything from version 0 and look at each decision: once each, and versions that rise by one."""
+    machine, _ = version_zero(toy)
+    told = History(machine, {}, {}, {})
+    steps: dict[tuple[int, int], StartOuterStep] = {}
+    epoch = 0
+    for record, effects in replay(machine, all_records(toy)):
+        event = record.event
+        if isinstance(event, SyncerStarted):
+            assert event.epoch > epoch, "an epoch came twice"
+            epoch = event.epoch
+        for effect in effects:
+            match effect:
+                case AnswerPush(outcome=Outcome.ACCEPTED):
+                    assert isinstance(event, UpdateArrived)
+                    key = (event.site, event.fragment, event.sequence)
+                    assert key not in told.accepted, f"{key} was accepted twice"
+                    told.accepted[key] = event.digest
+                case TellFate():
+                    key = (effect.site, effect.fate.fragment, effect.fate.sequence)
+                    assert key not in told.fates, f"{key} got a second fate"
+                    told.fates[key] = effect.fate
+                case StartOuterStep():
+                    place = (effect.fragment, effect.version)
+                    assert steps.setdefault(place, effect) == effect, f"{place} was begun again as something else"
+                case PublishVersion():
+                    place = (effect.fragment, effect.version)
+                    assert effect.version == 1 + max((v for f, v in told.published if f == effect.fragment), default=0)
+                    assert isinstance(event, OuterStepDone)
+                    told.published[place] = effect.digest
+                    _merged_once(steps[place], told, {e.fate.sequence for e in effects if isinstance(e, TellFate)})
+    assert set(told.fates) == set(told.accepted), set(told.accepted) ^ set(told.fates)
+    return told
+
+
+def _merged_once(step: StartOuterStep, told: History, told_now: set[int]) -> None:
+    for part in step.contributions:
+        for update in part.updates:
+            key = (part.site, step.fragment, update.sequence)
+            assert told.accepted[key] == update.digest, f"{key} was merged with another content than was acknowledged"
+            assert update.sequence in told_now or key in told.fates
+            assert key not in told.fates or told.fates[key].version == step.version, f"{key} was merged twice"
+
+
+def version_zero(toy: Toy) -> tuple[OuterSync, list[FragmentValues]]:
+    rules, _ = toy.rules()
+    machine = OuterSync(rules)
+    values = [FragmentValues(0, first, first.clone(), None, digest(first)) for first in toy.version_zero()]
+    for fragment, first in zip(machine.state.fragments, values, strict=True):
+        fragment.digest = first.digest
+    return machine, values
+
+
+def computed_again(toy: Toy) -> list[FragmentValues]:
+    """Every outer step again, from version 0 and the payloads alone, by the product's own recovery."""
+    folder = Path(toy.folder) / "computed-again"
+    card = RunCard("again", 1, toy.layout().fingerprint, "")
+    store = Store(folder, card)
+    store.begin(*version_zero(toy))
+    store.journal.close()
+    for name, path in segments(toy).items():
+        shutil.copyfile(path, folder / "journal" / name)
+    for spool in (Path(toy.folder) / "archive" / "spool", Path(toy.folder) / "syncer" / "spool"):
+        if spool.exists():
+            shutil.copytree(spool, folder / "spool", dirs_exist_ok=True)
+    rules, optimizer = toy.rules()
+    store = Store(folder, card)
+    found = store.recover(rules, optimizer, toy.codec)
+    store.journal.close()
+    return found.values
+
+
+def audit(toy: Toy, syncers: Sequence[Log], sites: dict[str, Sequence[Log]], finished: dict[str, Finished]) -> History:
+    """Check a run that has ended.  ``syncers`` and ``sites`` are the logs of all processes, in order."""
+    told = history(toy)
+    _versions_never_go_back(told, syncers, sites)
+    for site, logs in sites.items():
+        for log in logs:
+            for event in log.of("pushed"):
+                if event["outcome"] in ("accepted", "duplicate"):
+                    assert (site, event["fragment"], event["sequence"]) in told.accepted, "an acknowledged one is lost"
+            assert not [event for event in log.of("note") if event["note"] in ("digest_differs", "thread_died")]
+    for site, done in finished.items():
+        ledger = done.ledger
+        assert ledger["processed"] == sum(ledger[part] for part in ledger if part != "processed"), (site, ledger)
+        lines = told.machine.state.sites[site].lines
+        merged = sum(line.tokens_merged for line in lines) // toy.fragments
+        assert ledger["merged"] == merged, (site, ledger, merged)
+        assert merged == sum(f.tokens for key, f in told.fates.items() if key[0] == site and f.merged) // toy.fragments
+    again = computed_again(toy)
+    for values, kept in zip(again, last_snapshot(toy), strict=True):
+        assert values.digest == kept.digest == digest(kept.published), "the last snapshot is not the journal's"
+        assert torch.equal(values.theta, kept.theta)
+    if told.machine.state.ending is Ending.FINISHED:
+        final = load_file(Path(toy.folder) / "syncer" / "final" / "model.safetensors")
+        wanted = full_parameters(toy.layout(), [values.published for values in again])
+        assert all(torch.equal(final[name], wanted[name]) for name in wanted), "the final state is not the journal's"
+    return told
+
+
+def last_snapshot(toy: Toy) -> tuple[FragmentValues, ...]:
+    kept = Snapshots(Path(toy.folder) / "syncer" / "snapshots")
+    return kept.load(kept.numbers()[-1]).fragments
+
+
+def _versions_never_go_back(told: History, syncers: Sequence[Log], sites: dict[str, Sequence[Log]]) -> None:
+    latest: dict[int, int] = {}
+    for log in syncers:
+        for event in log.events:
+            if event["what"] == "syncer_started":
+                versions = event["versions"]
+                assert isinstance(versions, list)
+                for fragment, version in enumerate(versions):
+                    assert version >= latest.get(fragment, 0), f"the syncer came back older: {event}"
+                    latest[fragment] = version
+            elif event["what"] == "published":
+                place = (int(str(event["fragment"])), int(str(event["version"])))
+                assert place[1] > latest.get(place[0], 0), event
+                assert told.published[place] == event["digest"], f"{place} was published with two contents"
+                latest[place[0]] = place[1]
+    for site, logs in sites.items():
+        for what in ("fetched", "adopted"):
+            seen: dict[object, int] = {}
+            for log in logs:
+                for event in log.of(what):
+                    version = int(str(event["version"]))
+                    assert version >= seen.get(event["fragment"], 0), f"{site} went back: {event} after {seen}"
+                    seen[event["fragment"]] = version

@@ -1,0 +1,129 @@
+"""kill -9 at every place where dying could cost something.  The run goes on, and the books still balance."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from diloco.sync.events import JoinRequested
+from diloco.syncer.core import Core
+from tests.loopback.audit import all_records, audit
+from tests.loopback.cluster import Log, Process, SiteThread, free_port, serving
+from tests.loopback.toy import TOKENS_PER_STEP, Toy
+
+BOUND_S = 30.0
+STEP_S = 0.004
+
+# A process that begins a run writes its first snapshot at once, so that its passage number 1 is before version 0.
+SYNCER_DEATHS = {
+    "at the beginning": [("snapshot", 1), ("snapshot_half_written", 2), ("snapshot_written", 1), ("merge", 1)],
+    "receiving": [("push_received", 4), ("push_spooled", 5), ("journal_appended", 9), ("journal_flushed", 9)],
+    "merging": [("merge", 5), ("merged", 4), ("publish", 5), ("published", 6)],
+    "keeping": [("snapshot", 3), ("snapshot_half_written", 6), ("snapshot_written", 2)],
+    "pruning": [("snapshot_half_pruned", 2), ("snapshot_pruned", 2)],
+}
+SITE_DEATHS = {
+    "pushing": [("sealed", 4), ("push", 5), ("pushed", 4)],
+    "adopting": [("adopt", 4), ("adopted", 5), ("pulled", 4)],
+}
+
+
+def the_toy(folder: Path, seed: int, **changes: object) -> Toy:
+    outer = {"grace": "fixed", "grace_ns": 5_000_000, "token_budget": 12_000, "num_fragments": 2}
+    settings: dict[str, object] = {"inner_steps": 6, "codec": "int8", "seed": seed, "outer": outer, **changes}
+    return Toy(folder=str(folder), **settings)  # type: ignore[arg-type]
+
+
+def seed_of(name: str) -> int:
+    return random.Random(name).randrange(1 << 20)
+
+
+@pytest.mark.parametrize("chapter", SYNCER_DEATHS)
+def test_the_syncer_dies_and_the_run_goes_on(tmp_path: Path, chapter: str) -> None:
+    seed = seed_of(chapter)
+    toy = the_toy(tmp_path, seed, port=free_port())
+    address = f"127.0.0.1:{toy.port}"
+    logs: list[Log] = []
+    with ExitStack() as alive:
+        sites: list[SiteThread] = []
+        for death in [*SYNCER_DEATHS[chapter], None]:
+            life = alive.enter_context(Process("syncer", toy, death))
+            logs.append(life.log)
+            if not sites:
+                sites = [
+                    alive.enter_context(SiteThread(toy, name, address, step_s=pause))
+                    for name, pause in (("a", STEP_S), ("b", 1.7 * STEP_S))
+                ]
+            status = life.wait(BOUND_S)
+            assert status == (-9 if death else 0), f"seed {seed}: {death} gave {status}; {life.errors}"
+        finished = {site.site: site.join(BOUND_S) for site in sites}
+    told = audit(toy, logs, {site.site: [site.log] for site in sites}, finished)
+    assert told.machine.state.run_tokens() >= int(str(toy.outer["token_budget"]))
+    for done in finished.values():
+        assert done.ending == "finished"
+        assert done.ledger["lost"] == done.ledger["refused"] == 0, f"seed {seed}: {done.ledger}"
+
+
+@pytest.mark.parametrize("wiped", [False, True], ids=["checkpoint", "wiped"])
+@pytest.mark.parametrize("chapter", SITE_DEATHS)
+def test_a_site_dies_and_the_run_goes_on(tmp_path: Path, chapter: str, wiped: bool) -> None:
+    seed = seed_of(chapter)
+    toy = the_toy(tmp_path, seed, snapshot_every=1_000_000)
+    deaths = SITE_DEATHS[chapter]
+    logs: list[Log] = []
+    with serving(toy) as (syncer, address, log), ExitStack() as alive:
+        mine = {"site": "a", "address": address, "step_s": STEP_S, "checkpoint_every": 7}
+        other = alive.enter_context(SiteThread(toy, "b", address, step_s=3 * STEP_S))
+        for death in [*deaths, None]:
+            if death is None and wiped:
+                shutil.rmtree(tmp_path / "a")
+            life = alive.enter_context(Process("site", toy, death, **mine))
+            logs.append(life.log)
+            status = life.wait(BOUND_S)
+            assert status == (-9 if death else 0), f"seed {seed}: {death} gave {status}; {life.errors}"
+        ledger = ended(logs[-1])
+        finished = {"b": other.join(BOUND_S)}
+    audit(toy, [log], {"a": logs, "b": [other.log]}, finished)
+    trained = sum(len(life.of("trained")) for life in logs) * TOKENS_PER_STEP
+    merged = sum(line.tokens_merged for line in syncer.core.machine.state.sites["a"].lines) // toy.fragments
+    assert ledger["merged"] == merged, ledger
+    assert ledger["processed"] == sum(ledger[part] for part in ledger if part != "processed"), ledger
+    if not wiped:  # What was on a disk that is gone can only be counted by what the syncer has of it.
+        # A step is handed over and then noted, so each death may hide one from the test's own count.
+        assert trained <= ledger["processed"] <= trained + len(deaths) * TOKENS_PER_STEP, f"seed {seed}: {ledger}"
+
+
+def test_nothing_is_decided_before_the_start_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round whose grace ends while a syncer starts closes after the start: otherwise its step might be made twice."""
+    toy = the_toy(tmp_path, 0, outer={"grace": "fixed", "grace_ns": 4_000_000_000})
+    with serving(toy) as (syncer, address, log):
+        syncer.core.call(lambda call: JoinRequested(call, "silent", "00000000"))
+        with SiteThread(toy, "a", address, step_s=STEP_S) as site:
+            site.log.wait_for("pushed", 1, BOUND_S)
+    before = len(all_records(toy))
+    start = Core.start
+
+    def slow_start(core: Core) -> None:
+        deadline_ns = core.machine.next_deadline_ns()
+        assert deadline_ns is not None, "the round is open"
+        start(core)
+        time.sleep((deadline_ns - core.now_ns()) / 1e9 + 0.2)
+
+    monkeypatch.setattr(Core, "start", slow_start)
+    with serving(toy) as (syncer, address, log):
+        log.wait_for("published", 1, BOUND_S)
+        events = [type(record.event).__name__ for record in all_records(toy)[before:]]
+    assert events[:2] == ["SyncerStarted", "DeadlinePassed"], events
+
+
+def ended(log: Log) -> dict[str, int]:
+    (event,) = log.of("finished")
+    assert event["ending"] == "finished", event
+    ledger = event["ledger"]
+    assert isinstance(ledger, dict)
+    return ledger
