@@ -1,0 +1,160 @@
+"""Links that fall silent, syncers that are gone, peers that freeze: a site trains on, and nothing is lost by it.
+
+How fast a site trains is counted in windows and beside it a twin, which makes the same steps and belongs to no run, so
+that what the machine does to both does not count.
+"""
+
+from __future__ import annotations
+
+import signal
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from diloco.wan.link import LinkOptions
+from diloco.wan.process import RelayProcess
+from diloco.wire.client import AdminClient
+from tests.loopback.audit import audit
+from tests.loopback.cluster import Log, Process, SiteThread, free_port, shares
+from tests.loopback.toy import Toy, Twin
+
+BOUND_S = 40.0
+STEP_S = 0.01
+SHARE_MIN = 0.95
+WINDOWS = 5
+QUICK = {"keepalive_time_ms": 800, "keepalive_timeout_ms": 800}
+
+
+@dataclass
+class Stage:
+    """Site "a" in this process, its peer "b" in another, each behind a link of its own; the syncer in a third."""
+
+    toy: Toy
+    alive: ExitStack
+    relay: RelayProcess
+    syncers: list[Process]
+    a: SiteThread
+    b: Process
+    twin: Twin
+
+    def shares(self, windows: int, window_s: float) -> list[float]:
+        return shares(self.a, self.twin, windows, window_s)
+
+    def begin_syncer(self) -> None:
+        self.syncers.append(self.alive.enter_context(Process("syncer", self.toy)))
+        self.syncers[-1].log.wait_for("listening", 1, BOUND_S)
+
+    def kill_syncer(self) -> None:
+        self.syncers[-1].kill()
+
+    def merged_again(self) -> None:
+        """Something that each site trained is merged and adopted after this instant."""
+        marks = [(log, len(log)) for log in (self.a.log, self.b.log)]
+        for log, since in marks:
+            log.wait_for("adopted", 1, BOUND_S, since, lambda event: event["merged"])
+
+
+@contextmanager
+def staged(toy: Toy) -> Iterator[Stage]:
+    with ExitStack() as alive:
+        relay = alive.enter_context(RelayProcess())
+        syncer = alive.enter_context(Process("syncer", toy))
+        syncer.log.wait_for("listening", 1, BOUND_S)
+        link = LinkOptions(rtt_ms=10.0, mbps=100.0)
+        links = {site: relay.add(site, link, f"127.0.0.1:{toy.port}") for site in "ab"}
+        b = alive.enter_context(Process("site", toy, None, site="b", address=links["b"], step_s=STEP_S))
+        a = alive.enter_context(SiteThread(toy, "a", links["a"], step_s=STEP_S))
+        twin = alive.enter_context(Twin(STEP_S))
+        a.log.wait_for("adopted", 2, BOUND_S)
+        b.log.wait_for("adopted", 2, BOUND_S)
+        yield Stage(toy, alive, relay, [syncer], a, b, twin)
+
+
+Fault = tuple[Callable[[Stage], None], Callable[[Stage], None]]
+FAULTS: dict[str, Fault] = {
+    # name: (begin, heal)
+    "nothing goes up": (lambda s: s.relay.partition("a", "up"), lambda s: s.relay.heal("a")),
+    "nothing comes down": (lambda s: s.relay.partition("a", "down"), lambda s: s.relay.heal("a")),
+    "partition": (lambda s: s.relay.partition("a"), lambda s: s.relay.heal("a")),
+    "resets": (lambda s: (s.relay.refuse("a"), s.relay.reset("a"))[0], lambda s: s.relay.accept("a")),
+    "dead syncer": (lambda s: s.kill_syncer(), lambda s: s.begin_syncer()),
+    "frozen peer": (lambda s: s.b.send(signal.SIGSTOP), lambda s: s.b.send(signal.SIGCONT)),
+}
+
+
+def finish(stage: Stage) -> None:
+    """End the run in order and look at its books."""
+    with AdminClient(f"127.0.0.1:{stage.toy.port}") as operator:
+        operator.drain()
+    finished = {"a": stage.a.join(BOUND_S)}
+    assert stage.b.wait(BOUND_S) == 0, stage.b.errors
+    assert stage.syncers[-1].wait(BOUND_S) == 0, stage.syncers[-1].errors
+    logs = [syncer.log for syncer in stage.syncers]
+    told = audit(stage.toy, logs, {"a": [stage.a.log], "b": [stage.b.log]}, finished)
+    (theirs,) = stage.b.log.of("finished")
+    for ledger in (finished["a"].ledger, theirs["ledger"]):
+        assert isinstance(ledger, dict)
+        assert ledger["merged"] == ledger["processed"], f"all that was trained is merged in the end: {ledger}"
+    assert told.published
+
+
+def report(lines: dict[str, list[float]]) -> dict[str, float]:
+    """The median share of each fault against that of healthy times."""
+    healthy = statistics.median(lines.pop("healthy"))
+    found = {name: round(statistics.median(shares) / healthy, 4) for name, shares in lines.items()}
+    print(f"steps against healthy times: {found}")
+    return found
+
+
+def test_a_site_trains_on_through_each_fault_in_turn(tmp_path: Path) -> None:
+    outer = {"grace": "fixed", "grace_ns": 5_000_000, "site_timeout_ns": 1_500_000_000, "num_fragments": 2}
+    client = {"stall_s": 2.0, "control_timeout_s": 1.0, **QUICK}
+    toy = Toy(
+        folder=str(tmp_path),
+        codec="int8",
+        inner_steps=8,
+        outer=outer,
+        port=free_port(),
+        client=client,
+        server={"stall_s": 2.0, "alive_s": 0.5, **QUICK},
+    )
+    with staged(toy) as stage:
+        seen = {"healthy": stage.shares(WINDOWS, 0.6)}
+        for name, (begin, heal) in FAULTS.items():
+            begin(stage)
+            seen[name] = stage.shares(WINDOWS, 0.6)
+            heal(stage)
+            stage.merged_again()
+            seen["healthy"] += stage.shares(1, 0.6)
+        finish(stage)
+        noticed = [event["site"] for syncer in stage.syncers for event in syncer.log.of("site_silent")]
+        assert {"a", "b"} <= set(noticed), "each site was found silent while it was cut off or frozen"
+        assert stage.a.log.of("disconnected"), "the site noticed"
+    found = report(seen)
+    assert all(share >= SHARE_MIN for share in found.values()), f"{found}; windows {seen}"
+
+
+@pytest.mark.slow
+def test_a_half_open_link_of_thirty_seconds_with_the_settings_as_shipped(tmp_path: Path) -> None:
+    toy = Toy(
+        folder=str(tmp_path), outer={"grace": "fixed", "grace_ns": 5_000_000}, port=free_port(), client={}, server={}
+    )
+    with staged(toy) as stage:
+        seen = {"healthy": stage.shares(WINDOWS, 1.0)}
+        stage.relay.partition("a", "down")
+        mark = len(stage.a.log)
+        seen["half open"] = stage.shares(10, 3.0)
+        assert disconnected(stage.a.log, mark), "the site noticed before the link was healed"
+        stage.relay.heal("a")
+        stage.merged_again()
+        finish(stage)
+    found = report(seen)
+    assert all(share >= SHARE_MIN for share in found.values()), f"{found}; windows {seen}"
+
+
+def disconnected(log: Log, since: int) -> bool:
+    return any(event["what"] == "disconnected" for event in log.events[since:])
