@@ -166,6 +166,8 @@ def _cells(history: RunHistory, site: SiteHistory) -> dict[str, Text | str]:
 def _syncer(history: RunHistory) -> Text:
     versions = " ".join(map(str, history.versions)) or "-"
     up = Text("up", "green") if history.syncer_up else Text("down", "bold red")
+    if history.ending is not None and not history.syncer_up:
+        up = Text("done", "dim")
     total = sum(site.bytes_up + site.bytes_down for site in history.sites.values())
     text = Text.assemble("syncer ", up, f"  epoch {history.epoch}  versions {versions}  {history.num_rounds} rounds")
     if history.rounds:
