@@ -25,6 +25,7 @@ BACKOFF_FIRST_NS = 100 * MILLISECOND_NS
 BACKOFF_MAX_NS = 1600 * MILLISECOND_NS
 REPORTS_MISSED_MAX = 2
 GOODBYES_MAX = 4
+EARLY_MAX = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +51,8 @@ class Courier:
         self.session: Session | None = None
         self._syncer = syncer
         self._tasks: dict[Key, Session] = {}
+        self._early: list[tuple[OuterProcess, LearnerEvent | None]] = []
+        """What a stream told before the answer to the join that opened it was here; None: it broke."""
         self._missed = 0
 
     def forget(self, key: Key) -> None:
@@ -93,10 +96,15 @@ class Courier:
     def join(self, backoff_ns: int) -> None:
         """Ask whichever syncer there is to take this process in, until one answers."""
 
+        process = self.process
+
         def request(outer: OuterProcess, reply: Callable[[object], None]) -> None:
             def feed(incarnation: int) -> Feed:
                 return Feed(
-                    incarnation, self.process.link, lambda what: self.process.deliver(lambda: self._told(outer, what))
+                    incarnation,
+                    process.link,
+                    lambda what: process.deliver(lambda: self._told(outer, what)),
+                    lambda: process.deliver(lambda: self._told(outer, None)),
                 )
 
             outer.join(self.process.site, self.process.name, feed, lambda answer: reply((outer, answer)))
@@ -121,6 +129,10 @@ class Courier:
         self._tasks.clear()
         self._report(self.session)
         self.process.handle(reply.answered)
+        early, self._early = self._early, []
+        for there, what in early:
+            if there is outer and self.process.alive:
+                self._told(outer, what)
 
     def break_off(self) -> None:
         """Give the connection up and join again."""
@@ -129,10 +141,17 @@ class Courier:
             self._tasks.clear()
             self.later(BACKOFF_FIRST_NS, lambda: self.join(BACKOFF_FIRST_NS))
 
-    def _told(self, outer: OuterProcess, what: LearnerEvent | DropSite) -> None:
+    def _told(self, outer: OuterProcess, what: LearnerEvent | DropSite | None) -> None:
         if isinstance(what, DropSite):
             self.process.exit(f"dropped: {what.reason.value}")
-        elif self.session is not None and self.session.outer is outer:
+        elif self.session is None:
+            if len(self._early) < EARLY_MAX:
+                self._early.append((outer, what))
+        elif self.session.outer is not outer:
+            pass  # The stream of a connection that was given up.
+        elif what is None:
+            self.break_off()
+        else:
             self.process.handle(what)
 
     def _report(self, session: Session) -> None:

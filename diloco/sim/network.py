@@ -23,6 +23,9 @@ HELD_MAX = 64
 """Messages that one direction of a cut link holds; later ones are lost, as in a full socket buffer."""
 
 
+Message = tuple["Callable[[], None]", "Callable[[], None] | None"]
+
+
 class Heap:
     """Everything that is going to happen, in order of instant and then of planning."""
 
@@ -76,13 +79,23 @@ class Link:
         self._heap = heap
         self._random = random
         self._cut: set[Direction] = set()
-        self._held: dict[Direction, list[Callable[[], None]]] = {Direction.UP: [], Direction.DOWN: []}
+        self._held: dict[Direction, list[Message]] = {Direction.UP: [], Direction.DOWN: []}
 
-    def send(self, direction: Direction, deliver: Callable[[], None], transfer_ns: int = 0) -> None:
-        """Carry a message whose bytes take ``transfer_ns``; ``deliver`` runs on arrival, later, never or twice."""
-        self._heap.after(self._delay_ns() + transfer_ns, lambda: self._arrive(direction, deliver))
+    def send(
+        self,
+        direction: Direction,
+        deliver: Callable[[], None],
+        transfer_ns: int = 0,
+        lost: Callable[[], None] | None = None,
+    ) -> None:
+        """Carry a message whose bytes take ``transfer_ns``; ``deliver`` runs on arrival, later, never or twice.
+
+        ``lost`` runs where a message dies with its connection: who reads a stream is told that it broke.
+        """
+        message = (deliver, lost)
+        self._heap.after(self._delay_ns() + transfer_ns, lambda: self._arrive(direction, message))
         if self.weather.twice and self._random.random() < self.weather.twice:
-            self._heap.after(2 * self._delay_ns() + transfer_ns, lambda: self._arrive(direction, deliver))
+            self._heap.after(2 * self._delay_ns() + transfer_ns, lambda: self._arrive(direction, message))
 
     def cut(self, *directions: Direction) -> None:
         """Let nothing arrive in ``directions`` until ``heal``."""
@@ -93,15 +106,20 @@ class Link:
         self._cut.clear()
         for direction in Direction:
             held, self._held[direction] = self._held[direction], []
-            for deliver in held:
+            for deliver, lost in held:
                 if self._random.random() < 0.5:
-                    self.send(direction, deliver)
+                    self.send(direction, deliver, lost=lost)
+                elif lost is not None:
+                    lost()
 
-    def _arrive(self, direction: Direction, deliver: Callable[[], None]) -> None:
+    def _arrive(self, direction: Direction, message: Message) -> None:
+        deliver, lost = message
         if direction not in self._cut:
             deliver()
         elif len(self._held[direction]) < HELD_MAX:
-            self._held[direction].append(deliver)
+            self._held[direction].append(message)
+        elif lost is not None:
+            lost()
 
     def _delay_ns(self) -> int:
         weather, random = self.weather, self._random

@@ -145,16 +145,21 @@ class Pulled:
 
 
 class Feed:
-    """The stream of small events to one site's process."""
+    """The stream of small events to one site's process; a message that is lost breaks it."""
 
-    def __init__(self, incarnation: int, link: Link, told: Callable[[LearnerEvent | DropSite], None]) -> None:
+    def __init__(
+        self,
+        incarnation: int,
+        link: Link,
+        told: Callable[[LearnerEvent | DropSite], None],
+        broken: Callable[[], None],
+    ) -> None:
         self.incarnation = incarnation
-        self._link = link
-        self._told = told
+        self._link, self._told, self._broken = link, told, broken
 
     def tell(self, what: LearnerEvent | DropSite) -> None:
         """Send ``what`` down the site's link."""
-        self._link.send(Direction.DOWN, lambda: self._told(what))
+        self._link.send(Direction.DOWN, lambda: self._told(what), lost=self._broken)
 
 
 @dataclass(frozen=True, slots=True)

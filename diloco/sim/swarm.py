@@ -107,7 +107,9 @@ class Swarm:
                 cluster.start_site(site.name)
         before = [max(kept) for kept in cluster.outer_disk.versions]
         if self._can_rise():
-            heap.run_until(heap.now_ns + RISE_NS, lambda: self._too_much() or cluster.ended() or self._rose(before))
+            # A site in lock-step gives up waiting for each of its fragments in turn before it is in step again.
+            bound_ns = RISE_NS * (4 if self.plan.sites[0].options.lock_step else 1)
+            heap.run_until(heap.now_ns + bound_ns, lambda: self._too_much() or cluster.ended() or self._rose(before))
             if self._can_rise() and not self._rose(before):
                 raise Violation("liveness", f"versions stand at {before} since the heal: {self._why()}")
         self._ask_for_the_end()
