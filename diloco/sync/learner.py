@@ -191,6 +191,7 @@ class LearnerSync:
         """
         index, part = standing.fragment, self.state.fragments[standing.fragment]
         part.published = max(part.published, standing.version)
+        self.state.cursor = max(self.state.cursor, standing.cursor)
         accepted = max((s.sequence for s in part.in_flight if s.state is SentState.ACCEPTED), default=0)
         if standing.watermark < accepted or standing.version < part.base_version:
             doubt, part.doubt = part.doubt, Doubt(accepted, part.base_version)
@@ -229,7 +230,6 @@ class LearnerSync:
         part.tokens_refused = max(part.tokens_refused, standing.tokens_discarded)
         part.orphans = [Orphan(sequence, tokens) for sequence, tokens in standing.undecided]
         part.retaking = Retaking(standing.version, "an earlier process of this site had sent later work")
-        self.state.cursor = max(self.state.cursor, standing.cursor)
         self._note("outrun", part.retaking.why, index)
 
     def _settle(self) -> None:

@@ -91,3 +91,12 @@ def test_number_that_a_twin_has_used_is_noticed_when_its_fate_is_told() -> None:
     only(fx.Join, site.handle(ev.FateTold(theirs)))
     site.join(known(version=1, watermark=1, cursor=15, tokens_merged=150, fates=(theirs,)), incarnation=2)
     assert not site.machine.state.fragments[0].in_flight
+
+
+def test_batches_that_a_twin_has_read_are_skipped_even_before_it_is_known_as_one() -> None:
+    site = Site()
+    site.train(15)
+    site.seal(1)
+    site.restart(site.machine.snapshot(), {(0, 1): "u1"})
+    effects = site.join(known(watermark=1, cursor=40, undecided=((1, 150),)), incarnation=2)
+    assert only(fx.SkipData, effects).cursor == 40
