@@ -123,8 +123,10 @@ class PartialUpdate:
         return self.path.read_bytes()
 
     def close(self) -> None:
-        """Leave the bytes for a later attempt."""
+        """Leave the bytes, if any came, for a later attempt."""
         self._file.close()
+        if self.offset == 0:
+            self.path.unlink(missing_ok=True)
 
     def discard(self) -> None:
         """Throw the bytes away: they are not what was declared, or the disk has refused some of them."""

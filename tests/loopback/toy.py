@@ -62,7 +62,8 @@ class Toy:
     snapshot_every: int = 4
     port: int = 0
     tokens: str = ""
-    """Which file of tokens the syncer asks callers for."""
+    """The file of tokens by which the syncer tells callers apart."""
+    token: str = ""
     client: dict[str, object] = field(default_factory=lambda: {"stall_s": 3.0, "control_timeout_s": 2.0})
     server: dict[str, object] = field(default_factory=dict)
 
@@ -112,7 +113,7 @@ class Toy:
         options = AgentOptions(
             folder=f"{self.folder}/{site}", up_codec=self.codec, finish_timeout_s=10.0, join_timeout_s=30.0
         )
-        client = SyncClient(address, site, RUN, options=ClientOptions(**self.client))  # type: ignore[arg-type]
+        client = SyncClient(address, site, RUN, SecurityOptions(token=self.token), ClientOptions(**self.client))  # type: ignore[arg-type]
         group = group or SiteGroup()
         return Agent(options, learner, self.layout(), parameters, self.agreement(), client, site, emit, group, restored)
 
