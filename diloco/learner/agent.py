@@ -27,7 +27,9 @@ from diloco.learner.follower import ADOPTED, GO_ON, STOP
 from diloco.learner.meter import Meter
 from diloco.learner.odometer import Odometer
 from diloco.learner.outbox import Outbox
+from diloco.learner.outcome import Finished, JoinFailed
 from diloco.learner.replica import Replica, SealInputs
+from diloco.learner.reporting import meter_fields, report_info
 from diloco.learner.sealing import SealJob, seal
 from diloco.sync.effects import (
     Adopt,
@@ -46,8 +48,8 @@ from diloco.sync.effects import (
 )
 from diloco.sync.events import BoundaryReached, JoinAnswered, LeaveAsked, Sealed, SealFailed, StepDone
 from diloco.sync.learner import LearnerSync
-from diloco.sync.progress import site_ledger
-from diloco.wire.messages import JoinAsk, Refused, ReportInfo, Status, Unreachable
+from diloco.sync.progress import SentState, site_ledger
+from diloco.wire.messages import JoinAsk, Refused, Status, Unreachable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -61,6 +63,9 @@ if TYPE_CHECKING:
     from diloco.sync.options import LearnerOptions
     from diloco.wire.client import SyncClient
     from diloco.wire.messages import JoinReply
+
+
+__all__ = ["Agent", "AgentOptions", "Finished", "JoinFailed"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,24 +89,6 @@ class AgentOptions:
         for name in ("join_timeout_s", "lock_step_timeout_s", "finish_timeout_s", "meter_every_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: positive")
-
-
-class JoinFailed(RuntimeError):
-    """The site was not taken in.  ``kind`` is ``unreachable``, ``mismatch`` or ``refused``."""
-
-    def __init__(self, kind: str, text: str) -> None:
-        super().__init__(text)
-        self.kind = kind
-        self.text = text
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """How the site's part ended: ``finished``, ``drained``, ``left`` or ``failed``, and where its tokens are."""
-
-    ending: str
-    why: str
-    ledger: dict[str, int]
 
 
 class Agent:
@@ -140,11 +127,26 @@ class Agent:
         self._heartbeat_s = 1.0
         self._seals: queue.SimpleQueue[SealJob | tuple[int, int] | None] = queue.SimpleQueue()
         self._sender = Sender(
-            client, self._outbox, self._incarnation, self._wanted, self._tell, self._rejoin, emit, self._stopping
+            client,
+            self._outbox,
+            self._incarnation,
+            self._wanted,
+            self._tell,
+            self._rejoin,
+            self._give_up,
+            emit,
+            self._stopping,
         )
         self._fetcher = Fetcher(client, agreement.run_id, site_id, self._replica, self._deliver, emit, self._stopping)
         self._listener = Listener(
-            client, self._incarnation, self._join, self._tell, self._give_up, emit, self._stopping
+            client,
+            self._incarnation,
+            self._join,
+            lambda: self._left,
+            self._tell,
+            self._give_up,
+            emit,
+            self._stopping,
         )
         loops = (self._sender.run, self._fetcher.run, self._listener.run, self._seal_loop, self._keep_in_touch)
         self._threads = [threading.Thread(target=self._guarded, args=(loop,), daemon=True) for loop in loops]
@@ -172,14 +174,39 @@ class Agent:
     def start(self) -> int:
         """Join, and bring every fragment here; returns the data cursor (sequences drawn) to go on from.
 
-        Waits at most ``join_timeout_s`` for a syncer; ``JoinFailed`` says why it did not work.
+        Waits at most ``join_timeout_s`` for a syncer; ``JoinFailed`` says why it did not work, and the agent is closed.
         """
+        try:
+            return self._start(time.monotonic() + self._options.join_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, until: float) -> int:
         before = self._machine.state.tokens_processed
-        until = time.monotonic() + self._options.join_timeout_s
+        self._first_join(until)
+        for thread in self._threads:
+            thread.start()
+        # A run that is in its last round takes a newcomer in as well: it needs a base for the step it ends with.
+        done = lambda: self._machine.ready() or self._has_failed()  # noqa: E731
+        try:
+            adopted = self._until(done, until, "the first versions")
+        except TimeoutError as error:
+            raise JoinFailed("unreachable", str(error)) from error
+        if self._has_failed():
+            assert self._stop is not None
+            raise JoinFailed("refused", self._stop.why)
+        self._tell_ranks(adopted, stop=False)
+        with self._changed:
+            ledger = site_ledger(self._machine.state)
+            if before:
+                self._emit("resumed", {"step": self._machine.state.step, "tokens_lost": ledger.lost})
+            return self._machine.state.cursor
+
+    def _first_join(self, until: float) -> None:
         while True:
             try:
-                self._join()
-                break
+                return self._join()
             except Refused as error:
                 mismatch = error.status is Status.FAILED_PRECONDITION
                 raise JoinFailed("mismatch" if mismatch else "refused", error.text) from error
@@ -187,15 +214,9 @@ class Agent:
                 if time.monotonic() >= until:
                     raise JoinFailed("unreachable", error.why) from error
                 time.sleep(0.3)
-        for thread in self._threads:
-            thread.start()
-        adopted = self._until(lambda: self._machine.ready() or self._stop is not None, until, "the first versions")
-        self._tell_ranks(adopted, stop=False)
-        with self._changed:
-            ledger = site_ledger(self._machine.state)
-            if before:
-                self._emit("resumed", {"step": self._machine.state.step, "tokens_lost": ledger.lost})
-            return self._machine.state.cursor
+
+    def _has_failed(self) -> bool:
+        return self._stop is not None and self._stop.failed
 
     def after_step(self, info: StepInfo) -> Verdict:
         """The line in the training loop: account for the step, seal and adopt what is due, say whether to go on."""
@@ -233,6 +254,7 @@ class Agent:
 
     def finish(self) -> Finished:
         """After the loop: send what is unsent, say goodbye, hear the last fates; bounded.  Ends all threads."""
+        self._meter.end()
         if self._stop is None:
             self._tell(LeaveAsked())
         stop = self._stop
@@ -258,7 +280,8 @@ class Agent:
     def close(self) -> None:
         """End the threads."""
         self._stopping.set()
-        self._seals.put(None)
+        for orders in (self._seals, self._sender.queue, self._fetcher.queue):
+            orders.put(None)
         self._listener.wake()
         self._client.close()
         for thread in self._threads:
@@ -339,17 +362,20 @@ class Agent:
     def _deliver(self, values: Tensor, event: VersionFetched) -> None:
         """A version is here: its values and the machine's knowledge of it change at one instant."""
         with self._changed:
-            self._replica.latest[event.fragment] = (event.version, values)
+            latest = self._replica.latest[event.fragment]
+            if latest is None or latest[0] <= event.version:  # Versions never go back, whoever answers the pull.
+                self._replica.latest[event.fragment] = (event.version, values)
             self._tell(event)
 
     def _incarnation(self) -> int:
         return self._machine.state.incarnation
 
-    def _wanted(self, fragment: int, sequence: int) -> bool:
-        """Whether an update still waits for its answer."""
+    def _wanted(self, fragment: int, sequence: int) -> str | None:
+        """The digest of an update that waits to be sent and answered; None when there is none by that number."""
         with self._changed:
-            part = self._machine.state.fragments[fragment]
-            return part.unanswered() and any(sent.sequence == sequence for sent in part.in_flight)
+            in_flight = self._machine.state.fragments[fragment].in_flight
+            found = [s.digest for s in in_flight if s.sequence == sequence and s.state is SentState.SEALED]
+            return found[0] if found else None
 
     def _join(self) -> None:
         """One attempt to join (again); raises ``Unreachable`` or ``Refused``."""
@@ -451,45 +477,18 @@ class Agent:
     def _report(self) -> None:
         if self._left or self._incarnation() == 0:
             return
+        reading = self._meter.read()
+        with self._changed:
+            info = report_info(self._agreement.run_id, self._site_id, self._machine.state, reading, self._client)
         try:
-            reply = self._client.report(self._report_info())
+            reply = self._client.report(info)
         except (Unreachable, Refused):
             return  # The Watch stream notices as well, and joins again when the syncer is back.
         if not reply.known:
             self._rejoin("the syncer does not know this process")
 
-    def _report_info(self) -> ReportInfo:
-        reading = self._meter.read()
-        with self._changed:
-            state = self._machine.state
-            ledger = site_ledger(state)
-            return ReportInfo(
-                run_id=self._agreement.run_id,
-                site_id=self._site_id,
-                incarnation=state.incarnation,
-                step=state.step,
-                tokens_processed=ledger.processed,
-                tokens_unsent=ledger.unsent,
-                tokens_in_flight=ledger.in_flight,
-                tokens_overwritten=ledger.overwritten,
-                tokens_lost=ledger.lost,
-                loss=reading.loss,
-                tokens_per_s=reading.tokens_per_s,
-                step_ns=state.step_ns,
-                train_ns=int(reading.train_s * 1e9),
-                stall_ns=int(reading.stall_s * 1e9),
-                bytes_up=self._client.bytes_up,
-                bytes_down=self._client.bytes_down,
-                versions=tuple(part.base_version for part in state.fragments),
-            )
-
     def _emit_meter(self) -> None:
         reading = self._meter.read()
         with self._changed:
-            state = self._machine.state
-            in_flight = sum(len(part.undecided()) for part in state.fragments)
-            staleness = max((part.published - part.base_version for part in state.fragments), default=0)
-        fields: dict[str, object] = {name: getattr(reading, name) for name in reading.__slots__}
-        places = {"incarnation": state.incarnation, "in_flight": in_flight, "staleness": staleness}
-        traffic = {"bytes_up": self._client.bytes_up, "bytes_down": self._client.bytes_down}
-        self._emit("meter", {**fields, **places, **traffic})
+            fields = meter_fields(self._machine.state, reading, self._client)
+        self._emit("meter", fields)

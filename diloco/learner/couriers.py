@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import queue
 import random
+import threading
 from typing import TYPE_CHECKING
 
-import torch
-
-from diloco.codec.contract import digest
+from diloco.codec.contract import DecodeError, digest
 from diloco.codec.feedback import follow
 from diloco.codec.registry import make_codec
 from diloco.sync.events import (
@@ -25,11 +24,10 @@ from diloco.sync.events import (
     VersionPublished,
 )
 from diloco.wire.backoff import Backoff
-from diloco.wire.messages import Dropped, Published, PullAsk, Refused, Unreachable
+from diloco.wire.messages import Dropped, Published, PullAsk, Refused, Status, Unreachable
 from diloco.wire.pulled import PullSink
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable
 
     from torch import Tensor
@@ -38,10 +36,11 @@ if TYPE_CHECKING:
     from diloco.learner.replica import Replica
     from diloco.sync.events import LearnerEvent
     from diloco.wire.client import SyncClient, WatchStream
-    from diloco.wire.messages import PushResult, WatchEvent
+    from diloco.wire.messages import PushHeader, PushResult, WatchEvent
     from diloco.wire.pulled import PulledVersion
 
-IDLE_S = 0.5
+MALFORMED_MAX = 3
+"""Times that the syncer may find one update unreadable (bytes may change on the way) before the site stops in words."""
 
 
 class Pause:
@@ -68,9 +67,10 @@ class Sender:
         client: SyncClient,
         outbox: Outbox,
         incarnation: Callable[[], int],
-        wanted: Callable[[int, int], bool],
+        wanted: Callable[[int, int], str | None],
         tell: Callable[[LearnerEvent], None],
         rejoin: Callable[[str], None],
+        give_up: Callable[[str], None],
         emit: Callable[[str, dict[str, object]], None],
         stopping: threading.Event,
     ) -> None:
@@ -80,23 +80,24 @@ class Sender:
         self._wanted = wanted
         self._tell = tell
         self._rejoin = rejoin
+        self._give_up = give_up
         self._emit = emit
         self._stopping = stopping
-        self.queue: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """The thread."""
-        while not self._stopping.is_set():
-            try:
-                fragment, sequence = self.queue.get(timeout=IDLE_S)
-            except queue.Empty:
-                continue
-            self._deliver(fragment, sequence)
+        """The thread; None in the queue ends it."""
+        while (order := self.queue.get()) is not None:
+            self._deliver(*order)
 
     def _deliver(self, fragment: int, sequence: int) -> None:
         pause = Pause(self._stopping)
-        while not self._stopping.is_set() and self._wanted(fragment, sequence):
-            header, payload = self._outbox.get(fragment, sequence, self._incarnation())
+        malformed = 0
+        while not self._stopping.is_set():
+            found = self._found(fragment, sequence)
+            if found is None:
+                return
+            header, payload = found
             try:
                 result = self._client.push(header, payload)
             except Unreachable as error:
@@ -104,6 +105,10 @@ class Sender:
                 continue
             except Refused as error:
                 # Not an answer to this update but to this caller: what the syncer says at a join is clearer.
+                malformed = malformed + 1 if error.status is Status.INVALID_ARGUMENT else 0
+                if malformed >= MALFORMED_MAX:
+                    self._give_up(f"the syncer cannot read update {sequence} of fragment {fragment}: {error.text}")
+                    return
                 self._rejoin(f"a push was refused: {error.text}")
                 pause.wait()
                 continue
@@ -115,6 +120,22 @@ class Sender:
                 continue
             self._answered(fragment, sequence, result)
             return
+
+    def _found(self, fragment: int, sequence: int) -> tuple[PushHeader, memoryview] | None:
+        """The update as it is in the outbox, if it is still the one that waits for an answer.
+
+        A number that was refused is given again, and an order to send can outlive what it was given for.
+        """
+        wanted = self._wanted(fragment, sequence)
+        if wanted is None:
+            return None
+        try:
+            header, payload = self._outbox.get(fragment, sequence, self._incarnation())
+        except FileNotFoundError:
+            if self._wanted(fragment, sequence) == wanted:
+                raise
+            return None  # A join or a fate has answered it at this very moment.
+        return (header, payload) if header.digest == wanted else None
 
     def _answered(self, fragment: int, sequence: int, result: PushResult) -> None:
         self._tell(PushAnswered(fragment, sequence, result.outcome, result.reason))
@@ -143,15 +164,11 @@ class Fetcher:
         self._emit = emit
         self._stopping = stopping
         self._sinks: dict[int, PullSink] = {}
-        self.queue: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """The thread."""
-        while not self._stopping.is_set():
-            try:
-                fragment = self.queue.get(timeout=IDLE_S)
-            except queue.Empty:
-                continue
+        """The thread; None in the queue ends it."""
+        while (fragment := self.queue.get()) is not None:
             self._fetch(fragment)
 
     def _fetch(self, fragment: int) -> None:
@@ -167,51 +184,67 @@ class Fetcher:
                 pause.wait(getattr(error, "retry_after_s", None))
                 continue
             values = self._values(fragment, pulled)
-            if digest(values) != pulled.header.digest:
+            if values is None or digest(values) != pulled.header.digest:
                 # Whatever went wrong on the way here or there, the whole fragment puts it right, and it is said.
-                why = f"fragment {fragment}: what differences gave is not version {pulled.header.version}"
+                why = f"fragment {fragment}: what came is not version {pulled.header.version}"
                 self._emit("note", {"note": "digest_differs", "why": f"{why}; fetching it whole"})
+                if pulled.header.whole:
+                    pause.wait()
                 have = -1
                 continue
+            if pulled.header.version <= have:
+                pause.wait()  # We were told of a newer one that the syncer does not have: do not ask without end.
             facts: dict[str, object] = {"fragment": fragment, "version": pulled.header.version}
             self._emit("fetched", {**facts, "bytes": pulled.header.payload_bytes, "whole": pulled.header.whole})
             self._deliver(values, VersionFetched(fragment, pulled.header.version, pulled.header.fates))
             return
 
-    def _values(self, fragment: int, pulled: PulledVersion) -> Tensor:
-        if pulled.header.whole:
-            return make_codec("fp32").decode(pulled.parts[0], pulled.header.numel)
-        latest = self._replica.latest[fragment]
-        if latest is None or latest[0] != pulled.header.from_version:
-            return torch.empty(0)
-        values = latest[1]
-        codec = make_codec(pulled.header.encoding)
-        for part in pulled.parts:
-            values = follow(values, part, codec)
+    def _values(self, fragment: int, pulled: PulledVersion) -> Tensor | None:
+        """The values that were pulled; None when they cannot be had from these bytes."""
+        numel = self._replica.layout.fragments[fragment].numel
+        if pulled.header.numel != numel:
+            return None
+        try:
+            if pulled.header.whole:
+                return make_codec("fp32").decode(pulled.parts[0], numel)
+            latest = self._replica.latest[fragment]
+            if latest is None or latest[0] != pulled.header.from_version:
+                return None
+            values = latest[1]
+            codec = make_codec(pulled.header.encoding)
+            for part in pulled.parts:
+                values = follow(values, part, codec)
+        except DecodeError:
+            return None
         return values
 
 
 class Listener:
-    """Follows the Watch stream; joins again whenever it breaks."""
+    """Follows the Watch stream; joins again whenever it breaks, and when it is asked to."""
 
     def __init__(
         self,
         client: SyncClient,
         incarnation: Callable[[], int],
         join: Callable[[], None],
+        left: Callable[[], bool],
         tell: Callable[[LearnerEvent], None],
         give_up: Callable[[str], None],
         emit: Callable[[str, dict[str, object]], None],
         stopping: threading.Event,
     ) -> None:
+        """``left``: goodbye is said, and another join would take it back."""
         self._client = client
         self._incarnation = incarnation
         self._join = join
+        self._left = left
         self._tell = tell
         self._give_up = give_up
         self._emit = emit
         self._stopping = stopping
         self._stream: WatchStream | None = None
+        self._join_wanted = threading.Event()
+        self._refused = ""
         self.connected = False
 
     def run(self) -> None:
@@ -220,25 +253,43 @@ class Listener:
         joined = True
         while not self._stopping.is_set():
             try:
-                if not joined:
-                    self._join()
-                    joined = True
+                if self._join_wanted.is_set() or not joined:
+                    self._join_wanted.clear()
+                    if not self._left():
+                        self._join()
+                joined = True
                 self._listen(pause)
                 why = "the stream ended"
-            except (Unreachable, Refused) as error:
-                why = str(error)
+            except Unreachable as error:
+                why = error.why
+            except Refused as error:
+                why = error.text
+                if self._is_final(error):
+                    self._give_up(why)
+                    return
             joined = False
             if self.connected:
                 self.connected = False
                 self._emit("disconnected", {"why": why})
             pause.wait()
 
+    def _is_final(self, refused: Refused) -> bool:
+        """Whether this process must not speak for the site any more; another refusal may be an operator's slip."""
+        if refused.text != self._refused:
+            self._refused = refused.text
+            self._emit("note", {"note": "join_refused", "why": refused.text})
+        return refused.status in (Status.ALREADY_EXISTS, Status.PERMISSION_DENIED) and not self._left()
+
     def _listen(self, pause: Pause) -> None:
         with self._client.watch(self._incarnation()) as stream:
             self._stream = stream
+            # Asked after the stream is known to ``wake``, so that a word from before it is not lost.
+            if self._join_wanted.is_set() or self._stopping.is_set():
+                return
             for event in stream:
                 if not self.connected:
                     self.connected = True
+                    self._refused = ""
                     pause.reset()
                     self._emit("connected", {})
                 self._take(event)
@@ -260,5 +311,6 @@ class Listener:
 
     def wake(self) -> None:
         """End the present stream, so that the site joins again (or notices that it is stopping)."""
+        self._join_wanted.set()
         if self._stream is not None:
             self._stream.cancel()

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-SAMPLES_MAX = 200_000
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SAMPLES_MAX = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +36,11 @@ class Meter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._began_ns: int | None = None
-        self._steps_ns: list[int] = []
+        self._ended_ns: int | None = None
+        self._count = 0
+        self._samples_ns: list[int] = []
+        self._stride = 1
+        self._step_ns_max = 0
         self._tokens = 0
         self._stall_ns = self._stall_ns_max = self._adopt_ns = 0
         self._loss: float | None = None
@@ -42,8 +50,14 @@ class Meter:
         with self._lock:
             if self._began_ns is None:
                 self._began_ns = time.perf_counter_ns() - step_ns
-            if len(self._steps_ns) < SAMPLES_MAX:
-                self._steps_ns.append(step_ns)
+            if self._count % self._stride == 0:
+                self._samples_ns.append(step_ns)
+                if len(self._samples_ns) == SAMPLES_MAX:
+                    # Every other one stands for both from now on, so that a long run is sampled evenly.
+                    self._samples_ns = self._samples_ns[::2]
+                    self._stride *= 2
+            self._count += 1
+            self._step_ns_max = max(self._step_ns_max, step_ns)
             self._tokens += tokens
             self._loss = loss if self._loss is None or self._loss != self._loss else 0.9 * self._loss + 0.1 * loss
 
@@ -54,26 +68,34 @@ class Meter:
             self._stall_ns_max = max(self._stall_ns_max, stall_ns)
             self._adopt_ns += adopt_ns
 
-    def read(self) -> Reading:
-        """The totals now."""
+    def end(self) -> None:
+        """The training loop is over: what comes now is no time of training."""
         with self._lock:
-            steps = sorted(self._steps_ns)
-            train_ns = 0 if self._began_ns is None else time.perf_counter_ns() - self._began_ns
-            count = len(steps)
+            self._ended_ns = self._ended_ns or time.perf_counter_ns()
 
-            def at(share: float) -> float:
-                return steps[min(count - 1, int(share * count))] / 1e9 if count else 0.0
-
-            return Reading(
-                inner_steps=count,
+    def read(self) -> Reading:
+        """The totals now; percentiles are over at most ``SAMPLES_MAX`` steps, evenly taken from all."""
+        with self._lock:
+            samples_ns = list(self._samples_ns)
+            until_ns = self._ended_ns or time.perf_counter_ns()
+            train_ns = 0 if self._began_ns is None else until_ns - self._began_ns
+            reading = Reading(
+                inner_steps=self._count,
                 tokens=self._tokens,
                 train_s=train_ns / 1e9,
                 stall_s=self._stall_ns / 1e9,
                 adopt_s=self._adopt_ns / 1e9,
                 after_step_s_max=self._stall_ns_max / 1e9,
-                step_s_p50=at(0.5),
-                step_s_p95=at(0.95),
-                step_s_max=steps[-1] / 1e9 if count else 0.0,
+                step_s_p50=0.0,
+                step_s_p95=0.0,
+                step_s_max=self._step_ns_max / 1e9,
                 loss=self._loss,
                 tokens_per_s=self._tokens / (train_ns / 1e9) if train_ns else 0.0,
             )
+        samples_ns.sort()  # Not under the lock, which the training thread takes.
+        return replace(reading, step_s_p50=_at(samples_ns, 0.5), step_s_p95=_at(samples_ns, 0.95))
+
+
+def _at(sorted_ns: Sequence[int], share: float) -> float:
+    count = len(sorted_ns)
+    return sorted_ns[min(count - 1, int(share * count))] / 1e9 if count else 0.0

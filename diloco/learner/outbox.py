@@ -1,12 +1,14 @@
 """Sealed updates on disk: durable before their first byte is sent, so that a new process can send the same bytes.
 
-One file an update, ``<fragment>-<sequence>.update``: one line of JSON (the header's fields), then the payload.
+One file an update, ``<fragment>-<sequence>.update``: a line, then the payload.  The line is the CRC-32 of the rest of
+it, eight hexadecimal digits, and the header's fields as JSON; the header holds the digest of the payload.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
@@ -35,11 +37,15 @@ class Outbox:
 
     def put(self, header: PushHeader, payload: bytes) -> None:
         """Make an update durable, in place of an earlier one of the same number."""
-        line = json.dumps(asdict(header), sort_keys=True).encode() + b"\n"
+        fields = json.dumps(asdict(header), sort_keys=True).encode()
+        line = b"%08x %b\n" % (zlib.crc32(fields), fields)
         write_file(self._path(header.fragment, header.sequence), line + payload)
 
     def get(self, fragment: int, sequence: int, incarnation: int) -> tuple[PushHeader, memoryview]:
-        """The update, its header stamped with the ``incarnation`` that sends it now; ``OutboxError`` if damaged."""
+        """The update, its header stamped with the ``incarnation`` that sends it now.
+
+        ``OutboxError`` if damaged, ``FileNotFoundError`` if it was dropped.
+        """
         path = self._path(fragment, sequence)
         header, payload = _read(path)
         if hashlib.sha256(payload).hexdigest() != header.digest:
@@ -74,8 +80,8 @@ def _read(path: Path) -> tuple[PushHeader, memoryview]:
     data = path.read_bytes()
     line, newline, _ = data.partition(b"\n")
     try:
-        if not newline:
-            raise ValueError("it has no header")
-        return PushHeader(**json.loads(line)), memoryview(data)[len(line) + 1 :]
+        if not newline or line[:9] != b"%08x " % zlib.crc32(line[9:]):
+            raise ValueError("its header is not what was written")
+        return PushHeader(**json.loads(line[9:])), memoryview(data)[len(line) + 1 :]
     except (ValueError, TypeError) as error:
         raise OutboxError(f"{path} is damaged: {error}") from error

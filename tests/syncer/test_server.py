@@ -390,7 +390,6 @@ def test_the_final_version_is_exported_whole_and_again_after_a_death_in_between(
         assert final["versions"] == [1, 1]
         wanted = full_parameters(syncer.plan.layout, [values.published for values in syncer.holdings.values])
         digests = [values.digest for values in syncer.holdings.values]
-        syncer.linger()
     folder = tmp_path / "final"
     assert sorted(path.name for path in folder.iterdir()) == ["final.json", "model.safetensors"]
     found = load_file(folder / "model.safetensors")

@@ -1,0 +1,236 @@
+"""A site beside a real syncer in one process: the wire is a function call that can be cut, slowed and tampered with.
+
+``DirectClient`` offers what ``wire.client.SyncClient`` offers, with the same errors.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from diloco.inner.parallel import SiteGroup
+from diloco.inner.trainer import StepInfo, Verdict
+from diloco.learner.agent import Agent, AgentOptions
+from diloco.outer.fragments import gather
+from diloco.sync.agreement import Agreement
+from diloco.sync.options import LearnerOptions
+from diloco.syncer.feeds import Feed
+from diloco.syncer.server import Syncer
+from diloco.wire.messages import (
+    Dropped,
+    JoinAsk,
+    JoinReply,
+    PullAsk,
+    PushHeader,
+    PushResult,
+    Refusal,
+    Refused,
+    ReportInfo,
+    ReportReply,
+    Status,
+    Unreachable,
+    WatchEvent,
+)
+from diloco.wire.pulled import PulledVersion, PullSink
+from tests.syncer.building import ANYONE, LAYOUT, Events, agreement
+
+T = TypeVar("T")
+SHAPES = dict(LAYOUT.parameters)
+TOKENS = 10
+
+
+class DirectClient:
+    def __init__(self, syncer: Syncer, site: str = "a") -> None:
+        self.syncer, self.site = syncer, site
+        self.down = threading.Event()
+        self.closed = threading.Event()
+        self.training: threading.Thread | None = None
+        """Set once training has begun: that thread must not come here any more."""
+        self.calls: list[str] = []
+        self.bytes_up = self.bytes_down = 0
+        self.before: dict[str, Callable[[], None]] = {}
+        self.before_push: Callable[[PushHeader, memoryview], tuple[PushHeader, memoryview]] = lambda *update: update
+        self.after_pull: Callable[[PulledVersion], PulledVersion] = lambda pulled: pulled
+        self.streams: list[DirectStream] = []
+
+    def _ask(self, what: str, call: Callable[[], T]) -> T:
+        assert threading.current_thread() is not self.training, f"{what} in the training thread"
+        self.calls.append(what)
+        if self.down.is_set() or self.closed.is_set():
+            raise Unreachable("the line is cut")
+        self.before.get(what, lambda: None)()
+        try:
+            return call()
+        except Refusal as refusal:
+            if refusal.retry_ms is not None or refusal.status in (Status.UNAVAILABLE, Status.DATA_LOSS):
+                raise Unreachable(refusal.text) from refusal
+            raise Refused(refusal.status, refusal.text) from refusal
+
+    def join(self, ask: JoinAsk) -> JoinReply:
+        return self._ask("join", lambda: self.syncer.api.join(ask, ANYONE))
+
+    def report(self, report: ReportInfo) -> ReportReply:
+        from diloco.wire.convert import pack_report, unpack_report
+
+        checked = unpack_report(pack_report(report))  # What does not go over the wire fails here as it does there.
+        return self._ask("report", lambda: self.syncer.api.report(checked, ANYONE))
+
+    def leave(self, incarnation: int) -> None:
+        self._ask("leave", lambda: self.syncer.api.leave(self.site, incarnation, ANYONE))
+
+    def watch(self, incarnation: int) -> DirectStream:
+        feed = self._ask("watch", lambda: self.syncer.api.watch(self.site, incarnation, ANYONE))
+        self.streams.append(DirectStream(self, feed))
+        return self.streams[-1]
+
+    def push(self, header: PushHeader, payload: memoryview) -> PushResult:
+        header, payload = self.before_push(header, payload)
+
+        def send() -> PushResult:
+            opened = self.syncer.api.open_push(header, ANYONE)
+            if isinstance(opened, PushResult):
+                return opened
+            try:
+                opened.write(opened.offset, payload[opened.offset :])
+                return opened.commit(header.digest)
+            finally:
+                opened.close()
+
+        result = self._ask("push", send)
+        self.bytes_up += len(payload)
+        if self.down.is_set():
+            raise Unreachable("the line was cut before the answer")
+        return result
+
+    def pull(self, ask: PullAsk, sink: PullSink) -> PulledVersion:
+        source = self._ask("pull", lambda: self.syncer.api.pull(ask, ANYONE))
+        self.bytes_down += source.header.payload_bytes
+        return self.after_pull(PulledVersion(source.header, tuple(memoryview(part).cast("B") for part in source.parts)))
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class DirectStream:
+    def __init__(self, client: DirectClient, feed: Feed) -> None:
+        self.client, self.feed = client, feed
+        self.cancelled = threading.Event()
+        self.ended = False
+
+    def __enter__(self) -> DirectStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    def __iter__(self) -> Iterator[WatchEvent]:
+        while not self.ended:
+            if self.client.down.is_set() or self.client.closed.is_set():
+                raise Unreachable("the line is cut")
+            if self.cancelled.is_set():
+                return
+            event = self.feed.get(0.02)
+            if event is not None:
+                self.ended = isinstance(event, Dropped)
+                yield event
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+        self.feed.close()
+
+
+class Site:
+    """A site whose training adds dice to its parameters."""
+
+    def __init__(
+        self,
+        folder: Path,
+        client: DirectClient,
+        learner: dict[str, Any] | None = None,
+        restored: Any = None,
+        parameters: dict[str, Tensor] | None = None,
+        agreed: Agreement | None = None,
+        **options: Any,
+    ) -> None:
+        self.events = Events()
+        self.client = client
+        self.parameters = parameters or {name: torch.full(shape, float("nan")) for name, shape in SHAPES.items()}
+        settings: dict[str, Any] = {
+            "folder": str(folder),
+            "join_timeout_s": 10.0,
+            "finish_timeout_s": 5.0,
+            "meter_every_s": 0.2,
+            **options,
+        }
+        self.agent = Agent(
+            AgentOptions(**settings),
+            LearnerOptions(**{"num_fragments": 2, "inner_steps": 4, **(learner or {})}),
+            LAYOUT,
+            self.parameters,
+            agreed or agreement(),
+            client,  # type: ignore[arg-type]
+            client.site,
+            self.events.emit,
+            SiteGroup(),
+            restored,
+        )
+        self.steps = 0
+
+    def start(self) -> None:
+        self.steps = max(self.steps, self.agent.start())
+        self.client.training = threading.current_thread()
+
+    def step(self, pause_s: float = 0.002) -> Verdict:
+        self.steps += 1
+        if pause_s:
+            time.sleep(pause_s)
+        for name, values in self.parameters.items():
+            dice = torch.Generator().manual_seed(hash((self.steps, len(name))) & 0xFFFF)
+            values.add_(0.01 * torch.randn(values.shape, generator=dice))
+        info = StepInfo(self.steps, 1.0, TOKENS, 0, 2_000_000, self.steps, 1.0, 0.1, applied=True)
+        return self.agent.after_step(info)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            assert not self.step().stop
+
+    def train_until(self, condition: Callable[[], object], what: str, bound_s: float = 15.0) -> None:
+        until = time.monotonic() + bound_s
+        while not condition():
+            assert time.monotonic() < until, f"not in {bound_s} s: {what}; {self.events.all[-5:]}"
+            assert not self.step().stop, f"stopped before {what}: {self.events.all[-5:]}"
+
+    def train_until_stopped(self, bound_s: float = 15.0) -> Verdict:
+        until = time.monotonic() + bound_s
+        while not (verdict := self.step()).stop:
+            assert time.monotonic() < until, f"it never stops: {self.events.all[-5:]}"
+        return verdict
+
+    def values(self, fragment: int) -> Tensor:
+        return gather(LAYOUT.fragments[fragment], self.parameters)
+
+    def close(self) -> None:
+        self.client.training = None
+        self.agent.close()
+
+
+@contextmanager
+def started(folder: Path, syncer: Syncer, site: str = "a", **settings: Any) -> Iterator[Site]:
+    found = Site(folder, DirectClient(syncer, site), **settings)
+    found.start()
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def agent_threads() -> list[str]:
+    """The threads that agents of this process have left behind."""
+    return [thread.name for thread in threading.enumerate() if "_guarded" in thread.name]

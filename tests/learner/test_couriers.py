@@ -1,0 +1,502 @@
+"""The threads beside training: what each does when the other end, the disk or the moment is not as hoped."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco.codec.contract import digest
+from diloco.learner.couriers import MALFORMED_MAX, Fetcher, Listener, Pause, Sender
+from diloco.learner.outbox import Outbox, OutboxError
+from diloco.learner.replica import Replica
+from diloco.sync.events import Ending, FateTold, FinalAnnounced, Outcome, PushAnswered, Reason, VersionFetched
+from diloco.wire.chunks import checksum
+from diloco.wire.messages import (
+    Alive,
+    Dropped,
+    PullAsk,
+    PullHeader,
+    PushHeader,
+    PushResult,
+    Refused,
+    Status,
+    Unreachable,
+)
+from diloco.wire.pulled import PulledVersion, PullSink
+from tests.syncer.building import LAYOUT, RUN, Events, dice, eventually, update
+
+BOUND_S = 10.0
+
+
+@contextmanager
+def thread(
+    run: Callable[[], None], stopping: threading.Event, wake: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Run a courier; an exception of it fails the test."""
+    failures: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            run()
+        except BaseException as error:
+            failures.append(error)
+
+    running = threading.Thread(target=guarded)
+    running.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        wake()
+        running.join(BOUND_S)
+    assert not running.is_alive()
+    if failures:
+        raise failures[0]
+
+
+def test_a_pause_ends_when_the_site_stops() -> None:
+    stopping = threading.Event()
+    pause = Pause(stopping, cap_s=30.0)
+    for _ in range(3):
+        began = time.monotonic()
+        pause.wait()
+        assert 0.09 <= time.monotonic() - began < 3
+    pause.reset()
+    stopping.set()
+    began = time.monotonic()
+    pause.wait(20.0)
+    assert time.monotonic() - began < 1
+
+
+# --- Sender ----------------------------------------------------------------------------------------------------------
+
+
+class Desk:
+    """A sender with an outbox, and a syncer that answers as it is told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.outbox = Outbox(folder)
+        self.stopping = threading.Event()
+        self.events = Events()
+        self.wanted: dict[tuple[int, int], str] = {}
+        self.answers: list[PushResult | Exception] = []
+        self.pushed: list[PushHeader] = []
+        self.told: list[object] = []
+        self.rejoins: list[str] = []
+        self.gave_up: list[str] = []
+        self.sender = Sender(
+            self,  # type: ignore[arg-type]
+            self.outbox,
+            lambda: 3,
+            lambda fragment, sequence: self.wanted.get((fragment, sequence)),
+            self._tell,
+            self.rejoins.append,
+            self.gave_up.append,
+            self.events.emit,
+            self.stopping,
+        )
+
+    def _tell(self, event: object) -> None:
+        self.told.append(event)
+        if isinstance(event, PushAnswered):
+            self.wanted.pop((event.fragment, event.sequence), None)
+
+    def push(self, header: PushHeader, payload: memoryview) -> PushResult:
+        self.pushed.append(header)
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def sealed(self, sequence: int, seed: object = "") -> PushHeader:
+        header, payload = update(sequence=sequence, values=dice((sequence, seed), 0))
+        self.outbox.put(header, payload)
+        self.wanted[0, sequence] = header.digest
+        return header
+
+
+ACCEPTED = PushResult(Outcome.ACCEPTED, 0)
+
+
+def test_an_update_is_sent_until_it_has_its_definite_answer(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    header = desk.sealed(1)
+    refused = Refused(Status.FAILED_PRECONDITION, "fenced")
+    gap = PushResult(Outcome.RETRY, 0, Reason.GAP)
+    desk.answers = [Unreachable("cut"), Unreachable("busy", 0.3), refused, gap, ACCEPTED]
+    began = time.monotonic()
+    with thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)):
+        desk.sender.queue.put((0, 1))
+        eventually(lambda: desk.told, "it is answered")
+    assert time.monotonic() - began >= 0.3, "the syncer's own word on when to come back"
+    assert desk.told == [PushAnswered(0, 1, Outcome.ACCEPTED, None)]
+    assert desk.rejoins == ["a push was refused: fenced"], "what the syncer says at a join is clearer"
+    assert [pushed.incarnation for pushed in desk.pushed] == [3] * 5
+    assert {pushed.digest for pushed in desk.pushed} == {header.digest}
+    assert [event["outcome"] for event in desk.events.of("pushed")] == ["retry", "accepted"]
+
+
+def test_a_fate_that_comes_with_the_answer_is_told_after_it(tmp_path: Path) -> None:
+    from diloco.sync.events import Fate
+
+    desk = Desk(tmp_path)
+    fate = Fate(0, 1, 2, 100, desk.sealed(1).digest)
+    desk.answers = [PushResult(Outcome.DUPLICATE, 2, fate=fate)]
+    with thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)):
+        desk.sender.queue.put((0, 1))
+        eventually(lambda: len(desk.told) == 2, "both are told")
+    assert desk.told == [PushAnswered(0, 1, Outcome.DUPLICATE, None), FateTold(fate)]
+
+
+def test_an_order_that_has_outlived_its_update_sends_nothing(tmp_path: Path) -> None:
+    """A number that was refused is given again: the bytes of the first bearer must not go out under it."""
+    desk = Desk(tmp_path)
+    desk.sealed(1, "first")  # These bytes lie in the outbox still ...
+    desk.wanted[0, 1] = "f" * 64  # ... and another update by that number is being sealed.
+    with thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)):
+        for _ in range(3):
+            desk.sender.queue.put((0, 1))
+        desk.sender.queue.put((0, 2))
+        time.sleep(0.1)
+        desk.sealed(1, "second")
+        desk.answers = [ACCEPTED]
+        desk.sender.queue.put((0, 1))
+        eventually(lambda: desk.told, "the second is sent")
+    assert [pushed.digest for pushed in desk.pushed] == [update(values=dice((1, "second"), 0))[0].digest]
+
+
+def test_bytes_that_were_dropped_because_a_join_has_answered_are_no_damage(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    header = desk.sealed(1)
+    asked: list[int] = []
+
+    def wanted(fragment: int, sequence: int) -> str | None:
+        asked.append(sequence)
+        if len(asked) == 1:
+            desk.outbox.drop(0, 1)  # Between the question and the reading.
+            return header.digest
+        return None
+
+    desk.sender._wanted = wanted
+    with thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)):
+        desk.sender.queue.put((0, 1))
+        eventually(lambda: len(asked) >= 2, "it asked again")
+    assert desk.pushed == []
+
+
+def test_bytes_that_are_gone_or_damaged_are_named(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.sealed(1)
+    desk.outbox.drop(0, 1)
+    desk.sender.queue.put((0, 1))
+    with (
+        pytest.raises(FileNotFoundError, match=r"0-1\.update"),
+        thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)),
+    ):
+        time.sleep(0.1)
+    desk = Desk(tmp_path)
+    desk.sealed(2)
+    path = tmp_path / "0-2.update"
+    path.write_bytes(path.read_bytes()[:-1])
+    desk.sender.queue.put((0, 2))
+    with (
+        pytest.raises(OutboxError, match=f"{path} is damaged"),
+        thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)),
+    ):
+        time.sleep(0.1)
+
+
+def test_an_update_that_the_syncer_cannot_read_ends_in_words_and_not_in_endless_sending(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.sealed(1)
+    desk.answers = [Refused(Status.INVALID_ARGUMENT, "payload is no int8")] * 10  # type: ignore[list-item]
+    with thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)):
+        desk.sender.queue.put((0, 1))
+        eventually(lambda: desk.gave_up, "it gives up", 20.0)
+    assert desk.gave_up == ["the syncer cannot read update 1 of fragment 0: payload is no int8"]
+    assert len(desk.pushed) == MALFORMED_MAX
+
+
+# --- Fetcher ---------------------------------------------------------------------------------------------------------
+
+
+class Shelf:
+    """A fetcher, and a syncer whose answers to pulls are written down here."""
+
+    def __init__(self) -> None:
+        self.replica = Replica(LAYOUT, {name: torch.zeros(shape) for name, shape in LAYOUT.parameters}, "rebase", 0.5)
+        self.stopping = threading.Event()
+        self.events = Events()
+        self.answers: list[Callable[[PullAsk], PulledVersion]] = []
+        self.asks: list[PullAsk] = []
+        self.delivered: list[tuple[Tensor, VersionFetched]] = []
+        self.fetcher = Fetcher(
+            self,  # type: ignore[arg-type]
+            RUN,
+            "a",
+            self.replica,
+            lambda values, event: self.delivered.append((values, event)),
+            self.events.emit,
+            self.stopping,
+        )
+
+    def pull(self, ask: PullAsk, sink: PullSink) -> PulledVersion:
+        self.asks.append(ask)
+        return self.answers[0](ask) if len(self.answers) == 1 else self.answers.pop(0)(ask)
+
+    def fetch(self, until: Callable[[], object]) -> None:
+        with thread(self.fetcher.run, self.stopping, lambda: self.fetcher.queue.put(None)):
+            self.fetcher.queue.put(0)
+            eventually(until, "fetched")
+
+
+def pulled(values: Tensor, version: int, have: int, parts: list[bytes], whole: bool, encoding: str) -> PulledVersion:
+    header = PullHeader(
+        0,
+        version if whole else have,
+        version,
+        whole,
+        encoding,
+        values.numel(),
+        sum(map(len, parts)),
+        tuple(map(len, parts)),
+        digest(values),
+        checksum(parts),
+        (),
+    )
+    return PulledVersion(header, tuple(memoryview(part) for part in parts))
+
+
+def whole(values: Tensor, version: int, sent: Tensor | None = None) -> PulledVersion:
+    return pulled(values, version, 0, [(values if sent is None else sent).numpy().tobytes()], True, "fp32")
+
+
+@pytest.mark.parametrize("payload", [b"\x00" * 7, None])
+def test_a_difference_that_does_not_give_the_version_is_said_and_the_whole_is_fetched(payload: bytes | None) -> None:
+    from diloco.codec.registry import make_codec
+
+    shelf, old, new = Shelf(), dice("old", 0), dice("new", 0)
+    shelf.replica.latest[0] = (3, old)
+    wrong = payload or make_codec("int8").encode(dice("elsewhere", 0))
+    shelf.answers = [lambda ask: pulled(new, 4, ask.have_version, [wrong], False, "int8"), lambda ask: whole(new, 4)]
+    shelf.fetch(lambda: shelf.delivered)
+    assert [ask.have_version for ask in shelf.asks] == [3, -1]
+    (note,) = shelf.events.of("note")
+    assert note["note"] == "digest_differs"
+    assert "fetching it whole" in note["why"]
+    values, event = shelf.delivered[0]
+    assert torch.equal(values, new)
+    assert event == VersionFetched(0, 4, ())
+    assert [fetched["whole"] for fetched in shelf.events.of("fetched")] == [True]
+
+
+@pytest.mark.parametrize("sent", [dice("else", 0), torch.full_like(dice("x", 0), float("nan")), dice("x", 0)[:-1]])
+def test_a_whole_fragment_that_is_not_the_version_is_asked_for_again_but_not_in_a_hot_loop(sent: Tensor) -> None:
+    shelf = Shelf()
+    shelf.answers = [lambda ask: whole(dice("new", 0), 4, sent)]
+    with thread(shelf.fetcher.run, shelf.stopping, lambda: shelf.fetcher.queue.put(None)):
+        shelf.fetcher.queue.put(0)
+        time.sleep(0.6)
+    assert shelf.delivered == []
+    assert 2 <= len(shelf.asks) <= 6, len(shelf.asks)
+
+
+def test_a_version_that_the_syncer_does_not_have_is_not_asked_for_in_a_hot_loop() -> None:
+    shelf = Shelf()
+    shelf.replica.latest[0] = (4, dice("old", 0))
+    shelf.answers = [lambda ask: pulled(dice("old", 0), 4, 4, [], False, "int8")]
+    with thread(shelf.fetcher.run, shelf.stopping, lambda: shelf.fetcher.queue.put(None)):
+        for _ in range(1000):
+            shelf.fetcher.queue.put(0)
+        time.sleep(0.6)
+    assert 1 <= len(shelf.asks) <= 12, len(shelf.asks)
+    assert all(event == VersionFetched(0, 4, ()) for _, event in shelf.delivered)
+
+
+def test_a_fetch_goes_on_until_the_line_is_back() -> None:
+    shelf = Shelf()
+
+    def cut(ask: PullAsk) -> PulledVersion:
+        raise Unreachable("cut") if len(shelf.asks) < 2 else Refused(Status.NOT_FOUND, "not yet")
+
+    shelf.answers = [cut, cut, lambda ask: whole(dice("new", 0), 1)]
+    shelf.fetch(lambda: shelf.delivered)
+    assert len(shelf.asks) == 3
+
+
+# --- Listener --------------------------------------------------------------------------------------------------------
+
+
+class Stream:
+    def __init__(self, events: list[object]) -> None:
+        self.events = events
+        self.cancelled = threading.Event()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.events
+        assert self.cancelled.wait(BOUND_S)
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+class Ear:
+    """A listener, and a syncer whose Joins and Watches do what is written down here."""
+
+    def __init__(self) -> None:
+        self.stopping = threading.Event()
+        self.events = Events()
+        self.log: list[str] = []
+        self.joins: list[Callable[[], None]] = []
+        self.watches: list[Callable[[], Stream]] = []
+        self.told: list[object] = []
+        self.gave_up: list[str] = []
+        self.left = False
+        self.listener = Listener(
+            self,  # type: ignore[arg-type]
+            lambda: 1,
+            self._join,
+            lambda: self.left,
+            self.told.append,
+            self.gave_up.append,
+            self.events.emit,
+            self.stopping,
+        )
+
+    def _join(self) -> None:
+        self.log.append("join")
+        if self.joins:
+            self.joins.pop(0)()
+
+    def watch(self, incarnation: int) -> Stream:
+        self.log.append("watch")
+        return self.watches.pop(0)() if self.watches else Stream([Alive()])
+
+    def running(self) -> Any:
+        return thread(self.listener.run, self.stopping, self.listener.wake)
+
+
+def test_events_are_told_in_order_and_a_drop_ends_the_site_in_words() -> None:
+    ear = Ear()
+    ear.watches = [lambda: Stream([Alive(), FinalAnnounced(Ending.DRAINED), Dropped(Reason.SUPERSEDED)])]
+    with ear.running():
+        eventually(lambda: ear.gave_up, "it gives up")
+    assert ear.told == [FinalAnnounced(Ending.DRAINED)]
+    assert ear.gave_up == ["another process now speaks for this site: is it started twice?"]
+    assert [event["what"] for event in ear.events.all][:1] == ["connected"]
+
+
+def test_a_stream_that_breaks_is_opened_again_after_a_join() -> None:
+    ear = Ear()
+    first = Stream([Alive()])
+    ear.watches = [lambda: first]
+    with ear.running():
+        eventually(lambda: ear.listener.connected, "connected")
+        first.cancel()
+        eventually(lambda: ear.log[:3] == ["watch", "join", "watch"], "joined again")
+        eventually(lambda: len(ear.events.of("connected")) == 2, "connected again")
+    assert len(ear.events.of("disconnected")) >= 1
+
+
+def test_a_word_to_join_again_is_never_lost() -> None:
+    """Said before the first stream, from inside a join's own answer, and while a stream is being opened."""
+    ear = Ear()
+    ear.listener.wake()
+    ear.joins = [lambda: ear.listener.wake(), lambda: None]
+
+    def opened_meanwhile() -> Stream:
+        ear.listener.wake()
+        return Stream([Alive()])
+
+    ear.watches = [lambda: Stream([Alive()]), opened_meanwhile]
+    with ear.running():
+        eventually(lambda: ear.log.count("join") >= 3, f"three joins: {ear.log}")
+        eventually(lambda: ear.listener.connected, "connected at last")
+        before = ear.log.count("join")
+        time.sleep(0.3)
+        assert ear.log.count("join") == before, "and then it is at peace"
+
+
+@pytest.mark.parametrize("status", [Status.ALREADY_EXISTS, Status.PERMISSION_DENIED])
+def test_a_join_that_is_refused_for_good_ends_the_site_in_words(status: Status) -> None:
+    ear = Ear()
+
+    def refuse() -> None:
+        raise Refused(status, "a newer process speaks for site a")
+
+    ear.listener.wake()
+    ear.joins = [refuse]
+    with ear.running():
+        eventually(lambda: ear.gave_up, "it gives up")
+    assert ear.gave_up == ["a newer process speaks for site a"]
+
+
+def test_a_join_that_is_refused_for_another_reason_is_said_once_and_tried_again() -> None:
+    ear = Ear()
+
+    def refuse() -> None:
+        raise Refused(Status.FAILED_PRECONDITION, "run_id is 'x' at the site and 'y' at the syncer")
+
+    ear.listener.wake()
+    ear.joins = [refuse, refuse, lambda: None]
+    with ear.running():
+        eventually(lambda: ear.listener.connected, "connected")
+    assert ear.gave_up == []
+    assert [note["note"] for note in ear.events.of("note")] == ["join_refused"]
+
+
+def test_a_site_that_said_goodbye_listens_on_and_never_joins() -> None:
+    ear = Ear()
+    first = Stream([Alive()])
+    ear.watches = [lambda: first]
+    ear.left = True
+    with ear.running():
+        eventually(lambda: ear.listener.connected, "connected")
+        first.cancel()
+        eventually(lambda: ear.log.count("watch") >= 2, "listening again")
+        ear.listener.wake()
+        eventually(lambda: ear.log.count("watch") >= 3, "and again")
+    assert "join" not in ear.log
+
+
+def test_a_stop_is_noticed_wherever_the_listener_is() -> None:
+    for place in ("join", "watch", "stream"):
+        ear = Ear()
+        inside, go_on = threading.Event(), threading.Event()
+
+        def wait(inside: threading.Event = inside, go_on: threading.Event = go_on) -> None:
+            inside.set()
+            assert go_on.wait(BOUND_S)
+
+        if place == "join":
+            ear.listener.wake()
+            ear.joins = [wait]
+        elif place == "watch":
+            ear.watches = [lambda wait=wait: (wait(), Stream([Alive()]))[1]]  # type: ignore[misc]
+        began = time.monotonic()
+        running = threading.Thread(target=ear.listener.run)
+        running.start()
+        if place == "stream":
+            eventually(lambda ear=ear: ear.listener.connected, "connected")  # type: ignore[misc]
+        else:
+            assert inside.wait(BOUND_S)
+        ear.stopping.set()
+        ear.listener.wake()
+        go_on.set()
+        running.join(BOUND_S)
+        assert not running.is_alive(), place
+        assert time.monotonic() - began < 5, place

@@ -1,0 +1,78 @@
+"""Sealed updates: there when they were put, the same bytes after a death, and any damage is noticed."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diloco.learner.outbox import Outbox, OutboxError
+from tests.syncer.building import update
+
+
+def test_the_same_bytes_are_sent_by_a_new_process(tmp_path: Path) -> None:
+    header, payload = update(sequence=3, fragment=1, tokens=77)
+    Outbox(tmp_path).put(header, payload)
+    again = Outbox(tmp_path)
+    assert again.digests() == {(1, 3): header.digest}
+    found, view = again.get(1, 3, incarnation=9)
+    assert found == replace(header, incarnation=9)
+    assert bytes(view) == payload
+    again.drop(1, 3)
+    again.drop(1, 3)
+    assert again.digests() == {}
+    with pytest.raises(FileNotFoundError):
+        again.get(1, 3, 9)
+
+
+def test_it_is_durable_when_put_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    outbox = Outbox(tmp_path)
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}")))
+    outbox.put(*update())
+    assert len(synced) == 2
+    assert synced[1] == str(tmp_path)
+
+
+def test_a_later_one_takes_the_place_of_an_earlier_of_the_same_number(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path)
+    outbox.put(*update(values=None))
+    second, payload = update(site="a", values=None, encoding="int8")
+    outbox.put(second, payload)
+    assert outbox.get(0, 1, 1)[0] == second
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_every_damaged_byte_is_noticed_in_header_and_payload(tmp_path: Path) -> None:
+    """A flipped digit of ``tokens`` or ``base_version`` is as bad as one of the payload."""
+    header, payload = update()
+    outbox = Outbox(tmp_path)
+    outbox.put(header, payload)
+    path = tmp_path / "0-1.update"
+    whole = path.read_bytes()
+    seed = random.randrange(1 << 30)
+    dice = random.Random(seed)
+    for at in range(0, len(whole), 5):
+        bit = dice.randrange(8)
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << bit)]) + whole[at + 1 :])
+        with pytest.raises(OutboxError, match=f"{path} is damaged"):
+            outbox.get(0, 1, 1)
+        assert outbox.digests() == {}, (seed, at, bit)
+    for length in range(0, len(whole), 7):
+        path.write_bytes(whole[:length])
+        assert outbox.digests() == {}, length
+    path.write_bytes(whole)
+    assert outbox.digests() == {(0, 1): header.digest}
+
+
+def test_what_is_not_kept_is_cleared_and_leftovers_too(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path)
+    for sequence in (1, 2, 3):
+        outbox.put(*update(sequence=sequence))
+    (tmp_path / ".0-4.update.77.tmp").write_bytes(b"half")
+    again = Outbox(tmp_path)
+    again.clear({(0, 2), (1, 3)})
+    assert [path.name for path in tmp_path.iterdir()] == ["0-2.update"]

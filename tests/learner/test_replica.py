@@ -1,0 +1,130 @@
+"""A site's tensors under the three ways to adopt, and through a checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco.learner.replica import Replica
+from diloco.outer.fragments import gather, scatter
+from tests.syncer.building import LAYOUT, dice
+
+SHAPES = dict(LAYOUT.parameters)
+FRAGMENT = LAYOUT.fragments[0]
+
+
+def replica(rule: str, alpha: float = 0.25) -> Replica:
+    """One that has taken version 3 and trained since, with updates 5 and 6 on their way."""
+    found = Replica(LAYOUT, {name: torch.zeros(shape) for name, shape in SHAPES.items()}, rule, alpha)
+    found.latest[0] = (3, dice("base", 0))
+    found.retake(0, 3, [])
+    found.write(0, dice("local", 0))
+    found.sent[0, 5], found.sent[0, 6] = dice("d5", 0), dice("d6", 0)
+    found.sent[1, 5] = dice("d5", 1)
+    return found
+
+
+def local(found: Replica) -> Tensor:
+    return gather(FRAGMENT, found.parameters)
+
+
+def test_rebase_keeps_what_is_not_merged() -> None:
+    found = replica("rebase")
+    found.latest[0] = (4, dice("new", 0))
+    assert torch.equal(found.adopt(0, 4, [5]), local(found))
+    wanted = dice("new", 0) - (dice("base", 0) - dice("local", 0) - dice("d5", 0))
+    assert torch.equal(local(found), wanted)
+    assert found.base[0] is found.reference[0] is found.latest[0][1]
+    assert sorted(found.sent) == [(0, 6), (1, 5)]
+
+
+def test_rebase_of_nothing_is_the_version_bit_for_bit() -> None:
+    found = replica("rebase")
+    base = found.base[0]
+    assert base is not None
+    found.sent[0, 5] = base - local(found)
+    found.latest[0] = (4, dice("new", 0))
+    found.adopt(0, 4, [5])
+    assert torch.equal(local(found), dice("new", 0))
+
+
+@pytest.mark.parametrize(("rule", "alpha"), [("overwrite", 0.25), ("blend", 0.25), ("blend", 1.0)])
+def test_the_others_measure_from_the_value_right_after_the_adopt(rule: str, alpha: float) -> None:
+    found = replica(rule, alpha)
+    found.latest[0] = (4, dice("new", 0))
+    found.adopt(0, 4, [5, 6])
+    new, old = dice("new", 0), dice("local", 0)
+    wanted = new if rule == "overwrite" else old if alpha == 1 else new - (new - old) * alpha
+    assert torch.equal(local(found), wanted)
+    assert found.reference[0] is not None
+    assert torch.equal(found.reference[0], wanted)
+    assert sorted(found.sent) == [(1, 5)]
+    assert torch.equal(found.measure(0, []).pseudo_gradient(), torch.zeros_like(new))
+
+
+@pytest.mark.parametrize("rule", ["rebase", "overwrite", "blend"])
+def test_retake_throws_unsent_progress_away(rule: str) -> None:
+    found = replica(rule)
+    found.latest[0] = (4, dice("new", 0))
+    found.retake(0, 4, [6])
+    new = dice("new", 0)
+    assert torch.equal(local(found), new - dice("d6", 0) if rule == "rebase" else new)
+    assert sorted(found.sent) == [(0, 6), (1, 5)], "another fragment's are not touched"
+    subtract = [6] if rule == "rebase" else []
+    measured = found.measure(0, subtract).pseudo_gradient()
+    assert torch.allclose(measured, torch.zeros_like(new), atol=1e-6), "nothing is left to send"
+
+
+def test_retake_of_the_version_that_is_held_needs_no_newer_one() -> None:
+    found = replica("rebase")
+    found.latest[0] = (9, dice("newer", 0))  # It is here, and not what was ordered.
+    found.retake(0, 3, [])
+    assert torch.equal(local(found), dice("base", 0))
+
+
+def test_measuring_copies_the_model_at_that_instant() -> None:
+    found = replica("rebase")
+    inputs = found.measure(0, [5, 6])
+    found.write(0, torch.zeros(FRAGMENT.numel))
+    wanted = dice("base", 0) - dice("local", 0) - dice("d5", 0) - dice("d6", 0)
+    assert torch.equal(inputs.pseudo_gradient(), wanted)
+
+
+@pytest.mark.parametrize("rule", ["rebase", "overwrite", "blend"])
+def test_a_checkpoint_holds_everything_that_the_next_update_is_made_of(rule: str) -> None:
+    found = replica(rule)
+    found.latest[0] = (4, dice("new", 0))
+    found.adopt(0, 4, [5])
+    tensors = {name: values.clone() for name, values in found.tensors().items()}
+    again = Replica(LAYOUT, {name: values.clone() for name, values in found.parameters.items()}, rule, 0.25)
+    again.restore(tensors, [4, -1])
+    subtract = [6] if rule == "rebase" else []
+    mine, theirs = again.measure(0, subtract).pseudo_gradient(), found.measure(0, subtract).pseudo_gradient()
+    assert torch.equal(mine, theirs)
+    assert (again.base[1], again.reference[1], again.latest[1]) == (None, None, None)
+    assert again.latest[0] is not None
+    assert again.latest[0][0] == 4
+    assert sorted(again.sent) == [(0, 6), (1, 5)]
+    again.latest[0] = found.latest[0] = (5, dice("newest", 0))
+    again.adopt(0, 5, [6])
+    found.adopt(0, 5, [6])
+    assert torch.equal(local(again), local(found))
+
+
+def test_a_released_update_is_forgotten_once_and_for_all() -> None:
+    found = replica("rebase")
+    found.release(0, 5)
+    found.release(0, 5)
+    assert sorted(found.sent) == [(0, 6), (1, 5)]
+
+
+def test_parameters_of_other_kinds_are_written_in_place() -> None:
+    parameters = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
+    before = {name: values.data_ptr() for name, values in parameters.items()}
+    found = Replica(LAYOUT, parameters, "rebase", 0.5)
+    found.write(0, dice("base", 0))
+    assert {name: values.data_ptr() for name, values in parameters.items()} == before
+    wanted = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    scatter(FRAGMENT, dice("base", 0), wanted)
+    assert torch.equal(found.local(0), gather(FRAGMENT, {n: v.bfloat16() for n, v in wanted.items()}))

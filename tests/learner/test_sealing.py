@@ -1,0 +1,44 @@
+"""An update says truly what is in it."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+
+from diloco.codec.contract import NonFiniteError
+from diloco.codec.registry import make_codec
+from diloco.learner.replica import SealInputs
+from diloco.learner.sealing import SealJob, seal
+from diloco.sync.effects import Seal
+from tests.syncer.building import dice
+
+EFFECT = Seal(0, 7, 3, (5, 6), 120, 12, 1000, 99, final=True)
+
+
+def inputs() -> SealInputs:
+    return SealInputs(dice("base", 0), dice("local", 0), [dice("d5", 0), dice("d6", 0)])
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4:32+zstd1"])
+def test_the_header_is_that_of_the_payload_and_decoded_is_what_the_syncer_reads(codec: str) -> None:
+    sealed = seal(SealJob(EFFECT, inputs()), make_codec(codec), "run", "a", 4)
+    measured = dice("base", 0) - dice("local", 0) - dice("d5", 0) - dice("d6", 0)
+    header = sealed.header
+    assert (header.run_id, header.site_id, header.incarnation) == ("run", "a", 4)
+    assert (header.fragment, header.sequence, header.base_version) == (0, 7, 3)
+    assert (header.tokens, header.steps, header.step_ns, header.cursor, header.final) == (120, 12, 1000, 99, True)
+    assert (header.encoding, header.numel) == (codec, measured.numel())
+    assert (header.payload_bytes, header.digest) == (len(sealed.payload), hashlib.sha256(sealed.payload).hexdigest())
+    assert torch.equal(sealed.decoded, make_codec(codec).decode(sealed.payload, measured.numel()))
+    assert sealed.norm == pytest.approx(float(measured.norm()))
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_never_encoded(codec: str, bad: float) -> None:
+    job = SealJob(EFFECT, inputs())
+    job.inputs.local[3] = bad
+    with pytest.raises(NonFiniteError):
+        seal(job, make_codec(codec), "run", "a", 4)
