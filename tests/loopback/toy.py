@@ -24,9 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diloco.codec.contract import digest
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo
 from diloco.learner.agent import Agent, AgentOptions, Finished
+from diloco.learner.follower import Follower
 from diloco.learner.outbox import Outbox
 from diloco.learner.replica import Replica
 from diloco.outer.fragments import Layout, gather, plan_layout
@@ -319,13 +321,14 @@ def main(role: str, toy: Toy, death: tuple[str, int] | None, mine: dict[str, Any
             archive(Path(toy.folder) / "archive")
         if death is not None:
             die_at(*death)
-        run_syncer(toy, emit) if role == "syncer" else run_site(toy, emit, mine)
+        {"syncer": run_syncer, "site": run_site, "rank": run_rank}[role](toy, emit, mine)
     except BaseException:
         emit("error", {"text": traceback.format_exc()})
         raise
 
 
-def run_syncer(toy: Toy, emit: Emit) -> None:
+def run_syncer(toy: Toy, emit: Emit, mine: dict[str, Any]) -> None:
+    del mine
     syncer = toy.syncer(emit)
     emit("listening", {"address": syncer.start()})
     while (ending := syncer.wait(0.2)) is None:
@@ -344,3 +347,25 @@ def run_site(toy: Toy, emit: Emit, mine: dict[str, Any]) -> None:
         lambda steps: emit("trained", {"steps": steps}),
     )
     emit("finished", asdict(done))
+
+
+def run_rank(toy: Toy, emit: Emit, mine: dict[str, Any]) -> None:
+    """One of the ranks of a site: all make the same steps, rank 0 speaks to the syncer."""
+    group = SiteGroup(
+        mine["rank"], mine["rank"], mine["world"], master_port=mine["master_port"], device="cpu", timeout_s=30.0
+    )
+    parameters, layout = empty_parameters(toy.shapes), toy.layout()
+    outer: Agent | Follower = Follower(layout, parameters, group)
+    if group.is_first:
+        outer = toy.agent(mine["site"], mine["address"], parameters, emit, None, group)
+    outer.start()
+    steps, stop = 0, False
+    while not stop:
+        held = [digest(gather(fragment, parameters)) for fragment in layout.fragments]
+        emit("holds", {"steps": steps, "digests": held})
+        steps += 1
+        time.sleep(mine["step_s"])
+        train(parameters, toy.seed, mine["site"], steps)
+        stop = outer.after_step(StepInfo(steps, 1.0, TOKENS_PER_STEP, 0, 1_000_000, steps, 1.0, 0.1, applied=True)).stop
+    emit("finished", asdict(outer.finish()) if isinstance(outer, Agent) else {})
+    group.close()
