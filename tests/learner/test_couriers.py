@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from diloco.codec.contract import digest
+from diloco.codec.registry import make_codec
 from diloco.learner.couriers import MALFORMED_MAX, Fetcher, Listener, Pause, Sender
 from diloco.learner.outbox import Outbox, OutboxError
 from diloco.learner.replica import Replica
-from diloco.sync.events import Ending, FateTold, FinalAnnounced, Outcome, PushAnswered, Reason, VersionFetched
+from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, Outcome, PushAnswered, Reason, VersionFetched
 from diloco.wire.chunks import checksum
 from diloco.wire.messages import (
     Alive,
@@ -145,8 +146,6 @@ def test_an_update_is_sent_until_it_has_its_definite_answer(tmp_path: Path) -> N
 
 
 def test_a_fate_that_comes_with_the_answer_is_told_after_it(tmp_path: Path) -> None:
-    from diloco.sync.events import Fate
-
     desk = Desk(tmp_path)
     fate = Fate(0, 1, 2, 100, desk.sealed(1).digest)
     desk.answers = [PushResult(Outcome.DUPLICATE, 2, fate=fate)]
@@ -281,8 +280,6 @@ def whole(values: Tensor, version: int, sent: Tensor | None = None) -> PulledVer
 
 @pytest.mark.parametrize("payload", [b"\x00" * 7, None])
 def test_a_difference_that_does_not_give_the_version_is_said_and_the_whole_is_fetched(payload: bytes | None) -> None:
-    from diloco.codec.registry import make_codec
-
     shelf, old, new = Shelf(), dice("old", 0), dice("new", 0)
     shelf.replica.latest[0] = (3, old)
     wrong = payload or make_codec("int8").encode(dice("elsewhere", 0))
