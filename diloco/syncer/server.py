@@ -314,8 +314,9 @@ class Syncer:
             return False
         self._steps_since_snapshot = 0
         write = self.store.snapshot_writer(machine, self.holdings.values)
-        self._snapshot_thread = threading.Thread(target=self._snapshot, args=(write,), name="snapshot")
-        self._snapshot_thread.start()
+        thread = threading.Thread(target=self._snapshot, args=(write,), name="snapshot")
+        thread.start()
+        self._snapshot_thread = thread  # Only now: whoever stops the process joins it.
         return True
 
     def _snapshot(self, write: Callable[[], int]) -> None:

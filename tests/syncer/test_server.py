@@ -341,6 +341,21 @@ def test_a_stop_leaves_no_thread_and_a_snapshot_of_the_last_state(tmp_path: Path
     again.stop(0.1)
 
 
+def test_a_stop_finds_no_snapshot_that_has_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def slow(thread: threading.Thread) -> None:
+        if thread.name == "snapshot":
+            time.sleep(0.2)
+        start(thread)
+
+    with serving(tmp_path) as syncer:
+        monkeypatch.setattr(threading.Thread, "start", slow)
+        syncer.core.do_soon(syncer._begin_snapshot)
+        time.sleep(0.05)
+    assert ours() == []
+
+
 def test_a_stop_in_the_middle_of_pushes_and_merges_loses_nothing(tmp_path: Path) -> None:
     accepted: list[tuple[str, int]] = []
     syncer = new_syncer(tmp_path, Events().emit, snapshot_every=2)
