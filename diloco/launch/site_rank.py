@@ -202,6 +202,7 @@ def _build_agent(
         emit,
         group,
         restored=(resumed.tensors, resumed.meta) if resumed is not None else None,
+        redo=resumed.redo if resumed is not None else None,
     )
 
 

@@ -30,6 +30,7 @@ from diloco.learner.outbox import Outbox
 from diloco.learner.outcome import Finished, JoinFailed
 from diloco.learner.replica import Replica, SealInputs
 from diloco.learner.reporting import meter_fields, report_info
+from diloco.learner.restoring import restored_machine
 from diloco.learner.sealing import SealJob, seal
 from diloco.sync.effects import (
     Adopt,
@@ -47,7 +48,6 @@ from diloco.sync.effects import (
     StopTraining,
 )
 from diloco.sync.events import BoundaryReached, JoinAnswered, LeaveAsked, Sealed, SealFailed, StepDone
-from diloco.sync.learner import LearnerSync
 from diloco.sync.progress import SentState, site_ledger
 from diloco.wire.messages import JoinAsk, Refused, Status, Unreachable
 
@@ -106,8 +106,12 @@ class Agent:
         emit: Callable[[str, dict[str, object]], None],
         group: SiteGroup,
         restored: tuple[Mapping[str, Tensor], Mapping[str, object]] | None = None,
+        redo: StepInfo | None = None,
     ) -> None:
-        """``parameters`` are the model's own, written in place; ``restored`` is what ``state`` gave a checkpoint."""
+        """``parameters`` are the model's own, written in place; ``restored`` is what ``state`` gave a checkpoint.
+
+        ``redo`` is the step of that checkpoint, if the loop will call ``after_step`` for it once more.
+        """
         self._options, self._learner, self._layout = options, learner, layout
         self._agreement, self._client, self._site_id = agreement, client, site_id
         self._emit, self._group = emit, group
@@ -118,7 +122,8 @@ class Agent:
         self._replica = Replica(layout, parameters, learner.adopt, options.adopt_alpha)
         self._meter = Meter()
         self._changed = threading.Condition(threading.RLock())
-        self._machine = self._restored_machine(restored)
+        self._redo = redo
+        self._machine = restored_machine(learner, restored, redo, self._outbox, self._odometer, self._replica)
         self._stopping = threading.Event()
         self._stop: StopTraining | None = None
         self._leave_asked = False
@@ -150,24 +155,6 @@ class Agent:
         )
         loops = (self._sender.run, self._fetcher.run, self._listener.run, self._seal_loop, self._keep_in_touch)
         self._threads = [threading.Thread(target=self._guarded, args=(loop,), daemon=True) for loop in loops]
-
-    def _restored_machine(self, restored: tuple[Mapping[str, Tensor], Mapping[str, object]] | None) -> LearnerSync:
-        _, tokens = self._odometer.read()
-        if restored is None:
-            self._outbox.clear(set())
-            machine = LearnerSync(self._learner)
-            machine.state.tokens_processed = tokens
-            return machine
-        tensors, meta = restored
-        machine = LearnerSync.restore(self._learner, meta["machine"], self._outbox.digests(), tokens)
-        self._replica.restore(tensors, [part.base_version for part in machine.state.fragments])
-        in_flight = {
-            (index, sent.sequence) for index, part in enumerate(machine.state.fragments) for sent in part.in_flight
-        }
-        for fragment, sequence in [key for key in self._replica.sent if key not in in_flight]:
-            self._replica.release(fragment, sequence)
-        self._outbox.clear(in_flight)
-        return machine
 
     # --- what the training loop calls --------------------------------------------------------------------------
 
@@ -222,9 +209,10 @@ class Agent:
         """The line in the training loop: account for the step, seal and adopt what is due, say whether to go on."""
         began_ns = time.perf_counter_ns()
         with self._changed:
-            effects = self._machine.handle(
-                StepDone(info.step, info.tokens, info.step_ns, info.cursor), time.monotonic_ns()
-            )
+            # The step of a checkpoint was told to the machine before it joined.
+            told = self._redo is not None and info.step == self._redo.step
+            step = StepDone(info.step, info.tokens, info.step_ns, info.cursor)
+            effects = self._machine.handle(BoundaryReached() if told else step, time.monotonic_ns())
             self._odometer.write(info.step, self._machine.state.tokens_processed)
             adopted = self._carry_out(effects)
             waiting = self._machine.must_wait()
@@ -235,7 +223,8 @@ class Agent:
             adopted |= self._until(done, until, "the version of its own update (lock_step)")
         stop = self._stop
         self._tell_ranks(adopted, stop=stop is not None)
-        self._meter.step(info.step_ns, info.tokens, info.loss)
+        if not told:
+            self._meter.step(info.step_ns, info.tokens, info.loss)
         self._meter.stalled(time.perf_counter_ns() - began_ns, adopt_ns)
         return Verdict(stop is not None, stop.why if stop else "")
 

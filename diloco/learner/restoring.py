@@ -1,0 +1,54 @@
+"""From a checkpoint, an outbox and an odometer to the machine of a new process."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from diloco.sync.events import StepDone
+from diloco.sync.learner import LearnerSync
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from diloco.inner.trainer import StepInfo
+    from diloco.learner.odometer import Odometer
+    from diloco.learner.outbox import Outbox
+    from diloco.learner.replica import Replica
+    from diloco.sync.options import LearnerOptions
+
+
+def restored_machine(
+    options: LearnerOptions,
+    restored: tuple[Mapping[str, Tensor], Mapping[str, object]] | None,
+    redo: StepInfo | None,
+    outbox: Outbox,
+    odometer: Odometer,
+    replica: Replica,
+) -> LearnerSync:
+    """The machine, and the tensors that it lists in ``replica``; the outbox keeps what it lists and nothing else.
+
+    ``redo`` is the step that the checkpoint holds and that its machine had not heard of.  It is told before the first
+    join: if the syncer has later work, what this step learned is thrown away with the rest and counts as lost.
+    """
+    odometer_step, tokens = odometer.read()
+    if restored is None:
+        outbox.clear(set())
+        machine = LearnerSync(options)
+        machine.state.tokens_processed = tokens
+        return machine
+    tensors, meta = restored
+    if redo is not None and odometer_step >= redo.step:
+        tokens -= redo.tokens  # It is counted when the machine hears of it.
+    machine = LearnerSync.restore(options, meta["machine"], outbox.digests(), tokens)
+    replica.restore(tensors, [part.base_version for part in machine.state.fragments])
+    listed = {(index, sent.sequence) for index, part in enumerate(machine.state.fragments) for sent in part.in_flight}
+    for fragment, sequence in [key for key in replica.sent if key not in listed]:
+        replica.release(fragment, sequence)
+    outbox.clear(listed)
+    if redo is not None:
+        effects = machine.handle(StepDone(redo.step, redo.tokens, redo.step_ns, redo.cursor), time.monotonic_ns())
+        assert not effects, "before it has joined, a machine decides nothing"
+    return machine

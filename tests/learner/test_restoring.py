@@ -1,0 +1,87 @@
+"""A new process takes over a checkpoint, an outbox and an odometer; no token is counted twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco.inner.trainer import StepInfo
+from diloco.learner.odometer import Odometer
+from diloco.learner.outbox import Outbox
+from diloco.learner.replica import Replica
+from diloco.learner.restoring import restored_machine
+from diloco.outer.fragments import plan_layout
+from diloco.sync.events import BoundaryReached, FragmentStanding, JoinAnswered, StepDone, VersionFetched
+from diloco.sync.learner import LearnerSync
+from diloco.sync.options import LearnerOptions
+from diloco.sync.progress import Ledger, site_ledger
+
+TOKENS = 10
+
+
+def standing(watermark: int = 0, merged: int = 0) -> FragmentStanding:
+    return FragmentStanding(0, 0, "", watermark, 0, merged, 0, (), ())
+
+
+def joined(part: FragmentStanding) -> JoinAnswered:
+    return JoinAnswered(1, 1, (part,), 0, 0, None)
+
+
+def step(number: int) -> StepInfo:
+    return StepInfo(number, 1.0, TOKENS, number * TOKENS, 1000, number, 1.0, 0.1, applied=True)
+
+
+def trained(steps: int) -> LearnerSync:
+    """A site that has trained ``steps`` steps on version 0 and sent nothing."""
+    machine = LearnerSync(LearnerOptions(inner_steps=100))
+    machine.handle(joined(standing()), 0)
+    machine.handle(VersionFetched(0, 0, ()), 0)
+    machine.handle(BoundaryReached(), 0)
+    for number in range(1, steps + 1):
+        machine.handle(StepDone(number, TOKENS, 1000, number), 0)
+    return machine
+
+
+def take_over(folder: Path, machine: LearnerSync, crashed_at: int, redo: StepInfo | None) -> LearnerSync:
+    """The machine of a new process, after the last one had got to step ``crashed_at``."""
+    layout = plan_layout([("w", (4,))], 1)
+    replica = Replica(layout, {"w": torch.zeros(4)}, "rebase", 0.5)
+    odometer = Odometer(folder / "odometer")
+    odometer.write(crashed_at, crashed_at * TOKENS)
+    kept = ({"base.0": torch.zeros(4)}, {"machine": machine.snapshot()})
+    return restored_machine(machine.options, kept, redo, Outbox(folder / "outbox"), odometer, replica)
+
+
+@pytest.mark.parametrize(("crashed_at", "lost_steps"), [(4, 0), (5, 0), (6, 1), (9, 4)])
+def test_the_checkpoints_own_step_is_counted_once(tmp_path: Path, crashed_at: int, lost_steps: int) -> None:
+    """The checkpoint of step 5 is taken before the machine hears of that step; the process died at ``crashed_at``."""
+    machine = take_over(tmp_path, trained(4), crashed_at, step(5))
+    machine.handle(joined(standing()), 0)
+    read = max(5, crashed_at) * TOKENS
+    assert site_ledger(machine.state) == Ledger(read, 0, 0, 0, 5 * TOKENS, 0, lost_steps * TOKENS)
+
+
+def test_a_checkpoint_at_the_end_of_a_run_has_no_step_to_tell_again(tmp_path: Path) -> None:
+    machine = take_over(tmp_path, trained(5), 5, None)
+    machine.handle(joined(standing()), 0)
+    assert site_ledger(machine.state) == Ledger(5 * TOKENS, 0, 0, 0, 5 * TOKENS, 0, 0)
+
+
+def test_a_step_that_later_work_has_outrun_is_lost_with_the_rest(tmp_path: Path) -> None:
+    """The syncer has merged an update of 3 steps that was sent after the checkpoint of step 5."""
+    machine = take_over(tmp_path, trained(4), 9, step(5))
+    machine.handle(joined(standing(watermark=1, merged=3 * TOKENS)), 0)
+    assert site_ledger(machine.state) == Ledger(9 * TOKENS, 3 * TOKENS, 0, 0, 0, 0, 6 * TOKENS)
+
+
+def test_a_site_without_a_checkpoint_has_lost_what_it_read(tmp_path: Path) -> None:
+    replica = Replica(plan_layout([("w", (4,))], 1), {"w": torch.zeros(4)}, "rebase", 0.5)
+    odometer = Odometer(tmp_path / "odometer")
+    odometer.write(7, 7 * TOKENS)
+    machine = restored_machine(
+        LearnerOptions(inner_steps=100), None, None, Outbox(tmp_path / "outbox"), odometer, replica
+    )
+    machine.handle(joined(standing()), 0)
+    assert site_ledger(machine.state) == Ledger(7 * TOKENS, 0, 0, 0, 0, 0, 7 * TOKENS)
