@@ -110,6 +110,7 @@ def report(lines: dict[str, list[float]]) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_a_site_trains_on_through_each_fault_in_turn(tmp_path: Path) -> None:
     outer = {"grace": "fixed", "grace_ns": 5_000_000, "site_timeout_ns": 1_500_000_000, "num_fragments": 2}
     client = {"stall_s": 2.0, "control_timeout_s": 1.0, **QUICK}

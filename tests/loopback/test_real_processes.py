@@ -72,6 +72,7 @@ def test_a_syncer_and_two_sites_train_to_a_budget_and_tell_a_stranger_what_diffe
     assert again.end() == 0, again.text()
 
 
+@pytest.mark.slow
 def test_a_killed_site_goes_on_and_ctrl_c_leaves_in_order(place: Place) -> None:
     syncer, address = place.syncer("again")
     site = place.site("again", address, "site-a")

@@ -50,7 +50,7 @@ def merging(place: Place, run: str, verb: Verb, updates: int = 3) -> None:
 @pytest.mark.slow
 def test_a_run_with_a_killed_site_ends_by_itself(place: Place) -> None:
     (place.folder / "faults.yaml").write_text("- {at_s: 1, do: kill, target: site-b, for_s: 0.5}")
-    settings = [*UP, "run.name=otter", "run.seconds=12", "scenario=faults.yaml"]
+    settings = [*UP, "run.name=otter", "run.seconds=30", "scenario=faults.yaml"]
     code, text = place.run("up", *settings, bound_s=BOUND_S)
     assert code == 0, text
     summary = summary_of(place, "otter")
