@@ -59,7 +59,7 @@ from diloco.sync.events import (
     VersionPublished,
 )
 from diloco.sync.plain import from_plain, to_plain
-from diloco.sync.progress import Doubt, FragmentProgress, LearnerState, Orphan, Retaking, Sent, SentState, site_ledger
+from diloco.sync.progress import Doubt, FragmentProgress, LearnerState, Orphan, Retaking, Sent, SentState
 from diloco.sync.quorum import smoothed
 from diloco.sync.schedule import is_due
 
@@ -157,9 +157,13 @@ class LearnerSync:
         return not any(part.undecided() or part.orphans for part in self.state.fragments)
 
     def must_wait(self) -> bool:
-        """Lock-step only: whether an update, of an earlier process too, is not yet answered by an adopted version."""
-        return self.options.lock_step and any(
-            part.in_flight or part.orphans or part.published > part.base_version for part in self.state.fragments
+        """Lock-step only: whether an update, of an earlier process too, is not yet answered by an adopted version.
+
+        When the run has reached its bound the word that ends it is on its way, and one more step would be one too many.
+        """
+        return self.options.lock_step and (
+            self.state.progress_ppm >= 1_000_000
+            or any(p.in_flight or p.orphans or p.published > p.base_version for p in self.state.fragments)
         )
 
     # --- joining -----------------------------------------------------------------------------------------------
@@ -494,7 +498,3 @@ class LearnerSync:
 
     def _note(self, what: str, why: str, fragment: int | None = None) -> None:
         self._effects.append(Note(what, why, fragment=fragment))
-
-    def ledger(self) -> object:
-        """The site's ledger as plain values (``diloco/sync/progress.py``)."""
-        return to_plain(site_ledger(self.state))

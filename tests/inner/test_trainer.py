@@ -378,7 +378,10 @@ def test_a_step_is_timed_without_what_comes_after_it(manifest: CorpusManifest) -
 
 def test_emulated_slowness_sleeps_in_proportion(manifest: CorpusManifest, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("diloco.inner.trainer.time.sleep", slept.append)
+    here = threading.get_ident()  # The patch is seen by every thread, and a test runner has some of its own.
+    monkeypatch.setattr(
+        "diloco.inner.trainer.time.sleep", lambda s: slept.append(s) if threading.get_ident() == here else None
+    )
     infos: list[StepInfo] = []
 
     def after_step(info: StepInfo) -> Verdict:

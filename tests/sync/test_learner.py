@@ -7,6 +7,7 @@ import pytest
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.events import Ending, Outcome, Reason
+from diloco.sync.progress import Ledger, site_ledger
 from tests.sync.driving import notes, of, only
 from tests.sync.driving_site import Site, known
 
@@ -207,6 +208,14 @@ def test_invariant_16_a_site_that_lost_its_memory_adds_nothing_to_what_it_takes(
     assert only(fx.Seal, site.train(15)).sequence == 8
 
 
+def test_lock_step_trains_no_step_between_the_last_version_and_the_word_that_ends_the_run() -> None:
+    site = Site(lock_step=True)
+    site.handle(ev.VersionPublished(1, 0, 0, 1000, 999_999))
+    assert not site.machine.must_wait()
+    site.handle(ev.VersionPublished(1, 0, 0, 1000, 1_000_000))
+    assert site.machine.must_wait()
+
+
 def test_invariant_14_only_lock_step_is_asked_to_wait() -> None:
     for lock_step in (False, True):
         site = Site(lock_step=lock_step)
@@ -235,12 +244,6 @@ def test_invariant_10_tokens_of_every_fragment_balance_through_a_seal_in_each() 
             site.handle(ev.Sealed(seal.fragment, seal.sequence, f"{seal.fragment}.{seal.sequence}"))
             site.handle(ev.PushAnswered(seal.fragment, seal.sequence, Outcome.ACCEPTED, None))
     # Due at 2, 4 and 7 of every 7 steps, two updates each until the windows are full: 9, 11 and 14 steps are in flight.
-    assert site.machine.ledger() == {
-        "processed": 440,
-        "merged": 0,
-        "refused": 0,
-        "in_flight": 125,
-        "unsent": 315,
-        "overwritten": 0,
-        "lost": 0,
-    }
+    assert site_ledger(site.machine.state) == Ledger(
+        440, merged=0, refused=0, in_flight=125, unsent=315, overwritten=0, lost=0
+    )
