@@ -47,7 +47,7 @@ def diloco(folder: str, name: str, verb: str, settings: list[str], bound_s: floa
 def one_seed(folder: str, seed: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Every arm with one seed."""
     shared = [f"run.seed={seed}", *(QUICK if options.quick else ())]
-    together = [f"inner.batch_sequences={SITES * BATCH}"]
+    together = [f"inner.batch_sequences={SITES * BATCH}", "site.threads=2"]
     tokens = [f"run.tokens={options.tokens}"]
     calm, faults = ["scenario=none"], []
     bound_s = options.bound_s
@@ -104,8 +104,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     add_arguments(parser)
     parser.add_argument("--seeds", type=int, default=3, help="how many seeds, from --seed on")
-    parser.add_argument("--tokens", type=int, default=1_500_000, help="merged tokens of every arm")
-    parser.add_argument("--warm-tokens", type=int, default=500_000)
+    parser.add_argument("--tokens", type=int, default=1_200_000, help="merged tokens of every arm")
+    parser.add_argument("--warm-tokens", type=int, default=400_000)
     parser.add_argument("--arms", nargs="*", default=[], help="only these arms")
     parser.add_argument("--bound-s", type=float, default=900.0, help="longest wait for one run")
     options = parser.parse_args()
