@@ -81,7 +81,7 @@ def one_seed(folder: str, seed: int, options: argparse.Namespace) -> list[dict[s
 
 def _merged(summary: dict[str, Any]) -> dict[str, Any]:
     sites = summary.get("sites") or {}
-    merged = sum(site["tokens_merged"] for site in sites.values())
+    merged = sum(site.get("tokens_merged", 0) for site in sites.values())
     return {"tokens_merged": merged, "versions": summary.get("versions"), "faults": len(summary.get("faults") or [])}
 
 
