@@ -77,6 +77,8 @@ def _train(config: RunConfig, place: Place) -> ExitCode:
         trainer, model = build.build_trainer(config, group, (0, 1), run_dir.train, emit, clock.progress)
         clock.trainer = trainer
         resumed = trainer.resume()
+        if resumed is None and config.run.init_from is not None:
+            build.load_values(config.run.init_from, model)  # On every rank alike, between two steps.
         clock.begin(resumed)
         evaluator = Evaluator(config, build.corpus(config)) if group.is_first else None
         began = time.monotonic()

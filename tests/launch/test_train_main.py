@@ -44,6 +44,14 @@ def test_training_alone_learns_goes_on_and_leaves_a_summary(place: Place, capsys
     assert main(["train", *TINY, "run.name=base", "run.tokens=9000", "run.resume=never"]) == 2
 
 
+def test_the_baseline_begins_where_it_is_told_to(place: Place) -> None:
+    assert main(["train", *TINY, "run.name=warm", "run.tokens=6400"]) == 0
+    assert main(["train", *TINY, "run.name=on", "run.tokens=640", "run.init_from=runs/warm/train/checkpoints"]) == 0
+    warm, on = (json.loads(Path(f"runs/{name}/summary.json").read_text())["global"] for name in ("warm", "on"))
+    assert on["val_loss_start"] == pytest.approx(warm["val_loss"], rel=0.1)
+    assert on["val_loss_start"] < warm["val_loss_start"] - 1
+
+
 def test_seconds_are_counted_over_restarts(place: Place) -> None:
     assert main(["train", *TINY, "run.name=timed", "run.seconds=0.3"]) == 0
     done = steps("timed")
