@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 import yaml  # type: ignore[import-untyped]
 
+from diloco.launch.errors import ConfigError
 from diloco.wan.link import LinkOptions
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ KINDS: Mapping[str, tuple[str, str]] = {
 LASTS_S_MAX = 3600.0
 
 
-class ScenarioError(ValueError):
+class ScenarioError(ConfigError):
     """A scenario that cannot be played; the text names the file, the line and the value."""
 
 
@@ -125,9 +126,7 @@ def load_scenario(text: str, file: str, sites: Sequence[str]) -> list[Step]:
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{file}:{mark.line + 1}" if mark is not None else file
-        raise ScenarioError(f"{where}: not YAML: {getattr(error, 'problem', None) or error}") from None
+        raise _not_yaml(file, error) from None
     if root is None:
         return []
     if not isinstance(root, yaml.SequenceNode):
@@ -141,6 +140,7 @@ class _Reader:
     """Reads one step and complains about it with its line."""
 
     def __init__(self, file: str, node: yaml.Node, sites: Sequence[str]) -> None:
+        self._file = file
         self._where = f"{file}:{node.start_mark.line + 1}"
         self._line = node.start_mark.line + 1
         self._sites = list(sites)
@@ -156,7 +156,12 @@ class _Reader:
             key = str(key_node.value)
             if key in values:
                 raise ScenarioError(f"{self._where}: {key} stands twice")
-            values[key] = loader.construct_object(value_node, deep=True)
+            try:
+                values[key] = loader.construct_object(value_node, deep=True)
+            except yaml.YAMLError as error:
+                raise _not_yaml(self._file, error) from None
+            except ValueError as error:  # Such as a date with a 13th month.
+                raise ScenarioError(f"{self._where}: {key} is {value_node.value!r}: {error}") from None
         return values
 
     def step(self) -> Step:
@@ -237,6 +242,12 @@ class _Reader:
 
     def _wrong(self, text: str) -> ScenarioError:
         return ScenarioError(f"{self._where}: {text}")
+
+
+def _not_yaml(file: str, error: yaml.YAMLError) -> ScenarioError:
+    mark = getattr(error, "problem_mark", None)
+    where = f"{file}:{mark.line + 1}" if mark is not None else file
+    return ScenarioError(f"{where}: not YAML: {getattr(error, 'problem', None) or error}")
 
 
 def _check_together(file: str, steps: Sequence[Step]) -> None:

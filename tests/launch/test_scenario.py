@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco.launch.errors import ConfigError
 from diloco.launch.scenario import Play, ScenarioError, Schedule, Step, late_sites, load_scenario
 
 SITES = ["site-a", "site-b", "site-c"]
@@ -70,6 +71,11 @@ def test_every_kind_can_be_written() -> None:
         ("- kill", "faults.yaml:1: a step is a mapping"),
         ("- {at_s: [", "faults.yaml:1: not YAML"),
         (
+            "- {at_s: 1,\n   do: !mine kill, target: site-a}",
+            "faults.yaml:2: not YAML: could not determine a constructor",
+        ),
+        ("- {at_s: 2026-13-01, do: kill, target: site-a}", "faults.yaml:1: at_s is '2026-13-01': month"),
+        (
             "- {at_s: 1, do: start, target: site-a}\n- {at_s: 2, do: start, target: site-a}",
             "faults.yaml:2: site-a starts already in line 1",
         ),
@@ -79,6 +85,8 @@ def test_what_cannot_be_played_is_refused_with_line_and_value(text: str, wanted:
     with pytest.raises(ScenarioError) as refusal:
         load(text)
     assert wanted in str(refusal.value)
+    # What makes it one line and exit code 2.
+    assert isinstance(refusal.value, ConfigError)
     assert "\n" not in str(refusal.value)
 
 
