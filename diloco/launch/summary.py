@@ -15,6 +15,7 @@ import json
 from typing import TYPE_CHECKING
 
 from diloco.durable import write_file
+from diloco.launch.history import whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -174,13 +175,13 @@ def settled(done: Mapping[str, int], heard: Mapping[str, object]) -> dict[str, i
 
 def unfinished(site: SiteHistory, heard: Mapping[str, object], num_fragments: int) -> dict[str, int]:
     """The ledger of a site that never said goodbye: what is not known to be elsewhere died with it."""
-    merged = int(str(heard.get("tokens_merged", 0)))
+    merged = whole(heard, "tokens_merged")
     refused = site.tokens_discarded // num_fragments
-    told = int(str(heard.get("tokens_processed", 0)))
+    told = whole(heard, "tokens_processed")
     processed = max(int(site.meter("tokens")), told, merged + refused)
     rest = processed - merged - refused
-    undecided = int(str(heard.get("undecided", 0)))
-    in_flight = min(rest, int(str(heard.get("tokens_in_flight", 0)))) if undecided else 0
+    undecided = whole(heard, "undecided")
+    in_flight = min(rest, whole(heard, "tokens_in_flight")) if undecided else 0
     ledger = dict.fromkeys(("processed", *LEDGER), 0)
     ledger.update(processed=processed, merged=merged, refused=refused, in_flight=in_flight, lost=rest - in_flight)
     return ledger

@@ -89,6 +89,16 @@ def test_a_site_that_died_for_good_loses_what_nobody_has(undecided: int) -> None
     assert (ledger["merged"], ledger["refused"], ledger["in_flight"]) == (600, 40, 50 * undecided)
 
 
+def test_a_site_that_the_syncer_has_not_heard_yet_has_figures_of_null() -> None:
+    recorder = Recorder()
+    recorder.say(0, "site-a", "meter", incarnation=1, tokens=700)
+    unheard = {"tokens_merged": 0, "undecided": 1, "tokens_processed": None, "tokens_in_flight": None}
+    summary = made(recorder, status={"sites": {"site-a": unheard}})
+    assert complaints(summary) == []
+    site = summary["sites"]["site-a"]
+    assert (site["tokens_processed"], site["tokens_in_flight"], site["tokens_lost"]) == (700, 0, 700)
+
+
 def test_what_other_ways_would_have_sent(recorder: Recorder) -> None:
     wire = made(recorder)["wire"]
     steps = sum(recorder.steps.values())
