@@ -18,11 +18,11 @@ from diloco.launch.eventlog import EventLog
 from diloco.launch.history import RunHistory
 from diloco.launch.report import rebuild
 from diloco.launch.run_dir import LATEST, RunDir, name_run, point_latest, run_dir_of
-from diloco.launch.scenario import LINK, Step, load_scenario
-from diloco.launch.schema import SyncerSection
+from diloco.launch.scenario import LINK, SYNCER, Step, load_scenario
+from diloco.launch.schema import SiteSection, SyncerSection
 from diloco.launch.summary import summarize, write_summary
 from diloco.launch.supervise import Interrupts, child_environment
-from diloco.launch.up import Outcome, Up, UpOptions, children_of, not_played
+from diloco.launch.up import EVAL, Outcome, Up, UpOptions, children_of, not_played
 from diloco.launch.view import Facts, make_view
 from diloco.wan.process import RelayProcess
 
@@ -47,9 +47,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     # Taken first: how many threads this process may use is not for the children.
     environment = child_environment(os.environ)
     limit_threads(1)
-    sites = list(config.cluster.sites)
-    if not sites:
-        raise ConfigError("cluster.sites is empty: diloco up needs at least one site")
+    check(config)
     steps = scenario_of(config)
 
     from diloco.launch import build
@@ -60,6 +58,27 @@ def main(arguments: Sequence[str]) -> ExitCode:
         interrupts = stack.enter_context(Interrupts())
         print(f"run {run_dir.root.name} {'goes on' if again else 'begins'} in {run_dir.root}", flush=True)
         return _run(config, run_dir, steps, interrupts, environment)
+
+
+def check(config: RunConfig) -> None:
+    """Refuse what the other verbs take and ``up`` decides by itself, and sites whose names cannot be."""
+    if not config.cluster.sites:
+        raise ConfigError("cluster.sites is empty: diloco up needs at least one site")
+    for name in config.cluster.sites:
+        if not configs.is_name(name):
+            raise ConfigError(f"cluster.sites has {name!r}: letters, digits, '.', '_' and '-', at most 64")
+        if name in RESERVED:
+            raise ConfigError(f"cluster.sites has {name!r}: that is the name of another process of the run")
+    for key in ("id", "syncer", "index", "num_sites"):
+        value = getattr(config.site, key)
+        if value != getattr(SiteSection(), key):
+            raise ConfigError(f"site.{key} is {value!r}: diloco up gives each of cluster.sites its own; leave it out")
+    if config.cluster.syncer.folder:
+        folder = config.cluster.syncer.folder
+        raise ConfigError(f"cluster.syncer.folder is {folder!r}: diloco up keeps all in the run's folder; leave it out")
+
+
+RESERVED = (SYNCER, EVAL, "up")
 
 
 def scenario_of(config: RunConfig) -> list[Step]:
@@ -235,11 +254,14 @@ def up_options(
     from diloco.launch import build
 
     links, sites = {}, {}
-    for name, site in config.cluster.sites.items():
+    num_sites = len(config.cluster.sites)
+    for index, (name, site) in enumerate(config.cluster.sites.items()):
         link = build.link_options(config, name)
         links[name] = {key: float(value) for key, value in asdict(link).items()}
         dial = relay.add(name, link, address) if relay is not None else address
-        settings = {"id": name, "syncer": dial, "slowdown": site.slowdown, "nproc": site.nproc}
+        # Counted here, once for all: no two sites may take the same share of the text.
+        place = {"id": name, "index": index, "num_sites": num_sites, "syncer": dial}
+        settings = {**place, "slowdown": site.slowdown, "nproc": site.nproc}
         build.trainer_options(replace(config, site=replace(config.site, slowdown=site.slowdown)))
         sites[name] = [f"site.{key}={value}" for key, value in settings.items()]
     waits = config.outer.final_wait_s + config.cluster.syncer.linger_s + 2 * config.site.finish_timeout_s

@@ -14,9 +14,9 @@ from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.history import RunHistory
 from diloco.launch.run_dir import RunDir
 from diloco.launch.scenario import ScenarioError
-from diloco.launch.schema import RunConfig
+from diloco.launch.schema import ClusterSite, RunConfig
 from diloco.launch.up import Outcome
-from diloco.launch.up_main import choose_run, exit_code, facts_of, main, scenario_of, syncer_address, up_options
+from diloco.launch.up_main import check, choose_run, exit_code, facts_of, main, scenario_of, syncer_address, up_options
 
 
 def config_in(path: Path, *overrides: str) -> RunConfig:
@@ -132,6 +132,7 @@ def test_every_site_gets_its_link_and_its_speed(tmp_path: Path) -> None:
     options = up_options(config, "127.0.0.1:7001", None, [], {})
     assert list(options.sites) == ["site-a", "site-b", "site-c"]
     assert "site.slowdown=1.25" in options.sites["site-b"]
+    assert {"site.id=site-b", "site.index=1", "site.num_sites=3"} <= set(options.sites["site-b"])
     assert "site.syncer=127.0.0.1:7001" in options.sites["site-a"]
     assert [options.links[name]["rtt_ms"] for name in options.sites] == [80.0, 200.0, 80.0]
     assert sum(options.layout) > 1_000_000
@@ -159,6 +160,33 @@ def test_the_head_of_the_view_says_what_runs(tmp_path: Path) -> None:
     assert facts.name == "otter"
     assert facts.seconds == 60
     assert "4x128 transformer, 1.05M values · stdlib · int4:32+zstd1" in facts.what
+
+
+@pytest.mark.parametrize(
+    ("setting", "wanted"),
+    [
+        ("site.index=0", r"site\.index is 0: diloco up gives"),
+        ("site.num_sites=3", r"site\.num_sites is 3"),
+        ("site.id=site-b", r"site\.id is 'site-b'"),
+        ("site.syncer=otherhost:1", r"site\.syncer is 'otherhost:1'"),
+        ("cluster.syncer.folder=there", r"cluster\.syncer\.folder is 'there': diloco up keeps"),
+    ],
+)
+def test_what_up_decides_by_itself_is_refused(setting: str, wanted: str, tmp_path: Path) -> None:
+    check(config_in(tmp_path))
+    with pytest.raises(ConfigError, match=wanted):
+        check(config_in(tmp_path, setting))
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [("eval", "another process"), ("up", "another process"), ("syncer", "another process"), ("-a", "letters, digits")],
+)
+def test_a_site_needs_a_name_of_its_own(name: str, wanted: str, tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    config.cluster.sites[name] = ClusterSite()
+    with pytest.raises(ConfigError, match=f"cluster.sites has '{name}': .*{wanted}"):
+        check(config)
 
 
 def test_a_wrong_setting_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: Any) -> None:
