@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 
 from diloco.codec.registry import make_codec
 from diloco.inner import checkpoint
@@ -317,13 +318,15 @@ def version_zero(config: RunConfig, layout: Layout) -> list[Tensor]:
 def load_values(source: str, model: Transformer) -> None:
     """Copy ``source`` into ``model``: a .safetensors file, a checkpoint, or a folder of checkpoints (the newest)."""
     path = Path(source)
-    if path.is_dir():
-        found = checkpoint.load(path) if (path / "manifest.json").is_file() else checkpoint.latest(path)
-        values = found.part("model") if found is not None else {}
-    elif path.is_file():
-        values = safetensors.torch.load_file(path)
-    else:
-        values = {}
+    values: dict[str, Tensor] = {}
+    try:
+        if path.is_dir():
+            found = checkpoint.load(path) if (path / "manifest.json").is_file() else checkpoint.latest(path)
+            values = found.part("model") if found is not None else {}
+        elif path.is_file():
+            values = safetensors.torch.load_file(path)
+    except (SafetensorError, checkpoint.CheckpointError, OSError) as error:
+        raise ConfigError(f"run.init_from is {source!r}: it cannot be read: {error}") from error
     if not values:
         raise ConfigError(f"run.init_from is {source!r}: neither a .safetensors file nor a folder with a checkpoint")
     parameters = named_parameters_once(model)

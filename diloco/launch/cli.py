@@ -65,6 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read our output has gone (`| head`); the interpreter would complain once more when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.FAILED
+    except OSError as error:
+        # A full disk, a folder that may not be written, a file that may not be read: the machine's, not a defect here.
+        logging.getLogger(__name__).debug("ended by", exc_info=True)
+        return _said(verb, _in_words(error), ExitCode.FAILED)
 
 
 def _verb(given: list[str]) -> Verb | None:
@@ -91,6 +95,12 @@ def _verb(given: list[str]) -> Verb | None:
     hint = f"did you mean {near}?" if near else f"one of {', '.join(verb.name for verb in VERBS)}"
     print(f"diloco: unknown verb {known.verb}: {hint}", file=sys.stderr)
     return None
+
+
+def _in_words(error: OSError) -> str:
+    if error.strerror is None or error.filename is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}"
 
 
 def _said(verb: Verb, text: str, code: ExitCode) -> int:

@@ -107,10 +107,11 @@ def _serve(
         raise VerbError(ExitCode.MISMATCH, str(error)) from error
     except LockedError as error:
         raise VerbError(ExitCode.FAILED, f"{error}: is this run's syncer running already?") from error
-    except ConfigError:
-        raise
     except ValueError as error:
-        raise ConfigError(f"cluster.syncer.listen: {error}") from error
+        # The wire names its own fields; what else went wrong is nothing that these settings say.
+        if not str(error).startswith(("address is", "tokens_file")):
+            raise
+        raise ConfigError(f"cluster.syncer.{str(error).replace('address is', 'listen is', 1)}") from error
     write_file(run_dir.address, address.encode())
     stack.callback(lambda: _forget(run_dir))
     _greet(config, run_dir, address, given)

@@ -109,6 +109,21 @@ def test_what_cannot_be_version_zero_is_named(tmp_path: Path) -> None:
             build.version_zero(config, layout)
 
 
+def test_a_damaged_version_zero_is_named(tmp_path: Path) -> None:
+    config = small()
+    layout = build.layout_of(config)
+    (tmp_path / "notes.safetensors").write_text("no tensors in here")
+    tensors = {f"model/{name}": value.clone() for name, value in model_tensors(build.build_model(config)).items()}
+    saved = checkpoint.save(tmp_path / "checkpoints", "step-1", tensors, {})
+    damaged = bytearray((saved / "model.safetensors").read_bytes())
+    damaged[-1] ^= 1
+    (saved / "model.safetensors").write_bytes(damaged)
+    for source in ("notes.safetensors", "checkpoints/step-1", "checkpoints"):
+        config.run.init_from = str(tmp_path / source)
+        with pytest.raises(ConfigError, match=f"run.init_from is '{config.run.init_from}'"):
+            build.version_zero(config, layout)
+
+
 def test_sites_draw_different_shares() -> None:
     shares = [build.site_share(small(f"site.id=site-{letter}")) for letter in "abc"]
     assert shares == [(0, 3), (1, 3), (2, 3)]

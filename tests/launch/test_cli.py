@@ -80,6 +80,35 @@ def test_a_mistake_is_one_line_and_exit_2(
     os.environ.update(before)
 
 
+@pytest.mark.parametrize("verb", ["syncer", "train", "site"])
+def test_what_the_machine_refuses_is_one_line_and_exit_1(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    (tmp_path / "runs").write_text("a file where the folder of runs should be")
+    assert main([verb, *TINY, "run.name=x"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"diloco {verb}: runs/x")
+    assert told.rstrip().endswith(("Not a directory", "File exists")), told
+    assert told.count("\n") == 1, told
+
+
+def test_only_its_address_is_blamed_on_where_a_syncer_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    (tmp_path / "tokens").write_text("{}")
+    (tmp_path / "tokens").chmod(0o644)
+    assert main(["syncer", *TINY, "cluster.syncer.listen=127.0.0.1:0", "cluster.syncer.tokens_file=tokens"]) == 2
+    told = capsys.readouterr().err
+    assert "cluster.syncer.tokens_file tokens can be read by others" in told
+    assert "listen" not in told
+    assert main(["syncer", *TINY, "cluster.syncer.listen=0.0.0.0:0"]) == 2
+    assert "cluster.syncer.listen is '0.0.0.0:0': not a loopback" in capsys.readouterr().err
+
+
 def test_the_configuration_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["site", "--print-config", "experiment=streaming"])
