@@ -65,19 +65,16 @@ def read(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     try:
         loaded = OmegaConf.to_container(OmegaConf.load(path))
-        values = [pair for key, value in _flat(loaded) for pair in _checked(key, value)]
-        for text in overrides:
-            key, equals, told = text.removeprefix("++").removeprefix("+").partition("=")
-            if not equals:
-                raise ConfigError(f"{text!r} is no setting: key=value")
-            key = SHORT.get(key, key)
-            if key in GROUPS:
-                raise ConfigError(f"{text} chooses a group, and --config {path} has settled them: set keys")
-            # Behind a file, values are YAML.
-            values += _checked(key, yaml.safe_load(told))
-        return settle(_with(OmegaConf.structured(RunConfig), values))
-    except (OSError, OmegaConfBaseException, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {first_line(error)}") from error
+    values = [pair for key, value in _flat(loaded) for pair in _checked(key, value)]
+    for text in overrides:
+        key, told = _parse_as_yaml(text, path)
+        values += _checked(key, told)
+    try:
+        return settle(_with(OmegaConf.structured(RunConfig), values))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{' '.join([str(path), *overrides])}: {first_line(error)}") from error
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -169,6 +166,26 @@ def _parse_by_hydra(text: str) -> tuple[str, object]:
     if override.is_sweep_override():
         raise ConfigError(f"{text!r} has several values: one run takes one (put text with a comma in quotes)")
     return override.key_or_group, override.value()
+
+
+def _parse_as_yaml(text: str, path: Path) -> tuple[str, object]:
+    """Key and value of a setting on top of the file ``path``, by the rules with which the file itself is read."""
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    key, equals, told = text.removeprefix("++").removeprefix("+").partition("=")
+    if not equals:
+        raise ConfigError(f"{text!r} is no setting: key=value")
+    key = SHORT.get(key, key)
+    if key in GROUPS:
+        raise ConfigError(f"{text} chooses a group, and --config {path} has settled them: set keys")
+    try:
+        read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={told}"]))
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"{text!r} cannot be read: {first_line(error)}") from error
+    assert isinstance(read, dict)
+    return key, read["value"]
 
 
 def _choice(group: str, value: object) -> str:

@@ -135,6 +135,9 @@ def test_a_written_configuration_reads_the_same_without_hydra(tmp_path: Path) ->
         ("{}", ["outter.lr=1"], "unknown key outter.lr"),
         ("{}", ["outer=diloco"], "outer=diloco chooses a group, and --config"),
         ("{}", ["site.id"], "is no setting"),
+        ("{}", ["inner.betas=[0.8"], "'inner.betas=[0.8' cannot be read"),
+        ("{}", ["inner.lr=fast"], "inner.lr is 'fast': a number"),
+        ("{}", ["run.tokens=1.5e0"], "run.tokens is 1.5: a whole number"),
     ],
 )
 def test_a_file_is_checked_like_a_command_line(tmp_path: Path, text: str, overrides: list[str], words: str) -> None:
@@ -144,6 +147,19 @@ def test_a_file_is_checked_like_a_command_line(tmp_path: Path, text: str, overri
         read(path, overrides)
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_numbers_on_top_of_a_file_are_written_as_on_a_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("{}")
+    config = read(path, ["tokens=1e6", "inner.lr=1e-4", "inner.betas=[8e-1,0.9]"])
+    assert (config.run.tokens, config.inner.lr, config.inner.betas) == (1_000_000, 1e-4, [0.8, 0.9])
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"model\.yaml cannot be read"):
+        read(tmp_path / "model.yaml")
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
