@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from diloco.launch import config as configs
 from diloco.launch.errors import ExitCode, VerbError
@@ -23,7 +23,10 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class _WithSettings(OneLineParser):
-    """Adds all settings to ``--help``, and looks them up only then."""
+    """Adds all settings to ``--help``, and looks them up only then; settings may stand on both sides of an option."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return self.parse_intermixed_args(args, namespace)
 
     def format_help(self) -> str:
         from diloco.launch.settings_help import settings_help
@@ -31,14 +34,20 @@ class _WithSettings(OneLineParser):
         return f"{super().format_help()}\n{settings_help()}\n"
 
 
-def settings_parser(verb: str, does: str) -> argparse.ArgumentParser:
-    """A parser for ``diloco VERB [--config FILE] [key=value ...]``."""
+def settings_parser(verb: str, does: str, *, file: bool = True, shown: bool = True) -> argparse.ArgumentParser:
+    """A parser for ``diloco VERB [--config FILE] [--print-config] [key=value ...]``.
+
+    A verb that begins with no file, or has no configuration of its own to show, does not take those options.
+    """
     parser = _WithSettings(
         prog=f"diloco {verb}", description=does, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, listed below")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="begin with this resolved config.yaml")
-    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration, and do nothing")
+    if file:
+        parser.add_argument("--config", type=Path, metavar="FILE", help="begin with this resolved config.yaml")
+    if shown:
+        told = "print the resolved configuration, and do nothing"
+        parser.add_argument("--print-config", action="store_true", help=told)
     return parser
 
 

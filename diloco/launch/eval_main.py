@@ -34,7 +34,7 @@ GIVE_UP_S = 60.0
 
 def main(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
-    parser = settings_parser("eval", DOES)
+    parser = settings_parser("eval", DOES, shown=False)
     parser.add_argument("--syncer", metavar="HOST:PORT", help="ask this syncer; default: the one of the run folder")
     parser.add_argument("--follow", action="store_true", help="go on until the run has ended")
     parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="with --follow: time between two")

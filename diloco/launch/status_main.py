@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from diloco.launch.arguments import settings_parser
 from diloco.launch.console import size
@@ -43,7 +44,7 @@ COLUMNS = (
 
 def main(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
-    parser = settings_parser("status", DOES)
+    parser = settings_parser("status", DOES, file=False, shown=False)
     parser.add_argument("--json", action="store_true", help="print what the syncer says, as it says it")
     parser.add_argument("--watch", action="store_true", help="again every second, until Ctrl-C or the syncer has gone")
     given = parser.parse_args(arguments)
@@ -55,7 +56,9 @@ def main(arguments: Sequence[str]) -> ExitCode:
     if not given.watch:
         _print(asked(), given.json)
         return ExitCode.OK
-    return _watch(asked, given.json)
+    with suppress(KeyboardInterrupt):
+        _watch(asked, given.json)
+    return ExitCode.OK
 
 
 def syncer_address(target: str) -> str:
@@ -110,7 +113,7 @@ def _print(status: Mapping[str, Any], as_json: bool) -> None:
     console.print(sites_table(status))
 
 
-def _watch(asked: Any, as_json: bool) -> ExitCode:
+def _watch(asked: Any, as_json: bool) -> NoReturn:
     from rich.console import Console, Group
     from rich.live import Live
 

@@ -18,6 +18,18 @@ def test_settings_stand_between_options_and_on_top_of_a_file(tmp_path: Path) -> 
     assert load_config(settings_parser("site", "").parse_args(["run.seed=5"])).run.seed == 5
 
 
+def test_settings_stand_on_both_sides_of_an_option(tmp_path: Path) -> None:
+    write(compose([]), tmp_path / "c.yaml")
+    given = settings_parser("up", "").parse_args(["seed=3", "--config", str(tmp_path / "c.yaml"), "run.seconds=5"])
+    config = load_config(given)
+    assert (config.run.seed, config.run.seconds) == (3, 5)
+    parser = settings_parser("status", "", file=False, shown=False)
+    parser.add_argument("--watch", action="store_true")
+    given = parser.parse_args(["runs/x", "--watch", "site.token_file=t"])
+    assert given.watch
+    assert given.settings == ["runs/x", "site.token_file=t"]
+
+
 def test_a_wrong_option_is_one_line() -> None:
     with pytest.raises(VerbError, match="unrecognized arguments: --nope") as ended:
         settings_parser("site", "").parse_args(["--nope"])

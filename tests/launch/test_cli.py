@@ -57,6 +57,8 @@ def test_help_answers_without_torch(arguments: list[str]) -> None:
         ("'nowhere' is no run folder", ["status", "nowhere"]),
         ("'nowhere' is no run folder", ["eval", "nowhere"]),
         ("'nowhere' is no run folder", ["journal", "show", "nowhere"]),
+        ("unrecognized arguments: --print-config", ["eval", "x", "--print-config"]),
+        ("unrecognized arguments: --config", ["status", "x", "--config", "f"]),
         ("give one run folder, or --syncer", ["eval"]),
         ("invalid choice: 'hide'", ["journal", "hide", "x"]),
     ],

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from diloco.launch import status_main
+from diloco.launch.cli import main
 from diloco.launch.errors import ConfigError, VerbError
 from diloco.launch.status_main import heading, sites_table, syncer_address
 
@@ -62,6 +64,16 @@ def test_the_table_shows_a_site_that_reports_and_one_that_never_did() -> None:
         "never",
     ):
         assert words in text, text
+
+
+@pytest.mark.parametrize("option", [[], ["--json"]])
+def test_a_watch_ended_by_ctrl_c_has_not_failed(option: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(status_main, "_asker", lambda address, settings: lambda: STATUS)
+    monkeypatch.setattr(status_main.time, "sleep", stop)
+    assert main(["status", "127.0.0.1:7077", "--watch", *option]) == 0
 
 
 def test_a_syncer_is_named_by_address_or_by_run_folder(tmp_path: Path) -> None:
