@@ -126,7 +126,7 @@ class OuterSection:
     quorum: str = "1"
     """Distinct sites that a round needs, or all."""
     quorum_min: int = 1
-    """How far a time-out may shrink a quorum."""
+    """How far a time-out may shrink quorum=all; and fewer sites than that never close a round."""
     grace: str = "adaptive"
     """fixed or adaptive: how long a round waits for more after its quorum."""
     grace_s: float = 1.0

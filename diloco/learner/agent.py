@@ -246,13 +246,13 @@ class Agent:
         self._meter.end()
         if self._stop is None:
             self._tell(LeaveAsked())
+        if not self._has_failed():
+            bound, failed = self._options.finish_timeout_s, self._has_failed
+            with contextlib.suppress(TimeoutError):  # What is still unsent or undecided then is said in the ledger.
+                self._until(lambda: self._left or failed(), time.monotonic() + bound, "its last updates")
+                self._until(lambda: self._machine.settled() or failed(), time.monotonic() + bound, "its last fates")
         stop = self._stop
         assert stop is not None
-        if not stop.failed:
-            bound = self._options.finish_timeout_s
-            with contextlib.suppress(TimeoutError):  # What is still unsent or undecided then is said in the ledger.
-                self._until(lambda: self._left, time.monotonic() + bound, "its last updates")
-                self._until(self._machine.settled, time.monotonic() + bound, "its last fates")
         self._emit_meter()
         ending = self._machine.state.ending
         name = "failed" if stop.failed else ending.value if ending is not None else "left"
@@ -332,7 +332,7 @@ class Agent:
                 case Leave():
                     self._leaving = True
                 case StopTraining():
-                    self._stop = self._stop or effect
+                    self._stop_for(effect)
                 case Note():
                     self._emit("note", {"note": effect.what, "why": effect.why, "fragment": effect.fragment})
                 case SkipData():
@@ -396,8 +396,13 @@ class Agent:
 
     def _give_up(self, why: str) -> None:
         with self._changed:
-            self._stop = self._stop or StopTraining(None, why, failed=True)
+            self._stop_for(StopTraining(None, why, failed=True))
             self._changed.notify_all()
+
+    def _stop_for(self, stop: StopTraining) -> None:
+        """The first reason to stop is the one that counts, but a failure is never hidden behind a good one."""
+        if self._stop is None or (stop.failed and not self._stop.failed):
+            self._stop = stop
 
     def _guarded(self, loop: Callable[[], None]) -> None:
         """A thread that dies stops the site in words instead of leaving it half alive."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from diloco.inner.checkpoint import CheckpointError
 from diloco.sync.events import StepDone
 from diloco.sync.learner import LearnerSync
+from diloco.sync.plain import PlainError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,7 +44,7 @@ def restored_machine(
     tensors, meta = restored
     if redo is not None and odometer_step >= redo.step:
         tokens -= redo.tokens  # It is counted when the machine hears of it.
-    machine = LearnerSync.restore(options, meta["machine"], outbox.digests(), tokens)
+    machine = _restored(options, meta, outbox, tokens)
     replica.restore(tensors, [part.base_version for part in machine.state.fragments])
     listed = {(index, sent.sequence) for index, part in enumerate(machine.state.fragments) for sent in part.in_flight}
     for fragment, sequence in [key for key in replica.sent if key not in listed]:
@@ -52,3 +54,19 @@ def restored_machine(
         effects = machine.handle(StepDone(redo.step, redo.tokens, redo.step_ns, redo.cursor), time.monotonic_ns())
         assert not effects, "before it has joined, a machine decides nothing"
     return machine
+
+
+def _restored(options: LearnerOptions, meta: Mapping[str, object], outbox: Outbox, tokens: int) -> LearnerSync:
+    """The machine that ``meta`` holds; CheckpointError in words when it is of another run or another version."""
+    plain = meta.get("machine")
+    parts = plain.get("fragments") if isinstance(plain, dict) else None
+    if not isinstance(parts, list):
+        raise CheckpointError("the checkpoint is not one of a site: it says nothing about what was sent")
+    if len(parts) != options.num_fragments:
+        raise CheckpointError(
+            f"num_fragments is {options.num_fragments}, and the checkpoint has {len(parts)} fragments"
+        )
+    try:
+        return LearnerSync.restore(options, plain, outbox.digests(), tokens)
+    except PlainError as error:
+        raise CheckpointError(f"the checkpoint is of another version: {error}") from error

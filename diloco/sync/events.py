@@ -28,7 +28,7 @@ class Reason(StrEnum):
     FULL = "full"
 
 
-DISCARDING = frozenset({Reason.NON_FINITE, Reason.OUTLIER})
+DISCARDING = frozenset({Reason.NON_FINITE, Reason.OUTLIER, Reason.EVICTED})
 
 
 class Outcome(StrEnum):
@@ -145,7 +145,7 @@ class SiteHeard:
 
 @dataclass(frozen=True, slots=True)
 class SiteLeft:
-    """``site`` said goodbye.  ``finished`` when it has nothing left to send in the last round."""
+    """``site`` said goodbye: it has nothing left to send."""
 
     call: int
     site: str

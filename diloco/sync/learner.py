@@ -88,10 +88,8 @@ class LearnerSync:
     ) -> LearnerSync:
         """The machine of a checkpoint, in a new process.
 
-        ``outbox`` maps the (fragment, sequence) that are durable there to their digests.  ``tokens_processed`` is how
-        far the last process really got, as read from the site's odometer: what it processed after the checkpoint
-        counts as lost unless the syncer has it.
-        """
+        ``outbox`` maps the (fragment, sequence) that are durable there to their digests, ``tokens_processed`` is how
+        far the last process really got, by the odometer: what the syncer does not have of it counts as lost."""
         machine = cls(options, from_plain(LearnerState, plain, "state"))
         machine.state.tokens_processed = max(machine.state.tokens_processed, tokens_processed)
         machine.state.ending = None
@@ -259,6 +257,8 @@ class LearnerSync:
 
     def _boundary(self) -> None:
         self.state.at_rest = self.state.stopping
+        if self.state.incarnation == 0:  # Nothing is decided before it is known what an earlier process has sent.
+            return
         for index, part in enumerate(self.state.fragments):
             if part.retaking is not None:
                 here = max(part.fetched, part.base_version) >= max(part.retaking.version, 0)

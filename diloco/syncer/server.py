@@ -119,6 +119,7 @@ class Syncer:
         self._steps_since_snapshot = 0
         self._snapshot_thread: threading.Thread | None = None
         self._ended = threading.Event()
+        self._export_thread: threading.Thread | None = None
         self.ending: Ending | None = None
         self.feeds = Feeds()
         self._taken = ExitStack()  # What a stop has to give back, the last first.
@@ -218,7 +219,10 @@ class Syncer:
                 self._server.stop(grace_s)
                 self._last_snapshot()
         finally:
+            had_failed = self.failed is not None
             self._taken.close()
+        if not had_failed:
+            self._check()  # What went wrong in the last snapshot is nobody else's to tell.
 
     def _last_snapshot(self) -> None:
         # A site may still be answered meanwhile, so that this is one more snapshot and not an end of the journal.
@@ -234,6 +238,8 @@ class Syncer:
 
     def _stop_core(self) -> None:
         self.core.stop()
+        if self._export_thread is not None:
+            self._export_thread.join()
         self._finish_snapshot()  # The loop begins no other one now.
 
     def _close_journal(self) -> None:
@@ -276,6 +282,7 @@ class Syncer:
         """Something that nothing can go on without has failed: ``wait`` returns at once and raises it."""
         if error is not None:
             self.failed = self.failed or error
+            self._emit("failed", {"why": str(error) or repr(error)})
             self._ended.set()
 
     def _outer_step(self, command: StartOuterStep, values: FragmentValues) -> None:
@@ -339,8 +346,19 @@ class Syncer:
     def _mark_final(self, effect: MarkFinal) -> None:
         self.ending = effect.ending
         self._emit("final", {"ending": effect.ending.value, "versions": list(effect.versions)})
-        if effect.ending is Ending.FINISHED:
+        if effect.ending is not Ending.FINISHED:
+            self._ended.set()
+            return
+        # A large model takes long to write, and the sites are still to be answered meanwhile.
+        self._export_thread = threading.Thread(target=self._exported, args=(effect,), name="export")
+        self._export_thread.start()
+
+    def _exported(self, effect: MarkFinal) -> None:
+        """In a thread of its own; the values of the last version are never written to again."""
+        try:
             self._export(effect)
+        except Exception as error:
+            self._fail(error)
         self._ended.set()
 
     def _export(self, effect: MarkFinal) -> None:

@@ -31,6 +31,7 @@ class Spool:
         self.folder = folder
         self.partial = folder / ".partial"  # No site's name begins with a dot.
         self.partial.mkdir(parents=True, exist_ok=True)
+        self._sites: set[str] = set()
 
     def reference(self, header: PushHeader) -> str:
         """The name of the update's payload, the same for every attempt to send it."""
@@ -52,9 +53,12 @@ class Spool:
         """Make a whole update durable and give it its name."""
         reference = self.reference(header)
         target = self.folder / reference
-        if not target.parent.exists():
-            target.parent.mkdir(exist_ok=True)  # Another fragment of the same site may have come at this instant.
+        if (
+            header.site_id not in self._sites
+        ):  # Another fragment may have made the folder a moment ago, not yet durably.
+            target.parent.mkdir(exist_ok=True)
             sync_folder(self.folder)
+            self._sites.add(header.site_id)
         sync_file(partial.path)
         partial.path.replace(target)
         sync_folder(target.parent)

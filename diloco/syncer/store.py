@@ -18,7 +18,7 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from diloco.durable import write_file
+from diloco.durable import sync_folder, write_file
 from diloco.sync.effects import StartOuterStep
 from diloco.sync.events import OuterStepDone, OuterStepFailed, UpdateArrived
 from diloco.sync.journal import JournalError, Record, replay
@@ -79,6 +79,8 @@ class Store:
         self.spool = Spool(folder / "spool")
         self.journal = JournalFiles(folder / "journal")
         self.snapshots = Snapshots(folder / "snapshots")
+        sync_folder(folder)
+        sync_folder(folder.parent)
         self._decided: deque[tuple[int, str]] = deque()
 
     def _check_card(self, card: RunCard) -> None:

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from diloco.inner.checkpoint import CheckpointError
 from diloco.inner.trainer import StepInfo
 from diloco.learner.odometer import Odometer
 from diloco.learner.outbox import Outbox
 from diloco.learner.replica import Replica
 from diloco.learner.restoring import restored_machine
 from diloco.outer.fragments import plan_layout
-from diloco.sync.events import BoundaryReached, FragmentStanding, JoinAnswered, StepDone, VersionFetched
+from diloco.sync.effects import Retake
+from diloco.sync.events import BoundaryReached, FragmentStanding, JoinAnswered, SealFailed, StepDone, VersionFetched
 from diloco.sync.learner import LearnerSync
 from diloco.sync.options import LearnerOptions
 from diloco.sync.progress import Ledger, site_ledger
@@ -74,6 +76,38 @@ def test_a_step_that_later_work_has_outrun_is_lost_with_the_rest(tmp_path: Path)
     machine = take_over(tmp_path, trained(4), 9, step(5))
     machine.handle(joined(standing(watermark=1, merged=3 * TOKENS)), 0)
     assert site_ledger(machine.state) == Ledger(9 * TOKENS, 3 * TOKENS, 0, 0, 0, 0, 6 * TOKENS)
+
+
+def test_a_checkpoint_taken_while_a_retake_is_due_can_be_resumed(tmp_path: Path) -> None:
+    """The seal of step 3 failed beside training, and the checkpoint of step 5 came before the next boundary."""
+    machine = LearnerSync(LearnerOptions(inner_steps=3))
+    machine.handle(joined(standing()), 0)
+    machine.handle(VersionFetched(0, 0, ()), 0)
+    machine.handle(BoundaryReached(), 0)
+    for number in range(1, 5):
+        machine.handle(StepDone(number, TOKENS, 1000, number), 0)
+    machine.handle(SealFailed(0, 1), 0)
+    assert machine.state.fragments[0].retaking is not None
+    resumed = take_over(tmp_path, machine, 5, step(5))
+    effects = [*resumed.handle(joined(standing()), 0), *resumed.handle(BoundaryReached(), 0)]
+    assert [type(effect) for effect in effects] == [Retake]
+
+
+@pytest.mark.parametrize(
+    ("meta", "words"),
+    [
+        ({}, "not one of a site"),
+        ({"machine": {"fragments": [{}, {}]}}, "num_fragments is 1, and the checkpoint has 2"),
+        ({"machine": {"fragments": [{"colour": 1}]}}, "of another version: .*colour"),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_refused_in_words(
+    tmp_path: Path, meta: dict[str, object], words: str
+) -> None:
+    replica = Replica(plan_layout([("w", (4,))], 1), {"w": torch.zeros(4)}, "rebase", 0.5)
+    odometer, outbox = Odometer(tmp_path / "odometer"), Outbox(tmp_path / "outbox")
+    with pytest.raises(CheckpointError, match=words):
+        restored_machine(LearnerOptions(), ({}, meta), None, outbox, odometer, replica)
 
 
 def test_a_site_without_a_checkpoint_has_lost_what_it_read(tmp_path: Path) -> None:
