@@ -27,7 +27,7 @@ from diloco.launch.view import Facts, make_view
 from diloco.wan.process import RelayProcess
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from diloco.launch.schema import RunConfig
 
@@ -111,15 +111,20 @@ def choose_run(config: RunConfig, stack: ExitStack) -> tuple[RunDir, bool]:
     """The run's folder, locked for us, and whether an earlier run goes on there; ``config.run.name`` is then set."""
     resume = config.run.resume
     latest = _unfinished_latest(config) if config.run.name is None and resume != "never" else None
-    if latest is not None:
+    other = _differences(config, latest) if latest is not None else []
+    if latest is not None and not other:
         try:
             stack.enter_context(locked(latest.root))
             config.run.name = latest.root.name
             return _settled(config, latest), True
         except LockedError:
-            latest = None  # It runs just now, in another terminal: this is another run.
+            pass  # It runs just now, in another terminal: this is another run.
+    why_not = f"{latest.root} is another run: {_in_words(other)}" if latest is not None and other else ""
     if resume == "must" and config.run.name is None:
-        raise ConfigError(f"run.resume is 'must': the latest run in {config.run.dir} is none that can go on")
+        reason = why_not or f"the latest run in {config.run.dir} is none that can go on"
+        raise ConfigError(f"run.resume is 'must': {reason}")
+    if why_not:
+        print(f"a new run, since {why_not}", flush=True)
     name_run(config)
     run_dir = run_dir_of(config)
     there = run_dir.config.is_file()
@@ -135,6 +140,9 @@ def choose_run(config: RunConfig, stack: ExitStack) -> tuple[RunDir, bool]:
         stack.enter_context(locked(run_dir.root))
     except LockedError as error:
         raise VerbError(ExitCode.FAILED, f"{error}: it is running already") from error
+    anew = _differences(config, run_dir) if there else []
+    if anew:
+        print(f"taken anew: {_in_words(anew)}", flush=True)
     return _settled(config, run_dir), there
 
 
@@ -156,17 +164,47 @@ def _finished(run_dir: RunDir) -> bool:
 
 
 def _unfinished_latest(config: RunConfig) -> RunDir | None:
-    """The latest run, if it is the same as ``config`` in all that is shared and has not finished."""
+    """The latest run, if it has not finished and is one that ``up`` can go on with."""
     link = Path(config.run.dir) / LATEST
     run_dir = RunDir(Path(config.run.dir) / os.readlink(link)) if link.is_symlink() else None
     # A run of `diloco train` has no events of ours: it is not a run of sites.
     if run_dir is None or not (run_dir.syncer.is_dir() and run_dir.config.is_file()) or _finished(run_dir):
         return None
     try:
-        before = configs.read(run_dir.config)
+        configs.read(run_dir.config)
     except ConfigError:
         return None  # Written by another version of this program; not ours to go on with.
-    return run_dir if configs.shared_digest(before) == configs.shared_digest(config) else None
+    return run_dir
+
+
+def _differences(config: RunConfig, run_dir: RunDir) -> list[str]:
+    """Which settings are others than in the run's folder, in words; not those that say only how to go on."""
+    before, now = _settings(asdict(configs.read(run_dir.config))), _settings(asdict(config))
+    keys = sorted((before.keys() | now.keys()) - {"run.name", "run.resume", "run.log_every", "run.dir"})
+    return [
+        f"{key} is {now.get(key, 'not set')} now and was {before.get(key, 'not set')}"
+        for key in keys
+        if before.get(key) != now.get(key)
+    ]
+
+
+def _settings(values: Mapping[str, object], above: str = "") -> dict[str, str]:
+    """Dotted names and values as text."""
+    found: dict[str, str] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found |= _settings(value, f"{above}{name}.")
+        else:
+            found[above + name] = "null" if value is None else str(value)
+    return found
+
+
+def _in_words(differences: Sequence[str]) -> str:
+    more = len(differences) - NAMED_MAX
+    return "; ".join([*differences[:NAMED_MAX], *([f"and {more} more"] if more > 0 else [])])
+
+
+NAMED_MAX = 3
 
 
 def _require_same(config: RunConfig, run_dir: RunDir) -> None:

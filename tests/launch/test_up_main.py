@@ -54,11 +54,33 @@ def test_a_new_run_has_a_name_a_configuration_and_is_the_latest(tmp_path: Path) 
 def test_the_latest_run_goes_on_when_it_is_the_same_and_unfinished(tmp_path: Path) -> None:
     first = begun(tmp_path)
     (first.root / "summary.json").write_text("{}")
-    # What is not shared may differ.
-    run_dir, again = chosen(config_in(tmp_path, "network=loopback", "site.threads=2"))
+    run_dir, again = chosen(config_in(tmp_path, "run.log_every=3"))
     assert (run_dir.root, again) == (first.root, True)
     assert not run_dir.summary.exists(), "a summary of the part before"
-    assert chosen(config_in(tmp_path, "outer.lr=0.5"))[0].root != first.root
+
+
+@pytest.mark.parametrize("setting", ["outer.lr=0.5", "network.rtt_ms=200", "scenario=none", "inner.lr=0.001"])
+def test_another_configuration_is_another_run(setting: str, tmp_path: Path, capsys: Any) -> None:
+    first = begun(tmp_path)
+    with pytest.raises(ConfigError, match=f"run.resume is 'must': .* is another run: {setting.partition('=')[0]} is"):
+        chosen(config_in(tmp_path, setting, "run.resume=must"))
+    run_dir, again = chosen(config_in(tmp_path, setting))
+    assert not again
+    key, _, value = setting.partition("=")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"a new run, since {first.root} is another run: {key} is {value}")
+    assert run_dir.root != first.root
+
+
+def test_a_named_run_says_what_it_takes_anew(tmp_path: Path, capsys: Any) -> None:
+    first = begun(tmp_path)
+    others = ["network=loopback", "site.threads=2", "scenario=none"]
+    assert chosen(config_in(tmp_path, f"run.name={first.root.name}", *others))[1]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("taken anew: network.emulate is False now and was True; ")
+    assert line.endswith("; and 3 more")
+    assert chosen(config_in(tmp_path, f"run.name={first.root.name}", *others))[1]
+    assert capsys.readouterr().out == ""
 
 
 def test_a_finished_run_does_not_go_on(tmp_path: Path) -> None:
