@@ -206,6 +206,9 @@ class RunHistory:
     def _on_link(self, who: str, event: Event, now_s: float) -> None:
         site = self.site(str(event.get("site")))
         site.links[self._session] = (whole(event, "bytes_up"), whole(event, "bytes_down"))
+        self._count_wire(now_s)
+
+    def _count_wire(self, now_s: float) -> None:
         total = sum(other.bytes_up + other.bytes_down for other in self.sites.values())
         self.wire.add(now_s, total, self.bytes_fp32, self.bytes_data_parallel())
 
@@ -315,6 +318,8 @@ class RunHistory:
         incarnation = whole(event, "incarnation") or site.incarnation
         values = {name: number(event, name) for name in event if name not in ("at", "who", "what", "incarnation")}
         site.meters[incarnation] = {name: value for name, value in values.items() if value is not None}
+        if not site.links:  # Without emulated links the sites themselves count what they send.
+            self._count_wire(now_s)
 
     def _on_pushed(self, who: str, event: Event, now_s: float) -> None:
         if event.get("outcome") == "accepted":

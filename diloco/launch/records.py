@@ -141,13 +141,13 @@ class SiteHistory:
 
     @property
     def bytes_up(self) -> int:
-        """Bytes that its link carried to the syncer."""
-        return sum(up for up, _ in self.links.values())
+        """Bytes that its link carried to the syncer; where there is no emulated link, what the site counted itself."""
+        return sum(up for up, _ in self.links.values()) if self.links else int(self.meter("bytes_up"))
 
     @property
     def bytes_down(self) -> int:
-        """Bytes that its link carried from the syncer."""
-        return sum(down for _, down in self.links.values())
+        """As ``bytes_up``, from the syncer."""
+        return sum(down for _, down in self.links.values()) if self.links else int(self.meter("bytes_down"))
 
     def state(self) -> str:
         """One word for a table."""

@@ -44,3 +44,11 @@ def test_figures_over_several_processes_of_a_site() -> None:
 def test_bytes_add_up_over_sessions() -> None:
     site = SiteHistory("site-a", links={1: (10, 1), 2: (5, 2)})
     assert (site.bytes_up, site.bytes_down) == (15, 3)
+
+
+def test_without_an_emulated_link_the_sites_own_count_stands() -> None:
+    site = SiteHistory("site-a")
+    site.meters = {1: {"bytes_up": 10.0, "bytes_down": 1.0}, 2: {"bytes_up": 5.0, "bytes_down": 2.0}}
+    assert (site.bytes_up, site.bytes_down) == (15, 3)
+    site.links = {1: (100, 50)}
+    assert (site.bytes_up, site.bytes_down) == (100, 50)

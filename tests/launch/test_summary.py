@@ -107,6 +107,22 @@ def test_what_other_ways_would_have_sent(recorder: Recorder) -> None:
     assert wire["bytes_up"] == 3 * 60_000 * 59
 
 
+def test_without_emulated_links_the_sites_own_counts_are_the_wire(recorder: Recorder) -> None:
+    recorder.events = [event for event in recorder.events if event["what"] != "link"]
+    summary = made(recorder)
+    # The recorder's sites count 10 bytes in each process, and site-b has two.
+    assert {name: site["bytes_up"] for name, site in summary["sites"].items()} == {
+        "site-a": 10,
+        "site-b": 20,
+        "site-c": 10,
+    }
+    assert (summary["wire"]["bytes_up"], summary["wire"]["bytes_down"]) == (40, 40)
+    history = RunHistory()
+    history.take_all(recorder.events)
+    assert history.wire.last is not None
+    assert history.wire.last[1] == 80
+
+
 def test_a_run_cut_down_says_so_and_still_fits(recorder: Recorder) -> None:
     begin = min(float(str(event["at"])) for event in recorder.events)
     recorder.events = [event for event in recorder.events if float(str(event["at"])) < begin + 20]
