@@ -22,6 +22,7 @@ Reading a file and playing it are pure; ``up`` carries out what ``Schedule.due``
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ from diloco.launch.errors import ConfigError
 from diloco.wan.link import LinkOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 SYNCER = "syncer"
 LINK = "link:"
@@ -114,6 +115,23 @@ class Schedule:
     def healing(self) -> bool:
         """Whether something lasts that will be ended."""
         return bool(self._healing)
+
+
+def not_yet_played(steps: Sequence[Step], played: Iterable[tuple[str, str]], progress: float) -> list[Step]:
+    """What is left of a scenario for a run that goes on at ``progress``.
+
+    ``played`` is what was done and to which target, in the earlier parts of the run; of equal steps, those that stand
+    first in the file count as played.  A step whose share of the run has passed without it is not made up for.
+    """
+    done = Counter(played)
+    left = []
+    for step in steps:
+        key = (step.do, step.target)
+        if done[key]:
+            done[key] -= 1
+        elif step.at_progress is None or step.at_progress > progress:
+            left.append(step)
+    return left
 
 
 def late_sites(steps: Sequence[Step]) -> set[str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from diloco.launch.errors import ExitCode, VerbError
 from diloco.launch.eventlog import EventLog, read_events
 from diloco.launch.faults import Faults
-from diloco.launch.scenario import SYNCER, Schedule, Step, late_sites
+from diloco.launch.scenario import SYNCER, Schedule, Step, late_sites, not_yet_played
 from diloco.launch.supervise import Child, end_all, verb
 from diloco.wan.process import RelayDiedError
 
@@ -111,9 +111,8 @@ class Up:
         earlier, self._offset = read_events(run_dir.events)
         history.take_all(earlier)
         history.begin_again()
-        gone = history.progress if earlier else -1.0
-        steps = [step for step in options.steps if step.at_progress is None or step.at_progress > gone]
-        self.schedule = Schedule(steps)
+        played = [(fault.what, fault.target) for fault in history.faults]
+        self.schedule = Schedule(not_yet_played(options.steps, played, history.progress if earlier else -1.0))
 
     @property
     def sites(self) -> list[Child]:
@@ -142,7 +141,8 @@ class Up:
         return self.outcome
 
     def _begin(self) -> None:
-        late = late_sites(self.options.steps)
+        # A site that has come late in an earlier part of the run is there from the beginning now.
+        late = late_sites(self.schedule.not_begun())
         self.log.emit("run", {"state": "started", "sites": list(self.options.sites), "name": self.run_dir.root.name})
         self.log.emit("layout", {"fragments": list(self.options.layout)})
         if self.options.references:

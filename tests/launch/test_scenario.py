@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from diloco.launch.errors import ConfigError
-from diloco.launch.scenario import Play, ScenarioError, Schedule, Step, late_sites, load_scenario
+from diloco.launch.scenario import Play, ScenarioError, Schedule, Step, late_sites, load_scenario, not_yet_played
 
 SITES = ["site-a", "site-b", "site-c"]
 
@@ -134,3 +134,12 @@ def test_a_drain_ends_everything_and_begins_nothing() -> None:
     assert len(schedule.not_begun()) == 1
     assert schedule.heal_all() == [Play(first, heals=True)]
     assert schedule.due(99.0, 1.0) == []
+
+
+def test_what_an_earlier_part_of_the_run_played_is_not_left() -> None:
+    first, second = Step(do="kill", target="site-a", at_s=1.0), Step(do="kill", target="site-a", at_s=9.0)
+    other, passed = Step(do="kill", target="site-b", at_s=1.0), Step(do="leave", target="site-b", at_progress=0.3)
+    steps = [first, second, other, passed]
+    assert not_yet_played(steps, [], -1.0) == steps
+    assert not_yet_played(steps, [("kill", "site-a")], 0.2) == [second, other, passed]
+    assert not_yet_played(steps, [("kill", "site-b")], 0.3) == [first, second]

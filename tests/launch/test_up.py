@@ -241,6 +241,18 @@ def test_a_run_that_goes_on_is_not_taken_for_ended(tmp_path: Path) -> None:
     assert not again.history.faults, "the scenario was played twice"
 
 
+def test_what_was_played_is_not_played_again(tmp_path: Path) -> None:
+    steps = [Step(do="start", target="site-b", at_s=0.1), Step(do="kill", target="site-a", at_s=0.2, for_s=0.1)]
+    first = Stage(tmp_path, *steps, seconds=60)
+    first.play(interrupt_after_s=(1.2,))
+    assert [fault.what for fault in first.history.faults] == ["start", "kill"]
+    (tmp_path / "ending").unlink()
+    again = Stage(tmp_path, *steps, seconds=1.0)
+    assert again.play().wrong == []
+    assert [fault.what for fault in again.history.faults] == ["start", "kill"]
+    assert len(again.seen("process", name="site-b", state="started")) == 2, "the late site was not started at once"
+
+
 def test_what_was_not_played_is_said(tmp_path: Path) -> None:
     stage = Stage(tmp_path, Step(do="kill", target="site-a", at_s=100.0), seconds=0.5)
     up = Up(stage.options, stage.children, stage.run_dir, stage.log, stage.history, None, {})
