@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 from diloco.launch import config as configs
 from diloco.launch.arguments import limit_threads, load_config, settings_parser
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
-from diloco.launch.run_dir import run_dir_of
+from diloco.launch.run_dir import held, run_dir_of
 from diloco.launch.site_rank import Place, place_from_environment, run_rank
 from diloco.launch.stopping import Stopping
 
@@ -30,7 +30,8 @@ DOES = """One site of a run: trains on its share of the text and exchanges updat
   torchrun --nproc-per-node 8 -m diloco site --config site.yaml      (a rank reads a resolved file: --print-config)
 
 The same command again goes on from the newest checkpoint.  Ctrl-C once: sends what is unsent and leaves (exit 75, or 0
-when the run had finished); twice: at once."""
+when the run had finished); twice: at once.  Under your own torchrun it is 0 for both, because
+torchrun takes 75 for a failure."""
 LOG_TAIL_CHARS = 600
 
 
@@ -43,17 +44,19 @@ def main(arguments: Sequence[str]) -> ExitCode:
     config = load_config(given)
     check_identity(config)
     limit_threads(config.site.threads, deterministic=config.inner.deterministic)
-    if place is not None:
-        code, text = run_rank(config, place)
-    elif config.site.nproc > 1:
-        _prepare(config)
-        code, text = run_ranks(config)
-    else:
-        _prepare(config)
-        code, text = run_rank(config, Place())
+    _check(config)
+    folder = run_dir_of(config).site(config.site.id)
+    with ExitStack() as stack:
+        if place is None or place.rank == 0:
+            # Before anything in the folder is touched: it may be that of a site that runs.
+            stack.enter_context(held(folder.root))
+            configs.write(config, folder.config)
+        code, text = (
+            run_ranks(config) if place is None and config.site.nproc > 1 else run_rank(config, place or Place())
+        )
     if text:
         print(text)
-    return code
+    return ExitCode.OK if place is not None and code is ExitCode.DRAINED else code
 
 
 def check_identity(config: RunConfig) -> None:
@@ -66,14 +69,12 @@ def check_identity(config: RunConfig) -> None:
         raise ConfigError(f"site.nproc is {config.site.nproc}: at least 1")
 
 
-def _prepare(config: RunConfig) -> None:
-    """Check every value, and leave the resolved file in the site's folder."""
+def _check(config: RunConfig) -> None:
     from diloco.launch import build
 
     build.check(config)
     build.site_share(config)
     build.site_security(config)
-    configs.write(config, run_dir_of(config).site(config.site.id).config)
 
 
 def run_ranks(config: RunConfig) -> tuple[ExitCode, str]:

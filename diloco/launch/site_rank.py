@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,6 +71,8 @@ def place_from_environment() -> Place | None:
 def run_rank(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
     """Train until the run ends or somebody asks to stop; the exit code and what to say.
 
+    Whoever calls it for rank 0 holds the site's folder.
+
     Raises VerbError and ConfigError in words for everything that is the user's to mend.
     """
     with in_words():
@@ -105,8 +107,6 @@ def _run(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
     share = build.site_share(config)
     with ExitStack() as stack:
         stopping = stack.enter_context(Stopping(f"{config.site.id} sends what is unsent and leaves"))
-        if place.rank == 0:
-            stack.enter_context(held(folder.root))
         emit = open_log(run_dir_of(config).events, folder.log, config.site.id, config, place, stack)
         group = join_group(config, place)
         stack.callback(group.close)
@@ -278,21 +278,22 @@ def main(arguments: list[str]) -> int:
     config = configs.read(Path(arguments[0]))
     limit_threads(config.site.threads, deterministic=config.inner.deterministic)
     folder = run_dir_of(config).site(config.site.id)
-    if place.rank == 0:
-        write_file(folder.speaker, str(os.getpid()).encode())
     code, text = ExitCode.FAILED, ""
     try:
-        code, text = run_rank(config, place)
+        with ExitStack() as stack:
+            if place.rank == 0:
+                # `diloco site` holds the site's folder; a rank may outlive it for a moment, when it was killed.
+                stack.enter_context(held(folder.agent))
+                write_file(folder.speaker, str(os.getpid()).encode())
+                stack.callback(folder.speaker.unlink, missing_ok=True)
+            code, text = run_rank(config, place)
     except VerbError as error:
         code, text = error.code, str(error)
     except ConfigError as error:
         code, text = ExitCode.USAGE, str(error)
     finally:
-        if place.rank == 0:
-            if text:
-                write_file(folder.ending, json.dumps({"code": int(code), "text": text}).encode())
-            with suppress(FileNotFoundError):
-                folder.speaker.unlink()
+        if place.rank == 0 and text:
+            write_file(folder.ending, json.dumps({"code": int(code), "text": text}).encode())
     # What ended in order is no failure to torchrun, which would print a page about it.
     orderly = code in (ExitCode.OK, ExitCode.DRAINED)
     if not orderly:

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from diloco.launch.config import compose
+from diloco.durable import locked
+from diloco.launch import run_dir, site_main
+from diloco.launch.cli import main
+from diloco.launch.config import compose, write
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.run_dir import SiteDir
 from diloco.launch.site_main import check_identity, ending_of_ranks, tell_speaker
+from tests.launch.processes import TINY
 
 
 @pytest.mark.parametrize(
@@ -24,6 +29,40 @@ from diloco.launch.site_main import check_identity, ending_of_ranks, tell_speake
 def test_a_site_says_which_run_and_which_site_it_is(settings: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check_identity(compose(settings))
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")})
+    return tmp_path
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_second_start_touches_nothing_of_the_first(
+    nproc: int, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_dir, "HELD_WAIT_S", 0.1)
+    folder = SiteDir(Path("runs/x/sites/site-a"))
+    with locked(folder.root):
+        for path in (folder.config, folder.ending, folder.speaker):
+            path.write_text("of the first")
+        assert main(["site", *TINY, "run.name=x", "site.id=site-a", f"site.nproc={nproc}"]) == 1
+        for path in (folder.config, folder.ending, folder.speaker):
+            assert path.read_text() == "of the first"
+    assert "is it started twice?" in capsys.readouterr().err
+
+
+def test_under_torchrun_values_are_checked_and_a_drained_site_has_not_failed(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(compose([*TINY, "run.name=x", "site.id=site-a"]), place / "site.yaml")
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+    ends = iter((ExitCode.OK, ExitCode.DRAINED, ExitCode.FAILED))
+    monkeypatch.setattr(site_main, "run_rank", lambda config, place: (next(ends), "so it was"))
+    assert main(["site", "--config", "site.yaml", "inner.lr=-1"]) == 2
+    assert "inner.lr is -1: positive" in capsys.readouterr().err.replace("-1.0", "-1")
+    assert [main(["site", "--config", "site.yaml"]) for _ in range(3)] == [0, 0, 1]
 
 
 def test_how_rank_0_ended_is_how_the_site_ended(tmp_path: Path) -> None:
