@@ -26,6 +26,11 @@ class Leases:
         else:
             self._silent.discard(site)
 
+    def renew(self, now_ns: int) -> None:
+        """Begin every running lease anew: whoever keeps them was itself away, and nobody could be heard."""
+        for site in self._heard_ns:
+            self._heard_ns[site] = max(self._heard_ns[site], now_ns)
+
     def forget(self, site: str) -> None:
         """``site`` left: no lease runs for it any more."""
         self._heard_ns.pop(site, None)

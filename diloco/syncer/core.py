@@ -78,9 +78,12 @@ class Core:
         self._clock_ns = clock_ns
         self._origin_ns = machine.state.now_ns - clock_ns()
         self.leases = Leases(machine.options.site_timeout_ns)
-        self._inbox: queue.SimpleQueue[OuterEvent | _Question | str] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[OuterEvent | _Question | None] = queue.SimpleQueue()
         self._calls: dict[int, Future[Answer]] = {}
         self._calls_lock = threading.Lock()
+        self._heard: set[str] = set()
+        self._heard_lock = threading.Lock()
+        self._turned_ns = machine.state.now_ns
         self._next_call = 1
         self._stopping = threading.Event()
         self.failed: BaseException | None = None
@@ -97,7 +100,7 @@ class Core:
     def stop(self, timeout_s: float = 30.0) -> None:
         """End the loop after its present turn, and the long work after what is under way."""
         self._stopping.set()
-        self._inbox.put("")
+        self._inbox.put(None)
         self._thread.join(timeout_s)
         self.worker.shutdown(wait=True, cancel_futures=True)
 
@@ -115,8 +118,12 @@ class Core:
         self._inbox.put(event)
 
     def heard(self, site: str) -> None:
-        """``site`` gave a sign of life."""
-        self._inbox.put(site)
+        """``site`` gave a sign of life.  However many it gives, it takes one place until the loop has looked."""
+        with self._heard_lock:
+            first = not self._heard
+            self._heard.add(site)
+        if first:
+            self._inbox.put(None)
 
     def call(self, make: Callable[[int], OuterEvent], timeout_s: float = 60.0) -> Answer:
         """Hand in the event that ``make`` gives for a call number, and wait for its answer."""
@@ -178,14 +185,21 @@ class Core:
         decided: list[OuterEffect] = []
         written = False
         questions: list[_Question] = []
-        for item in self._arrived():
+        patience_s = self._patience_s()
+        for item in self._arrived(patience_s):
             if isinstance(item, _Question):
                 questions.append(item)
                 continue
-            event = self.leases.heard(item, self.now_ns()) if isinstance(item, str) else item
-            if event is not None:
-                written |= self._decide(event, decided)
+            if item is not None:
+                written |= self._decide(item, decided)
         now_ns = self.now_ns()
+        for site in self._take_heard():
+            back = self.leases.heard(site, now_ns)
+            if back is not None:
+                written |= self._decide(back, decided)
+        if now_ns - self._turned_ns > patience_s * 1e9 + self.leases.timeout_ns / 2:
+            self.leases.renew(now_ns)  # It was this process that was away; what was said meanwhile is yet to be read.
+        self._turned_ns = now_ns
         for silent in self.leases.expired(now_ns):
             written |= self._decide(silent, decided)
         deadline_ns = self.machine.next_deadline_ns()
@@ -201,11 +215,16 @@ class Core:
         for question in questions:
             question.answer(self.machine)
 
-    def _arrived(self) -> list[OuterEvent | _Question | str]:
+    def _take_heard(self) -> list[str]:
+        with self._heard_lock:
+            heard, self._heard = sorted(self._heard), set()
+        return heard
+
+    def _arrived(self, patience_s: float) -> list[OuterEvent | _Question | None]:
         """Wait for something until the next deadline, then take all that is there, up to a bound."""
-        items: list[OuterEvent | _Question | str] = []
+        items: list[OuterEvent | _Question | None] = []
         try:
-            items.append(self._inbox.get(timeout=self._patience_s()))
+            items.append(self._inbox.get(timeout=patience_s))
             while len(items) < BATCH_MAX:
                 items.append(self._inbox.get_nowait())
         except queue.Empty:

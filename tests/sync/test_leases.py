@@ -47,3 +47,13 @@ def test_after_a_restart_every_lease_is_full_and_the_silent_stay_silent() -> Non
     assert leases.heard("b", 111) == SiteHeard("b")
     leases.watch("b", 120)  # It joined again.
     assert leases.heard("b", 121) is None
+
+
+def test_renewed_leases_all_begin_anew_in_full() -> None:
+    leases = Leases(10)
+    leases.watch("a", 0)
+    leases.watch("b", 4)
+    leases.renew(9)
+    assert leases.expired(18) == []
+    assert leases.next_deadline_ns() == 19
+    assert [event.site for event in leases.expired(19)] == ["a", "b"]

@@ -297,6 +297,30 @@ def test_a_silent_site_is_declared_so_and_comes_back_when_heard() -> None:
         assert desk.core.ask(lambda machine: sorted(machine.state.sites)) == ["a"]
 
 
+def test_signs_of_life_take_one_place_however_many_they_are() -> None:
+    with running(site_timeout_ns=60_000 * MS) as desk:
+        desk.join("a")
+        inside, gate = threading.Event(), threading.Event()
+        blocked = desk.core.do_soon(lambda machine: inside.set() or gate.wait(10))
+        assert inside.wait(10)
+        for _ in range(10_000):
+            desk.core.heard("a")
+        waiting = desk.core._inbox.qsize()
+        gate.set()
+        assert waiting == 1
+        blocked.result(10)
+
+
+def test_a_syncer_that_was_away_itself_calls_nobody_silent() -> None:
+    """The loop stands still for longer than a lease, as after SIGSTOP; the site had no chance to be heard."""
+    with running(site_timeout_ns=400 * MS) as desk:
+        desk.join("a")
+        desk.core.do_soon(lambda machine: time.sleep(1.0)).result(10)
+        assert desk.status() is Status.LIVE
+        assert "SiteSilent" not in [type(event).__name__ for event in desk.disk.events]
+        eventually(lambda: desk.status() is Status.SILENT, "a whole lease later nothing was heard")
+
+
 def test_a_site_that_an_update_brings_back_can_become_silent_again() -> None:
     with running(site_timeout_ns=200 * MS) as desk:
         desk.join("a")
