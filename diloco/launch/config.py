@@ -134,6 +134,16 @@ def shared_digest(config: RunConfig) -> str:
     return hashlib.sha256(json.dumps(shared_config(config), sort_keys=True).encode()).hexdigest()
 
 
+def differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[str, str]]:
+    """The settings that are not equal, by dotted name: what each was and what it is, as text ("" where not set)."""
+    old, new = ({key: _text(value) for key, value in _flat(asdict(config))} for config in (before, now))
+    return {
+        key: (old.get(key, ""), new.get(key, ""))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    }
+
+
 def choices() -> dict[str, list[str]]:
     """The groups and what can be chosen in each."""
     return {group: sorted(path.stem for path in (folder() / group).glob("*.yaml")) for group in GROUPS}

@@ -12,7 +12,7 @@ from diloco.durable import write_file
 from diloco.launch import config as configs
 from diloco.launch.arguments import limit_threads, load_config, settings_parser
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
-from diloco.launch.run_dir import held, name_run, run_dir_of
+from diloco.launch.run_dir import held, name_run, point_latest, run_dir_of
 from diloco.launch.site_rank import Place, check_resume, in_words, join_group, open_log, place_from_environment
 
 if TYPE_CHECKING:
@@ -30,8 +30,12 @@ DOES = """The inner trainer alone, on all the text, for run.tokens or run.second
   diloco train run.tokens=5e6 run.name=baseline
   torchrun --nproc-per-node 8 -m diloco train --config train.yaml
 
-The same command (with run.name) goes on from the newest checkpoint; run.init_from takes one as version 0 of a run."""
+The same command (with run.name) goes on from the newest checkpoint; run.init_from takes one as version 0 of a run.
+Ctrl-C once: stops with a checkpoint (exit 75; 0 under torchrun, which takes 75 for a failure); twice: at once."""
 WHO = "train"
+TRAINED = ("model.", "data.tokenizer", "data.end_of_file", "run.seed", "run.init_from")
+"""What a checkpoint was trained with: another value would not go on with it but mix two trainings."""
+HOW_TO_GO_ON = ("run.name", "run.dir", "run.resume", "run.log_every")
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
@@ -50,7 +54,27 @@ def main(arguments: Sequence[str]) -> ExitCode:
     limit_threads(config.site.threads, deterministic=config.inner.deterministic)
     name_run(config)
     with in_words():
-        return _train(config, place or Place())
+        code = _train(config, place or Place())
+    return ExitCode.OK if place is not None and code is ExitCode.DRAINED else code
+
+
+def _take_folder(config: RunConfig, run_dir: RunDir, stack: ExitStack) -> None:
+    """Hold the run's folder and leave the resolved file in it; refuse one of another verb, or of another training."""
+    from diloco.inner import checkpoint
+
+    for other in (run_dir.syncer, run_dir.root / "sites"):
+        if other.is_dir():
+            raise ConfigError(f"run.name is {config.run.name!r}: a run of sites, see {other}; take another run.name")
+    stack.enter_context(held(run_dir.root))
+    if run_dir.config.is_file() and checkpoint.names(run_dir.train):
+        for key, (was, now) in configs.differences(configs.read(run_dir.config), config).items():
+            if key.startswith(TRAINED):
+                text = f"{key} is {now} now and {was} in {run_dir.config}: another run.name, please"
+                raise VerbError(ExitCode.MISMATCH, text)
+            if key not in HOW_TO_GO_ON:
+                print(f"taken anew: {key} is {now} and was {was}")
+    configs.write(config, run_dir.config)
+    point_latest(run_dir)
 
 
 def _train(config: RunConfig, place: Place) -> ExitCode:
@@ -68,8 +92,7 @@ def _train(config: RunConfig, place: Place) -> ExitCode:
     with ExitStack() as stack:
         stopping = stack.enter_context(Stopping("training stops after this step, with a checkpoint"))
         if place.rank == 0:
-            stack.enter_context(held(run_dir.train.parent))
-            configs.write(config, run_dir.config)
+            _take_folder(config, run_dir, stack)
         emit = open_log(run_dir.events, run_dir.root / "train" / "train.log", WHO, config, place, stack)
         group = join_group(config, place)
         stack.callback(group.close)
@@ -85,13 +108,16 @@ def _train(config: RunConfig, place: Place) -> ExitCode:
         first = evaluator.score(model) if evaluator and resumed is None else None
         stopping.ask(lambda: None)
         end = trainer.run(until_tokens=config.run.tokens, after_step=clock.after_step, extra_state=clock.state)
+        drained = stopping.asked and not clock.reached()
         if evaluator is not None:
             last = evaluator.score(model, whole=True)
             emit("eval", {"tokens": trainer.tokens, "whole": True, **asdict(last)})
-            _summarise(config, run_dir, trainer, clock, first, last, time.monotonic() - began)
+            told = _summary(config, trainer, clock, first, last, time.monotonic() - began)
+            told["status"] = "drained" if drained else "ok"
+            write_file(run_dir.summary, json.dumps(told, indent=1).encode())
             print(f"{config.run.name}: {end.reason}; {end.step} steps, {end.tokens:,} tokens")
             print(f"val loss {last.val_loss:.4f} nats/token, {last.val_bits_per_byte:.4f} bits/byte; {run_dir.root}")
-    return ExitCode.DRAINED if stopping.asked else ExitCode.OK
+    return ExitCode.DRAINED if drained else ExitCode.OK
 
 
 class _Clock:
@@ -102,6 +128,7 @@ class _Clock:
         self._before_s = 0.0
         self._began = time.monotonic()
         self._step_s: list[float] = []
+        self._over = False
         self.trainer: Trainer | None = None
 
     def begin(self, resumed: Resumed | None) -> None:
@@ -127,9 +154,14 @@ class _Clock:
 
         self._step_s.append(info.step_ns / 1e9)
         run = self._config.run
-        over = run.seconds is not None and self.seconds() >= run.seconds
-        stop = self._group.broadcast_small([int(over or self._stopping.asked)])[0]
-        return Verdict(bool(stop), f"{run.seconds:g} s are over" if over else "asked to stop")
+        self._over = run.seconds is not None and self.seconds() >= run.seconds
+        stop = self._group.broadcast_small([int(self._over or self._stopping.asked)])[0]
+        return Verdict(bool(stop), f"{run.seconds:g} s are over" if self._over else "asked to stop")
+
+    def reached(self) -> bool:
+        """Whether training ended at a bound of the run."""
+        tokens = self._config.run.tokens
+        return self._over or (tokens is not None and self.trainer is not None and self.trainer.tokens >= tokens)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What a checkpoint must hold."""
@@ -145,12 +177,11 @@ class _Clock:
         }
 
 
-def _summarise(
-    config: RunConfig, run_dir: RunDir, trainer: Trainer, clock: _Clock, first: Score | None, last: Score, wall_s: float
-) -> None:
+def _summary(
+    config: RunConfig, trainer: Trainer, clock: _Clock, first: Score | None, last: Score, wall_s: float
+) -> dict[str, Any]:
     """``summary.json``: the part of its schema that a run without a syncer has."""
-    told = {
-        "status": "ok",
+    return {
         "config": asdict(config),
         "seed": config.run.seed,
         "global": {"val_loss_start": first.val_loss if first else None, **asdict(last)},
@@ -164,4 +195,3 @@ def _summarise(
         },
         "wall_seconds": wall_s,
     }
-    write_file(run_dir.summary, json.dumps(told, indent=1).encode())

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from diloco.durable import locked
 from diloco.launch import run_dir
 from diloco.launch.cli import main
 from diloco.launch.eventlog import read_events
-from tests.launch.processes import TINY, Place
+from tests.launch.processes import TINY, Place, place_in, wait_for
 
 
 @pytest.fixture
@@ -41,6 +42,12 @@ def test_training_alone_learns_goes_on_and_leaves_a_summary(place: Place, capsys
     assert steps("base") == list(range(1, 51))
     assert main(["train", *TINY, "run.name=base", "run.tokens=9000"]) == 0
     assert steps("base") == list(range(1, 72))
+    assert Path("runs/latest").readlink() == Path("base")
+    told = capsys.readouterr().out
+    assert told.count("taken anew") == 1
+    assert "taken anew: run.tokens is 9000 and was 6400" in told
+    assert main(["train", *TINY, "run.name=base", "run.tokens=9000", "run.seed=7"]) == 4
+    assert "run.seed is 7 now and 0 in runs/base/config.yaml: another run.name" in capsys.readouterr().err
     assert main(["train", *TINY, "run.name=base", "run.tokens=9000", "run.resume=never"]) == 2
 
 
@@ -61,10 +68,27 @@ def test_seconds_are_counted_over_restarts(place: Place) -> None:
     assert len(steps("timed")) <= len(done) + 1
 
 
+def test_a_run_of_sites_is_left_alone(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("runs/sites/syncer").mkdir(parents=True)
+    Path("runs/sites/config.yaml").write_text("of the syncer")
+    assert main(["train", *TINY, "run.name=sites"]) == 2
+    assert "run.name is 'sites': a run of sites, see runs/sites/syncer" in capsys.readouterr().err
+    assert Path("runs/sites/config.yaml").read_text() == "of the syncer"
+
+
+def test_training_that_was_asked_to_stop_is_drained(tmp_path: Path) -> None:
+    with place_in(tmp_path) as place:
+        verb = place.start("train", "train", *TINY, "run.name=asked")
+        wait_for(lambda: place.seen("asked", "train", "step"), "a step", verb.text)
+        verb.signal(signal.SIGTERM)
+        assert verb.end() == 75, verb.text()
+    assert json.loads((tmp_path / "runs/asked/summary.json").read_text())["status"] == "drained"
+
+
 def test_two_at_once_in_one_folder_are_refused(
     place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run_dir, "HELD_WAIT_S", 0.1)
-    with locked(Path("runs/held/train")):
+    with locked(Path("runs/held")):
         assert main(["train", *TINY, "run.name=held"]) == 1
     assert f"in use by process {os.getpid()}: is it started twice?" in capsys.readouterr().err
