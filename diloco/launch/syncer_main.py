@@ -28,8 +28,8 @@ DOES = """The syncer of a run: holds the fragments, merges what the sites send, 
 
   diloco syncer run.tokens=100e6 cluster.syncer.listen=127.0.0.1:7077
 
-Prints the line with which a site joins.  The same command with run.name again goes on.  Ctrl-C once: a last round, then
-exit 75; twice: at once.  Exit 0 when the run has reached its tokens or seconds."""
+Prints the run's name and the line with which a site joins.  The same command with run.name=NAME goes on.
+Ctrl-C once: a last round, then exit 75; twice: at once.  Exit 0 when the run has reached its tokens or seconds."""
 WAIT_S = 0.2
 
 
@@ -140,7 +140,8 @@ def _forget(run_dir: RunDir) -> None:
 
 
 def _greet(config: RunConfig, run_dir: RunDir, address: str, given: argparse.Namespace) -> None:
-    print(f"run {config.run.name} in {run_dir.root}, listening on {address} (process {os.getpid()})")
+    again = f"the same command with run.name={config.run.name} goes on"
+    print(f"run {config.run.name} in {run_dir.root}, listening on {address} (process {os.getpid()}); {again}")
     print(f"a site joins with:  {join_line(config, address, given.settings, given.config)}", flush=True)
 
 

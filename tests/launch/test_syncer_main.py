@@ -11,7 +11,7 @@ from diloco.launch.cli import main
 from diloco.launch.config import compose, read, write
 from diloco.launch.settings_help import settings_help
 from diloco.launch.syncer_main import join_line
-from tests.launch.processes import TINY
+from tests.launch.processes import TINY, place_in, wait_for
 
 LISTEN = "cluster.syncer.listen=127.0.0.1:0"
 
@@ -50,6 +50,16 @@ def test_the_line_that_a_site_needs_means_the_same_run() -> None:
     assert list(joined.cluster.sites) == list(config.cluster.sites), "into how many shares the text is dealt"
     assert "--config run.yaml" in join_line(config, "x:1", [], Path("run.yaml"))
     assert settings_help()
+
+
+def test_the_first_line_says_how_a_run_without_a_name_goes_on(tmp_path: Path) -> None:
+    with place_in(tmp_path) as place:
+        syncer = place.start("syncer", "syncer", *TINY, LISTEN)
+        wait_for(lambda: "a site joins with" in syncer.text(), "the syncer's greeting", syncer.text)
+        name = next((tmp_path / "runs").glob("*/syncer.address")).parent.name
+        first = syncer.text().splitlines()[0]
+        assert first.startswith(f"run {name} in runs/{name}, listening on 127.0.0.1:")
+        assert first.endswith(f"; the same command with run.name={name} goes on")
 
 
 def test_another_run_under_the_same_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
