@@ -28,10 +28,10 @@ from diloco.learner.meter import Meter
 from diloco.learner.odometer import Odometer
 from diloco.learner.outbox import Outbox
 from diloco.learner.outcome import Finished, JoinFailed
-from diloco.learner.replica import Replica, SealInputs
 from diloco.learner.reporting import meter_fields, report_info
 from diloco.learner.restoring import restored_machine
 from diloco.learner.sealing import SealJob, seal
+from diloco.learner.site_tensors import SealInputs, SiteTensors
 from diloco.sync.effects import (
     Adopt,
     Fetch,
@@ -119,11 +119,11 @@ class Agent:
         self._codec = make_codec(options.up_codec)
         self._outbox = Outbox(Path(options.folder) / "outbox")
         self._odometer = Odometer(Path(options.folder) / "odometer")
-        self._replica = Replica(layout, parameters, learner.adopt, options.adopt_alpha)
+        self._tensors = SiteTensors(layout, parameters, learner.adopt, options.adopt_alpha)
         self._meter = Meter()
         self._changed = threading.Condition(threading.RLock())
         self._redo = redo
-        self._machine = restored_machine(learner, restored, redo, self._outbox, self._odometer, self._replica)
+        self._machine = restored_machine(learner, restored, redo, self._outbox, self._odometer, self._tensors)
         self._stopping = threading.Event()
         self._stop: StopTraining | None = None
         self._leave_asked = False
@@ -142,7 +142,7 @@ class Agent:
             emit,
             self._stopping,
         )
-        self._fetcher = Fetcher(client, agreement.run_id, site_id, self._replica, self._deliver, emit, self._stopping)
+        self._fetcher = Fetcher(client, agreement.run_id, site_id, self._tensors, self._deliver, emit, self._stopping)
         self._listener = Listener(
             client,
             self._incarnation,
@@ -235,7 +235,7 @@ class Agent:
     def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         """What a checkpoint must hold so that a new process goes on from here."""
         with self._changed:
-            return self._replica.tensors(), {"machine": self._machine.snapshot()}
+            return self._tensors.tensors(), {"machine": self._machine.snapshot()}
 
     def leave_soon(self) -> None:
         """The user asked this site to stop.  May be called from a signal handler."""
@@ -297,7 +297,7 @@ class Agent:
         if self._group.world > 1:
             for fragment in sorted(adopted):
                 self._group.broadcast_small([ADOPTED, fragment])
-                self._group.broadcast_(self._replica.local(fragment))
+                self._group.broadcast_(self._tensors.local(fragment))
             self._group.broadcast_small([STOP if stop else GO_ON])
 
     # --- effects; the lock is held -----------------------------------------------------------------------------
@@ -308,23 +308,23 @@ class Agent:
         for effect in effects:
             match effect:
                 case Adopt():
-                    self._replica.adopt(effect.fragment, effect.version, effect.merged)
+                    self._tensors.adopt(effect.fragment, effect.version, effect.merged)
                     adopted.add(effect.fragment)
                     facts: dict[str, object] = {"fragment": effect.fragment, "version": effect.version}
                     self._emit("adopted", {**facts, "merged": list(effect.merged)})
                 case Retake():
-                    self._replica.retake(effect.fragment, effect.version, effect.keep)
+                    self._tensors.retake(effect.fragment, effect.version, effect.keep)
                     adopted.add(effect.fragment)
                     self._emit("retaken", {"fragment": effect.fragment, "version": effect.version, "why": effect.why})
                 case Seal():
-                    inputs: SealInputs = self._replica.measure(effect.fragment, effect.in_flight)
+                    inputs: SealInputs = self._tensors.measure(effect.fragment, effect.in_flight)
                     self._seals.put(SealJob(effect, inputs))
                 case Send():
                     self._sender.queue.put((effect.fragment, effect.sequence))
                 case Forget():
                     self._seals.put((effect.fragment, effect.sequence))
                 case Release():
-                    self._replica.release(effect.fragment, effect.sequence)
+                    self._tensors.release(effect.fragment, effect.sequence)
                 case Fetch():
                     self._fetcher.queue.put(effect.fragment)
                 case Join():
@@ -351,9 +351,9 @@ class Agent:
     def _deliver(self, values: Tensor, event: VersionFetched) -> None:
         """A version is here: its values and the machine's knowledge of it change at one instant."""
         with self._changed:
-            latest = self._replica.latest[event.fragment]
+            latest = self._tensors.latest[event.fragment]
             if latest is None or latest[0] <= event.version:  # Versions never go back, whoever answers the pull.
-                self._replica.latest[event.fragment] = (event.version, values)
+                self._tensors.latest[event.fragment] = (event.version, values)
             self._tell(event)
 
     def _incarnation(self) -> int:
@@ -435,7 +435,7 @@ class Agent:
             "sealed", {**facts, "base_version": effect.base_version, "tokens": effect.tokens, "norm": sealed.norm}
         )
         with self._changed:
-            self._replica.sent[effect.fragment, effect.sequence] = sealed.decoded
+            self._tensors.sent[effect.fragment, effect.sequence] = sealed.decoded
             self._tell(Sealed(effect.fragment, effect.sequence, sealed.header.digest))
 
     def _keep_in_touch(self) -> None:

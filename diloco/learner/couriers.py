@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from diloco.learner.outbox import Outbox
-    from diloco.learner.replica import Replica
+    from diloco.learner.site_tensors import SiteTensors
     from diloco.sync.events import LearnerEvent
     from diloco.wire.client import SyncClient, WatchStream
     from diloco.wire.messages import PushHeader, PushResult, WatchEvent
@@ -151,7 +151,7 @@ class Fetcher:
         client: SyncClient,
         run_id: str,
         site_id: str,
-        replica: Replica,
+        site_tensors: SiteTensors,
         deliver: Callable[[Tensor, VersionFetched], None],
         emit: Callable[[str, dict[str, object]], None],
         stopping: threading.Event,
@@ -159,7 +159,7 @@ class Fetcher:
         self._client = client
         self._run_id = run_id
         self._site_id = site_id
-        self._replica = replica
+        self._tensors = site_tensors
         self._deliver = deliver
         self._emit = emit
         self._stopping = stopping
@@ -173,7 +173,7 @@ class Fetcher:
 
     def _fetch(self, fragment: int) -> None:
         pause = Pause(self._stopping)
-        latest = self._replica.latest[fragment]
+        latest = self._tensors.latest[fragment]
         have = latest[0] if latest is not None else -1
         sink = self._sinks.setdefault(fragment, PullSink())
         while not self._stopping.is_set():
@@ -201,13 +201,13 @@ class Fetcher:
 
     def _values(self, fragment: int, pulled: PulledVersion) -> Tensor | None:
         """The values that were pulled; None when they cannot be had from these bytes."""
-        numel = self._replica.layout.fragments[fragment].numel
+        numel = self._tensors.layout.fragments[fragment].numel
         if pulled.header.numel != numel:
             return None
         try:
             if pulled.header.whole:
                 return make_codec("fp32").decode(pulled.parts[0], numel)
-            latest = self._replica.latest[fragment]
+            latest = self._tensors.latest[fragment]
             if latest is None or latest[0] != pulled.header.from_version:
                 return None
             values = latest[1]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from diloco.inner.trainer import StepInfo, Verdict
-from diloco.learner.replica import Replica
+from diloco.learner.site_tensors import SiteTensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +28,7 @@ class Follower:
     """Ranks above 0 of a site: they do at each boundary what rank 0 tells them."""
 
     def __init__(self, layout: Layout, parameters: Mapping[str, Tensor], group: SiteGroup) -> None:
-        self._replica = Replica(layout, parameters, "rebase", 0.5)
+        self._tensors = SiteTensors(layout, parameters, "rebase", 0.5)
         self._group = group
 
     def start(self) -> None:
@@ -45,6 +45,6 @@ class Follower:
             told = self._group.broadcast_small([])
             if told[0] != ADOPTED:
                 return told[0] == STOP
-            values = torch.empty(self._replica.layout.fragments[told[1]].numel)
+            values = torch.empty(self._tensors.layout.fragments[told[1]].numel)
             self._group.broadcast_(values)
-            self._replica.write(told[1], values)
+            self._tensors.write(told[1], values)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from diloco.inner.trainer import StepInfo
     from diloco.learner.odometer import Odometer
     from diloco.learner.outbox import Outbox
-    from diloco.learner.replica import Replica
+    from diloco.learner.site_tensors import SiteTensors
     from diloco.sync.options import LearnerOptions
 
 
@@ -28,9 +28,9 @@ def restored_machine(
     redo: StepInfo | None,
     outbox: Outbox,
     odometer: Odometer,
-    replica: Replica,
+    site_tensors: SiteTensors,
 ) -> LearnerSync:
-    """The machine, and the tensors that it lists in ``replica``; the outbox keeps what it lists and nothing else.
+    """The machine, and the tensors that it lists in ``site_tensors``; the outbox keeps what it lists and nothing else.
 
     ``redo`` is the step that the checkpoint holds and that its machine had not heard of.  It is told before the first
     join: if the syncer has later work, what this step learned is thrown away with the rest and counts as lost.
@@ -45,10 +45,10 @@ def restored_machine(
     if redo is not None and odometer_step >= redo.step:
         tokens -= redo.tokens  # It is counted when the machine hears of it.
     machine = _restored(options, meta, outbox, tokens)
-    replica.restore(tensors, [part.base_version for part in machine.state.fragments])
+    site_tensors.restore(tensors, [part.base_version for part in machine.state.fragments])
     listed = {(index, sent.sequence) for index, part in enumerate(machine.state.fragments) for sent in part.in_flight}
-    for fragment, sequence in [key for key in replica.sent if key not in listed]:
-        replica.release(fragment, sequence)
+    for fragment, sequence in [key for key in site_tensors.sent if key not in listed]:
+        site_tensors.release(fragment, sequence)
     outbox.clear(listed)
     if redo is not None:
         effects = machine.handle(StepDone(redo.step, redo.tokens, redo.step_ns, redo.cursor), time.monotonic_ns())

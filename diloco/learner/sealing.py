@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from diloco.learner.replica import SealInputs
+from diloco.learner.site_tensors import SealInputs
 from diloco.sync.effects import Seal
 from diloco.wire.messages import PushHeader
 

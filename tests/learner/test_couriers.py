@@ -17,7 +17,7 @@ from diloco.codec.contract import digest
 from diloco.codec.registry import make_codec
 from diloco.learner.couriers import MALFORMED_MAX, Fetcher, Listener, Pause, Sender
 from diloco.learner.outbox import Outbox, OutboxError
-from diloco.learner.replica import Replica
+from diloco.learner.site_tensors import SiteTensors
 from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, Outcome, PushAnswered, Reason, VersionFetched
 from diloco.wire.chunks import checksum
 from diloco.wire.messages import (
@@ -231,7 +231,8 @@ class Shelf:
     """A fetcher, and a syncer whose answers to pulls are written down here."""
 
     def __init__(self) -> None:
-        self.replica = Replica(LAYOUT, {name: torch.zeros(shape) for name, shape in LAYOUT.parameters}, "rebase", 0.5)
+        parameters = {name: torch.zeros(shape) for name, shape in LAYOUT.parameters}
+        self.site_tensors = SiteTensors(LAYOUT, parameters, "rebase", 0.5)
         self.stopping = threading.Event()
         self.events = Events()
         self.answers: list[Callable[[PullAsk], PulledVersion]] = []
@@ -241,7 +242,7 @@ class Shelf:
             self,  # type: ignore[arg-type]
             RUN,
             "a",
-            self.replica,
+            self.site_tensors,
             lambda values, event: self.delivered.append((values, event)),
             self.events.emit,
             self.stopping,
@@ -281,7 +282,7 @@ def whole(values: Tensor, version: int, sent: Tensor | None = None) -> PulledVer
 @pytest.mark.parametrize("payload", [b"\x00" * 7, None])
 def test_a_difference_that_does_not_give_the_version_is_said_and_the_whole_is_fetched(payload: bytes | None) -> None:
     shelf, old, new = Shelf(), dice("old", 0), dice("new", 0)
-    shelf.replica.latest[0] = (3, old)
+    shelf.site_tensors.latest[0] = (3, old)
     wrong = payload or make_codec("int8").encode(dice("elsewhere", 0))
     shelf.answers = [lambda ask: pulled(new, 4, ask.have_version, [wrong], False, "int8"), lambda ask: whole(new, 4)]
     shelf.fetch(lambda: shelf.delivered)
@@ -308,7 +309,7 @@ def test_a_whole_fragment_that_is_not_the_version_is_asked_for_again_but_not_in_
 
 def test_a_version_that_the_syncer_does_not_have_is_not_asked_for_in_a_hot_loop() -> None:
     shelf = Shelf()
-    shelf.replica.latest[0] = (4, dice("old", 0))
+    shelf.site_tensors.latest[0] = (4, dice("old", 0))
     shelf.answers = [lambda ask: pulled(dice("old", 0), 4, 4, [], False, "int8")]
     with thread(shelf.fetcher.run, shelf.stopping, lambda: shelf.fetcher.queue.put(None)):
         for _ in range(1000):

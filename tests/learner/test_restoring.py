@@ -11,8 +11,8 @@ from diloco.inner.checkpoint import CheckpointError
 from diloco.inner.trainer import StepInfo
 from diloco.learner.odometer import Odometer
 from diloco.learner.outbox import Outbox
-from diloco.learner.replica import Replica
 from diloco.learner.restoring import restored_machine
+from diloco.learner.site_tensors import SiteTensors
 from diloco.outer.fragments import plan_layout
 from diloco.sync.effects import Retake
 from diloco.sync.events import BoundaryReached, FragmentStanding, JoinAnswered, SealFailed, StepDone, VersionFetched
@@ -49,11 +49,11 @@ def trained(steps: int) -> LearnerSync:
 def take_over(folder: Path, machine: LearnerSync, crashed_at: int, redo: StepInfo | None) -> LearnerSync:
     """The machine of a new process, after the last one had got to step ``crashed_at``."""
     layout = plan_layout([("w", (4,))], 1)
-    replica = Replica(layout, {"w": torch.zeros(4)}, "rebase", 0.5)
+    site_tensors = SiteTensors(layout, {"w": torch.zeros(4)}, "rebase", 0.5)
     odometer = Odometer(folder / "odometer")
     odometer.write(crashed_at, crashed_at * TOKENS)
     kept = ({"base.0": torch.zeros(4)}, {"machine": machine.snapshot()})
-    return restored_machine(machine.options, kept, redo, Outbox(folder / "outbox"), odometer, replica)
+    return restored_machine(machine.options, kept, redo, Outbox(folder / "outbox"), odometer, site_tensors)
 
 
 @pytest.mark.parametrize(("crashed_at", "lost_steps"), [(4, 0), (5, 0), (6, 1), (9, 4)])
@@ -104,18 +104,18 @@ def test_a_checkpoint_taken_while_a_retake_is_due_can_be_resumed(tmp_path: Path)
 def test_a_checkpoint_of_something_else_is_refused_in_words(
     tmp_path: Path, meta: dict[str, object], words: str
 ) -> None:
-    replica = Replica(plan_layout([("w", (4,))], 1), {"w": torch.zeros(4)}, "rebase", 0.5)
+    site_tensors = SiteTensors(plan_layout([("w", (4,))], 1), {"w": torch.zeros(4)}, "rebase", 0.5)
     odometer, outbox = Odometer(tmp_path / "odometer"), Outbox(tmp_path / "outbox")
     with pytest.raises(CheckpointError, match=words):
-        restored_machine(LearnerOptions(), ({}, meta), None, outbox, odometer, replica)
+        restored_machine(LearnerOptions(), ({}, meta), None, outbox, odometer, site_tensors)
 
 
 def test_a_site_without_a_checkpoint_has_lost_what_it_read(tmp_path: Path) -> None:
-    replica = Replica(plan_layout([("w", (4,))], 1), {"w": torch.zeros(4)}, "rebase", 0.5)
+    site_tensors = SiteTensors(plan_layout([("w", (4,))], 1), {"w": torch.zeros(4)}, "rebase", 0.5)
     odometer = Odometer(tmp_path / "odometer")
     odometer.write(7, 7 * TOKENS)
     machine = restored_machine(
-        LearnerOptions(inner_steps=100), None, None, Outbox(tmp_path / "outbox"), odometer, replica
+        LearnerOptions(inner_steps=100), None, None, Outbox(tmp_path / "outbox"), odometer, site_tensors
     )
     machine.handle(joined(standing()), 0)
     assert site_ledger(machine.state) == Ledger(7 * TOKENS, 0, 0, 0, 0, 0, 7 * TOKENS)

@@ -9,8 +9,8 @@ import torch
 
 from diloco.codec.contract import NonFiniteError
 from diloco.codec.registry import make_codec
-from diloco.learner.replica import SealInputs
 from diloco.learner.sealing import SealJob, seal
+from diloco.learner.site_tensors import SealInputs
 from diloco.sync.effects import Seal
 from tests.syncer.building import dice
 

@@ -154,9 +154,9 @@ class SiteThread:
 
     def __exit__(self, *_: object) -> None:
         self.toy_site.halt.set()
-        if self._thread.is_alive():
+        if self.finished is None:
             self.toy_site.agent.close()
-            self._thread.join(20.0)
+        self._thread.join(20.0)
 
 
 def shares(site: SiteThread, twin: Twin, windows: int, window_s: float) -> list[float]:

@@ -30,7 +30,7 @@ from diloco.inner.trainer import StepInfo
 from diloco.learner.agent import Agent, AgentOptions, Finished
 from diloco.learner.follower import Follower
 from diloco.learner.outbox import Outbox
-from diloco.learner.replica import Replica
+from diloco.learner.site_tensors import SiteTensors
 from diloco.outer.fragments import Layout, gather, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.agreement import PROTOCOL, Agreement
@@ -249,8 +249,8 @@ PLACES: dict[str, tuple[object, str, bool | Callable[..., None]]] = {
     "sealed": (Outbox, "put", True),
     "push": (SyncClient, "push", False),
     "pushed": (SyncClient, "push", True),
-    "adopt": (Replica, "adopt", False),
-    "adopted": (Replica, "adopt", True),
+    "adopt": (SiteTensors, "adopt", False),
+    "adopted": (SiteTensors, "adopt", True),
     "pulled": (SyncClient, "pull", True),
 }
 

@@ -54,8 +54,18 @@ def merged(syncer: Syncer, count: int, fragment: int = 0, begin: int = 1) -> Non
         reach(syncer, fragment, base + 1)
 
 
+@pytest.fixture(autouse=True)
+def _others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests of this process have left behind is not counted here."""
+    monkeypatch.setitem(globals(), "BEFORE", frozenset(threading.enumerate()))
+
+
+BEFORE: frozenset[threading.Thread] = frozenset()
+
+
 def ours() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith(("syncer-", "outer-step", "snapshot", "stalls-"))]
+    names = ("syncer-", "outer-step", "snapshot", "stalls-")
+    return [t for t in threading.enumerate() if t.name.startswith(names) and t not in BEFORE]
 
 
 # --- options ---------------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ def test_stop_ends_watches_at_once_and_takes_no_new_calls(start: Callable[..., W
 def test_no_thread_is_left_behind(start: Callable[..., Wired]) -> None:
     import threading
 
+    before = set(threading.enumerate())  # Another test of this process may have left some.
     wired = start()
     client = wired.client()
     with client.watch(1) as stream:
@@ -51,6 +52,7 @@ def test_no_thread_is_left_behind(start: Callable[..., Wired]) -> None:
     client.close()
     wired.server.stop(1.0)
     until = time.monotonic() + 10
-    while left := {t.name for t in threading.enumerate() if t.name.startswith(("stalls-", "syncer-rpc"))}:
+    ours = ("stalls-", "syncer-rpc")
+    while left := {t.name for t in set(threading.enumerate()) - before if t.name.startswith(ours)}:
         assert time.monotonic() < until, left
         time.sleep(0.02)

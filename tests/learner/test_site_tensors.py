@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.learner.replica import Replica
+from diloco.learner.site_tensors import SiteTensors
 from diloco.outer.fragments import gather, scatter
 from tests.syncer.building import LAYOUT, dice
 
@@ -14,9 +14,9 @@ SHAPES = dict(LAYOUT.parameters)
 FRAGMENT = LAYOUT.fragments[0]
 
 
-def replica(rule: str, alpha: float = 0.25) -> Replica:
+def site_tensors(rule: str, alpha: float = 0.25) -> SiteTensors:
     """One that has taken version 3 and trained since, with updates 5 and 6 on their way."""
-    found = Replica(LAYOUT, {name: torch.zeros(shape) for name, shape in SHAPES.items()}, rule, alpha)
+    found = SiteTensors(LAYOUT, {name: torch.zeros(shape) for name, shape in SHAPES.items()}, rule, alpha)
     found.latest[0] = (3, dice("base", 0))
     found.retake(0, 3, [])
     found.write(0, dice("local", 0))
@@ -25,12 +25,12 @@ def replica(rule: str, alpha: float = 0.25) -> Replica:
     return found
 
 
-def local(found: Replica) -> Tensor:
+def local(found: SiteTensors) -> Tensor:
     return gather(FRAGMENT, found.parameters)
 
 
 def test_rebase_keeps_what_is_not_merged() -> None:
-    found = replica("rebase")
+    found = site_tensors("rebase")
     found.latest[0] = (4, dice("new", 0))
     assert torch.equal(found.adopt(0, 4, [5]), local(found))
     wanted = dice("new", 0) - (dice("base", 0) - dice("local", 0) - dice("d5", 0))
@@ -40,7 +40,7 @@ def test_rebase_keeps_what_is_not_merged() -> None:
 
 
 def test_rebase_of_nothing_is_the_version_bit_for_bit() -> None:
-    found = replica("rebase")
+    found = site_tensors("rebase")
     base = found.base[0]
     assert base is not None
     found.sent[0, 5] = base - local(found)
@@ -51,7 +51,7 @@ def test_rebase_of_nothing_is_the_version_bit_for_bit() -> None:
 
 @pytest.mark.parametrize(("rule", "alpha"), [("overwrite", 0.25), ("blend", 0.25), ("blend", 1.0)])
 def test_the_others_measure_from_the_value_right_after_the_adopt(rule: str, alpha: float) -> None:
-    found = replica(rule, alpha)
+    found = site_tensors(rule, alpha)
     found.latest[0] = (4, dice("new", 0))
     found.adopt(0, 4, [5, 6])
     new, old = dice("new", 0), dice("local", 0)
@@ -65,7 +65,7 @@ def test_the_others_measure_from_the_value_right_after_the_adopt(rule: str, alph
 
 @pytest.mark.parametrize("rule", ["rebase", "overwrite", "blend"])
 def test_retake_throws_unsent_progress_away(rule: str) -> None:
-    found = replica(rule)
+    found = site_tensors(rule)
     found.latest[0] = (4, dice("new", 0))
     found.retake(0, 4, [6])
     new = dice("new", 0)
@@ -77,14 +77,14 @@ def test_retake_throws_unsent_progress_away(rule: str) -> None:
 
 
 def test_retake_of_the_version_that_is_held_needs_no_newer_one() -> None:
-    found = replica("rebase")
+    found = site_tensors("rebase")
     found.latest[0] = (9, dice("newer", 0))  # It is here, and not what was ordered.
     found.retake(0, 3, [])
     assert torch.equal(local(found), dice("base", 0))
 
 
 def test_measuring_copies_the_model_at_that_instant() -> None:
-    found = replica("rebase")
+    found = site_tensors("rebase")
     inputs = found.measure(0, [5, 6])
     found.write(0, torch.zeros(FRAGMENT.numel))
     wanted = dice("base", 0) - dice("local", 0) - dice("d5", 0) - dice("d6", 0)
@@ -93,11 +93,11 @@ def test_measuring_copies_the_model_at_that_instant() -> None:
 
 @pytest.mark.parametrize("rule", ["rebase", "overwrite", "blend"])
 def test_a_checkpoint_holds_everything_that_the_next_update_is_made_of(rule: str) -> None:
-    found = replica(rule)
+    found = site_tensors(rule)
     found.latest[0] = (4, dice("new", 0))
     found.adopt(0, 4, [5])
     tensors = {name: values.clone() for name, values in found.tensors().items()}
-    again = Replica(LAYOUT, {name: values.clone() for name, values in found.parameters.items()}, rule, 0.25)
+    again = SiteTensors(LAYOUT, {name: values.clone() for name, values in found.parameters.items()}, rule, 0.25)
     again.restore(tensors, [4, -1])
     subtract = [6] if rule == "rebase" else []
     mine, theirs = again.measure(0, subtract).pseudo_gradient(), found.measure(0, subtract).pseudo_gradient()
@@ -113,7 +113,7 @@ def test_a_checkpoint_holds_everything_that_the_next_update_is_made_of(rule: str
 
 
 def test_a_released_update_is_forgotten_once_and_for_all() -> None:
-    found = replica("rebase")
+    found = site_tensors("rebase")
     found.release(0, 5)
     found.release(0, 5)
     assert sorted(found.sent) == [(0, 6), (1, 5)]
@@ -122,7 +122,7 @@ def test_a_released_update_is_forgotten_once_and_for_all() -> None:
 def test_parameters_of_other_kinds_are_written_in_place() -> None:
     parameters = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
     before = {name: values.data_ptr() for name, values in parameters.items()}
-    found = Replica(LAYOUT, parameters, "rebase", 0.5)
+    found = SiteTensors(LAYOUT, parameters, "rebase", 0.5)
     found.write(0, dice("base", 0))
     assert {name: values.data_ptr() for name, values in parameters.items()} == before
     wanted = {name: torch.zeros(shape) for name, shape in SHAPES.items()}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from diloco.outer.fragments import Layout
 
 
-class Replica:
+class SiteTensors:
     """The tensors.  The training thread and the threads beside it call this under the agent's lock."""
 
     def __init__(self, layout: Layout, parameters: Mapping[str, Tensor], adopt: str, adopt_alpha: float) -> None:
