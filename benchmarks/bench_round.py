@@ -210,6 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     add_arguments(parser)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--codecs", nargs="+", default=["int4:32", "int8", "fp32"], help="of both directions")
     parser.add_argument("--bound-s", type=float, default=300.0, help="longest wait for one case")
     options = parser.parse_args()
     sizes = [200_000] if options.quick else [10_000_000, 100_000_000]
@@ -222,7 +223,7 @@ def main() -> None:
             facts = {"numel": numel, "sites": sites}
             rows.append({**facts, "system": "gloo all_reduce, bare", **measure_gloo(base, False, options.bound_s)})
             rows.append({**facts, "system": "gloo all_reduce + outer step", **beside})
-            for codec in ("int4:32", "int8", "fp32"):
+            for codec in options.codecs:
                 case = Case(**{**asdict(base), "codec": codec})
                 row = {**facts, "system": f"diloco {codec}", **measure_ours(case, options.bound_s)}
                 row["ratio_to_gloo_and_step"] = row["round_s_p50"] / beside["round_s_p50"]
