@@ -48,7 +48,7 @@ UNMIRRORED = {
     "diloco.sync.effects": "frozen data without code; every test of the machines reads them",
 }
 # Folders of tests that are about several floors at once and so mirror no module.
-ACROSS_FLOORS = frozenset({"sim", "loopback", "numerics"})
+ACROSS_FLOORS = frozenset({"sim", "loopback", "numerics", "hunts"})
 
 
 def assert_kept(rule: Rule, *folders: str) -> None:

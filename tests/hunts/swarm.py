@@ -1,0 +1,85 @@
+"""``make swarm SEEDS=2000``: the two machines under seeds of simulated faults, on every core.
+
+Asks for a number of seeds, or (``--minutes``) goes on drawing new ones until the time is up: the soak of the simulator.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+
+from diloco.sim.swarm import Outcome, run_seed
+from tests.hunts.reporting import Hunt
+
+CHUNK = 50
+
+
+def main(arguments: list[str] | None = None) -> int:
+    hunt = Hunt("swarm", __doc__)
+    hunt.parser.add_argument("--seeds", type=int, default=200, help="how many (default: 200)")
+    hunt.parser.add_argument("--minutes", type=float, default=0.0, help="instead: until so long has passed")
+    hunt.parser.add_argument(
+        "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: cores)"
+    )
+    asked = hunt.asked(arguments)
+    wanted: Iterable[range] = (
+        itertools.takewhile(
+            lambda _: hunt.seconds() < 60 * asked.minutes,
+            (range(first, first + CHUNK) for first in itertools.count(asked.seed, CHUNK)),
+        )
+        if asked.minutes
+        else pieces(asked.seed, asked.seeds)
+    )
+    totals: Counter[str] = Counter()
+    faults: Counter[str] = Counter()
+    fates: Counter[str] = Counter()
+    staleness_worst = 0
+    for outcome in outcomes(wanted, asked.jobs):
+        totals += Counter(
+            seeds=1,
+            events=outcome.events,
+            restarts=outcome.restarts,
+            versions=outcome.versions,
+            simulated_seconds=outcome.simulated_ns // 1_000_000_000,
+        )
+        faults += outcome.faults
+        fates += outcome.fates
+        staleness_worst = max(staleness_worst, outcome.staleness_worst)
+        if outcome.failure:
+            hunt.violated(outcome.failure, seed=outcome.seed, seeds=1)
+    counts: dict[str, object] = {"ran": dict(totals), "faults": dict(sorted(faults.items()))}
+    return hunt.finish({**counts, "updates": dict(sorted(fates.items())), "staleness_worst": staleness_worst})
+
+
+def pieces(first: int, count: int) -> Iterator[range]:
+    """``count`` seeds from ``first`` on, cut for the processes."""
+    for start in range(first, first + count, CHUNK):
+        yield range(start, min(start + CHUNK, first + count))
+
+
+def outcomes(wanted: Iterable[range], jobs: int) -> Iterator[Outcome]:
+    """Run every piece, ``jobs`` at a time, and never more of them ahead than that."""
+    with ProcessPoolExecutor(jobs) as pool:
+        waiting = iter(wanted)
+        running = {pool.submit(run_piece, piece) for piece in itertools.islice(waiting, jobs)}
+        while running:
+            done = next(as_completed(running))
+            running.discard(done)
+            running |= {pool.submit(run_piece, piece) for piece in itertools.islice(waiting, 1)}
+            try:
+                yield from done.result()
+            except BrokenProcessPool as error:
+                raise SystemExit(f"a process of the hunt died: {error}") from error
+
+
+def run_piece(seeds: range) -> list[Outcome]:
+    return [run_seed(seed) for seed in seeds]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
