@@ -117,19 +117,24 @@ def _parse(body: bytes, at: int) -> Record:
 
 
 def replay(machine: OuterSync, records: Iterable[Record]) -> Iterator[tuple[Record, list[OuterEffect]]]:
-    """Feed ``records`` to ``machine`` again and yield each with its effects.
-
-    ``JournalError`` at the first record whose effects differ from the ones it had when it was written.
-    """
+    """Feed ``records`` to ``machine`` again and yield each with its effects; ``JournalError`` as ``decide_again``."""
     for number, record in enumerate(records):
-        effects = machine.handle(record.event, record.at_ns)
-        found = digest_effects(effects)
-        if found != record.effects_digest:
-            raise JournalError(
-                f"record {number} ({type(record.event).__name__} at {record.at_ns} ns) had effects "
-                f"{record.effects_digest} when it was written and {found} now: another version or other options"
-            )
-        yield record, effects
+        yield record, decide_again(machine, record, number)
+
+
+def decide_again(machine: OuterSync, record: Record, number: int) -> list[OuterEffect]:
+    """The effects of one record, the ``number``-th of a replay.
+
+    ``JournalError`` when they differ from the ones that it had when it was written.
+    """
+    effects = machine.handle(record.event, record.at_ns)
+    found = digest_effects(effects)
+    if found != record.effects_digest:
+        raise JournalError(
+            f"record {number} ({type(record.event).__name__} at {record.at_ns} ns) had effects "
+            f"{record.effects_digest} when it was written and {found} now: another version or other options"
+        )
+    return effects
 
 
 def describe(record: Record) -> str:

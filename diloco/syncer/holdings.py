@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Holdings:
-    """Values by fragment.  Only the decision loop's thread calls these methods, so that a pull sees one instant."""
+    """Values by fragment.  One thread calls these methods, the decision loop's, so that a pull sees one instant."""
 
     def __init__(self, values: Sequence[FragmentValues], down_codec: str, downlinks_kept: int) -> None:
         self.values = list(values)
@@ -28,19 +28,15 @@ class Holdings:
         self._downlinks: list[deque[Downlink]] = [deque(maxlen=downlinks_kept) for _ in values]
 
     def take(self, fragment: int, result: OuterResult) -> None:
-        """``result`` is the fragment's newest version."""
-        assert result.values.version == self.values[fragment].version + 1, result.values.version
-        self.values[fragment] = result.values
-        self.recall(fragment, result.link())
-
-    def recall(self, fragment: int, link: Downlink) -> None:
-        """Keep a down-link, also one that a replay has computed again: its bytes are the same.
+        """``result`` is the fragment's newest version, computed now or again by a replay: its bytes are the same.
 
         A chain is sent only where it is shorter than the whole fragment, so twice that length is all that is kept: it
         lets a pull of a chain that broke off go on when newer versions have come.
         """
-        whole_bytes = self.values[fragment].published.numel() * 4
-        links = self._downlinks[fragment]
+        assert result.values.version == self.values[fragment].version + 1, result.values.version
+        self.values[fragment] = result.values
+        whole_bytes = result.values.published.numel() * 4
+        links, link = self._downlinks[fragment], result.link()
         links.append(link)
         if len(link.payload) >= whole_bytes:
             links.clear()

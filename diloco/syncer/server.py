@@ -174,18 +174,14 @@ class Syncer:
             for fragment, first in zip(machine.state.fragments, values, strict=True):
                 fragment.digest = first.digest
             self.store.begin(machine, values)
-            self.holdings = self._hold(values)
+            self.holdings = Holdings(values, self.options.down_codec, self.options.downlinks_kept)
             return machine, 0
-        found = self.store.recover(self.plan.outer, self.plan.optimizer, self.options.down_codec)
+        options = self.options
+        found = self.store.recover(self.plan.outer, self.plan.optimizer, options.down_codec, options.downlinks_kept)
         for note in found.notes:
             self._emit("note", {"note": "recovery", "why": note})
-        self.holdings = self._hold(found.values)
-        for index, link in found.downlinks:
-            self.holdings.recall(index, link)
+        self.holdings = found.holdings
         return found.machine, found.records
-
-    def _hold(self, values: Sequence[FragmentValues]) -> Holdings:
-        return Holdings(values, self.options.down_codec, self.options.downlinks_kept)
 
     def wait(self, timeout_s: float) -> Ending | None:
         """Wait for the last version, at most ``timeout_s``; the ending, or None when the run still goes on.

@@ -19,13 +19,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from diloco.durable import sync_folder, write_file
-from diloco.sync.effects import StartOuterStep
-from diloco.sync.events import OuterStepDone, OuterStepFailed, UpdateArrived
-from diloco.sync.journal import JournalError, Record, replay
+from diloco.sync.events import UpdateArrived
+from diloco.sync.journal import JournalError, Record
 from diloco.sync.plain import PlainError
 from diloco.sync.syncer import OuterSync
-from diloco.syncer.executor import Downlink, OuterResult, run_outer_step
+from diloco.syncer.holdings import Holdings
 from diloco.syncer.journal_files import JournalFiles
+from diloco.syncer.replaying import Replayer
 from diloco.syncer.snapshots import FragmentValues, Snapshot, SnapshotError, Snapshots
 from diloco.syncer.spool import Spool, SpoolError
 
@@ -56,15 +56,10 @@ class RunCard:
 
 @dataclass(slots=True)
 class Recovered:
-    """The state of an earlier process, to the bit.
-
-    ``downlinks`` are those that the replay computed again, each with its fragment, but for those that are no shorter
-    than the fragment; ``records`` were replayed.
-    """
+    """The state of an earlier process, to the bit: memory, and what it held; ``records`` were replayed."""
 
     machine: OuterSync
-    values: list[FragmentValues]
-    downlinks: list[tuple[int, Downlink]]
+    holdings: Holdings
     records: int
     notes: list[str]
 
@@ -108,7 +103,9 @@ class Store:
         segment = self.journal.rotate()
         self.snapshots.write(Snapshot(machine.snapshot(), tuple(values), segment))
 
-    def recover(self, options: OuterOptions, optimizer: OuterOptimizerOptions, down_codec: str) -> Recovered:
+    def recover(
+        self, options: OuterOptions, optimizer: OuterOptimizerOptions, down_codec: str, downlinks_kept: int = 32
+    ) -> Recovered:
         """The state that the last process had; ``StoreError`` when none is whole.
 
         Payloads that neither a snapshot left nor the journal behind it names are dropped on the way.
@@ -123,7 +120,7 @@ class Store:
                 damaged.append(number)
                 continue
             try:
-                recovered = self._replayed(snapshot, options, optimizer, down_codec, notes)
+                replayer = self._replayed(snapshot, options, optimizer, down_codec, downlinks_kept)
             except (JournalError, SpoolError, PlainError) as error:
                 raise StoreError(str(error)) from error
             except AssertionError as error:
@@ -131,6 +128,7 @@ class Store:
                 raise StoreError(text) from error
             for each in damaged:
                 self.snapshots.set_aside(each)
+            recovered = Recovered(replayer.machine, replayer.holdings, replayer.records, notes)
             self._sweep_spool(recovered)
             return recovered
         raise StoreError(f"{self.snapshots.folder} has no whole snapshot: {'; '.join(notes) or 'it is empty'}")
@@ -141,33 +139,13 @@ class Store:
         options: OuterOptions,
         optimizer: OuterOptimizerOptions,
         down_codec: str,
-        notes: list[str],
-    ) -> Recovered:
+        downlinks_kept: int,
+    ) -> Replayer:
         machine = OuterSync.restore(options, snapshot.state)
-        values = list(snapshot.fragments)
-        downlinks: list[tuple[int, Downlink]] = []
-        under_way = {
-            index: machine.outer_step(index)
-            for index, fragment in enumerate(machine.state.fragments)
-            if fragment.merging_since_ns is not None
-        }
-        records = self.journal.read(snapshot.journal_segment)
-        for record, effects in replay(machine, records):
-            event = record.event
-            if isinstance(event, OuterStepDone):
-                command = under_way.pop(event.fragment)
-                result = run_outer_step(command, values[event.fragment], self.spool, optimizer, down_codec)
-                _compare(event, result)
-                assert result is not None
-                values[event.fragment] = result.values
-                if len(result.downlink) < values[event.fragment].theta.numel() * 4:
-                    downlinks.append((event.fragment, result.link()))
-            elif isinstance(event, OuterStepFailed):
-                del under_way[event.fragment]
-            for effect in effects:
-                if isinstance(effect, StartOuterStep):
-                    under_way[effect.fragment] = effect
-        return Recovered(machine, values, downlinks, len(records), notes)
+        replayer = Replayer(machine, snapshot.fragments, self.spool, optimizer, down_codec, downlinks_kept)
+        for record in self.journal.read(snapshot.journal_segment):
+            replayer.apply(record)
+        return replayer
 
     def append(self, record: Record) -> None:
         """Write a record; durable after ``journal.flush``."""
@@ -229,12 +207,3 @@ def payloads_in(state: object) -> set[str]:
         for line in site["lines"]
         for pending in line["undecided"]
     }
-
-
-def _compare(event: OuterStepDone, result: OuterResult | None) -> None:
-    found = (result.values.digest, result.downlink_digest) if result else ("not finite", "")
-    if found != (event.digest, event.downlink_digest):
-        raise JournalError(
-            f"version {event.version} of fragment {event.fragment} was {event.digest[:12]} when it was published and "
-            f"is {found[0][:12]} when computed again: the spool, the options or the arithmetic changed"
-        )

@@ -117,7 +117,7 @@ def computed_again(toy: Toy) -> list[FragmentValues]:
     store = Store(folder, card)
     found = store.recover(rules, optimizer, toy.codec)
     store.journal.close()
-    return found.values
+    return found.holdings.values
 
 
 def audit(toy: Toy, syncers: Sequence[Log], sites: dict[str, Sequence[Log]], finished: dict[str, Finished]) -> History:

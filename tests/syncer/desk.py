@@ -47,7 +47,7 @@ class Desk:
             except BaseException:
                 self.store.journal.close()
                 raise
-            self.machine, self.values = self.recovered.machine, self.recovered.values
+            self.machine, self.values = self.recovered.machine, self.recovered.holdings.values
         self.now_ns = self.machine.state.now_ns
         self.under_way: dict[int, StartOuterStep] = {}
         self.computed: dict[int, OuterResult] = {}
