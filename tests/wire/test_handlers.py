@@ -146,9 +146,8 @@ class Held:
     """A push that was admitted and says nothing more until released."""
 
     def __init__(self, wired: Wired, **changes: object) -> None:
-        self._more: list[bytes] = []
-        self._call = wired.channel().stream_stream(f"/{SYNC_SERVICE}/Push")(self._messages(changes), timeout=60)
         self._released = False
+        self._call = wired.channel().stream_stream(f"/{SYNC_SERVICE}/Push")(self._messages(changes), timeout=60)
         self.first = unpack_push_reply(next(self._call))
 
     def _messages(self, changes: dict[str, object]) -> Iterator[bytes]:
