@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-PROTOCOL = 1
+PROTOCOL = 2
+PROTOCOL_OLDEST = 1
+"""A syncer serves the protocol before its own as well, so that a run can be upgraded while it goes on: it first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +26,9 @@ def disagreement(ours: Agreement, theirs: Agreement) -> str | None:
 
     ``ours`` is the syncer's.  A site that does not yet know the run's lineage says 0.
     """
-    if theirs.protocol != ours.protocol:
-        return f"protocol is {theirs.protocol} at the site and {ours.protocol} at the syncer"
+    if not PROTOCOL_OLDEST <= theirs.protocol <= ours.protocol:
+        oldest = f", which serves {PROTOCOL_OLDEST} as well" if ours.protocol > PROTOCOL_OLDEST else ""
+        return f"protocol is {theirs.protocol} at the site and {ours.protocol} at the syncer{oldest}"
     if theirs.run_id != ours.run_id:
         return f"run_id is {theirs.run_id!r} at the site and {ours.run_id!r} at the syncer"
     if theirs.lineage not in (0, ours.lineage):

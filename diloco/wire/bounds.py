@@ -123,6 +123,7 @@ _CODEC = _matches(_ENCODING, "a codec's name")
 _FRAGMENT = _number(0, m.FRAGMENTS_MAX - 1)
 _PAYLOAD = _number(1, m.PAYLOAD_BYTES_MAX)
 _PPM = _number(0, 1_000_000)
+_PROTOCOL = _number(0, 0x7FFFFFFF)
 _CRC = _number(0, 0xFFFFFFFF)
 _REASON = _one_of(Reason, optional=True)
 _ENDING = _one_of(Ending, optional=True)
@@ -132,6 +133,11 @@ _FATES = _many(_nested(Fate), m.FATES_MAX)
 def _observer_or_id(field: str, value: object) -> None:
     if value != "":
         _ID(field, value)
+
+
+def _sha256_or_nothing(field: str, value: object) -> None:
+    if value != "":
+        _SHA256(field, value)
 
 
 BOUNDS: Mapping[type, Mapping[str, Rule]] = {
@@ -159,9 +165,10 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "chunk_bytes": _number(m.CHUNK_BYTES_MIN, m.CHUNK_BYTES_MAX),
         "updates_in_flight_max": _number(1, m.UNDECIDED_MAX),
         "site_timeout_ns": _number(1),
+        "keep_until_decided": _flag,
     },
     m.JoinAsk: {
-        "protocol": _number(0, 0x7FFFFFFF),
+        "protocol": _PROTOCOL,
         "run_id": _ID,
         "lineage": _NUMBER,
         "site_id": _ID,
@@ -179,6 +186,7 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "progress_ppm": _PPM,
         "ending": _ENDING,
         "settings": _nested(m.LearnerSettings),
+        "protocol": _PROTOCOL,
     },
     m.PushHeader: {
         "run_id": _ID,
@@ -196,6 +204,7 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "payload_bytes": _PAYLOAD,
         "numel": _number(1, m.NUMEL_MAX),
         "digest": _SHA256,
+        "values_digest": _sha256_or_nothing,
     },
     m.PushCommit: {"payload_bytes": _PAYLOAD, "digest": _SHA256},
     m.PushAdmitted: {"offset": _number(0, m.PAYLOAD_BYTES_MAX)},
@@ -214,6 +223,7 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "digest": _SHA256,
         "run_tokens": _NUMBER,
         "progress_ppm": _PPM,
+        "lineage": _NUMBER,
     },
     FateTold: {"fate": _nested(Fate)},
     FinalAnnounced: {"ending": _one_of(Ending)},
@@ -258,6 +268,7 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "bytes_up": _NUMBER,
         "bytes_down": _NUMBER,
         "versions": _many(_NUMBER, m.FRAGMENTS_MAX),
+        "digests": _many(_number(0, 0xFFFFFFFFFFFFFFFF), m.FRAGMENTS_MAX),
     },
     m.ReportReply: {
         "epoch": _NUMBER,
@@ -265,6 +276,7 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "progress_ppm": _PPM,
         "known": _flag,
         "ending": _ENDING,
+        "retake": _many(_FRAGMENT, m.FRAGMENTS_MAX),
     },
     m.LeaveAsk: {"run_id": _ID, "site_id": _ID, "incarnation": _NUMBER},
     m.EvictAsk: {"site_id": _ID},
@@ -277,6 +289,10 @@ def check(message: object, prefix: str = "") -> None:
         rule(prefix + field, getattr(message, field))
     if isinstance(message, m.PullHeader):
         _check_parts(message)
+    if isinstance(message, m.ReportInfo) and len(message.digests) not in (0, len(message.versions)):
+        _refuse(
+            "digests", len(message.digests), f"none, or one for each of the {len(message.versions)} versions, wanted"
+        )
 
 
 def _check_parts(header: m.PullHeader) -> None:

@@ -184,7 +184,9 @@ def pack_join_reply(reply: m.JoinReply) -> bytes:
             chunk_bytes=reply.settings.chunk_bytes,
             updates_in_flight_max=reply.settings.updates_in_flight_max,
             site_timeout_ns=reply.settings.site_timeout_ns,
+            keep_until_decided=reply.settings.keep_until_decided,
         ),
+        protocol=reply.protocol,
     ).SerializeToString()
 
 
@@ -206,7 +208,9 @@ def unpack_join_reply(raw: bytes) -> m.JoinReply:
                 chunk_bytes=settings.chunk_bytes,
                 updates_in_flight_max=settings.updates_in_flight_max,
                 site_timeout_ns=settings.site_timeout_ns,
+                keep_until_decided=settings.keep_until_decided,
             ),
+            protocol=proto.protocol,
         )
     )
 
@@ -240,6 +244,7 @@ def pack_watch_event(event: m.WatchEvent) -> bytes:
             proto.published.digest = event.digest
             proto.published.run_tokens = event.run_tokens
             proto.published.progress_ppm = event.progress_ppm
+            proto.published.lineage = event.lineage
         case FateTold():
             proto.fate.CopyFrom(fate_out(event.fate))
         case FinalAnnounced():
@@ -258,7 +263,15 @@ def unpack_watch_event(raw: bytes) -> m.WatchEvent:
         case "published":
             seen = proto.published
             return checked(
-                m.Published(seen.epoch, seen.fragment, seen.version, seen.digest, seen.run_tokens, seen.progress_ppm)
+                m.Published(
+                    epoch=seen.epoch,
+                    fragment=seen.fragment,
+                    version=seen.version,
+                    digest=seen.digest,
+                    run_tokens=seen.run_tokens,
+                    progress_ppm=seen.progress_ppm,
+                    lineage=seen.lineage,
+                )
             )
         case "fate":
             return checked(FateTold(fate_in(proto.fate)))
@@ -301,6 +314,7 @@ def pack_report(report: m.ReportInfo) -> bytes:
         bytes_up=report.bytes_up,
         bytes_down=report.bytes_down,
         versions=report.versions,
+        digests=report.digests,
     )
     if report.loss is not None and math.isfinite(report.loss):
         proto.loss = report.loss
@@ -329,6 +343,7 @@ def unpack_report(raw: bytes) -> m.ReportInfo:
             bytes_up=proto.bytes_up,
             bytes_down=proto.bytes_down,
             versions=tuple(proto.versions),
+            digests=tuple(proto.digests),
         )
     )
 
@@ -342,6 +357,7 @@ def pack_report_reply(reply: m.ReportReply) -> bytes:
         progress_ppm=reply.progress_ppm,
         known=reply.known,
         ending=_ending_out(reply.ending),
+        retake=reply.retake,
     ).SerializeToString()
 
 
@@ -349,7 +365,14 @@ def unpack_report_reply(raw: bytes) -> m.ReportReply:
     """``ReportResponse``."""
     proto = parse(sync_pb2.ReportResponse, raw, m.CONTROL_BYTES_MAX)
     return checked(
-        m.ReportReply(proto.epoch, proto.run_tokens, proto.progress_ppm, proto.known, _ending_in(proto.ending))
+        m.ReportReply(
+            epoch=proto.epoch,
+            run_tokens=proto.run_tokens,
+            progress_ppm=proto.progress_ppm,
+            known=proto.known,
+            ending=_ending_in(proto.ending),
+            retake=tuple(proto.retake),
+        )
     )
 
 

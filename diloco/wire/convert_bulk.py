@@ -33,6 +33,7 @@ def pack_push(part: m.PushPart) -> bytes:
                     payload_bytes=part.payload_bytes,
                     numel=part.numel,
                     digest=part.digest,
+                    values_digest=part.values_digest,
                 )
             ).SerializeToString()
         case m.PushCommit():
@@ -74,6 +75,7 @@ def _header_in(header: sync_pb2.PushHeader) -> m.PushHeader:
         payload_bytes=header.payload_bytes,
         numel=header.numel,
         digest=header.digest,
+        values_digest=header.values_digest,
     )
 
 

@@ -35,6 +35,11 @@ SHARED_CONFIG_MAX = 1024
 TEXT_CHARS_MAX = 1024
 
 
+def short_digest(digest: str) -> int:
+    """The first 8 bytes of a digest as a number, as a heartbeat carries it; 0 there means that there is none."""
+    return int(digest[:16], 16)
+
+
 class MalformedMessage(ValueError):
     """A message breaks the contract; the text names the field, its value and what was wanted."""
 
@@ -101,12 +106,16 @@ class Refused(WireError):
 
 @dataclass(frozen=True, slots=True)
 class LearnerSettings:
-    """What the syncer asks of a learner.  ``chunk_bytes`` lies in CHUNK_BYTES_MIN..CHUNK_BYTES_MAX."""
+    """What the syncer asks of a learner.  ``chunk_bytes`` lies in CHUNK_BYTES_MIN..CHUNK_BYTES_MAX.
+
+    ``keep_until_decided``: an update's encoded bytes are kept until its fate is known, and not only until its ack.
+    """
 
     heartbeat_ns: int
     chunk_bytes: int
     updates_in_flight_max: int
     site_timeout_ns: int
+    keep_until_decided: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +139,10 @@ class JoinAsk:
 
 @dataclass(frozen=True, slots=True)
 class JoinReply:
-    """The site is taken in as ``incarnation``.  ``progress_ppm`` is the run's progress in millionths."""
+    """The site is taken in as ``incarnation``.  ``progress_ppm`` is the run's progress in millionths.
+
+    ``protocol`` is what both speak from now on; 0 comes from a syncer that knows only protocol 1 and means that one.
+    """
 
     epoch: int
     incarnation: int
@@ -140,6 +152,7 @@ class JoinReply:
     progress_ppm: int
     ending: Ending | None
     settings: LearnerSettings
+    protocol: int = 0
 
 
 # --- Push ------------------------------------------------------------------------------------------------------
@@ -150,7 +163,9 @@ class PushHeader:
     """One update, declared before its first payload byte.
 
     ``payload_bytes`` and ``digest`` (SHA-256, hexadecimal) are those of the encoded payload, ``numel`` the fragment's
-    number of values, ``encoding`` the codec's name.  The other fields are those of ``sync.events.UpdateArrived``.
+    number of values, ``encoding`` the codec's name.  ``values_digest`` is that of the fp32 values which the payload
+    decodes to, as the site has computed it; empty where the site speaks protocol 1.  The other fields are those of
+    ``sync.events.UpdateArrived``.
     """
 
     run_id: str
@@ -168,6 +183,7 @@ class PushHeader:
     payload_bytes: int
     numel: int
     digest: str
+    values_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +241,10 @@ class WatchAsk:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """``version`` of ``fragment`` is visible; ``digest`` (SHA-256, hexadecimal) is that of its fp32 values."""
+    """``version`` of ``fragment`` is visible; ``digest`` (SHA-256, hexadecimal) is that of its fp32 values.
+
+    ``lineage`` is 0 towards a site that speaks protocol 1.
+    """
 
     epoch: int
     fragment: int
@@ -233,6 +252,7 @@ class Published:
     digest: str
     run_tokens: int
     progress_ppm: int
+    lineage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +324,9 @@ class ReportInfo:
 
     ``loss`` is in nats per token, over recent steps; one that is None or not finite travels as unknown.  ``train_ns``,
     ``stall_ns`` (spent for the outer world in the training thread), ``bytes_up`` and ``bytes_down`` are totals since
-    the process started; ``versions`` is the base version of each fragment.
+    the process started; ``versions`` is the base version of each fragment.  ``digests`` has for each of these
+    ``short_digest`` of the values that the site holds for it, computed from the tensor itself; 0 where it was not
+    computed for this version yet, and nothing at all from a site that speaks protocol 1.
     """
 
     run_id: str
@@ -324,17 +346,22 @@ class ReportInfo:
     bytes_up: int
     bytes_down: int
     versions: tuple[int, ...]
+    digests: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ReportReply:
-    """How the run stands; ``known`` is False when the syncer does not know this incarnation: please join again."""
+    """How the run stands; ``known`` is False when the syncer does not know this incarnation: please join again.
+
+    ``retake`` names fragments whose values at the site are not those of the version that it holds them for.
+    """
 
     epoch: int
     run_tokens: int
     progress_ppm: int
     known: bool
     ending: Ending | None
+    retake: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.sync.agreement import PROTOCOL, Agreement, disagreement
+from diloco.sync.agreement import PROTOCOL, PROTOCOL_OLDEST, Agreement, disagreement
 
 OURS = Agreement(PROTOCOL, "run-1", 3, "f" * 64, {"outer.lr": "0.7", "model.dim": "64"})
 
 
 def test_equals_agree() -> None:
     assert disagreement(OURS, replace(OURS)) is None
+
+
+def test_the_protocol_before_this_one_is_served_and_no_site_is_ahead_of_the_syncer() -> None:
+    old = replace(OURS, protocol=PROTOCOL_OLDEST)
+    assert disagreement(OURS, old) is None
+    assert disagreement(old, OURS) == "protocol is 2 at the site and 1 at the syncer"
 
 
 def test_a_site_that_does_not_know_the_lineage_yet_agrees() -> None:
@@ -22,7 +28,8 @@ def test_a_site_that_does_not_know_the_lineage_yet_agrees() -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"protocol": 2}, "protocol is 2 at the site and 1 at the syncer"),
+        ({"protocol": 3}, "protocol is 3 at the site and 2 at the syncer, which serves 1 as well"),
+        ({"protocol": 0}, "protocol is 0 at the site and 2 at the syncer, which serves 1 as well"),
         ({"run_id": "other"}, "run_id is 'other' at the site and 'run-1' at the syncer"),
         ({"lineage": 2}, "lineage is 2 at the site and 3 at the syncer"),
         ({"shared": {"outer.lr": "0.7", "model.dim": "32"}}, "model.dim is 32 at the site and 64 at the syncer"),

@@ -56,13 +56,14 @@ def push_header(payload: bytes, **changes: object) -> PushHeader:
         "payload_bytes": len(payload),
         "numel": max(1, 2 * len(payload)),
         "digest": sha256(payload),
+        "values_digest": DIGEST,
     }
     return PushHeader(**(fields | changes))  # type: ignore[arg-type]
 
 
 def join_ask(**changes: object) -> JoinAsk:
     fields: dict[str, object] = {
-        "protocol": 1,
+        "protocol": 2,
         "run_id": RUN,
         "lineage": 7,
         "site_id": "site-a",
@@ -76,7 +77,8 @@ def join_ask(**changes: object) -> JoinAsk:
 
 def report_info(**changes: object) -> ReportInfo:
     fields: dict[str, object] = dict.fromkeys(ReportInfo.__slots__, 1)
-    fields |= {"run_id": RUN, "site_id": "site-a", "loss": 2.5, "tokens_per_s": 1000.0, "versions": (3, 4)}
+    fields |= {"run_id": RUN, "site_id": "site-a", "loss": 2.5, "tokens_per_s": 1000.0}
+    fields |= {"versions": (3, 4), "digests": (0, (1 << 64) - 1)}
     return ReportInfo(**(fields | changes))  # type: ignore[arg-type]
 
 

@@ -16,6 +16,7 @@ Sample = tuple[object, Callable[[Any], bytes], Callable[[bytes], object]]
 FATE = Fate(3, 9, 11, 4096, DIGEST, None)
 REFUSED = Fate(0, m.NUMBER_MAX, 0, 0, DIGEST, Reason.NON_FINITE)
 SETTINGS = m.LearnerSettings(2_000_000_000, 256 * 1024, 2, 15_000_000_000)
+KEEPING = m.LearnerSettings(1, 256 * 1024, 2, 1, keep_until_decided=True)
 STANDING = FragmentStanding(3, 11, DIGEST, 10, 150, 8192, 4096, ((9, 4096), (10, 0)), (FATE, REFUSED))
 EMPTY_STANDING = FragmentStanding(0, 0, DIGEST, 0, 0, 0, 0, (), ())
 PULL = m.PullHeader(3, 7, 9, False, "int4:32", 96, 30, (10, 20), DIGEST, 0xFFFFFFFF, (FATE,))
@@ -25,6 +26,7 @@ def joins() -> list[Sample]:
     asks = [join_ask(), join_ask(lineage=0, layout_json=b"", shared_config={}), join_ask(protocol=0)]
     replies = [
         m.JoinReply(2, 5, 7, (EMPTY_STANDING, STANDING), 10**12, 1_000_000, Ending.DRAINED, SETTINGS),
+        m.JoinReply(2, 5, 7, (), 1, 1, None, KEEPING, 2),
         m.JoinReply(0, 0, 0, (), 0, 0, None, SETTINGS),
     ]
     return [(ask, convert.pack_join, convert.unpack_join) for ask in asks] + [
@@ -35,6 +37,7 @@ def joins() -> list[Sample]:
 def pushes() -> list[Sample]:
     parts: list[object] = [
         push_header(b"abc"),
+        push_header(b"abc", values_digest=""),
         push_header(b"abc", final=True, sequence=m.NUMBER_MAX, base_version=0),
         m.Chunk(0, b"a", zlib.crc32(b"a")),
         m.Chunk(300, b"\x00" * 70_000, 0),
@@ -68,14 +71,19 @@ def pulls() -> list[Sample]:
 def controls() -> list[Sample]:
     events: list[object] = [
         m.Published(2, 3, 4, DIGEST, 5, 6),
+        m.Published(2, 3, 4, DIGEST, 5, 6, 7),
         FateTold(FATE),
         FateTold(REFUSED),
         *(FinalAnnounced(ending) for ending in Ending),
         *(m.Dropped(reason) for reason in Reason),
         m.Alive(),
     ]
-    reports = [report_info(), report_info(loss=None, versions=()), report_info(loss=0.0, tokens_per_s=0.0)]
-    replies = [m.ReportReply(2, 3, 4, True, None), m.ReportReply(0, 0, 0, False, Ending.FINISHED)]
+    reports = [
+        report_info(),
+        report_info(loss=None, versions=(), digests=()),
+        report_info(loss=0.0, tokens_per_s=0.0, digests=()),
+    ]
+    replies = [m.ReportReply(2, 3, 4, True, None, (0, 5)), m.ReportReply(0, 0, 0, False, Ending.FINISHED)]
     return [
         *((event, convert.pack_watch_event, convert.unpack_watch_event) for event in events),
         *((report, convert.pack_report, convert.unpack_report) for report in reports),

@@ -109,16 +109,18 @@ class Standing(_message.Message):
     def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., watermark: _Optional[int] = ..., cursor: _Optional[int] = ..., tokens_merged: _Optional[int] = ..., tokens_discarded: _Optional[int] = ..., undecided: _Optional[_Iterable[_Union[Undecided, _Mapping]]] = ..., fates: _Optional[_Iterable[_Union[Fate, _Mapping]]] = ...) -> None: ...
 
 class LearnerSettings(_message.Message):
-    __slots__ = ("heartbeat_ns", "chunk_bytes", "updates_in_flight_max", "site_timeout_ns")
+    __slots__ = ("heartbeat_ns", "chunk_bytes", "updates_in_flight_max", "site_timeout_ns", "keep_until_decided")
     HEARTBEAT_NS_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
     UPDATES_IN_FLIGHT_MAX_FIELD_NUMBER: _ClassVar[int]
     SITE_TIMEOUT_NS_FIELD_NUMBER: _ClassVar[int]
+    KEEP_UNTIL_DECIDED_FIELD_NUMBER: _ClassVar[int]
     heartbeat_ns: int
     chunk_bytes: int
     updates_in_flight_max: int
     site_timeout_ns: int
-    def __init__(self, heartbeat_ns: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., updates_in_flight_max: _Optional[int] = ..., site_timeout_ns: _Optional[int] = ...) -> None: ...
+    keep_until_decided: bool
+    def __init__(self, heartbeat_ns: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., updates_in_flight_max: _Optional[int] = ..., site_timeout_ns: _Optional[int] = ..., keep_until_decided: bool = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("protocol", "run_id", "lineage", "site_id", "process", "layout_fingerprint", "layout_json", "shared_config")
@@ -148,7 +150,7 @@ class JoinRequest(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., lineage: _Optional[int] = ..., site_id: _Optional[str] = ..., process: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., layout_json: _Optional[bytes] = ..., shared_config: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("epoch", "incarnation", "lineage", "standings", "run_tokens", "progress_ppm", "ending", "settings")
+    __slots__ = ("epoch", "incarnation", "lineage", "standings", "run_tokens", "progress_ppm", "ending", "settings", "protocol")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +159,7 @@ class JoinResponse(_message.Message):
     PROGRESS_PPM_FIELD_NUMBER: _ClassVar[int]
     ENDING_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     incarnation: int
     lineage: int
@@ -165,10 +168,11 @@ class JoinResponse(_message.Message):
     progress_ppm: int
     ending: Ending
     settings: LearnerSettings
-    def __init__(self, epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., lineage: _Optional[int] = ..., standings: _Optional[_Iterable[_Union[Standing, _Mapping]]] = ..., run_tokens: _Optional[int] = ..., progress_ppm: _Optional[int] = ..., ending: _Optional[_Union[Ending, str]] = ..., settings: _Optional[_Union[LearnerSettings, _Mapping]] = ...) -> None: ...
+    protocol: int
+    def __init__(self, epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., lineage: _Optional[int] = ..., standings: _Optional[_Iterable[_Union[Standing, _Mapping]]] = ..., run_tokens: _Optional[int] = ..., progress_ppm: _Optional[int] = ..., ending: _Optional[_Union[Ending, str]] = ..., settings: _Optional[_Union[LearnerSettings, _Mapping]] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("run_id", "site_id", "incarnation", "fragment", "sequence", "base_version", "tokens", "steps", "step_ns", "cursor", "final", "encoding", "payload_bytes", "numel", "digest")
+    __slots__ = ("run_id", "site_id", "incarnation", "fragment", "sequence", "base_version", "tokens", "steps", "step_ns", "cursor", "final", "encoding", "payload_bytes", "numel", "digest", "values_digest")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SITE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +188,7 @@ class PushHeader(_message.Message):
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUMEL_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    VALUES_DIGEST_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     site_id: str
     incarnation: int
@@ -199,7 +204,8 @@ class PushHeader(_message.Message):
     payload_bytes: int
     numel: int
     digest: str
-    def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., sequence: _Optional[int] = ..., base_version: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., step_ns: _Optional[int] = ..., cursor: _Optional[int] = ..., final: bool = ..., encoding: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., numel: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
+    values_digest: str
+    def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., sequence: _Optional[int] = ..., base_version: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., step_ns: _Optional[int] = ..., cursor: _Optional[int] = ..., final: bool = ..., encoding: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., numel: _Optional[int] = ..., digest: _Optional[str] = ..., values_digest: _Optional[str] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("offset", "crc32", "data")
@@ -268,20 +274,22 @@ class WatchRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class Published(_message.Message):
-    __slots__ = ("epoch", "fragment", "version", "digest", "run_tokens", "progress_ppm")
+    __slots__ = ("epoch", "fragment", "version", "digest", "run_tokens", "progress_ppm", "lineage")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_PPM_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     fragment: int
     version: int
     digest: str
     run_tokens: int
     progress_ppm: int
-    def __init__(self, epoch: _Optional[int] = ..., fragment: _Optional[int] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., run_tokens: _Optional[int] = ..., progress_ppm: _Optional[int] = ...) -> None: ...
+    lineage: int
+    def __init__(self, epoch: _Optional[int] = ..., fragment: _Optional[int] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., run_tokens: _Optional[int] = ..., progress_ppm: _Optional[int] = ..., lineage: _Optional[int] = ...) -> None: ...
 
 class Final(_message.Message):
     __slots__ = ("ending",)
@@ -364,7 +372,7 @@ class PullResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[PullHeader, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("run_id", "site_id", "incarnation", "step", "tokens_processed", "tokens_unsent", "tokens_in_flight", "tokens_overwritten", "tokens_lost", "loss", "tokens_per_s", "step_ns", "train_ns", "stall_ns", "bytes_up", "bytes_down", "versions")
+    __slots__ = ("run_id", "site_id", "incarnation", "step", "tokens_processed", "tokens_unsent", "tokens_in_flight", "tokens_overwritten", "tokens_lost", "loss", "tokens_per_s", "step_ns", "train_ns", "stall_ns", "bytes_up", "bytes_down", "versions", "digests")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SITE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -382,6 +390,7 @@ class ReportRequest(_message.Message):
     BYTES_UP_FIELD_NUMBER: _ClassVar[int]
     BYTES_DOWN_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     site_id: str
     incarnation: int
@@ -399,21 +408,24 @@ class ReportRequest(_message.Message):
     bytes_up: int
     bytes_down: int
     versions: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens_processed: _Optional[int] = ..., tokens_unsent: _Optional[int] = ..., tokens_in_flight: _Optional[int] = ..., tokens_overwritten: _Optional[int] = ..., tokens_lost: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., step_ns: _Optional[int] = ..., train_ns: _Optional[int] = ..., stall_ns: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
+    digests: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens_processed: _Optional[int] = ..., tokens_unsent: _Optional[int] = ..., tokens_in_flight: _Optional[int] = ..., tokens_overwritten: _Optional[int] = ..., tokens_lost: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., step_ns: _Optional[int] = ..., train_ns: _Optional[int] = ..., stall_ns: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReportResponse(_message.Message):
-    __slots__ = ("epoch", "run_tokens", "progress_ppm", "known", "ending")
+    __slots__ = ("epoch", "run_tokens", "progress_ppm", "known", "ending", "retake")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_PPM_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     ENDING_FIELD_NUMBER: _ClassVar[int]
+    RETAKE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     run_tokens: int
     progress_ppm: int
     known: bool
     ending: Ending
-    def __init__(self, epoch: _Optional[int] = ..., run_tokens: _Optional[int] = ..., progress_ppm: _Optional[int] = ..., known: bool = ..., ending: _Optional[_Union[Ending, str]] = ...) -> None: ...
+    retake: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., run_tokens: _Optional[int] = ..., progress_ppm: _Optional[int] = ..., known: bool = ..., ending: _Optional[_Union[Ending, str]] = ..., retake: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("run_id", "site_id", "incarnation")
