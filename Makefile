@@ -8,7 +8,7 @@ PYTHON := $(shell for p in python3.12 python3.11 python3; do \
 endif
 VENV = $(or $(PYTHON),$(error Python 3.11 or newer with venv is needed: make PYTHON=/path/to/python3)) -m venv
 BIN := .venv/bin
-.PHONY: demo test check protos bench swarm
+.PHONY: demo test check protos bench swarm soak
 
 demo: .venv/.ready
 	$(BIN)/diloco up $(ARGS)
@@ -27,9 +27,13 @@ bench: .venv/.ready
 # Hunts, short by default: each ends with one JSON object and exits 1 for a violation (tests/hunts).
 HUNT = $(BIN)/python -m tests.hunts
 SEEDS ?= 200
+MINUTES ?= 1
 
 swarm: .venv/.ready
 	$(HUNT).swarm --seeds $(SEEDS) $(ARGS)
+
+soak: .venv/.ready
+	$(HUNT).soak --minutes $(MINUTES) $(ARGS)
 
 .venv/.ready: pyproject.toml constraints.txt
 	@echo "Setting up .venv with $$($(PYTHON) --version): the packages of constraints.txt, and this tree as it is"

@@ -1,0 +1,277 @@
+"""``make soak MINUTES=30``: eight sites and a syncer on this machine, real processes and sockets, faults all the time.
+
+Every site has an emulated link of its own.  Faults are drawn from the seed, about one in twenty seconds, in the mix
+that large runs report: mostly a site that is killed or freezes, then links, then the syncer.  The syncer is left alone
+in the second half and two sites are always, so that their memory can be watched.  At the end the books of the whole run
+are audited from its journal.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from diloco.learner.agent import Finished
+from diloco.wan.link import LinkOptions
+from diloco.wan.process import RelayProcess
+from tests.hunts.reporting import Hunt
+from tests.loopback.audit import audit
+from tests.loopback.cluster import Log, Process, free_port
+from tests.loopback.toy import Toy
+
+SITES = "abcdefgh"
+SPARED = "gh"
+"""Sites that are never killed, so that one life of theirs is long enough to see a leak in."""
+MIX = {
+    "kill": 40,
+    "freeze": 15,
+    "partition": 10,
+    "one_way": 10,
+    "reset": 10,
+    "syncer_kill": 10,
+    "syncer_freeze": 5,
+}
+BOUND_S = 90.0
+STUCK_S = 30.0
+"""With most sites well, some fragment gets a new version within this."""
+WARM_S = 60.0
+GROWTH_MAX = 0.05
+GROWTH_KIB_MIN = 4096
+"""Growth below this is noise: an allocator's arena, a thread's stack."""
+
+
+@dataclass
+class Life:
+    """What was seen of one process: its resident memory, with the instants."""
+
+    began_s: float
+    samples: list[tuple[float, int]] = field(default_factory=list)
+
+    def growth(self) -> tuple[float, int] | None:
+        """Last third against the first one after the warm-up: as a share, and in KiB; None if it was too short."""
+        warm = [kib for at_s, kib in self.samples if at_s - self.began_s > WARM_S]
+        third = len(warm) // 3
+        if third < 10:
+            return None
+        first, last = statistics.median(warm[:third]), statistics.median(warm[-third:])
+        return (last - first) / first, int(last - first)
+
+
+class Soak:
+    """The run, the faults and the watching, in one thread."""
+
+    def __init__(self, hunt: Hunt, folder: Path, seconds: float, seed: int, alive: ExitStack) -> None:
+        self.hunt, self.seconds, self.alive = hunt, seconds, alive
+        self.dice = random.Random(f"soak/{seed}")
+        outer = {
+            "num_fragments": 2,
+            "grace_ns": 300_000_000,
+            "run_ns": int(seconds * 1e9),
+            "site_timeout_ns": 4 * 10**9,
+        }
+        keepalive = {"keepalive_time_ms": 2000, "keepalive_timeout_ms": 2000}
+        self.toy = Toy(
+            folder=str(folder),
+            seed=seed,
+            codec="int8",
+            inner_steps=10,
+            outer=outer,
+            snapshot_every=32,
+            port=free_port(),
+            client={"stall_s": 4.0, "control_timeout_s": 3.0, **keepalive},
+            server=keepalive,
+        )
+        self.relay = alive.enter_context(RelayProcess())
+        target = f"127.0.0.1:{self.toy.port}"
+        self.links = {
+            site: self.relay.add(site, LinkOptions(rtt_ms=self.dice.choice((5.0, 40.0, 150.0)), mbps=20.0), target)
+            for site in SITES
+        }
+        self.step_s = {site: self.dice.uniform(0.1, 0.3) for site in SITES}
+        self.processes: dict[str, Process] = {}
+        self.logs: dict[str, list[Log]] = {}
+        self.lives: dict[str, Life] = {}
+        self.faults: Counter[str] = Counter()
+        self.began_s = time.monotonic()
+        self.agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self.number = itertools.count()
+        self.moved_s = self.began_s
+        self.versions = 0
+
+    # --- processes ---------------------------------------------------------------------------------------------
+
+    def start(self, name: str) -> None:
+        if name == "syncer":
+            process = Process("syncer", self.toy)
+        else:
+            mine = {"address": self.links[name], "step_s": self.step_s[name], "checkpoint_every": 25}
+            process = Process("site", self.toy, None, site=name, **mine)
+        self.alive.callback(process.__exit__)
+        self.processes[name] = process
+        self.logs.setdefault(name, []).append(process.log)
+        self.lives[name] = Life(time.monotonic())
+
+    def runs(self, name: str) -> bool:
+        return self.processes[name].wait(0) is None
+
+    def later(self, delay_s: float, what: Callable[[], None]) -> None:
+        self.agenda.append((time.monotonic() + delay_s, next(self.number), what))
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self.began_s
+
+    # --- faults ------------------------------------------------------------------------------------------------
+
+    def trouble(self, every_s: float) -> None:
+        if self.elapsed() > self.seconds - 30.0:
+            return  # The end is to be orderly.
+        kind = self.dice.choices(list(MIX), weights=list(MIX.values()))[0]
+        if kind.startswith("syncer") and self.elapsed() > self.seconds / 2:
+            kind = "freeze"
+        down_s = self.dice.choice((0.5, 2.0, 6.0, 15.0))
+        name = self.dice.choice([site for site in SITES if kind != "kill" or site not in SPARED])
+        if kind.startswith("syncer"):
+            name, down_s = "syncer", min(down_s, 6.0)
+        if self.runs(name):
+            self.faults[kind] += 1
+            self.begin(kind.removeprefix("syncer_"), name, down_s)
+        self.later(self.dice.expovariate(1 / every_s), lambda: self.trouble(every_s))
+
+    def begin(self, kind: str, name: str, down_s: float) -> None:
+        process = self.processes[name]
+        if kind == "kill":
+            process.kill()
+            self.later(down_s, lambda: self.start(name))
+        elif kind == "freeze":
+            process.send(signal.SIGSTOP)
+            self.later(down_s, lambda: self.thaw(process))
+        elif kind == "reset":
+            self.relay.reset(name)
+        else:
+            self.relay.partition(name, *([self.dice.choice(("up", "down"))] if kind == "one_way" else []))
+            self.later(down_s, lambda: self.relay.heal(name))
+
+    def thaw(self, process: Process) -> None:
+        if process.wait(0) is None:
+            process.send(signal.SIGCONT)
+
+    # --- watching ----------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        now_s = time.monotonic()
+        for name, process in self.processes.items():
+            if process.wait(0) is None:
+                self.lives[name].samples.append((now_s, resident_kib(process.pid)))
+            elif process.wait(0) not in (0, -9):
+                self.hunt.violated(f"{name} ended with {process.wait(0)}: {process.errors}", **self.replay())
+                self.start(name)
+        versions = sum(len(log.of("published")) for log in self.logs["syncer"])
+        if versions > self.versions:
+            self.versions, self.moved_s = versions, now_s
+        elif now_s - self.moved_s > STUCK_S + 15.0:  # The longest fault may hold up half of that.
+            self.hunt.violated(f"no new version for {now_s - self.moved_s:.0f} s", **self.replay())
+            self.moved_s = now_s
+
+    def replay(self) -> dict[str, object]:
+        return {"seed": self.toy.seed, "minutes": self.seconds / 60}
+
+    def run(self, every_s: float) -> None:
+        self.start("syncer")
+        self.processes["syncer"].log.wait_for("listening", 1, BOUND_S)
+        for site in SITES:
+            self.start(site)
+        self.later(5.0, lambda: self.trouble(every_s))
+        watched_s = 0.0
+        while not self.over() and self.elapsed() < self.seconds + BOUND_S:
+            due = sorted(item for item in self.agenda if item[0] <= time.monotonic())
+            for item in due:
+                self.agenda.remove(item)
+                item[2]()
+            if self.elapsed() - watched_s >= 1.0:
+                watched_s = self.elapsed()
+                self.watch()
+            time.sleep(0.05)
+
+    def over(self) -> bool:
+        return self.elapsed() > self.seconds and not any(self.runs(name) for name in self.processes)
+
+    # --- the end -----------------------------------------------------------------------------------------------
+
+    def check(self) -> dict[str, object]:
+        late = [name for name in self.processes if self.runs(name)]
+        if late:
+            self.hunt.violated(f"still running {BOUND_S:.0f} s after the end: {', '.join(late)}", **self.replay())
+            return {}
+        for name, process in self.processes.items():
+            if process.wait(0) != 0:
+                self.hunt.violated(f"{name} ended with {process.wait(0)}: {process.errors}", **self.replay())
+        finished = {name: ended(self.logs[name][-1]) for name in SITES}
+        try:
+            told = audit(self.toy, self.logs["syncer"], {name: self.logs[name] for name in SITES}, finished)
+        except AssertionError as error:
+            self.hunt.violated(f"the books: {error}", **self.replay())
+            return {}
+        growth: dict[str, float] = {}
+        for name in ("syncer", *SPARED):
+            found = self.lives[name].growth()
+            if found is None:
+                continue
+            growth[name] = round(found[0], 4)
+            if found[0] > GROWTH_MAX and found[1] > GROWTH_KIB_MIN:
+                self.hunt.violated(f"{name} grew by {found[1]} KiB, {found[0]:.1%}", **self.replay())
+        ledgers = Counter[str]()
+        for done in finished.values():
+            ledgers.update(done.ledger)
+        return {
+            "updates": len(told.fates),
+            "merged": sum(fate.merged for fate in told.fates.values()),
+            "versions": len(told.published),
+            "tokens": dict(ledgers),
+            "memory_growth": growth,
+            "syncer_lives": len(self.logs["syncer"]),
+            "site_lives": sum(len(self.logs[name]) for name in SITES),
+        }
+
+
+def ended(log: Log) -> Finished:
+    (event,) = log.of("finished")
+    ledger = event["ledger"]
+    assert isinstance(ledger, dict)
+    return Finished(str(event["ending"]), str(event["why"]), ledger)
+
+
+def resident_kib(pid: int) -> int:
+    """Resident memory of a process; 0 when it has just ended."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text("utf-8")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("VmRSS:")), 0)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    hunt = Hunt("soak", __doc__)
+    hunt.parser.add_argument("--minutes", type=float, default=1.0, help="how long the run is (default: 1)")
+    hunt.parser.add_argument(
+        "--fault-every", type=float, default=20.0, help="mean seconds between faults (default: 20)"
+    )
+    asked = hunt.asked(arguments)
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder, ExitStack() as alive:
+        soak = Soak(hunt, Path(folder), asked.minutes * 60, asked.seed, alive)
+        soak.run(asked.fault_every)
+        found = soak.check()
+    return hunt.finish({**found, "faults": dict(sorted(soak.faults.items()))})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
