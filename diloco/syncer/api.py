@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 from diloco.codec.registry import make_codec
 from diloco.outer.fragments import Layout
-from diloco.sync.agreement import Agreement, disagreement
+from diloco.sync.agreement import PROTOCOL_OLDEST, Agreement, disagreement
 from diloco.sync.effects import AnswerDone, AnswerJoin
 from diloco.sync.events import (
     DrainRequested,
-    Fate,
     FateTold,
     FinalAnnounced,
     JoinRequested,
@@ -23,6 +22,7 @@ from diloco.sync.events import (
     SiteLeft,
 )
 from diloco.sync.state import Status as SiteStatus
+from diloco.syncer import protocols
 from diloco.syncer.receive import Reception
 from diloco.syncer.status import describe
 from diloco.wire.messages import (
@@ -68,6 +68,7 @@ class Api:
         self._reports: dict[str, tuple[ReportInfo, float]] = {}
         self._bytes: dict[str, list[int]] = {}
         self._refusals: dict[str, int] = {}
+        self._protocols: dict[str, int] = {}
         self._began = time.monotonic()
 
     def join(self, request: JoinAsk, identity: Identity) -> JoinReply:
@@ -82,7 +83,9 @@ class Api:
             raise Refusal(status, text.format(site=request.site_id))
         epoch, run_tokens, progress_ppm = core.ask(_standing_of_run)
         options = syncer.plan.outer
-        return JoinReply(
+        with self._lock:
+            self._protocols[request.site_id] = request.protocol
+        reply = JoinReply(
             epoch=epoch,
             incarnation=answer.incarnation,
             lineage=syncer.plan.agreement.lineage,
@@ -97,6 +100,11 @@ class Api:
                 site_timeout_ns=options.site_timeout_ns,
             ),
         )
+        return protocols.join_reply(reply, request.protocol)
+
+    def _protocol(self, site: str) -> int:
+        """What ``site`` speaks; the oldest until it has joined this process, as every site does when it comes back."""
+        return self._protocols.get(site, PROTOCOL_OLDEST)
 
     def _agree(self, request: JoinAsk) -> None:
         ours = self._syncer.plan.agreement
@@ -136,10 +144,15 @@ class Api:
         if verdict.outcome is not Outcome.ACCEPTED:
             if verdict.reason is not None:
                 self._count_refusal(verdict.reason.value)
-            return PushResult(verdict.outcome, version, verdict.reason, verdict.fate)
+            result = PushResult(verdict.outcome, version, verdict.reason, verdict.fate)
+            return protocols.push_result(result, self._protocol(header.site_id))
         self._check_shape(header)
         return Reception(
-            core, self._syncer.store, header, lambda count: self._count_bytes(header.site_id, up=count, down=0)
+            core,
+            self._syncer.store,
+            header,
+            lambda count: self._count_bytes(header.site_id, up=count, down=0),
+            self._protocol(header.site_id),
         )
 
     def _check_shape(self, header: PushHeader) -> None:
@@ -177,7 +190,7 @@ class Api:
             if known.status is SiteStatus.EVICTED:
                 status, text = JOIN_REFUSALS[Reason.EVICTED]
                 raise Refusal(status, text.format(site=site))
-            feed = feeds.open(site, incarnation)
+            feed = feeds.open(site, incarnation, self._protocol(site))
             # What was said between the join and this instant was said to nobody: say it (again).
             for index, fragment in enumerate(machine.state.fragments):
                 feed.put(self._syncer.published(machine, index, fragment.version, fragment.digest))
@@ -198,7 +211,8 @@ class Api:
 
         def look(machine: OuterSync) -> tuple[Choice, bool]:
             site = machine.state.sites.get(ask.site_id)
-            fates: tuple[Fate, ...] = tuple(site.lines[ask.fragment].fates) if site else ()
+            told = site.lines[ask.fragment].fates if site else ()
+            fates = protocols.fates(told, self._protocol(ask.site_id))
             return syncer.holdings.choose(ask, fates), site is not None
 
         choice, known = syncer.core.ask(look)

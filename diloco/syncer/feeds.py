@@ -6,6 +6,8 @@ import queue
 import threading
 from typing import TYPE_CHECKING
 
+from diloco.sync.agreement import PROTOCOL
+from diloco.syncer import protocols
 from diloco.wire.messages import Dropped, Refusal, Status
 
 if TYPE_CHECKING:
@@ -19,9 +21,10 @@ EVENTS_MAX = 4096
 class Feed:
     """One stream; satisfies ``wire.service.WatchFeed``."""
 
-    def __init__(self, feeds: Feeds, site: str, incarnation: int) -> None:
+    def __init__(self, feeds: Feeds, site: str, incarnation: int, protocol: int) -> None:
         self.site = site
         self.incarnation = incarnation
+        self._protocol = protocol
         self._feeds = feeds
         self._events: queue.SimpleQueue[WatchEvent | None] = queue.SimpleQueue()
         self.closed = False
@@ -49,9 +52,10 @@ class Feed:
         if self.closed and self._events.empty():
             return None
         try:
-            return self._events.get(timeout=timeout_s)
+            event = self._events.get(timeout=timeout_s)
         except queue.Empty:
             return None
+        return event and protocols.watch_event(event, self._protocol)
 
     def close(self) -> None:
         """End the stream from either side."""
@@ -67,9 +71,9 @@ class Feeds:
         self._lock = threading.Lock()
         self._feeds: list[Feed] = []
 
-    def open(self, site: str, incarnation: int) -> Feed:
-        """A new stream for ``site``."""
-        feed = Feed(self, site, incarnation)
+    def open(self, site: str, incarnation: int, protocol: int = PROTOCOL) -> Feed:
+        """A new stream for ``site``, in words that its ``protocol`` knows."""
+        feed = Feed(self, site, incarnation, protocol)
         with self._lock:
             self._feeds.append(feed)
         return feed

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 from diloco.codec.contract import DecodeError, NonFinitePayload
 from diloco.codec.registry import make_codec
+from diloco.sync.agreement import PROTOCOL
 from diloco.sync.effects import AnswerPush
 from diloco.sync.events import Outcome, Reason, UpdateArrived
+from diloco.syncer import protocols
 from diloco.wire.messages import PushResult, Refusal, Status
 
 if TYPE_CHECKING:
@@ -26,13 +28,16 @@ would be refused together with the one at fault; no training comes near."""
 class Reception:
     """Satisfies ``wire.service.PushSession``.  The ack it gives means: durable in spool and journal."""
 
-    def __init__(self, core: Core, store: Store, header: PushHeader, received: Callable[[int], None]) -> None:
-        """``received`` is told the length of everything that is taken in."""
+    def __init__(
+        self, core: Core, store: Store, header: PushHeader, received: Callable[[int], None], protocol: int = PROTOCOL
+    ) -> None:
+        """``received`` is told the length of everything that is taken in; ``protocol`` is the site's."""
         self._core = core
         self._store = store
         self._spool = store.spool
         self._header = header
         self._received = received
+        self._protocol = protocol
         self._partial = self._spool.open_partial(header)
 
     @property
@@ -100,7 +105,8 @@ class Reception:
             )
         )
         assert isinstance(answer, AnswerPush), answer
-        return PushResult(answer.outcome, answer.version, answer.reason, answer.fate)
+        result = PushResult(answer.outcome, answer.version, answer.reason, answer.fate)
+        return protocols.push_result(result, self._protocol)
 
     def _is_finite(self, payload: bytes) -> bool:
         header = self._header

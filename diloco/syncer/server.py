@@ -308,7 +308,8 @@ class Syncer:
     def published(self, machine: OuterSync, fragment: int, version: int, digest: str) -> Published:
         """The event that tells of a version, with how the run stands."""
         state = machine.state
-        return Published(state.epoch, fragment, version, digest, state.run_tokens(), machine.progress_ppm())
+        lineage = self.plan.agreement.lineage
+        return Published(state.epoch, fragment, version, digest, state.run_tokens(), machine.progress_ppm(), lineage)
 
     def _begin_snapshot(self, machine: OuterSync) -> bool:
         """Write a snapshot beside the loop, unless one is being written."""
