@@ -1,12 +1,11 @@
 """The journal: every event that changed the outer machine, in order, and nothing else.
 
-A record is framed so that a torn end and damaged content can be told apart:
+A record is canonical JSON {"at_ns": instant, "effects": digest, "event": name, "is": {fields}}.  ``effects`` is the
+digest of what the machine answered, so that a replay by other code that decides otherwise is noticed at the first
+record that differs.  Payloads are in the spool; an event names them.
 
-    u32 length of the body | u32 CRC-32 of the body | body
-    body: canonical JSON {"at_ns": instant, "effects": digest, "event": name, "is": {fields}}
-
-All integers are little-endian.  ``effects`` is the digest of what the machine answered, so that a replay by other code
-that decides otherwise is noticed at the first record that differs.  Payloads are in the spool; an event names them.
+How records become a file that shows its damage is in ``frames.py``.  Format 1, which is still read, framed each record
+by itself, all integers little-endian: u32 length of the body | u32 CRC-32 of the body | body
 """
 
 from __future__ import annotations
@@ -53,9 +52,27 @@ def digest_effects(effects: Sequence[OuterEffect]) -> str:
     return hashlib.sha256(canonical(named)).hexdigest()[:16]
 
 
+def encode_records(records: Sequence[Record]) -> bytes:
+    """The records of one turn, one on a line."""
+    lines = [_encode(record) for record in records]
+    assert all(len(line) <= RECORD_BYTES_MAX for line in lines)
+    return b"\n".join(lines)
+
+
+def decode_records(body: bytes, at: int) -> list[Record]:
+    """What ``encode_records`` was given; ``JournalError`` names ``at``, the place of the body in its file."""
+    return [_parse(line, at) for line in body.split(b"\n")]
+
+
 def encode_record(record: Record) -> bytes:
-    """``record`` with its frame."""
-    body = canonical(
+    """``record`` in the frame of format 1."""
+    body = _encode(record)
+    assert len(body) <= RECORD_BYTES_MAX, len(body)
+    return FRAME.pack(len(body), zlib.crc32(body)) + body
+
+
+def _encode(record: Record) -> bytes:
+    return canonical(
         {
             "at_ns": record.at_ns,
             "effects": record.effects_digest,
@@ -63,12 +80,10 @@ def encode_record(record: Record) -> bytes:
             "is": record.event,
         }
     )
-    assert len(body) <= RECORD_BYTES_MAX, len(body)
-    return FRAME.pack(len(body), zlib.crc32(body)) + body
 
 
 def read_records(data: bytes) -> tuple[list[Record], int]:
-    """The whole records of ``data`` and the offset at which they end.
+    """The whole records of ``data``, which is of format 1, and the offset at which they end.
 
     What follows that offset is a write that a crash cut short: it was never acknowledged and may be cut off.  A write
     that was cut short is the last one, so a whole record further on means damage: ``JournalError``.

@@ -1,0 +1,192 @@
+"""The journal's bytes: frames in segments, chained, each with a mark that tells a torn end from damage.
+
+A segment is a row of units, each of them
+
+    4 bytes kind | u32 length of the body | u32 CRC-32 of all but itself | 32 bytes chain | body
+
+- a *header*, first and only there.  Body: canonical JSON {"before": chain, "format": 2, "run": {}, "segment": number}
+- a *frame* for each turn of the decision loop.  Body: its records, canonical JSON, one on a line (``journal.py``)
+- a *mark* after each header and frame, without a body: the same chain value again.  It is written when what it marks is
+  durable and before anything is told that follows from it; it is made durable by whatever is synced next.
+
+chain_n = SHA-256(chain_n-1 || body_n) over headers and frames, across segments: a header's chain goes on from
+``before``, the last chain value of the segment before it (32 zero bytes for the first of all).  So each value stands
+for everything that was ever written before it, and an edit anywhere shows at the next unit.  All integers are
+little-endian.
+
+What is not whole at the end of the last segment was being written when its process died; it was never acknowledged and
+is cut off.  But where its mark or any other whole unit follows, it *was* acknowledged, and has been damaged since:
+``JournalError``.  Two things cannot be told from an end that was never acknowledged: damage to the very last frame
+after a power cut that took its mark along, and a last segment that somebody cut off between two units.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from diloco.sync.journal import JournalError
+from diloco.sync.plain import PlainError, canonical, from_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+FORMAT = 2
+"""Of segments that have a header.  Those of format 1 have none (``journal.read_records``)."""
+UNIT = struct.Struct("<4sII32s")
+# No text inside a body, which is ASCII, looks like a kind; nor does the length that a segment of format 1 begins with.
+HEADER, FRAME, MARK = b"\xd1JH\x02", b"\xd1JF\x02", b"\xd1JM\x02"
+FRAME_BYTES_MAX = 64 << 20
+"""A turn takes some hundreds of events, and each came in a message of at most 64 KiB."""
+CHAIN_START = bytes(32)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a segment says of itself.  ``before`` is hexadecimal; ``run`` is for who mixes folders."""
+
+    before: str
+    format: int
+    run: dict[str, str | int]
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A turn: ``body`` has its records, ``offset`` is where its first byte lies, ``chain`` stands for all up to it."""
+
+    offset: int
+    body: bytes
+    chain: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What is whole in a segment.  ``header`` is None where not even that is: then nothing was ever acknowledged here.
+
+    ``end`` is where the whole units end, and ``chain`` is the value there; ``marked`` is whether the last of them is a
+    mark.
+    """
+
+    header: Header | None
+    frames: tuple[Frame, ...]
+    end: int
+    chain: bytes
+    marked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    kind: bytes
+    chain: bytes
+    body: bytes
+    end: int
+
+
+def encode_header(segment: int, before: bytes, run: Mapping[str, str | int]) -> tuple[bytes, bytes]:
+    """The first unit of a segment, and its chain value."""
+    return _chained(HEADER, canonical(Header(before.hex(), FORMAT, dict(run), segment)), before)
+
+
+def encode_frame(body: bytes, before: bytes) -> tuple[bytes, bytes]:
+    """A frame that follows the chain value ``before``, and its own chain value."""
+    return _chained(FRAME, body, before)
+
+
+def encode_mark(chain: bytes) -> bytes:
+    """What is written when the unit with this chain value is durable."""
+    return _unit(MARK, chain, b"")
+
+
+def _chained(kind: bytes, body: bytes, before: bytes) -> tuple[bytes, bytes]:
+    assert 0 < len(body) <= FRAME_BYTES_MAX, len(body)
+    chain = chain_after(before, body)
+    return _unit(kind, chain, body), chain
+
+
+def chain_after(before: bytes, body: bytes) -> bytes:
+    """The value that stands for everything up to and with ``body``."""
+    return hashlib.sha256(before + body).digest()
+
+
+def _unit(kind: bytes, chain: bytes, body: bytes) -> bytes:
+    return UNIT.pack(kind, len(body), _checksum(kind, chain, body), chain) + body
+
+
+def _checksum(kind: bytes, chain: bytes, body: bytes | memoryview) -> int:
+    return zlib.crc32(body, zlib.crc32(chain, zlib.crc32(kind + len(body).to_bytes(4, "little"))))
+
+
+def is_framed(data: bytes) -> bool:
+    """Whether this is a segment of format 2, damaged or not; one of format 1 has no unit anywhere."""
+    return not data or data.startswith(HEADER) or _later_unit(data, 0) is not None
+
+
+def read_segment(data: bytes) -> Segment:
+    """Everything whole in ``data``; ``JournalError`` with the offset where something is damaged, edited or unknown."""
+    header: Header | None = None
+    frames: list[Frame] = []
+    at, chain, marked = 0, CHAIN_START, False
+    while (unit := _whole_unit(data, at)) is not None:
+        if (unit.kind == HEADER) != (at == 0):
+            raise JournalError(f"unit at byte {at} is damaged: a segment has one header, at its beginning")
+        if header is None:
+            header = _parse_header(unit.body)
+            chain = bytes.fromhex(header.before)
+        marked = unit.kind == MARK
+        expected = chain if marked else chain_after(chain, unit.body)
+        if unit.chain != expected:
+            raise JournalError(f"unit at byte {at} does not go on from what is before it: one of them was changed")
+        if unit.kind == FRAME:
+            frames.append(Frame(at, unit.body, unit.chain))
+        at, chain = unit.end, unit.chain
+    later = _later_unit(data, at + 1)
+    if later is not None:
+        raise JournalError(f"unit at byte {at} is damaged: the one at byte {later} after it is whole")
+    if len(data) - at > UNIT.size + FRAME_BYTES_MAX:
+        raise JournalError(f"unit at byte {at} is damaged: {len(data) - at} bytes from there on are none")
+    return Segment(header, tuple(frames), at, chain, marked)
+
+
+def _whole_unit(data: bytes, at: int) -> _Unit | None:
+    """The unit at ``at``, if what is there is one."""
+    if at + UNIT.size > len(data):
+        return None
+    kind, length, checksum, chain = UNIT.unpack_from(data, at)
+    end = at + UNIT.size + int(length)
+    if kind not in (HEADER, FRAME, MARK) or length > FRAME_BYTES_MAX or end > len(data):
+        return None
+    body = data[at + UNIT.size : end]
+    return _Unit(kind, chain, body, end) if _checksum(kind, chain, body) == checksum else None
+
+
+def _later_unit(data: bytes, start: int) -> int | None:
+    """Where the first whole unit from byte ``start`` on begins."""
+    places = [data.find(kind, start) for kind in (HEADER, FRAME, MARK)]
+    while any(place >= 0 for place in places):
+        first = min(place for place in places if place >= 0)
+        if _whole_unit(data, first) is not None:
+            return first
+        places = [data.find(kind, first + 1) for kind in (HEADER, FRAME, MARK)]
+    return None
+
+
+def _parse_header(body: bytes) -> Header:
+    try:
+        plain = json.loads(body)
+        found = plain["format"]
+        if type(found) is int and found > FORMAT:
+            raise JournalError(f"unit at byte 0 has format {found}, of a newer version; this one reads up to {FORMAT}")
+        header = from_plain(Header, plain, "header")
+        if header.format != FORMAT or len(bytes.fromhex(header.before)) != len(CHAIN_START):
+            raise ValueError(f"format {header.format!r}, before {header.before!r}")
+    except JournalError:
+        raise
+    except (ValueError, KeyError, TypeError, PlainError) as error:
+        raise JournalError(f"unit at byte 0 is not a segment's header of this version: {error}") from error
+    assert isinstance(header, Header)
+    return header
