@@ -8,7 +8,8 @@ from diloco.sim import values
 from diloco.sim.checking import Checker
 from diloco.sync.effects import AnswerPush, PublishVersion, StartOuterStep, TellFate
 from diloco.sync.events import Outcome, OuterStepDone, OuterStepFailed, PushAnswered, UpdateArrived
-from diloco.sync.syncer import PROCESSES_REMEMBERED_MAX, OuterSync
+from diloco.sync.membership import PROCESSES_REMEMBERED_MAX
+from diloco.sync.syncer import OuterSync
 from diloco.sync.weights import raw_weight
 
 if TYPE_CHECKING:

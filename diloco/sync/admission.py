@@ -41,6 +41,8 @@ def admit(
         return Verdict(Outcome.REFUSED, Reason.NOT_JOINED)
     if not 0 <= fragment < len(state.fragments):
         return Verdict(Outcome.REFUSED, Reason.BAD_BASE)
+    if not member.process:  # What the number meant before the run was restored says nothing about what it means now.
+        return Verdict(Outcome.REFUSED, Reason.NOT_JOINED)
     line = member.lines[fragment]
     if sequence <= line.watermark:
         return _known(state, site, fragment, sequence, digest)

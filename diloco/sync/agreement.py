@@ -24,15 +24,19 @@ class Agreement:
 def disagreement(ours: Agreement, theirs: Agreement) -> str | None:
     """The first difference in words that name the field and both values, or None when all is equal.
 
-    ``ours`` is the syncer's.  A site that does not yet know the run's lineage says 0.
+    ``ours`` is the syncer's.  A site that does not yet know the run's lineage says 0; one that knows an older lineage
+    is taken in and told the present one; one that knows a newer lineage has met a syncer that came back from the past.
     """
     if not PROTOCOL_OLDEST <= theirs.protocol <= ours.protocol:
         oldest = f", which serves {PROTOCOL_OLDEST} as well" if ours.protocol > PROTOCOL_OLDEST else ""
         return f"protocol is {theirs.protocol} at the site and {ours.protocol} at the syncer{oldest}"
     if theirs.run_id != ours.run_id:
         return f"run_id is {theirs.run_id!r} at the site and {ours.run_id!r} at the syncer"
-    if theirs.lineage not in (0, ours.lineage):
-        return f"lineage is {theirs.lineage} at the site and {ours.lineage} at the syncer"
+    if theirs.lineage > ours.lineage:
+        return (
+            f"lineage is {theirs.lineage} at the site and {ours.lineage} at the syncer: the run was restored, "
+            "and this syncer is from before that"
+        )
     for name in sorted(set(ours.shared) | set(theirs.shared)):
         here, there = theirs.shared.get(name), ours.shared.get(name)
         if here != there:

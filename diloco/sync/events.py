@@ -26,9 +26,14 @@ class Reason(StrEnum):
     FINISHED = "finished"
     SUPERSEDED = "superseded"
     FULL = "full"
+    RESTORED = "restored"
+    CORRUPT = "corrupt"
+    WITHDRAWN = "withdrawn"
 
 
-DISCARDING = frozenset({Reason.NON_FINITE, Reason.OUTLIER, Reason.EVICTED})
+DISCARDING = frozenset(
+    {Reason.NON_FINITE, Reason.OUTLIER, Reason.EVICTED, Reason.RESTORED, Reason.CORRUPT, Reason.WITHDRAWN}
+)
 
 
 class Outcome(StrEnum):
@@ -75,6 +80,18 @@ class SyncerStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class LineageBegan:
+    """The run goes on from restored values, for the reason ``why``: ``lineage`` is larger than any before.
+
+    ``digests`` are those of every fragment's published values, which become its next version.
+    """
+
+    lineage: int
+    digests: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class JoinRequested:
     """A learner process (``process`` is its random name) speaks for ``site``; agreement was already checked."""
 
@@ -85,10 +102,14 @@ class JoinRequested:
 
 @dataclass(frozen=True, slots=True)
 class UpdateArrived:
-    """An update is whole, verified, decoded once for finiteness, and durable at ``payload``.
+    """An update is whole, verified, decoded once for its health, and durable at ``payload``.
 
     ``steps`` and ``tokens`` are the inner steps and tokens since this fragment's previous update, ``step_ns`` the
     site's usual step time, ``cursor`` the batches that the site has consumed.  ``final`` marks a site's last.
+
+    ``norm`` is the L2 norm of the decoded values (0 when they are not finite, or nobody measured it), ``cosine``
+    theirs with the fragment's outer momentum (None where there is none), ``intact`` whether they are the values that
+    the site says it had encoded.
     """
 
     call: int
@@ -106,6 +127,9 @@ class UpdateArrived:
     encoding: str
     finite: bool
     final: bool
+    norm: float = 0.0
+    cosine: float | None = None
+    intact: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +198,7 @@ class DeadlinePassed:
 
 OuterEvent = (
     SyncerStarted
+    | LineageBegan
     | JoinRequested
     | UpdateArrived
     | OuterStepDone
@@ -212,7 +237,10 @@ class FragmentStanding:
 
 @dataclass(frozen=True, slots=True)
 class JoinAnswered:
-    """The syncer took the site in.  ``progress_ppm`` is the run's progress in millionths."""
+    """The syncer took the site in.  ``progress_ppm`` is the run's progress in millionths.
+
+    A ``lineage`` larger than the site's says that the run was restored: what the site knows of versions is void.
+    """
 
     epoch: int
     incarnation: int
@@ -220,6 +248,7 @@ class JoinAnswered:
     run_tokens: int
     progress_ppm: int
     ending: Ending | None
+    lineage: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,13 +303,14 @@ class FateTold:
 
 @dataclass(frozen=True, slots=True)
 class VersionPublished:
-    """The syncer published ``version`` of ``fragment``."""
+    """The syncer published ``version`` of ``fragment``; ``lineage`` is 0 from a syncer that does not say it."""
 
     epoch: int
     fragment: int
     version: int
     run_tokens: int
     progress_ppm: int
+    lineage: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,10 @@ class Line:
 
 @dataclass(slots=True)
 class Site:
-    """A site's membership.  ``superseded`` are names of processes that a newer one has replaced."""
+    """A site's membership.  ``superseded`` are names of processes that a newer one has replaced.
+
+    No ``process``: nobody has spoken for the site since the run was restored.
+    """
 
     incarnation: int
     process: str
@@ -97,6 +100,7 @@ class OuterState:
     """All of the outer machine's memory."""
 
     fragments: list[FragmentState]
+    lineage: int = 1
     epoch: int = 0
     now_ns: int = 0
     started_ns: int | None = None

@@ -12,7 +12,7 @@ from diloco.sim.outer_process import Kept, OuterProcess
 from diloco.sim.site_checkers import CHECKERS
 from diloco.sim.site_process import SiteProcess
 from diloco.sim.swarm import run_seed
-from diloco.sync import syncer
+from diloco.sync import arrivals, ending, rounds, syncer
 from diloco.sync.effects import Adopt, Leave, Seal, SkipData
 from diloco.sync.events import Outcome, Reason
 from diloco.sync.learner import LearnerSync
@@ -34,6 +34,7 @@ def admit_again(patch: Patch) -> None:
         return dataclasses.replace(verdict, outcome=Outcome.ACCEPTED) if verdict.outcome == "duplicate" else verdict
 
     patch.setattr(syncer, "admit", admit)
+    patch.setattr(arrivals, "admit", admit)
 
 
 def recover_an_older_version(patch: Patch) -> None:
@@ -81,7 +82,7 @@ def forget_what_was_merging(patch: Patch) -> None:
 
 
 def leave_weights_as_they_are(patch: Patch) -> None:
-    patch.setattr(syncer, "normalised", tuple)
+    patch.setattr(rounds, "normalised", tuple)
 
 
 def judge_staleness_laxly(patch: Patch) -> None:
@@ -96,7 +97,7 @@ def judge_staleness_laxly(patch: Patch) -> None:
 
 
 def double_the_grace(patch: Patch) -> None:
-    patch.setattr(syncer, "grace_ns", lambda options, *times: 2 * options.grace_ns + 1)
+    patch.setattr(rounds, "grace_ns", lambda options, *times: 2 * options.grace_ns + 1)
 
 
 def publish_unrounded(patch: Patch) -> None:
@@ -201,7 +202,7 @@ def take_stale_for_merged(patch: Patch) -> None:
 
 
 def never_end(patch: Patch) -> None:
-    patch.setattr(OuterSync, "_all_final", lambda self, index: False)
+    patch.setattr(ending, "all_final", lambda turn, index: False)
 
 
 MUTATIONS: tuple[tuple[str, Callable[[Patch], None]], ...] = (

@@ -126,3 +126,11 @@ class Syncer:
         options = dataclasses.replace(self.options, **changed)
         self.machine = OuterSync.restore(options, through_json(self.machine.snapshot()))
         return self.handle(ev.SyncerStarted(self.machine.state.epoch + 1))
+
+
+def running(*sites: str, **options: object) -> Syncer:
+    """A syncer with live sites; the grace is fixed and nothing unless said otherwise."""
+    syncer = Syncer(**({"grace": "fixed", "grace_ns": 0} | options))
+    for site in sites:
+        syncer.join(site)
+    return syncer

@@ -21,8 +21,9 @@ def test_the_protocol_before_this_one_is_served_and_no_site_is_ahead_of_the_sync
     assert disagreement(old, OURS) == "protocol is 2 at the site and 1 at the syncer"
 
 
-def test_a_site_that_does_not_know_the_lineage_yet_agrees() -> None:
-    assert disagreement(OURS, replace(OURS, lineage=0)) is None
+@pytest.mark.parametrize("lineage", [0, 1, 2, 3])
+def test_a_site_that_does_not_know_the_present_lineage_yet_agrees(lineage: int) -> None:
+    assert disagreement(OURS, replace(OURS, lineage=lineage)) is None
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,10 @@ def test_a_site_that_does_not_know_the_lineage_yet_agrees() -> None:
         ({"protocol": 3}, "protocol is 3 at the site and 2 at the syncer, which serves 1 as well"),
         ({"protocol": 0}, "protocol is 0 at the site and 2 at the syncer, which serves 1 as well"),
         ({"run_id": "other"}, "run_id is 'other' at the site and 'run-1' at the syncer"),
-        ({"lineage": 2}, "lineage is 2 at the site and 3 at the syncer"),
+        (
+            {"lineage": 4},
+            "lineage is 4 at the site and 3 at the syncer: the run was restored, and this syncer is from before that",
+        ),
         ({"shared": {"outer.lr": "0.7", "model.dim": "32"}}, "model.dim is 32 at the site and 64 at the syncer"),
         ({"shared": {"outer.lr": "0.7"}}, "model.dim is not set at the site and 64 at the syncer"),
         (

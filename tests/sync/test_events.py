@@ -26,7 +26,14 @@ def test_there_and_back(kind: type) -> None:
 
 
 def test_refusals_that_throw_progress_away_are_few() -> None:
-    assert {str(reason) for reason in DISCARDING} == {"non_finite", "outlier", "evicted"}
+    assert {str(reason) for reason in DISCARDING} == {
+        "non_finite",
+        "outlier",
+        "evicted",
+        "restored",
+        "corrupt",
+        "withdrawn",
+    }
 
 
 def test_a_fate_is_merged_or_has_a_reason() -> None:

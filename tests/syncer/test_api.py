@@ -72,7 +72,10 @@ OTHER_CUT = plan_layout((("a", (6, 4)), ("b", (10,)), ("c", (7,))), 3)
     [
         ({"protocol": 9}, "protocol is 9 at the site and 2 at the syncer, which serves 1 as well"),
         ({"run_id": "big"}, "run_id is 'big' at the site and 'small' at the syncer"),
-        ({"lineage": 4}, "lineage is 4 at the site and 1 at the syncer"),
+        (
+            {"lineage": 4},
+            "lineage is 4 at the site and 1 at the syncer: the run was restored, and this syncer is from before that",
+        ),
         ({"shared_config": {"model.dim": "8"}}, r"model\.dim is 8 at the site and 4 at the syncer"),
         ({"shared_config": {}}, r"model\.dim is not set at the site and 4 at the syncer"),
         ({"shared_config": {**SHARED, "x": "1"}}, "x is 1 at the site and not set at the syncer"),

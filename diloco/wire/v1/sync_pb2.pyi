@@ -24,6 +24,9 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_FINISHED: _ClassVar[Reason]
     REASON_SUPERSEDED: _ClassVar[Reason]
     REASON_FULL: _ClassVar[Reason]
+    REASON_RESTORED: _ClassVar[Reason]
+    REASON_CORRUPT: _ClassVar[Reason]
+    REASON_WITHDRAWN: _ClassVar[Reason]
 
 class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -53,6 +56,9 @@ REASON_FORGOTTEN: Reason
 REASON_FINISHED: Reason
 REASON_SUPERSEDED: Reason
 REASON_FULL: Reason
+REASON_RESTORED: Reason
+REASON_CORRUPT: Reason
+REASON_WITHDRAWN: Reason
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_ACCEPTED: Outcome
 OUTCOME_DUPLICATE: Outcome

@@ -1,0 +1,47 @@
+"""A new lineage: the run goes on from restored values, and what was under way belongs to a past that is no more.
+
+Versions are ordered by (lineage, version).  A restored syncer knows less than some sites do, or other things; so the
+new lineage begins with a version of its own of every fragment, every update without a fate is refused, and nobody
+speaks for a site until it has joined again and was told of the lineage.  A site that comes with an older lineage is
+taken in and starts over; one with a newer lineage is refused, because then it is this syncer
+that came back from the past.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diloco.sync import ending
+from diloco.sync.effects import PublishVersion
+from diloco.sync.events import LineageBegan, Reason
+from diloco.sync.fates import refuse
+from diloco.sync.state import Phase
+
+if TYPE_CHECKING:
+    from diloco.sync.turn import Turn
+
+
+def lineage_began(turn: Turn, event: LineageBegan) -> None:
+    """Give every fragment its next version with the digest told; close every round empty; fence every process.
+
+    No outer step is under way in the shell when this is told: its result would be that of another past.
+    """
+    state = turn.state
+    assert event.lineage > state.lineage, (event.lineage, state.lineage)
+    assert len(event.digests) == len(state.fragments), event
+    state.lineage = event.lineage
+    turn.note("lineage_began", event.why)
+    if state.phase is not Phase.RUNNING:
+        ending.resume(state)
+        turn.note("resumed", "a new lineage has begun")
+    for index, fragment in enumerate(state.fragments):
+        fragment.round = fragment.merging_since_ns = None
+        for name in sorted(state.sites):
+            for pending in list(state.sites[name].lines[index].undecided):
+                refuse(turn, name, index, pending, Reason.RESTORED)
+        fragment.version += 1
+        fragment.digest = event.digests[index]
+        turn.effects.append(PublishVersion(index, fragment.version, fragment.digest))
+    for site in state.sites.values():
+        site.process = ""
+        site.incarnation += 1

@@ -1,0 +1,117 @@
+"""Who is in the run: joins, silence, goodbyes, and an operator's word."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diloco.sync.effects import AnswerDone, AnswerJoin, DropSite
+from diloco.sync.events import FragmentStanding, JoinRequested, Reason, SiteEvicted, SiteLeft, SiteSilent
+from diloco.sync.fates import refuse
+from diloco.sync.state import Line, OuterState, Site, Status
+
+if TYPE_CHECKING:
+    from diloco.sync.events import SiteHeard
+    from diloco.sync.turn import Turn
+
+PROCESSES_REMEMBERED_MAX = 16
+"""Names of replaced processes kept per site, so that an old one that comes back late does not fence the new."""
+
+
+def standings(state: OuterState, site: str) -> tuple[FragmentStanding, ...]:
+    """What the syncer knows of ``site``, fragment by fragment."""
+    return tuple(
+        FragmentStanding(
+            fragment=index,
+            version=fragment.version,
+            digest=fragment.digest,
+            watermark=line.watermark,
+            cursor=line.cursor,
+            tokens_merged=line.tokens_merged,
+            tokens_discarded=line.tokens_discarded,
+            undecided=tuple((pending.sequence, pending.tokens) for pending in line.undecided),
+            fates=tuple(line.fates),
+        )
+        for index, (fragment, line) in enumerate(zip(state.fragments, state.sites[site].lines, strict=True))
+    )
+
+
+def join(turn: Turn, event: JoinRequested) -> None:
+    """Take a process in as the one that speaks for its site, or refuse it."""
+    state = turn.state
+    site = state.sites.get(event.site)
+    reason = _refusal(turn, event, site)
+    if reason is not None:
+        turn.effects.append(AnswerJoin(event.call, event.site, 0, (), state.ending, reason))
+        return
+    if site is None:
+        lines = [Line() for _ in state.fragments]
+        site = state.sites[event.site] = Site(1, event.process, Status.LIVE, lines)
+        turn.note("site_joined", "it was never seen before", site=event.site)
+    elif site.process != event.process:
+        if site.process:
+            turn.effects.append(DropSite(event.site, site.incarnation, Reason.SUPERSEDED))
+            site.superseded = [*site.superseded, site.process][-PROCESSES_REMEMBERED_MAX:]
+            site.incarnation += 1
+        site.process = event.process
+        for line in site.lines:
+            line.final = False
+        turn.note("site_joined", f"a new process speaks for it: incarnation {site.incarnation}", site=event.site)
+    elif site.status is not Status.LIVE:
+        turn.note("site_back", f"it was {site.status.value}", site=event.site)
+    site.status = Status.LIVE
+    if state.started_ns is None:
+        state.started_ns = state.now_ns
+    known = standings(state, event.site)
+    turn.effects.append(AnswerJoin(event.call, event.site, site.incarnation, known, state.ending, None))
+
+
+def _refusal(turn: Turn, event: JoinRequested, site: Site | None) -> Reason | None:
+    if site is None:
+        return Reason.FULL if len(turn.state.sites) >= turn.options.sites_max else None
+    if site.status is Status.EVICTED:
+        return Reason.EVICTED
+    return Reason.SUPERSEDED if event.process in site.superseded else None
+
+
+def presence(turn: Turn, event: SiteSilent | SiteHeard) -> None:
+    """A lease ran out, or a silent site was heard."""
+    site = turn.state.sites[event.site]
+    if isinstance(event, SiteSilent) and site.status is Status.LIVE:
+        site.status = Status.SILENT
+        turn.note("site_silent", f"nothing heard for {turn.options.site_timeout_ns / 1e9:g} s", site=event.site)
+    elif not isinstance(event, SiteSilent):
+        back(turn, event.site)
+
+
+def back(turn: Turn, name: str) -> None:
+    """``name`` was heard: if it was silent, it is waited for again."""
+    site = turn.state.sites[name]
+    if site.status is Status.SILENT:
+        site.status = Status.LIVE
+        turn.note("site_back", "it was heard again", site=name)
+
+
+def left(turn: Turn, event: SiteLeft) -> None:
+    """A goodbye: the site is waited for no more, and what it has delivered still counts."""
+    site = turn.state.sites.get(event.site)
+    if site is None or site.incarnation != event.incarnation or site.status is Status.EVICTED:
+        reason = Reason.NOT_JOINED if site is None else Reason.FENCED
+        turn.effects.append(AnswerDone(event.call, reason))
+        return
+    site.status = Status.LEFT
+    turn.effects.append(AnswerDone(event.call))
+    turn.note("site_left", "it said goodbye", site=event.site)
+
+
+def evicted(turn: Turn, event: SiteEvicted) -> None:
+    """An operator's word: nothing of the site that is not merging yet is merged any more."""
+    site = turn.state.sites.get(event.site)
+    if site is None:
+        turn.effects.append(AnswerDone(event.call, Reason.NOT_JOINED))
+        return
+    site.status = Status.EVICTED
+    for index, line in enumerate(site.lines):
+        for pending in line.waiting():
+            refuse(turn, event.site, index, pending, Reason.EVICTED)
+    turn.effects += [DropSite(event.site, site.incarnation, Reason.EVICTED), AnswerDone(event.call)]
+    turn.note("site_evicted", "an operator's word", site=event.site)

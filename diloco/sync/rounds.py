@@ -1,0 +1,144 @@
+"""The rounds of a fragment: opened by an update, closed into one outer step, which gives the next version."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diloco.sync import ending
+from diloco.sync.effects import Contribution, PublishVersion, StartOuterStep, UpdateRef
+from diloco.sync.events import Reason
+from diloco.sync.fates import decide, refuse, refuse_stale
+from diloco.sync.quorum import grace_ns, smoothed, standing
+from diloco.sync.state import FragmentState, OuterState, Pending, Round
+from diloco.sync.weights import normalised, raw_weight
+
+if TYPE_CHECKING:
+    from diloco.sync.events import OuterStepDone, OuterStepFailed
+    from diloco.sync.options import OuterOptions
+    from diloco.sync.turn import Turn
+
+
+def open_round(state: OuterState, index: int) -> Round:
+    """The fragment's round from now on; its members are the sites live at this instant."""
+    opened = state.fragments[index].round = Round(members=state.live(), opened_ns=state.now_ns)
+    return opened
+
+
+def consider(turn: Turn, index: int) -> None:
+    """Close the fragment's round if it may close; start its grace when the quorum is met.
+
+    A merge under way keeps the round open, but quorum and grace do not wait for it.
+    """
+    state, fragment = turn.state, turn.state.fragments[index]
+    arrived = state.arrived(index)
+    if not arrived:
+        fragment.round = None  # Every update of it was refused: no version is made of nothing.
+        return
+    collecting = fragment.round or open_round(state, index)
+    shrunk = _shrink(turn, index, collecting, arrived)
+    merging = fragment.merging_since_ns is not None
+    if not merging and ending.all_final(turn, index):
+        _close(turn, index, "the last round is complete")
+        return
+    stand = standing(turn.options, collecting.members, state.live(), arrived)
+    if not stand.met:
+        collecting.met_ns = collecting.deadline_ns = None
+        if shrunk and set(collecting.members) <= set(arrived):
+            turn.note("round_waits", stand.why, fragment=index)
+        return
+    now_ns = state.now_ns
+    if collecting.met_ns is None:
+        collecting.met_ns = now_ns
+        wait_ns = _grace_ns(turn, fragment)
+        collecting.deadline_ns = now_ns + wait_ns
+        fragment.quorum_ns = smoothed(fragment.quorum_ns, now_ns - collecting.opened_ns)
+        if wait_ns and not stand.complete:
+            turn.note("grace", f"{stand.why}; {wait_ns / 1e6:.0f} ms for more", fragment=index)
+    assert collecting.deadline_ns is not None
+    if merging:
+        return
+    if stand.complete:
+        _close(turn, index, "every live site arrived")
+    elif now_ns >= collecting.deadline_ns:
+        _close(turn, index, f"{stand.why}; grace over")
+
+
+def _shrink(turn: Turn, index: int, collecting: Round, arrived: list[str]) -> bool:
+    """A member that is gone is waited for no more; what it has delivered still counts."""
+    waited_for = {*turn.state.live(), *arrived}
+    gone = [name for name in collecting.members if name not in waited_for]
+    for name in gone:
+        collecting.members.remove(name)
+        why = f"its status is {turn.state.sites[name].status.value}: {len(collecting.members)} members remain"
+        turn.note("round_shrunk", why, site=name, fragment=index)
+    return bool(gone)
+
+
+def _grace_ns(turn: Turn, fragment: FragmentState) -> int:
+    step_ns = max((turn.state.sites[name].step_ns for name in turn.state.live()), default=0)
+    return grace_ns(turn.options, step_ns, fragment.quorum_ns, fragment.sync_ns)
+
+
+def _close(turn: Turn, index: int, why: str) -> None:
+    state, fragment = turn.state, turn.state.fragments[index]
+    for site in state.sites.values():
+        for pending in site.lines[index].waiting():
+            assert fragment.version - pending.base_version <= turn.options.staleness_max, "stale at the merge"
+            pending.merging = True
+    fragment.round = None
+    fragment.merging_since_ns = state.now_ns
+    turn.note("round_closed", why, fragment=index, version=fragment.version + 1)
+    turn.effects.append(outer_step(turn.options, state, index))
+
+
+def outer_step(options: OuterOptions, state: OuterState, index: int) -> StartOuterStep:
+    """The outer step that is under way, from the memory alone, so that a restart gives the same one."""
+    merging = {
+        name: [pending for pending in state.sites[name].lines[index].undecided if pending.merging]
+        for name in sorted(state.sites)
+    }
+    merging = {name: updates for name, updates in merging.items() if updates}
+    raw = [
+        raw_weight(options.weights, sum(u.tokens for u in updates), sum(u.steps for u in updates))
+        for updates in merging.values()
+    ]
+    contributions = tuple(
+        Contribution(
+            name,
+            weight,
+            min(update.base_version for update in updates),
+            tuple(UpdateRef(u.sequence, u.payload, u.encoding, u.digest) for u in updates),
+        )
+        for (name, updates), weight in zip(merging.items(), normalised(raw), strict=True)
+    )
+    return StartOuterStep(index, state.fragments[index].version + 1, contributions)
+
+
+def outer_step_done(turn: Turn, event: OuterStepDone) -> None:
+    """The next version: announce it, tell the fates of what it holds, refuse what is too old for the one after it."""
+    fragment = turn.state.fragments[event.fragment]
+    assert fragment.merging_since_ns is not None, event
+    assert event.version == fragment.version + 1, event
+    fragment.version, fragment.digest = event.version, event.digest
+    fragment.sync_ns = smoothed(fragment.sync_ns, turn.state.now_ns - fragment.merging_since_ns)
+    fragment.merging_since_ns = None
+    fates = [
+        decide(turn, name, event.fragment, pending, event.version, None)
+        for name, pending in _under_merge(turn.state, event.fragment)
+    ]
+    turn.effects += [PublishVersion(event.fragment, event.version, event.digest), *fates]
+    refuse_stale(turn, event.fragment)
+
+
+def outer_step_failed(turn: Turn, event: OuterStepFailed) -> None:
+    """There is no finite version: what would have been in it is refused."""
+    fragment = turn.state.fragments[event.fragment]
+    assert fragment.merging_since_ns is not None, event
+    fragment.merging_since_ns = None
+    for name, pending in _under_merge(turn.state, event.fragment):
+        refuse(turn, name, event.fragment, pending, Reason.NON_FINITE)
+
+
+def _under_merge(state: OuterState, index: int) -> list[tuple[str, Pending]]:
+    sites = state.sites
+    return [(name, p) for name in sorted(sites) for p in list(sites[name].lines[index].undecided) if p.merging]

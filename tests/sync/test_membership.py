@@ -1,0 +1,31 @@
+"""Who is in the run."""
+
+from __future__ import annotations
+
+from diloco.sync import effects as fx
+from diloco.sync import events as ev
+from diloco.sync.events import Reason
+from tests.sync.driving import of, only, running
+
+
+def test_room_for_sites_is_bounded() -> None:
+    syncer = running("a", "b", sites_max=2)
+    assert only(fx.AnswerJoin, syncer.join("c")).reason is Reason.FULL
+    assert "c" not in syncer.machine.state.sites
+
+
+def test_an_old_process_that_comes_back_late_does_not_fence_the_new_one() -> None:
+    syncer = running("a")
+    assert only(fx.DropSite, syncer.join("a", "p2")).incarnation == 1
+    assert only(fx.AnswerJoin, syncer.join("a", "p1")).reason is Reason.SUPERSEDED
+    assert only(fx.AnswerJoin, syncer.join("a", "p2")).incarnation == 2
+
+
+def test_an_eviction_refuses_what_waits_and_not_what_merges() -> None:
+    syncer = running("a", "b", quorum=2)
+    syncer.push("a")
+    syncer.push("b")
+    syncer.push("b", 2)
+    effects = syncer.handle(ev.SiteEvicted(1, "b"))
+    assert [tell.fate.sequence for tell in of(fx.TellFate, effects)] == [2]
+    assert only(fx.AnswerJoin, syncer.join("b")).reason is Reason.EVICTED
