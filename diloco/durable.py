@@ -1,52 +1,213 @@
-"""Files that a crash leaves either old or new, never half written.  Used by every floor that keeps something."""
+"""Files that a crash leaves either old or new, never half written.  Used by every floor that keeps something.
+
+``Step`` names every durable step of a process and ``Disk`` does them all: each operation reaches its step once before
+and once after.  The plain disk does nothing there.  Others that are handed down in its place find what is not durable
+enough: one that ends the process (``KillingDisk``), and in the tests one that writes down what it was asked to do and
+one that fails.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
+import shutil
+import signal
+import threading
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+    from typing import BinaryIO
+
+
+class Step(StrEnum):
+    """A durable step: what is kept, a dot, what is done to it.  Every one has a kill case in ``tests/hunts/crash.py``.
+
+    ``ack``, ``fate``, ``merge`` and ``publish`` write nothing: they are what must not run ahead of the disk.
+    """
+
+    FILE = "file"
+    """Any file that nothing acknowledged rests on: addresses, reports, configuration."""
+
+    # The syncer's data folder.
+    CARD = "syncer.card"
+    FOLDER = "syncer.folder"
+    SPOOL_WRITE = "spool.write"
+    SPOOL_SITE = "spool.site"
+    SPOOL_SYNC = "spool.sync"
+    SPOOL_RENAME = "spool.rename"
+    SPOOL_FOLDER = "spool.folder"
+    SPOOL_BACK = "spool.back"
+    SPOOL_DROP = "spool.drop"
+    SPOOL_DISCARD = "spool.discard"
+    JOURNAL_BEGIN = "journal.begin"
+    JOURNAL_WRITE = "journal.write"
+    JOURNAL_SYNC = "journal.sync"
+    JOURNAL_CUT = "journal.cut"
+    JOURNAL_PRUNE = "journal.prune"
+    SNAPSHOT_BEGIN = "snapshot.begin"
+    SNAPSHOT_FILE = "snapshot.file"
+    SNAPSHOT_RENAME = "snapshot.rename"
+    SNAPSHOT_FOLDER = "snapshot.folder"
+    SNAPSHOT_PRUNE = "snapshot.prune"
+    SNAPSHOT_ASIDE = "snapshot.aside"
+    MERGE = "syncer.merge"
+    ACK = "syncer.ack"
+    FATE = "syncer.fate"
+    PUBLISH = "syncer.publish"
+    EXPORT = "syncer.export"
+
+    # A site's folder.
+    OUTBOX_PUT = "outbox.put"
+    OUTBOX_DROP = "outbox.drop"
+    ODOMETER = "learner.odometer"
+    CHECKPOINT_BEGIN = "checkpoint.begin"
+    CHECKPOINT_FILE = "checkpoint.file"
+    CHECKPOINT_RENAME = "checkpoint.rename"
+    CHECKPOINT_FOLDER = "checkpoint.folder"
+    CHECKPOINT_PRUNE = "checkpoint.prune"
 
 
 class LockedError(OSError):
     """Another process holds the folder."""
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names inside ``folder`` durable: a created or renamed file is not, until its folder is."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+class Disk:
+    """Does every durable step of a process.  A failed sync is final: the caller must stop, never try again."""
+
+    def reached(self, step: Step) -> None:
+        """An operation of ``step`` is about to begin, or has just ended."""
+
+    def open(self, path: Path, mode: str, step: Step) -> BinaryIO:
+        """Open ``path`` for writing; its name is durable after ``sync_folder`` only."""
+        self.reached(step)
+        file: BinaryIO = path.open(mode)  # type: ignore[assignment]
+        self.reached(step)
+        return file
+
+    def write(self, file: BinaryIO, data: bytes | memoryview, step: Step) -> None:
+        """Write ``data``; durable after ``sync``."""
+        self.reached(step)
+        file.write(data)
+        self.reached(step)
+
+    def make(self, path: Path, write: Callable[[Path], object], step: Step) -> None:
+        """Have ``write`` make the file ``path``; durable after ``sync_file``."""
+        self.reached(step)
+        write(path)
+        self.reached(step)
+
+    def cut(self, path: Path, size: int, step: Step) -> None:
+        """Cut ``path`` off at ``size`` bytes."""
+        self.reached(step)
+        os.truncate(path, size)
+        self.reached(step)
+
+    def sync(self, file: BinaryIO, step: Step) -> None:
+        """Make everything written to ``file`` durable."""
+        self.reached(step)
+        file.flush()
+        os.fdatasync(file.fileno())
+        self.reached(step)
+
+    def sync_file(self, path: Path, step: Step) -> None:
+        """Make the content of ``path`` durable."""
+        self.reached(step)
+        _sync(path, os.O_RDONLY)
+        self.reached(step)
+
+    def sync_folder(self, folder: Path, step: Step) -> None:
+        """Make the names inside ``folder`` durable: a created or renamed file is not, until its folder is."""
+        self.reached(step)
+        _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+        self.reached(step)
+
+    def make_folder(self, path: Path, step: Step) -> None:
+        """Make the folder ``path`` and those above it, unless it is there."""
+        self.reached(step)
+        path.mkdir(parents=True, exist_ok=True)
+        self.reached(step)
+
+    def rename(self, path: Path, target: Path, step: Step) -> None:
+        """Rename ``path``, in place of ``target`` if that is a file that exists."""
+        self.reached(step)
+        path.replace(target)
+        self.reached(step)
+
+    def remove(self, path: Path, step: Step) -> None:
+        """Remove a file, or a folder with everything in it; nothing happens where there is none."""
+        self.reached(step)
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+        self.reached(step)
+
+    def keep(self, path: Path, write: Callable[[Path], object], step: Step) -> None:
+        """Replace ``path`` by what ``write`` makes: beside it, made durable, renamed, the name made durable."""
+        beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            self.make(beside, write, step)
+            self.sync_file(beside, step)
+            self.rename(beside, path, step)
+        except BaseException:
+            beside.unlink(missing_ok=True)  # A full disk does not get fuller with every attempt.
+            raise
+        self.sync_folder(path.parent, step)
+
+    def write_file(self, path: Path, data: bytes | memoryview, step: Step) -> None:
+        """Replace ``path`` by ``data``, in the same way."""
+        self.keep(path, lambda beside: beside.write_bytes(data), step)
 
 
-def sync_file(path: Path) -> None:
-    """Make the content of ``path`` durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+PLAIN_DISK = Disk()
+
+
+class KillingDisk(Disk):
+    """Ends the process by SIGKILL when it reaches ``step`` for the ``passage``-th time.  For tests only.
+
+    Every operation counts twice, before and after it: an odd passage is before, an even one after.
+    """
+
+    def __init__(self, step: Step, passage: int) -> None:
+        self._step = step
+        self._left = passage
+        self._lock = threading.Lock()
+
+    def reached(self, step: Step) -> None:
+        """Count down, and kill at the end."""
+        if step is not self._step:
+            return
+        with self._lock:
+            self._left -= 1
+            if self._left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def armed_disk(text: str) -> Disk:
+    """The disk that ``text`` asks for: ``"journal.sync:7"`` kills at that passage, ``""`` is the plain one."""
+    if not text:
+        return PLAIN_DISK
+    name, _, passage = text.partition(":")
+    if name not in set(Step) or not passage.isascii() or not passage.isdigit() or int(passage) < 1:
+        raise ValueError(f"{text!r} is no place to be killed at: a step and a passage, like journal.sync:7")
+    return KillingDisk(Step(name), int(passage))
 
 
 def write_file(path: Path, data: bytes | memoryview) -> None:
-    """Replace ``path`` by ``data``: written beside it, made durable, renamed, the name made durable."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Replace a file that nothing acknowledged rests on, whole."""
+    PLAIN_DISK.write_file(path, data, Step.FILE)
+
+
+def _sync(path: Path, flags: int) -> None:
+    handle = os.open(path, flags)
     try:
-        with beside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)  # A full disk does not get fuller with every attempt.
-        raise
-    sync_folder(path.parent)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @contextlib.contextmanager

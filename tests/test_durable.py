@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.durable import LockedError, locked, sync_file, sync_folder, write_file
+from diloco.durable import PLAIN_DISK, Disk, KillingDisk, LockedError, Step, armed_disk, locked, write_file
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
@@ -47,9 +47,64 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_beside_it(
         write_file(path, b"new")
     assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == {"state.json": b"old"}
     with pytest.raises(OSError, match="Input/output error"):
-        sync_file(path)
+        PLAIN_DISK.sync_file(path, Step.FILE)
     with pytest.raises(OSError, match="Input/output error"):
-        sync_folder(tmp_path)
+        PLAIN_DISK.sync_folder(tmp_path, Step.FILE)
+
+
+class Counting(Disk):
+    """How often each step was reached."""
+
+    def __init__(self) -> None:
+        self.passed: list[Step] = []
+
+    def reached(self, step: Step) -> None:
+        self.passed.append(step)
+
+
+def test_every_operation_reaches_its_step_before_and_after(tmp_path: Path) -> None:
+    disk, folder = Counting(), tmp_path / "folder"
+    disk.make_folder(folder, Step.FOLDER)
+    file = disk.open(folder / "a", "wb", Step.JOURNAL_BEGIN)
+    disk.write(file, b"content", Step.JOURNAL_WRITE)
+    assert (folder / "a").read_bytes() == b""
+    disk.sync(file, Step.JOURNAL_SYNC)
+    file.close()
+    disk.cut(folder / "a", 4, Step.JOURNAL_CUT)
+    disk.sync_file(folder / "a", Step.SPOOL_SYNC)
+    disk.rename(folder / "a", folder / "b", Step.SPOOL_RENAME)
+    disk.sync_folder(folder, Step.SPOOL_FOLDER)
+    assert (folder / "b").read_bytes() == b"cont"
+    disk.remove(folder / "b", Step.SPOOL_DROP)
+    disk.remove(folder / "b", Step.SPOOL_DROP)  # Nobody minds.
+    assert not list(folder.iterdir())
+    disk.write_file(folder / "c", b"whole", Step.CARD)
+    disk.remove(folder, Step.SNAPSHOT_PRUNE)
+    assert not folder.exists()
+    wanted = [Step.FOLDER, Step.JOURNAL_BEGIN, Step.JOURNAL_WRITE, Step.JOURNAL_SYNC, Step.JOURNAL_CUT, Step.SPOOL_SYNC]
+    wanted += [Step.SPOOL_RENAME, Step.SPOOL_FOLDER, Step.SPOOL_DROP, Step.SPOOL_DROP, *[Step.CARD] * 4]
+    wanted += [Step.SNAPSHOT_PRUNE]
+    assert disk.passed == [step for step in wanted for _ in ("before", "after")]
+
+
+def test_an_operation_that_fails_has_only_begun(tmp_path: Path) -> None:
+    disk = Counting()
+    with pytest.raises(FileNotFoundError):
+        disk.rename(tmp_path / "missing", tmp_path / "b", Step.SPOOL_RENAME)
+    assert disk.passed == [Step.SPOOL_RENAME]
+
+
+def test_a_killing_disk_counts_the_passages_of_its_own_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda process, number: killed.append(number))
+    disk = armed_disk("spool.sync:3")
+    assert isinstance(disk, KillingDisk)
+    for step in (Step.SPOOL_SYNC, Step.JOURNAL_SYNC, Step.SPOOL_SYNC, Step.SPOOL_RENAME):
+        disk.reached(step)
+    assert killed == []
+    disk.reached(Step.SPOOL_SYNC)
+    disk.reached(Step.SPOOL_SYNC)
+    assert killed == [9]
 
 
 def test_a_second_holder_is_refused_and_told_who_has_it(tmp_path: Path) -> None:

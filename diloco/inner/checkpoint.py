@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +17,13 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from diloco.durable import PLAIN_DISK, Step
 from diloco.inner.checks import require
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from diloco.durable import Disk
 
 FORMAT = 1
 TEMPORARY = ".tmp-"
@@ -47,7 +48,14 @@ class Checkpoint:
         return {key[len(name) + 1 :]: tensor for key, tensor in self.tensors.items() if key.startswith(f"{name}/")}
 
 
-def save(root: Path, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], keep: int = 3) -> Path:
+def save(
+    root: Path,
+    name: str,
+    tensors: Mapping[str, Tensor],
+    meta: Mapping[str, Any],
+    keep: int = 3,
+    disk: Disk = PLAIN_DISK,
+) -> Path:
     """Write ``root/name`` and delete all but the newest ``keep`` (0: none); returns its path.
 
     After it returns the checkpoint survives a power cut; whenever it dies before, the older ones are untouched.
@@ -58,22 +66,22 @@ def save(root: Path, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str
     try:
         root.mkdir(parents=True, exist_ok=True)
         for left in (temporary, replaced):
-            shutil.rmtree(left, ignore_errors=True)
-        temporary.mkdir()
-        files = {part: _write_part(temporary, part, named) for part, named in _by_part(tensors).items()}
+            disk.remove(left, Step.CHECKPOINT_PRUNE)
+        disk.make_folder(temporary, Step.CHECKPOINT_BEGIN)
+        files = {part: _write_part(temporary, part, named, disk) for part, named in _by_part(tensors).items()}
         told = {"format": FORMAT, "files": files, "meta": dict(meta)}
         text = json.dumps({**told, "sha256": _digest(told)}, indent=1, allow_nan=False)
-        (temporary / "manifest.json").write_text(text)
-        _sync(temporary / "manifest.json")
-        _sync(temporary)
+        disk.make(temporary / "manifest.json", lambda manifest: manifest.write_text(text), Step.CHECKPOINT_FILE)
+        disk.sync_file(temporary / "manifest.json", Step.CHECKPOINT_FILE)
+        disk.sync_folder(temporary, Step.CHECKPOINT_FOLDER)
         if path.exists():
-            path.rename(replaced)
-        temporary.rename(path)
-        _sync(root)
-        shutil.rmtree(replaced, ignore_errors=True)
+            disk.rename(path, replaced, Step.CHECKPOINT_RENAME)
+        disk.rename(temporary, path, Step.CHECKPOINT_RENAME)
+        disk.sync_folder(root, Step.CHECKPOINT_FOLDER)
+        disk.remove(replaced, Step.CHECKPOINT_PRUNE)
         for old in names(root)[:-keep] if keep else []:
             if old != name:
-                shutil.rmtree(root / old)
+                disk.remove(root / old, Step.CHECKPOINT_PRUNE)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"the checkpoint {path} could not be written: {error}") from error
     return path
@@ -133,10 +141,10 @@ def _by_part(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return parts
 
 
-def _write_part(directory: Path, part: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _write_part(directory: Path, part: str, tensors: dict[str, Tensor], disk: Disk) -> dict[str, Any]:
     file = directory / f"{part}.safetensors"
-    safetensors.torch.save_file(tensors, file)
-    _sync(file)
+    disk.make(file, lambda path: safetensors.torch.save_file(tensors, path), Step.CHECKPOINT_FILE)
+    disk.sync_file(file, Step.CHECKPOINT_FILE)
     return {"bytes": file.stat().st_size, "sha256": _digest_of_file(file)}
 
 
@@ -158,15 +166,6 @@ def _digest(told: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
-def _sync(path: Path) -> None:
-    """Make a file's content, or a directory's names, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 class AsyncWriter:
     """Writes checkpoints beside training, one at a time.
 
@@ -174,8 +173,8 @@ class AsyncWriter:
     the next call here.  ``synchronous`` writes in the caller's thread, for deterministic runs.
     """
 
-    def __init__(self, root: Path, keep: int = 3, synchronous: bool = False) -> None:
-        self.root, self._keep, self._synchronous = root, keep, synchronous
+    def __init__(self, root: Path, keep: int = 3, synchronous: bool = False, disk: Disk = PLAIN_DISK) -> None:
+        self.root, self._keep, self._synchronous, self._disk = root, keep, synchronous, disk
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -194,7 +193,7 @@ class AsyncWriter:
         """Start writing ``root/name``; must not be called while ``busy``."""
         assert not self.busy, "one checkpoint at a time: ask busy first"
         if self._synchronous:
-            save(self.root, name, tensors, meta, self._keep)
+            save(self.root, name, tensors, meta, self._keep, self._disk)
             return
         # A daemon, so that a disk that hangs cannot keep a dying process alive; wait() is the orderly end.
         self._thread = threading.Thread(
@@ -211,6 +210,6 @@ class AsyncWriter:
 
     def _write(self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         try:
-            save(self.root, name, tensors, meta, self._keep)
+            save(self.root, name, tensors, meta, self._keep, self._disk)
         except Exception as error:  # kept and raised in the caller's thread, whatever it is
             self._error = error

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from diloco.durable import PLAIN_DISK
 from diloco.inner import checkpoint, state
 from diloco.inner.checkpoint import AsyncWriter, Checkpoint, CheckpointError
 from diloco.inner.checks import require
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from diloco.durable import Disk
     from diloco.inner.data import TokenStream
     from diloco.inner.parallel import SiteGroup
 
@@ -156,6 +158,7 @@ class Trainer:
         checkpoint_dir: Path | None = None,
         progress: Callable[[], float] | None = None,
         log: Log | None = None,
+        disk: Disk = PLAIN_DISK,
     ) -> None:
         require(
             options.checkpoint_steps == 0 or checkpoint_dir is not None,
@@ -177,7 +180,7 @@ class Trainer:
         self._dir = checkpoint_dir
         self._writer: AsyncWriter | None = None
         if checkpoint_dir is not None:
-            self._writer = AsyncWriter(checkpoint_dir, options.checkpoints_kept, synchronous=options.deterministic)
+            self._writer = AsyncWriter(checkpoint_dir, options.checkpoints_kept, options.deterministic, disk)
         self._checkpoint_due = False
         self._save_now = False
         self._saved_name = ""

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from diloco.codec.registry import make_codec
+from diloco.durable import PLAIN_DISK
 from diloco.inner import checkpoint
 from diloco.inner.data import CorpusManifest, DataOptions, TokenStream, prepare_corpus
 from diloco.inner.model import ModelOptions, Transformer
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from diloco.durable import Disk
     from diloco.inner.parallel import SiteGroup
     from diloco.inner.trainer import Log
     from diloco.launch.schema import RunConfig
@@ -365,6 +367,7 @@ def build_trainer(
     checkpoints: Path,
     log: Log,
     progress: Callable[[], float] | None,
+    disk: Disk = PLAIN_DISK,
 ) -> tuple[Trainer, Transformer]:
     """A trainer on ``share`` of the text, and its plain model."""
     assert config.inner.sequence_length is not None
@@ -391,6 +394,7 @@ def build_trainer(
         progress=progress,
         checkpoint_dir=checkpoints,
         log=log,
+        disk=disk,
     )
     return trainer, model
 

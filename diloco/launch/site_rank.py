@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.durable import write_file
 from diloco.launch import config as configs
 from diloco.launch.arguments import limit_threads
+from diloco.launch.arming import disk_from_environment
 from diloco.launch.console import SiteLines, quietly
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import EventLog
@@ -26,6 +27,7 @@ from diloco.launch.tether import die_with_parent
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from diloco.durable import Disk
     from diloco.inner.parallel import SiteGroup
     from diloco.inner.trainer import Resumed, Trainer
     from diloco.launch.run_dir import SiteDir
@@ -105,6 +107,7 @@ def _run(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
     folder = run_dir_of(config).site(config.site.id)
     check_resume(config, folder.checkpoints)
     share = build.site_share(config)
+    disk = disk_from_environment()
     with ExitStack() as stack:
         stopping = stack.enter_context(Stopping(f"{config.site.id} sends what is unsent and leaves"))
         emit = open_log(run_dir_of(config).events, folder.log, config.site.id, config, place, stack)
@@ -112,11 +115,17 @@ def _run(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
         stack.callback(group.close)
         agents: list[Agent] = []
         trainer, model = build.build_trainer(
-            config, group, share, folder.checkpoints, _renamed(emit), lambda: agents[0].progress() if agents else 0.0
+            config,
+            group,
+            share,
+            folder.checkpoints,
+            _renamed(emit),
+            lambda: agents[0].progress() if agents else 0.0,
+            disk,
         )
         resumed = trainer.resume()
         if place.rank == 0:
-            agent = _build_agent(config, folder, model, emit, group, resumed)
+            agent = _build_agent(config, folder, model, emit, group, resumed, disk)
             agents.append(agent)
             return _lead(agent, trainer, config, stopping, resumed, emit)
         _follow(config, trainer, model, stopping)
@@ -179,7 +188,7 @@ def _compare_ranks(trainer: Trainer, emit: Emit) -> None:
 
 
 def _build_agent(
-    config: RunConfig, folder: SiteDir, model: Any, emit: Emit, group: Any, resumed: Resumed | None
+    config: RunConfig, folder: SiteDir, model: Any, emit: Emit, group: Any, resumed: Resumed | None, disk: Disk
 ) -> Agent:
     from diloco.launch import build
     from diloco.learner.agent import Agent
@@ -203,6 +212,7 @@ def _build_agent(
         group,
         restored=(resumed.tensors, resumed.meta) if resumed is not None else None,
         redo=resumed.redo if resumed is not None else None,
+        disk=disk,
     )
 
 

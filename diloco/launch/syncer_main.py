@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from diloco.durable import LockedError, write_file
 from diloco.launch import config as configs
 from diloco.launch.arguments import limit_threads, load_config, settings_parser
+from diloco.launch.arming import disk_from_environment
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import EventLog
 from diloco.launch.run_dir import RunDir, name_run, run_dir_of
@@ -99,6 +100,7 @@ def _serve(
         build.server_options(config),
         build.syncer_security(config),
         log.emit,
+        disk_from_environment(),
     )
     stopping = stack.enter_context(Stopping("a last round, then the syncer stops"))
     try:

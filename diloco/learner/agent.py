@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from diloco.codec.contract import NonFiniteError
 from diloco.codec.registry import make_codec
+from diloco.durable import PLAIN_DISK
 from diloco.inner.trainer import StepInfo, Verdict
 from diloco.learner.couriers import Fetcher, Listener, Sender
 from diloco.learner.follower import ADOPTED, GO_ON, STOP
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from diloco.durable import Disk
     from diloco.inner.parallel import SiteGroup
     from diloco.outer.fragments import Layout
     from diloco.sync.agreement import Agreement
@@ -107,6 +109,7 @@ class Agent:
         group: SiteGroup,
         restored: tuple[Mapping[str, Tensor], Mapping[str, object]] | None = None,
         redo: StepInfo | None = None,
+        disk: Disk = PLAIN_DISK,
     ) -> None:
         """``parameters`` are the model's own, written in place; ``restored`` is what ``state`` gave a checkpoint.
 
@@ -117,8 +120,8 @@ class Agent:
         self._emit, self._group = emit, group
         self._process = secrets.token_hex(8)
         self._codec = make_codec(options.up_codec)
-        self._outbox = Outbox(Path(options.folder) / "outbox")
-        self._odometer = Odometer(Path(options.folder) / "odometer")
+        self._outbox = Outbox(Path(options.folder) / "outbox", disk)
+        self._odometer = Odometer(Path(options.folder) / "odometer", disk)
         self._tensors = SiteTensors(layout, parameters, learner.adopt, options.adopt_alpha)
         self._meter = Meter()
         self._changed = threading.Condition(threading.RLock())

@@ -11,8 +11,12 @@ import mmap
 import struct
 from typing import TYPE_CHECKING
 
+from diloco.durable import PLAIN_DISK, Step
+
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from diloco.durable import Disk
 
 FIELDS = struct.Struct("<QQ")
 
@@ -20,7 +24,8 @@ FIELDS = struct.Struct("<QQ")
 class Odometer:
     """Steps and tokens of a site over all its processes."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, disk: Disk = PLAIN_DISK) -> None:
+        self._disk = disk
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists() or path.stat().st_size != FIELDS.size:
             path.write_bytes(FIELDS.pack(0, 0))
@@ -34,7 +39,9 @@ class Odometer:
 
     def write(self, step: int, tokens: int) -> None:
         """Note where the site is."""
+        self._disk.reached(Step.ODOMETER)
         FIELDS.pack_into(self._map, 0, step, tokens)
+        self._disk.reached(Step.ODOMETER)
 
     def close(self) -> None:
         """Let the file go."""

@@ -12,11 +12,13 @@ import zlib
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from diloco.durable import write_file
+from diloco.durable import PLAIN_DISK, Step
 from diloco.wire.messages import PushHeader
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from diloco.durable import Disk
 
 
 class OutboxError(ValueError):
@@ -26,8 +28,9 @@ class OutboxError(ValueError):
 class Outbox:
     """The folder of sealed updates of one site."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, disk: Disk = PLAIN_DISK) -> None:
         self.folder = folder
+        self._disk = disk
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.glob(".*.tmp"):
             leftover.unlink()
@@ -39,7 +42,7 @@ class Outbox:
         """Make an update durable, in place of an earlier one of the same number."""
         fields = json.dumps(asdict(header), sort_keys=True).encode()
         line = b"%08x %b\n" % (zlib.crc32(fields), fields)
-        write_file(self._path(header.fragment, header.sequence), line + payload)
+        self._disk.write_file(self._path(header.fragment, header.sequence), line + payload, Step.OUTBOX_PUT)
 
     def get(self, fragment: int, sequence: int, incarnation: int) -> tuple[PushHeader, memoryview]:
         """The update, its header stamped with the ``incarnation`` that sends it now.
@@ -54,7 +57,7 @@ class Outbox:
 
     def drop(self, fragment: int, sequence: int) -> None:
         """The update is needed no more."""
-        self._path(fragment, sequence).unlink(missing_ok=True)
+        self._disk.remove(self._path(fragment, sequence), Step.OUTBOX_DROP)
 
     def digests(self) -> dict[tuple[int, int], str]:
         """The digest of every whole update here, by (fragment, sequence); what is damaged is left out."""
@@ -73,7 +76,7 @@ class Outbox:
         for path in self.folder.glob("*.update"):
             fragment, _, sequence = path.stem.partition("-")
             if (int(fragment), int(sequence)) not in keep:
-                path.unlink()
+                self._disk.remove(path, Step.OUTBOX_DROP)
 
 
 def _read(path: Path) -> tuple[PushHeader, memoryview]:

@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from diloco.durable import Step
 from diloco.sync.effects import AnswerDone, AnswerJoin, AnswerPush
 from diloco.sync.events import DeadlinePassed, JoinRequested, Outcome, OuterEvent, SiteHeard, SiteSilent, UpdateArrived
 from diloco.sync.journal import Record, digest_effects
@@ -209,7 +210,9 @@ class Core:
             self._store.journal.flush()
         for effect in decided:
             if isinstance(effect, AnswerJoin | AnswerPush | AnswerDone):
+                self._store.disk.reached(Step.ACK)
                 self._answer(effect)
+                self._store.disk.reached(Step.ACK)
             else:
                 self._carry_out(effect)
         for question in questions:

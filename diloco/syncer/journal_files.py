@@ -7,24 +7,27 @@ Damage anywhere else is ``JournalError`` with file and offset: the syncer does n
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
-from diloco.durable import sync_folder
+from diloco.durable import PLAIN_DISK, Step
 from diloco.sync.journal import JournalError, Record, encode_record, read_records
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from typing import BinaryIO
+
+    from diloco.durable import Disk
 
 
 class JournalFiles:
     """The segments in ``folder``.  One writer."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, disk: Disk = PLAIN_DISK) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        self._disk = disk
+        disk.make_folder(folder, Step.FOLDER)
         self.index = max(self.segments(), default=0)
-        self._file = None if self.index == 0 else self._path(self.index).open("ab")
+        self._file: BinaryIO | None = None if self.index == 0 else self._path(self.index).open("ab")
 
     def _path(self, index: int) -> Path:
         return self.folder / f"journal-{index:06d}.log"
@@ -52,7 +55,7 @@ class JournalFiles:
                     raise JournalError(
                         f"{path} ends in the middle of a record at byte {end} and is not the last segment"
                     )
-                os.truncate(path, end)
+                self._disk.cut(path, end, Step.JOURNAL_CUT)
             records += found
         return records
 
@@ -63,13 +66,12 @@ class JournalFiles:
     def append(self, record: Record) -> None:
         """Write ``record``; it is durable after ``flush``."""
         assert self._file is not None, "rotate begins the first segment"
-        self._file.write(encode_record(record))
+        self._disk.write(self._file, encode_record(record), Step.JOURNAL_WRITE)
 
     def flush(self) -> None:
         """Make all appended records durable.  A failed fsync is final: the caller must stop, never try again."""
         if self._file is not None:
-            self._file.flush()
-            os.fdatasync(self._file.fileno())
+            self._disk.sync(self._file, Step.JOURNAL_SYNC)
 
     def rotate(self) -> int:
         """Begin a new segment and return its number."""
@@ -77,15 +79,15 @@ class JournalFiles:
             self.flush()
             self._file.close()
         self.index += 1
-        self._file = self._path(self.index).open("ab")
-        sync_folder(self.folder)
+        self._file = self._disk.open(self._path(self.index), "ab", Step.JOURNAL_BEGIN)
+        self._disk.sync_folder(self.folder, Step.JOURNAL_BEGIN)
         return self.index
 
     def prune(self, first: int) -> None:
         """Drop the segments before ``first``."""
         for index in self.segments():
             if index < first:
-                self._path(index).unlink()
+                self._disk.remove(self._path(index), Step.JOURNAL_PRUNE)
 
     def close(self) -> None:
         """Close the last segment."""

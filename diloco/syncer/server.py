@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from diloco.codec.contract import digest
 from diloco.codec.registry import make_codec
-from diloco.durable import locked, sync_file, write_file
+from diloco.durable import PLAIN_DISK, Step, locked
 from diloco.outer.fragments import Layout, scatter
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.agreement import Agreement
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from diloco.durable import Disk
     from diloco.wire.options import ServerOptions
     from diloco.wire.security import SecurityOptions
 
@@ -107,6 +108,7 @@ class Syncer:
         network: ServerOptions,
         security: SecurityOptions,
         emit: Callable[[str, dict[str, object]], None],
+        disk: Disk = PLAIN_DISK,
     ) -> None:
         """``version_zero`` makes the fragments' first values; it is called for a new run only."""
         self.options = options
@@ -115,6 +117,7 @@ class Syncer:
         self.network = network
         self._security = security
         self._emit = emit
+        self._disk = disk
         self._candidates: dict[tuple[int, int], OuterResult] = {}
         self._steps_since_snapshot = 0
         self._snapshot_thread: threading.Thread | None = None
@@ -146,7 +149,7 @@ class Syncer:
         self._taken.enter_context(locked(Path(self.options.folder)))
         agreement = self.plan.agreement
         card = RunCard(agreement.run_id, agreement.lineage, agreement.layout_fingerprint, self.plan.shared_digest)
-        self.store = Store(Path(self.options.folder), card)
+        self.store = Store(Path(self.options.folder), card, self._disk)
         self._taken.callback(self._close_journal)
         machine, recovered = self._take_over()
         self.core = Core(machine, self.store, self._carry_out, on_failure=self._fail)
@@ -255,6 +258,7 @@ class Syncer:
                 self._publish(effect)
             case TellFate():
                 self.store.decided(effect.site, effect.fate)
+                self._disk.reached(Step.FATE)
                 self.feeds.tell(FateTold(effect.fate), effect.site)
                 if effect.fate.reason is not None:
                     self._emit("refused", _refusal(effect))
@@ -283,7 +287,9 @@ class Syncer:
 
     def _outer_step(self, command: StartOuterStep, values: FragmentValues) -> None:
         """In the worker thread: the arithmetic, then the event that says so."""
+        self._disk.reached(Step.MERGE)
         result = run_outer_step(command, values, self.store.spool, self.plan.optimizer, self.options.down_codec)
+        self._disk.reached(Step.MERGE)
         if result is None:
             self.core.post(OuterStepFailed(command.fragment, command.version))
             return
@@ -293,12 +299,14 @@ class Syncer:
 
     def _publish(self, effect: PublishVersion) -> None:
         result = self._candidates.pop((effect.fragment, effect.version))
+        self._disk.reached(Step.PUBLISH)
         self.holdings.take(effect.fragment, result)
         machine = self.core.machine
         self.feeds.tell(self.published(machine, effect.fragment, effect.version, effect.digest))
         facts = {"fragment": effect.fragment, "version": effect.version, "digest": effect.digest}
         tokens = {"run_tokens": machine.state.run_tokens(), "progress_ppm": machine.progress_ppm()}
         self._emit("published", {**facts, **tokens, "bytes": len(result.downlink)})
+        self._disk.reached(Step.PUBLISH)
         self._steps_since_snapshot += 1
         if self._steps_since_snapshot >= self.options.snapshot_every and not self._snapshot_due:
             # Not here: the machine may be ahead of the effects that are carried out, and a snapshot holds both.
@@ -361,13 +369,13 @@ class Syncer:
     def _export(self, effect: MarkFinal) -> None:
         """The final version as one safetensors file with the parameters' own names and shapes."""
         folder = Path(self.options.folder) / "final"
-        folder.mkdir(exist_ok=True)
-        beside = folder / ".model.safetensors.tmp"
-        save_file(self.parameters(), beside)
-        sync_file(beside)
-        beside.replace(folder / "model.safetensors")
+        self._disk.make_folder(folder, Step.EXPORT)
+        for leftover in folder.glob(".*.tmp"):  # Of a process that died while it wrote.
+            self._disk.remove(leftover, Step.EXPORT)
+        parameters = self.parameters()
+        self._disk.keep(folder / "model.safetensors", lambda beside: save_file(parameters, beside), Step.EXPORT)
         facts = {"versions": list(effect.versions), "digests": [values.digest for values in self.holdings.values]}
-        write_file(folder / "final.json", json.dumps(facts, indent=1).encode())
+        self._disk.write_file(folder / "final.json", json.dumps(facts, indent=1).encode(), Step.EXPORT)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The published values as full parameters, fp32."""

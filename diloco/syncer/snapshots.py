@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,11 +19,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from diloco.durable import sync_folder, write_file
+from diloco.durable import PLAIN_DISK, Step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from diloco.durable import Disk
 
 
 FORMAT = 1
@@ -60,12 +61,13 @@ class Snapshot:
 class Snapshots:
     """The folder of snapshots."""
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
+    def __init__(self, folder: Path, keep: int = 2, disk: Disk = PLAIN_DISK) -> None:
         self.folder = folder
         self.keep = keep
-        folder.mkdir(parents=True, exist_ok=True)
+        self._disk = disk
+        disk.make_folder(folder, Step.FOLDER)
         for leftover in folder.glob(".*.tmp"):
-            shutil.rmtree(leftover)
+            disk.remove(leftover, Step.SNAPSHOT_PRUNE)
 
     def numbers(self) -> list[int]:
         """The snapshots that exist, rising."""
@@ -75,17 +77,18 @@ class Snapshots:
         """Write ``snapshot`` durably; returns its size in bytes.  One fragment at a time is held as bytes."""
         number = max((int(path.name[:8]) for path in self.folder.glob("[0-9]*")), default=0) + 1
         beside = self.folder / f".{number:08d}.tmp"
-        beside.mkdir()
+        self._disk.make_folder(beside, Step.SNAPSHOT_BEGIN)
         files: dict[str, dict[str, object]] = {}
         size = 0
         for name, data in _files(snapshot):
-            write_file(beside / name, data)
+            self._disk.write_file(beside / name, data, Step.SNAPSHOT_FILE)
             files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             size += len(data)
         manifest = {"format": FORMAT, "files": files}
-        write_file(beside / "manifest.json", json.dumps(manifest, sort_keys=True, indent=1).encode())
-        beside.rename(self._path(number))
-        sync_folder(self.folder)
+        text = json.dumps(manifest, sort_keys=True, indent=1).encode()
+        self._disk.write_file(beside / "manifest.json", text, Step.SNAPSHOT_FILE)
+        self._disk.rename(beside, self._path(number), Step.SNAPSHOT_RENAME)
+        self._disk.sync_folder(self.folder, Step.SNAPSHOT_FOLDER)
         return size
 
     def load(self, number: int) -> Snapshot:
@@ -107,16 +110,16 @@ class Snapshots:
     def set_aside(self, number: int) -> None:
         """Keep a damaged snapshot for whoever wants to look at it, where it counts as one no more."""
         for earlier in self.folder.glob("*.damaged"):
-            shutil.rmtree(earlier)
-        self._path(number).rename(self.folder / f"{number:08d}.damaged")
+            self._disk.remove(earlier, Step.SNAPSHOT_ASIDE)
+        self._disk.rename(self._path(number), self.folder / f"{number:08d}.damaged", Step.SNAPSHOT_ASIDE)
 
     def prune(self) -> int:
         """Drop all but the newest ``keep``; returns the first journal segment that those left need (0: any)."""
         for number in self.numbers()[: -self.keep]:
             # Renamed first, so that a process that dies here leaves no folder that is half a snapshot.
             doomed = self.folder / f".{number:08d}.tmp"
-            self._path(number).rename(doomed)
-            shutil.rmtree(doomed)
+            self._disk.rename(self._path(number), doomed, Step.SNAPSHOT_PRUNE)
+            self._disk.remove(doomed, Step.SNAPSHOT_PRUNE)
         try:
             return self.peek(self.numbers()[0])[1]
         except SnapshotError:

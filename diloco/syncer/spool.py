@@ -11,12 +11,13 @@ import contextlib
 import hashlib
 from typing import TYPE_CHECKING
 
-from diloco.durable import sync_file, sync_folder
+from diloco.durable import PLAIN_DISK, Step
 
 if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
+    from diloco.durable import Disk
     from diloco.wire.messages import PushHeader
 
 
@@ -27,10 +28,11 @@ class SpoolError(ValueError):
 class Spool:
     """The folder of updates."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, disk: Disk = PLAIN_DISK) -> None:
         self.folder = folder
+        self._disk = disk
         self.partial = folder / ".partial"  # No site's name begins with a dot.
-        self.partial.mkdir(parents=True, exist_ok=True)
+        disk.make_folder(self.partial, Step.FOLDER)
         self._sites: set[str] = set()
 
     def reference(self, header: PushHeader) -> str:
@@ -46,31 +48,30 @@ class Spool:
         path = self.partial / self.reference(header).replace("/", "@")
         for other in self.partial.glob(f"{header.site_id}@{header.fragment}-*.update"):
             if other != path:
-                other.unlink(missing_ok=True)
-        return PartialUpdate(path, header.payload_bytes)
+                self._disk.remove(other, Step.SPOOL_DISCARD)
+        return PartialUpdate(path, header.payload_bytes, self._disk)
 
     def keep(self, partial: PartialUpdate, header: PushHeader) -> str:
         """Make a whole update durable and give it its name."""
         reference = self.reference(header)
         target = self.folder / reference
-        if (
-            header.site_id not in self._sites
-        ):  # Another fragment may have made the folder a moment ago, not yet durably.
-            target.parent.mkdir(exist_ok=True)
-            sync_folder(self.folder)
+        # Another fragment may have made the folder a moment ago, not yet durably.
+        if header.site_id not in self._sites:
+            self._disk.make_folder(target.parent, Step.SPOOL_SITE)
+            self._disk.sync_folder(self.folder, Step.SPOOL_SITE)
             self._sites.add(header.site_id)
-        sync_file(partial.path)
-        partial.path.replace(target)
-        sync_folder(target.parent)
+        self._disk.sync_file(partial.path, Step.SPOOL_SYNC)
+        self._disk.rename(partial.path, target, Step.SPOOL_RENAME)
+        self._disk.sync_folder(target.parent, Step.SPOOL_FOLDER)
         return reference
 
     def give_back(self, reference: str, partial: PartialUpdate) -> None:
         """The update was not taken yet: keep its bytes for the next attempt."""
-        (self.folder / reference).replace(partial.path)
+        self._disk.rename(self.folder / reference, partial.path, Step.SPOOL_BACK)
 
     def drop(self, reference: str) -> None:
         """Nobody needs this payload any more."""
-        (self.folder / reference).unlink(missing_ok=True)
+        self._disk.remove(self.folder / reference, Step.SPOOL_DROP)
 
     def read(self, reference: str, digest: str) -> bytes:
         """The payload, verified; ``SpoolError`` names the file that is missing or damaged."""
@@ -90,7 +91,7 @@ class Spool:
         for path in sorted(self.folder.glob("*/*.update")):
             reference = path.relative_to(self.folder).as_posix()
             if path.parent != self.partial and reference not in wanted:
-                path.unlink()
+                self._disk.remove(path, Step.SPOOL_DROP)
                 gone += 1
         return gone
 
@@ -98,8 +99,9 @@ class Spool:
 class PartialUpdate:
     """An update on its way in.  ``offset`` bytes are here; ``write`` appends, ``digest`` is over all of them."""
 
-    def __init__(self, path: Path, payload_bytes: int) -> None:
+    def __init__(self, path: Path, payload_bytes: int, disk: Disk) -> None:
         self.path = path
+        self._disk = disk
         self._hash = hashlib.sha256()
         self.offset = 0
         if path.exists():
@@ -107,12 +109,12 @@ class PartialUpdate:
             if len(held) <= payload_bytes:
                 self._hash.update(held)
                 self.offset = len(held)
-        self._file = path.open("r+b" if self.offset else "wb")
+        self._file = disk.open(path, "r+b" if self.offset else "wb", Step.SPOOL_WRITE)
         self._file.seek(self.offset)
 
     def write(self, data: memoryview) -> None:
         """Append ``data``."""
-        self._file.write(data)
+        self._disk.write(self._file, data, Step.SPOOL_WRITE)
         self._hash.update(data)
         self.offset += len(data)
 
@@ -130,10 +132,10 @@ class PartialUpdate:
         """Leave the bytes, if any came, for a later attempt."""
         self._file.close()
         if self.offset == 0:
-            self.path.unlink(missing_ok=True)
+            self._disk.remove(self.path, Step.SPOOL_DISCARD)
 
     def discard(self) -> None:
         """Throw the bytes away: they are not what was declared, or the disk has refused some of them."""
         with contextlib.suppress(OSError):  # Closing writes what is still in memory, and nobody wants that any more.
             self._file.close()
-        self.path.unlink(missing_ok=True)
+        self._disk.remove(self.path, Step.SPOOL_DISCARD)

@@ -18,7 +18,7 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from diloco.durable import sync_folder, write_file
+from diloco.durable import PLAIN_DISK, Step
 from diloco.sync.events import UpdateArrived
 from diloco.sync.journal import JournalError, Record
 from diloco.sync.plain import PlainError
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from diloco.durable import Disk
     from diloco.outer.optimizer import OuterOptimizerOptions
     from diloco.sync.events import Fate
     from diloco.sync.options import OuterOptions
@@ -67,22 +68,23 @@ class Recovered:
 class Store:
     """The data folder.  The caller holds its lock (``diloco.durable.locked``)."""
 
-    def __init__(self, folder: Path, card: RunCard) -> None:
+    def __init__(self, folder: Path, card: RunCard, disk: Disk = PLAIN_DISK) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        self.disk = disk
+        disk.make_folder(folder, Step.FOLDER)
         self._check_card(card)
-        self.spool = Spool(folder / "spool")
-        self.journal = JournalFiles(folder / "journal")
-        self.snapshots = Snapshots(folder / "snapshots")
-        sync_folder(folder)
-        sync_folder(folder.parent)
+        self.spool = Spool(folder / "spool", disk)
+        self.journal = JournalFiles(folder / "journal", disk)
+        self.snapshots = Snapshots(folder / "snapshots", disk=disk)
+        disk.sync_folder(folder, Step.FOLDER)
+        disk.sync_folder(folder.parent, Step.FOLDER)
         self._decided: deque[tuple[int, str]] = deque()
 
     def _check_card(self, card: RunCard) -> None:
         path = self.folder / "run.json"
         ours = {"format": FORMAT, **asdict(card)}
         if not path.exists():
-            write_file(path, json.dumps(ours, indent=1, sort_keys=True).encode())
+            self.disk.write_file(path, json.dumps(ours, indent=1, sort_keys=True).encode(), Step.CARD)
             return
         try:
             theirs = dict(json.loads(path.read_bytes()))

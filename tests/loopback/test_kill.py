@@ -20,15 +20,21 @@ BOUND_S = 30.0
 STEP_S = 0.004
 
 # A process that begins a run writes its first snapshot at once, so that its passage number 1 is before version 0.
+# A snapshot of the toy has four files, each of four operations; odd passages are before an operation, even ones after.
 SYNCER_DEATHS = {
-    "at the beginning": [("snapshot", 1), ("snapshot_half_written", 2), ("snapshot_written", 1), ("merge", 1)],
-    "receiving": [("push_received", 4), ("push_spooled", 5), ("journal_appended", 9), ("journal_flushed", 9)],
-    "merging": [("merge", 5), ("merged", 4), ("publish", 5), ("published", 6)],
-    "keeping": [("snapshot", 3), ("snapshot_half_written", 6), ("snapshot_written", 2)],
-    "pruning": [("snapshot_half_pruned", 2), ("snapshot_pruned", 2)],
+    "at the beginning": [
+        ("snapshot.begin", 1),
+        ("snapshot.file", 16),
+        ("snapshot.folder", 2),
+        ("syncer.merge", 1),
+    ],
+    "receiving": [("spool.sync", 7), ("spool.folder", 10), ("journal.write", 18), ("journal.sync", 18)],
+    "merging": [("syncer.merge", 9), ("merged", 4), ("syncer.publish", 9), ("syncer.publish", 12)],
+    "keeping": [("snapshot.begin", 5), ("snapshot.file", 80), ("snapshot.folder", 4)],
+    "pruning": [("snapshot_half_pruned", 2), ("snapshot.prune", 4), ("journal.prune", 2)],
 }
 SITE_DEATHS = {
-    "pushing": [("sealed", 4), ("push", 5), ("pushed", 4)],
+    "pushing": [("outbox.put", 32), ("push", 5), ("pushed", 4)],
     "adopting": [("adopt", 4), ("adopted", 5), ("pulled", 4)],
 }
 

@@ -1,8 +1,8 @@
 """A whole run in small: real syncer, real agents, real sockets; only the inner training is a formula.
 
 A toy site pulls its parameters towards its own target and adds noise drawn from (seed, site, step), so that two runs of
-the same seed train alike whatever their timing.  ``main`` is one process of such a run; ``die_at`` names a place in
-``PLACES`` and how many times it is passed before the process kills itself with SIGKILL.
+the same seed train alike whatever their timing.  ``main`` is one process of such a run; a death names a durable
+step, or a place in ``PLACES``, and how many times it is passed before the process kills itself with SIGKILL.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ import torch
 from torch import Tensor
 
 from diloco.codec.contract import digest
+from diloco.durable import PLAIN_DISK, Disk, KillingDisk, Step
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo
 from diloco.learner.agent import Agent, AgentOptions, Finished
 from diloco.learner.follower import Follower
-from diloco.learner.outbox import Outbox
 from diloco.learner.site_tensors import SiteTensors
 from diloco.outer.fragments import Layout, gather, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import LearnerOptions, OuterOptions
-from diloco.syncer import snapshots
 from diloco.syncer.journal_files import JournalFiles
 from diloco.syncer.server import RunPlan, Syncer, SyncerOptions
 from diloco.syncer.spool import Spool
@@ -86,7 +85,7 @@ class Toy:
     def rules(self) -> tuple[OuterOptions, OuterOptimizerOptions]:
         return OuterOptions(**self.outer), OuterOptimizerOptions(**self.optimizer)  # type: ignore[arg-type]
 
-    def syncer(self, emit: Callable[[str, dict[str, object]], None]) -> Syncer:
+    def syncer(self, emit: Callable[[str, dict[str, object]], None], disk: Disk = PLAIN_DISK) -> Syncer:
         outer, optimizer = self.rules()
         options = SyncerOptions(
             folder=f"{self.folder}/syncer",
@@ -98,7 +97,7 @@ class Toy:
         )
         plan = RunPlan(self.agreement(), self.layout(), "shared", outer, optimizer)
         network = ServerOptions(run_id=RUN, address=f"127.0.0.1:{self.port}", **self.server)  # type: ignore[arg-type]
-        return Syncer(options, plan, self.version_zero, network, SecurityOptions(tokens_file=self.tokens), emit)
+        return Syncer(options, plan, self.version_zero, network, SecurityOptions(tokens_file=self.tokens), emit, disk)
 
     def agent(
         self,
@@ -108,6 +107,7 @@ class Toy:
         emit: Callable[[str, dict[str, object]], None],
         restored: object = None,
         group: SiteGroup | None = None,
+        disk: Disk = PLAIN_DISK,
     ) -> Agent:
         learner = LearnerOptions(
             num_fragments=self.fragments, inner_steps=self.inner_steps, adopt=self.adopt, lock_step=self.lock_step
@@ -117,7 +117,8 @@ class Toy:
         )
         client = SyncClient(address, site, RUN, SecurityOptions(token=self.token), ClientOptions(**self.client))  # type: ignore[arg-type]
         group = group or SiteGroup()
-        return Agent(options, learner, self.layout(), parameters, self.agreement(), client, site, emit, group, restored)
+        layout, agreement = self.layout(), self.agreement()
+        return Agent(options, learner, layout, parameters, agreement, client, site, emit, group, restored, disk=disk)
 
 
 def generator(seed: int, name: str, step: int) -> torch.Generator:
@@ -165,14 +166,21 @@ def empty_parameters(shapes: Sequence[tuple[str, tuple[int, ...]]] = SHAPES) -> 
 class ToySite:
     """One site's loop."""
 
-    def __init__(self, toy: Toy, site: str, address: str, emit: Callable[[str, dict[str, object]], None]) -> None:
+    def __init__(
+        self,
+        toy: Toy,
+        site: str,
+        address: str,
+        emit: Callable[[str, dict[str, object]], None],
+        disk: Disk = PLAIN_DISK,
+    ) -> None:
         self.toy, self.site, self.emit = toy, site, emit
         self.parameters = empty_parameters(toy.shapes)
         self.steps = 0
         self.trained = 0
         self.halt = threading.Event()
         restored = self._load()
-        self.agent = toy.agent(site, address, self.parameters, emit, restored)
+        self.agent = toy.agent(site, address, self.parameters, emit, restored, disk=disk)
 
     def run(
         self,
@@ -233,26 +241,22 @@ def _half_removed(folder: str) -> None:
 
 PLACES: dict[str, tuple[object, str, bool | Callable[..., None]]] = {
     # name: (owner, function, whether the process dies after it rather than before it, or what it does instead of it)
-    "push_received": (Spool, "keep", False),
-    "push_spooled": (Spool, "keep", True),
-    "journal_appended": (JournalFiles, "append", True),
-    "journal_flushed": (JournalFiles, "flush", True),
-    "merge": (Syncer, "_outer_step", False),
     "merged": (Syncer, "_outer_step", True),
-    "publish": (Syncer, "_publish", False),
-    "published": (Syncer, "_publish", True),
-    "snapshot": (snapshots.Snapshots, "write", False),
-    "snapshot_half_written": (snapshots, "write_file", True),
-    "snapshot_written": (snapshots.Snapshots, "write", True),
     "snapshot_half_pruned": (shutil, "rmtree", _half_removed),
-    "snapshot_pruned": (snapshots.Snapshots, "prune", True),
-    "sealed": (Outbox, "put", True),
     "push": (SyncClient, "push", False),
     "pushed": (SyncClient, "push", True),
     "adopt": (SiteTensors, "adopt", False),
     "adopted": (SiteTensors, "adopt", True),
     "pulled": (SyncClient, "pull", True),
 }
+
+
+def armed(place: str, passes: int) -> Disk:
+    """The disk of a process that kills itself at the ``passes``-th passage of a durable step, or of a place."""
+    if place in PLACES:
+        die_at(place, passes)
+        return PLAIN_DISK
+    return KillingDisk(Step(place), passes)
 
 
 def die_at(place: str, passes: int) -> None:
@@ -319,17 +323,16 @@ def main(role: str, toy: Toy, death: tuple[str, int] | None, mine: dict[str, Any
     try:
         if role == "syncer":
             archive(Path(toy.folder) / "archive")
-        if death is not None:
-            die_at(*death)
-        {"syncer": run_syncer, "site": run_site, "rank": run_rank}[role](toy, emit, mine)
+        disk = PLAIN_DISK if death is None else armed(*death)
+        {"syncer": run_syncer, "site": run_site, "rank": run_rank}[role](toy, emit, mine, disk)
     except BaseException:
         emit("error", {"text": traceback.format_exc()})
         raise
 
 
-def run_syncer(toy: Toy, emit: Emit, mine: dict[str, Any]) -> None:
+def run_syncer(toy: Toy, emit: Emit, mine: dict[str, Any], disk: Disk) -> None:
     del mine
-    syncer = toy.syncer(emit)
+    syncer = toy.syncer(emit, disk)
     emit("listening", {"address": syncer.start()})
     while (ending := syncer.wait(0.2)) is None:
         pass
@@ -338,8 +341,8 @@ def run_syncer(toy: Toy, emit: Emit, mine: dict[str, Any]) -> None:
     emit("ended", {"ending": ending.value})
 
 
-def run_site(toy: Toy, emit: Emit, mine: dict[str, Any]) -> None:
-    site = ToySite(toy, mine["site"], mine["address"], emit)
+def run_site(toy: Toy, emit: Emit, mine: dict[str, Any], disk: Disk) -> None:
+    site = ToySite(toy, mine["site"], mine["address"], emit, disk)
     done = site.run(
         mine.get("step_s", 0.0),
         mine.get("until_step", 1 << 60),
@@ -349,7 +352,7 @@ def run_site(toy: Toy, emit: Emit, mine: dict[str, Any]) -> None:
     emit("finished", asdict(done))
 
 
-def run_rank(toy: Toy, emit: Emit, mine: dict[str, Any]) -> None:
+def run_rank(toy: Toy, emit: Emit, mine: dict[str, Any], disk: Disk) -> None:
     """One of the ranks of a site: all make the same steps, rank 0 speaks to the syncer."""
     group = SiteGroup(
         mine["rank"], mine["rank"], mine["world"], master_port=mine["master_port"], device="cpu", timeout_s=30.0
@@ -357,7 +360,7 @@ def run_rank(toy: Toy, emit: Emit, mine: dict[str, Any]) -> None:
     parameters, layout = empty_parameters(toy.shapes), toy.layout()
     outer: Agent | Follower = Follower(layout, parameters, group)
     if group.is_first:
-        outer = toy.agent(mine["site"], mine["address"], parameters, emit, None, group)
+        outer = toy.agent(mine["site"], mine["address"], parameters, emit, None, group, disk)
     outer.start()
     steps, stop = 0, False
     while not stop:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from diloco.durable import PLAIN_DISK
 from diloco.sync.effects import AnswerDone, AnswerJoin, AnswerPush, OuterEffect, PublishVersion
 from diloco.sync.events import (
     DeadlinePassed,
@@ -50,6 +51,7 @@ class Journal:
         self.gate.set()
         self.broken: OSError | None = None
         self.journal = self
+        self.disk = PLAIN_DISK
 
     def append(self, record: Record) -> None:
         self.log.append("append")

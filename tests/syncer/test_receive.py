@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from diloco.durable import Step
 from diloco.sync.events import Outcome, Reason
-from diloco.syncer import spool as spool_module
 from diloco.syncer.receive import Reception
 from diloco.wire.messages import PushResult, Refusal, Status
 from tests.syncer.building import ANYONE, dice, eventually, files, join, push, serving, update
@@ -147,10 +147,10 @@ def test_a_full_disk_is_a_reason_to_come_back_and_no_defect(tmp_path: Path, monk
         join(syncer)
         with monkeypatch.context() as patch:
 
-            def full(path: Path) -> None:
+            def full(path: Path, step: Step) -> None:
                 raise OSError(28, "No space left on device")
 
-            patch.setattr(spool_module, "sync_file", full)
+            patch.setattr(syncer.store.disk, "sync_file", full)
             with pytest.raises(Refusal, match="cannot be stored here now: No space left on device") as raised:
                 push(syncer, header, payload)
             assert raised.value.status is Status.UNAVAILABLE
