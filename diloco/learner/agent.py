@@ -29,10 +29,10 @@ from diloco.learner.meter import Meter
 from diloco.learner.odometer import Odometer
 from diloco.learner.outbox import Outbox
 from diloco.learner.outcome import Finished, JoinFailed
-from diloco.learner.reporting import meter_fields, report_info
 from diloco.learner.restoring import restored_machine
 from diloco.learner.sealing import SealJob, seal
 from diloco.learner.site_tensors import SealInputs, SiteTensors
+from diloco.learner.touch import Touch
 from diloco.sync.effects import (
     Adopt,
     Fetch,
@@ -129,10 +129,6 @@ class Agent:
         self._machine = restored_machine(learner, restored, redo, self._outbox, self._odometer, self._tensors)
         self._stopping = threading.Event()
         self._stop: StopTraining | None = None
-        self._leave_asked = False
-        self._leaving = False
-        self._left = False
-        self._heartbeat_s = 1.0
         self._seals: queue.SimpleQueue[SealJob | tuple[int, int] | None] = queue.SimpleQueue()
         self._sender = Sender(
             client,
@@ -150,14 +146,31 @@ class Agent:
             client,
             self._incarnation,
             self._join,
-            lambda: self._left,
+            lambda: self._touch.left,
             self._tell,
             self._give_up,
             emit,
             self._stopping,
         )
-        loops = (self._sender.run, self._fetcher.run, self._listener.run, self._seal_loop, self._keep_in_touch)
+        self._touch = self._in_touch()
+        loops = (self._sender.run, self._fetcher.run, self._listener.run, self._seal_loop, self._touch.run)
         self._threads = [threading.Thread(target=self._guarded, args=(loop,), daemon=True) for loop in loops]
+
+    def _in_touch(self) -> Touch:
+        return Touch(
+            self._client,
+            self._agreement.run_id,
+            self._site_id,
+            self._machine,
+            self._tensors,
+            self._meter,
+            self._changed,
+            self._tell,
+            self._rejoin,
+            self._emit,
+            self._stopping,
+            self._options.meter_every_s,
+        )
 
     # --- what the training loop calls --------------------------------------------------------------------------
 
@@ -242,7 +255,7 @@ class Agent:
 
     def leave_soon(self) -> None:
         """The user asked this site to stop.  May be called from a signal handler."""
-        self._leave_asked = True
+        self._touch.leave_asked = True
 
     def finish(self) -> Finished:
         """After the loop: send what is unsent, say goodbye, hear the last fates; bounded.  Ends all threads."""
@@ -252,11 +265,11 @@ class Agent:
         if not self._has_failed():
             bound, failed = self._options.finish_timeout_s, self._has_failed
             with contextlib.suppress(TimeoutError):  # What is still unsent or undecided then is said in the ledger.
-                self._until(lambda: self._left or failed(), time.monotonic() + bound, "its last updates")
+                self._until(lambda: self._touch.left or failed(), time.monotonic() + bound, "its last updates")
                 self._until(lambda: self._machine.settled() or failed(), time.monotonic() + bound, "its last fates")
         stop = self._stop
         assert stop is not None
-        self._emit_meter()
+        self._touch.emit_meter()
         ending = self._machine.state.ending
         name = "failed" if stop.failed else ending.value if ending is not None else "left"
         with self._changed:
@@ -333,7 +346,7 @@ class Agent:
                 case Join():
                     self._rejoin(effect.why)
                 case Leave():
-                    self._leaving = True
+                    self._touch.leaving = True
                 case StopTraining():
                     self._stop_for(effect)
                 case Note():
@@ -384,7 +397,7 @@ class Agent:
                 agreement.shared,
             )
         )
-        self._heartbeat_s = reply.settings.heartbeat_ns / 1e9
+        self._touch.heartbeat_s = reply.settings.heartbeat_ns / 1e9
         versions = [standing.version for standing in reply.standings]
         self._emit("joined", {"incarnation": reply.incarnation, "epoch": reply.epoch, "versions": versions})
         self._tell(
@@ -440,52 +453,3 @@ class Agent:
         with self._changed:
             self._tensors.sent[effect.fragment, effect.sequence] = sealed.decoded
             self._tell(Sealed(effect.fragment, effect.sequence, sealed.header.digest))
-
-    def _keep_in_touch(self) -> None:
-        """Heartbeats, the meter, and goodbye."""
-        next_meter = time.monotonic()
-        next_report = time.monotonic()
-        while not self._stopping.wait(0.1):
-            now = time.monotonic()
-            if self._leave_asked:
-                self._leave_asked = False
-                self._tell(LeaveAsked())
-            if self._leaving and not self._left:
-                self._say_goodbye()
-            if now >= next_meter:
-                next_meter = now + self._options.meter_every_s
-                self._emit_meter()
-            if now >= next_report:
-                next_report = now + self._heartbeat_s
-                self._report()
-
-    def _say_goodbye(self) -> None:
-        self._report()
-        try:
-            self._client.leave(self._incarnation())
-        except Unreachable:
-            return  # Asked again at the next turn, as long as the end of the site waits for it.
-        except Refused as error:
-            self._emit("note", {"note": "leave_refused", "why": error.text})
-        with self._changed:
-            self._left = True
-            self._changed.notify_all()
-
-    def _report(self) -> None:
-        if self._left or self._incarnation() == 0:
-            return
-        reading = self._meter.read()
-        with self._changed:
-            info = report_info(self._agreement.run_id, self._site_id, self._machine.state, reading, self._client)
-        try:
-            reply = self._client.report(info)
-        except (Unreachable, Refused):
-            return  # The Watch stream notices as well, and joins again when the syncer is back.
-        if not reply.known:
-            self._rejoin("the syncer does not know this process")
-
-    def _emit_meter(self) -> None:
-        reading = self._meter.read()
-        with self._changed:
-            fields = meter_fields(self._machine.state, reading, self._client)
-        self._emit("meter", fields)

@@ -13,10 +13,13 @@ if TYPE_CHECKING:
     from diloco.wire.client import SyncClient
 
 
-def report_info(run_id: str, site_id: str, state: LearnerState, reading: Reading, client: SyncClient) -> ReportInfo:
-    """The heartbeat.  A site that has not got every first version yet names no versions."""
+def report_info(
+    run_id: str, site_id: str, state: LearnerState, reading: Reading, client: SyncClient, digests: tuple[int, ...]
+) -> ReportInfo:
+    """The heartbeat, with the bases' ``digests``.  A site that has not got every first version yet names none."""
     ledger = site_ledger(state)
     versions = tuple(part.base_version for part in state.fragments)
+    versions = versions if min(versions) >= 0 else ()
     return ReportInfo(
         run_id=run_id,
         site_id=site_id,
@@ -34,7 +37,8 @@ def report_info(run_id: str, site_id: str, state: LearnerState, reading: Reading
         stall_ns=int(reading.stall_s * 1e9),
         bytes_up=client.bytes_up,
         bytes_down=client.bytes_down,
-        versions=versions if min(versions) >= 0 else (),
+        versions=versions,
+        digests=digests if versions else (),
     )
 
 

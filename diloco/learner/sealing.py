@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from diloco.codec.contract import digest
 from diloco.learner.site_tensors import SealInputs
 from diloco.sync.effects import Seal
 from diloco.wire.messages import PushHeader
@@ -57,5 +58,6 @@ def seal(job: SealJob, codec: Codec, run_id: str, site_id: str, incarnation: int
         payload_bytes=len(payload),
         numel=measured.numel(),
         digest=hashlib.sha256(payload).hexdigest(),
+        values_digest=digest(decoded),
     )
     return SealedUpdate(header, payload, decoded, float(torch.linalg.vector_norm(measured)))

@@ -19,14 +19,14 @@ def test_a_site_without_a_first_version_can_send_a_heartbeat() -> None:
     site = Site(cold=True, num_fragments=2)
     site.join()
     state, reading = site.machine.state, Meter().read()
-    assert report_info("run", "a", state, reading, Traffic()).versions == ()  # type: ignore[arg-type]
+    assert report_info("run", "a", state, reading, Traffic(), (0, 0)).versions == ()  # type: ignore[arg-type]
     site.handle(VersionFetched(0, 0, ()))
     site.boundary()
-    report = report_info("run", "a", state, reading, Traffic())  # type: ignore[arg-type]
+    report = report_info("run", "a", state, reading, Traffic(), (0, 0))  # type: ignore[arg-type]
     assert unpack_report(pack_report(report)) == report
     site.handle(VersionFetched(1, 0, ()))
     site.boundary()
-    assert report_info("run", "a", state, reading, Traffic()).versions == (0, 0)  # type: ignore[arg-type]
+    assert report_info("run", "a", state, reading, Traffic(), (0, 0)).versions == (0, 0)  # type: ignore[arg-type]
 
 
 def test_the_figures_are_those_of_ledger_meter_and_traffic() -> None:
@@ -34,8 +34,9 @@ def test_the_figures_are_those_of_ledger_meter_and_traffic() -> None:
     for step in range(1, 6):
         site.handle(StepDone(step, 10, 1_000_000, step))
         meter.step(1_000_000, 10, float("nan"))
-    report = report_info("run", "a", site.machine.state, meter.read(), Traffic())  # type: ignore[arg-type]
+    report = report_info("run", "a", site.machine.state, meter.read(), Traffic(), (7,))  # type: ignore[arg-type]
     found = unpack_report(pack_report(report))
+    assert found.digests == (7,)
     assert found.loss is None, "a loss that is no number travels as unknown"
     assert (found.step, found.tokens_processed, found.tokens_unsent, found.bytes_up, found.bytes_down) == (
         5,

@@ -7,7 +7,7 @@ import hashlib
 import pytest
 import torch
 
-from diloco.codec.contract import NonFiniteError
+from diloco.codec.contract import NonFiniteError, digest
 from diloco.codec.registry import make_codec
 from diloco.learner.sealing import SealJob, seal
 from diloco.learner.site_tensors import SealInputs
@@ -31,6 +31,7 @@ def test_the_header_is_that_of_the_payload_and_decoded_is_what_the_syncer_reads(
     assert (header.tokens, header.steps, header.step_ns, header.cursor, header.final) == (120, 12, 1000, 99, True)
     assert (header.encoding, header.numel) == (codec, measured.numel())
     assert (header.payload_bytes, header.digest) == (len(sealed.payload), hashlib.sha256(sealed.payload).hexdigest())
+    assert header.values_digest == digest(make_codec(codec).decode(sealed.payload, measured.numel()))
     assert torch.equal(sealed.decoded, make_codec(codec).decode(sealed.payload, measured.numel()))
     assert sealed.norm == pytest.approx(float(measured.norm()))
 

@@ -1,0 +1,119 @@
+"""Keeping in touch: heartbeats, the meter's events and goodbye, in one thread beside training."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from diloco.learner.echo import Echo
+from diloco.learner.reporting import meter_fields, report_info
+from diloco.sync.events import LeaveAsked
+from diloco.wire.messages import Refused, Unreachable
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable
+
+    from diloco.learner.meter import Meter
+    from diloco.learner.site_tensors import SiteTensors
+    from diloco.sync.events import LearnerEvent
+    from diloco.sync.learner import LearnerSync
+    from diloco.wire.client import SyncClient
+
+TURN_S = 0.1
+
+
+class Touch:
+    """The thread, and what the agent tells it.  ``changed`` is the agent's lock, held for copies only."""
+
+    def __init__(
+        self,
+        client: SyncClient,
+        run_id: str,
+        site_id: str,
+        machine: LearnerSync,
+        site_tensors: SiteTensors,
+        meter: Meter,
+        changed: threading.Condition,
+        tell: Callable[[LearnerEvent], None],
+        rejoin: Callable[[str], None],
+        emit: Callable[[str, dict[str, object]], None],
+        stopping: threading.Event,
+        meter_every_s: float,
+    ) -> None:
+        self._client = client
+        self._run_id = run_id
+        self._site_id = site_id
+        self._machine = machine
+        self._tensors = site_tensors
+        self._meter = meter
+        self._changed = changed
+        self._tell = tell
+        self._rejoin = rejoin
+        self._emit = emit
+        self._stopping = stopping
+        self._meter_every_s = meter_every_s
+        self._echo = Echo(len(machine.state.fragments))
+        self.heartbeat_s = 1.0
+        self.leave_asked = False  # Set by a signal handler, so a plain store.
+        self.leaving = False
+        self.left = False
+
+    def run(self) -> None:
+        """The thread."""
+        next_meter = next_report = time.monotonic()
+        while not self._stopping.wait(TURN_S):
+            now = time.monotonic()
+            if self.leave_asked:
+                self.leave_asked = False
+                self._tell(LeaveAsked())
+            if self.leaving and not self.left:
+                self._say_goodbye()
+            if now >= next_meter:
+                next_meter = now + self._meter_every_s
+                self.emit_meter()
+            if now >= next_report:
+                next_report = now + self.heartbeat_s
+                self._look_at_a_base()
+                self._report()
+
+    def _say_goodbye(self) -> None:
+        self._report()
+        try:
+            self._client.leave(self._machine.state.incarnation)
+        except Unreachable:
+            return  # Asked again at the next turn, as long as the end of the site waits for it.
+        except Refused as error:
+            self._emit("note", {"note": "leave_refused", "why": error.text})
+        with self._changed:
+            self.left = True
+            self._changed.notify_all()
+
+    def _look_at_a_base(self) -> None:
+        fragment = self._echo.next_fragment()
+        if fragment is None:
+            return
+        with self._changed:
+            base = self._tensors.base[fragment]
+        self._echo.compute(base)  # A pass over all its bytes; a tensor that is stored is not written to.
+
+    def _report(self) -> None:
+        if self.left or self._machine.state.incarnation == 0:
+            return
+        reading = self._meter.read()
+        with self._changed:
+            digests = self._echo.digests(self._tensors.base)
+            info = report_info(self._run_id, self._site_id, self._machine.state, reading, self._client, digests)
+        try:
+            reply = self._client.report(info)
+        except (Unreachable, Refused):
+            return  # The Watch stream notices as well, and joins again when the syncer is back.
+        if not reply.known:
+            self._rejoin("the syncer does not know this process")
+
+    def emit_meter(self) -> None:
+        """Emit the totals of this process as an event."""
+        reading = self._meter.read()
+        with self._changed:
+            fields = meter_fields(self._machine.state, reading, self._client)
+        self._emit("meter", fields)
