@@ -7,38 +7,32 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from diloco.wire import convert
-from diloco.wire.answers import answered
+from diloco.wire.answers import unary
 from diloco.wire.calls import ADMIN_SERVICE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from diloco.wire.arrivals import Arrivals
     from diloco.wire.gates import Counters
-    from diloco.wire.security import Authenticator, Identity
+    from diloco.wire.security import Identity
     from diloco.wire.service import SyncerApi
 
 
 class AdminHandlers:
     """All methods of ``AdminService`` over one ``SyncerApi``."""
 
-    def __init__(self, api: SyncerApi, authenticator: Authenticator, counters: Counters) -> None:
+    def __init__(self, api: SyncerApi, arrivals: Arrivals, counters: Counters) -> None:
         self._api = api
-        self._authenticator = authenticator
+        self._arrivals = arrivals
         self._counters = counters
 
     def generic_handler(self) -> Any:
         """What gRPC's server takes."""
         methods = {"Status": self._status, "Drain": self._drain, "Evict": self._evict, "Snapshot": self._snapshot}
         handlers = {
-            name: grpc.unary_unary_rpc_method_handler(self._guarded(name, work)) for name, work in methods.items()
+            name: grpc.stream_unary_rpc_method_handler(unary(self._arrivals, self._counters, name, work))
+            for name, work in methods.items()
         }
         return grpc.method_handlers_generic_handler(ADMIN_SERVICE, handlers)
-
-    def _guarded(self, method: str, work: Callable[[bytes, Identity], bytes]) -> Callable[[bytes, Any], bytes]:
-        def handler(raw: bytes, context: Any) -> bytes:
-            return answered(lambda: work(raw, self._authenticator.identify(context)), context, method, self._counters)
-
-        return handler
 
     def _status(self, raw: bytes, identity: Identity) -> bytes:
         identity.check_status()

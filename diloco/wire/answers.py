@@ -7,7 +7,7 @@ counted.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
@@ -18,8 +18,11 @@ from diloco.wire.messages import TEXT_CHARS_MAX, MalformedMessage, Refusal, Stat
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from diloco.wire.arrivals import Arrivals
     from diloco.wire.gates import Counters
+    from diloco.wire.security import Identity
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -48,17 +51,37 @@ def abort(context: Any, refusal: Refusal) -> None:
     context.abort(grpc.StatusCode[refusal.status.name], text)
 
 
-def answered(work: Callable[[], bytes], context: Any, method: str, counters: Counters) -> bytes:
-    """The answer of a call that has one message each way."""
+def unary(
+    arrivals: Arrivals,
+    counters: Counters,
+    method: str,
+    work: Callable[[bytes, Identity], bytes],
+    *,
+    large: bool = False,
+) -> Callable[[Iterator[bytes], Any], bytes]:
+    """What gRPC calls for a method that has one message each way, of which ``work`` makes the answer."""
+
+    def answer(requests: Iterator[bytes], context: Any) -> bytes:
+        identity = arrivals.identify(context)
+        return work(arrivals.first(requests, context, identity, large=large), identity)
+
+    return lambda requests, context: answered(lambda: answer(requests, context), context, method, counters)
+
+
+def answered(work: Callable[[], T], context: Any, method: str, counters: Counters) -> T:
+    """The answer of a call that has one message each way.  A client that went away is told nothing."""
     try:
         return work()
+    except grpc.RpcError:
+        counters.add("broken_off")
+        raise
     except Exception as error:
         refusal = refusal_of(error, method, counters)
     abort(context, refusal)
     raise AssertionError("abort returned")
 
 
-def streamed(messages: Iterator[bytes], context: Any, method: str, counters: Counters) -> Iterator[bytes]:
+def streamed(messages: Iterator[T], context: Any, method: str, counters: Counters) -> Iterator[T]:
     """The answers of a stream.  A client that went away ends it silently: there is nobody to be told."""
     try:
         yield from messages

@@ -66,6 +66,47 @@ class Gate:
                     del self._inside[site]
 
 
+class WaitingRoom:
+    """At most ``total_max`` wait inside.  One more always finds room: who has waited longest is sent away for it.
+
+    It is sent away from among those of the caller who has most of them here, so that whoever fills the room loses its
+    own, and whoever waits for a moment only is never the one.
+    """
+
+    def __init__(self, total_max: int) -> None:
+        self._total_max = total_max
+        self._lock = threading.Lock()
+        self._inside: dict[str, dict[object, Callable[[], object]]] = {}
+
+    @contextmanager
+    def enter(self, caller: str, cancel: Callable[[], object]) -> Iterator[None]:
+        """Be inside; ``cancel`` is called, from another thread, when the room is needed for somebody else."""
+        place = object()
+        with self._lock:
+            sent_away = self._longest() if sum(map(len, self._inside.values())) >= self._total_max else None
+            self._inside.setdefault(caller, {})[place] = cancel
+        if sent_away is not None:
+            sent_away()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._leave(caller, place)
+
+    def _longest(self) -> Callable[[], object]:
+        # max takes the first of equals, and callers stand in the order in which they came.
+        caller = max(self._inside, key=lambda each: len(self._inside[each]))
+        place, cancel = next(iter(self._inside[caller].items()))
+        self._leave(caller, place)
+        return cancel
+
+    def _leave(self, caller: str, place: object) -> None:
+        mine = self._inside.get(caller, {})
+        mine.pop(place, None)
+        if not mine:
+            self._inside.pop(caller, None)
+
+
 class _UnderWay:
     def __init__(self, incarnation: int, cancel: Callable[[], object]) -> None:
         self.incarnation = incarnation

@@ -2,7 +2,7 @@
 
 Messages come as raw bytes and are parsed here, so that bytes which are not a message are the sender's fault
 (INVALID_ARGUMENT) and not ours.  In each call the order is: who is it, is the message within its bounds, may this
-caller say this, is there room; only then the shell is asked.
+caller say this, is there room; only then the shell is asked.  ``arrivals`` says why all of them are streams.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from diloco.wire import convert, convert_bulk
-from diloco.wire.answers import answered, streamed
+from diloco.wire.answers import streamed, unary
 from diloco.wire.calls import SYNC_SERVICE
 from diloco.wire.chunks import Assembler, DamagedChunk, cut
 from diloco.wire.gates import Counters, Gate, OneAtATime
@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Iterator
 
+    from diloco.wire.arrivals import Arrivals
     from diloco.wire.messages import WatchEvent
     from diloco.wire.options import ServerOptions
-    from diloco.wire.security import Authenticator, Identity
+    from diloco.wire.security import Identity
     from diloco.wire.service import PushSession, SyncerApi, WatchFeed
     from diloco.wire.stall import Guard, StallWatch
 
@@ -50,14 +51,14 @@ class SyncHandlers:
         self,
         api: SyncerApi,
         options: ServerOptions,
-        authenticator: Authenticator,
+        arrivals: Arrivals,
         stalls: StallWatch,
         counters: Counters,
         stopping: threading.Event,
     ) -> None:
         self._api = api
         self._options = options
-        self._authenticator = authenticator
+        self._arrivals = arrivals
         self._stalls = stalls
         self._counters = counters
         self._stopping = stopping
@@ -71,26 +72,25 @@ class SyncHandlers:
     def generic_handler(self) -> Any:
         """What gRPC's server takes."""
         handlers = {
-            "Join": grpc.unary_unary_rpc_method_handler(self._unary("Join", self._join)),
-            "Report": grpc.unary_unary_rpc_method_handler(self._unary("Report", self._report)),
-            "Leave": grpc.unary_unary_rpc_method_handler(self._unary("Leave", self._leave)),
+            "Join": grpc.stream_unary_rpc_method_handler(self._unary("Join", self._join, large=True)),
+            "Report": grpc.stream_unary_rpc_method_handler(self._unary("Report", self._report)),
+            "Leave": grpc.stream_unary_rpc_method_handler(self._unary("Leave", self._leave)),
             "Push": grpc.stream_stream_rpc_method_handler(self._streaming("Push", self._push)),
-            "Watch": grpc.unary_stream_rpc_method_handler(self._streaming("Watch", self._watch)),
-            "Pull": grpc.unary_stream_rpc_method_handler(self._streaming("Pull", self._pull)),
+            "Watch": grpc.stream_stream_rpc_method_handler(self._streaming("Watch", self._watch)),
+            "Pull": grpc.stream_stream_rpc_method_handler(self._streaming("Pull", self._pull)),
         }
         return grpc.method_handlers_generic_handler(SYNC_SERVICE, handlers)
 
-    def _unary(self, method: str, work: Callable[[bytes, Identity], bytes]) -> Callable[[bytes, Any], bytes]:
-        def handler(raw: bytes, context: Any) -> bytes:
-            return answered(lambda: work(raw, self._authenticator.identify(context)), context, method, self._counters)
-
-        return handler
+    def _unary(
+        self, method: str, work: Callable[[bytes, Identity], bytes], *, large: bool = False
+    ) -> Callable[[Iterator[bytes], Any], bytes]:
+        return unary(self._arrivals, self._counters, method, work, large=large)
 
     def _streaming(
-        self, method: str, work: Callable[[Any, Any], Iterator[bytes]]
-    ) -> Callable[[Any, Any], Iterator[bytes]]:
-        def handler(request: Any, context: Any) -> Iterator[bytes]:
-            return streamed(work(request, context), context, method, self._counters)
+        self, method: str, work: Callable[[Iterator[bytes], Any], Iterator[bytes]]
+    ) -> Callable[[Iterator[bytes], Any], Iterator[bytes]]:
+        def handler(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+            return streamed(work(requests, context), context, method, self._counters)
 
         return handler
 
@@ -119,9 +119,10 @@ class SyncHandlers:
     # --- Push --------------------------------------------------------------------------------------------------
 
     def _push(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        identity = self._authenticator.identify(context)
+        identity = self._arrivals.identify(context)
         with self._stalls.guard(self._options.header_timeout_s, context.cancel) as guard:
-            header = self._declared(requests, identity)
+            with self._arrivals.waiting(identity, context):
+                header = self._declared(requests, identity)
             key = (header.site_id, header.fragment, header.sequence)
             with (
                 self._pushing.enter(key, header.incarnation, context.cancel),
@@ -179,8 +180,9 @@ class SyncHandlers:
 
     # --- Watch -------------------------------------------------------------------------------------------------
 
-    def _watch(self, raw: bytes, context: Any) -> Iterator[bytes]:
-        identity = self._authenticator.identify(context)
+    def _watch(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        identity = self._arrivals.identify(context)
+        raw = self._arrivals.first(requests, context, identity)
         ask = convert.unpack_watch(raw)
         identity.check_site(ask.site_id)
         self._check_run(ask.run_id)
@@ -217,8 +219,9 @@ class SyncHandlers:
 
     # --- Pull --------------------------------------------------------------------------------------------------
 
-    def _pull(self, raw: bytes, context: Any) -> Iterator[bytes]:
-        identity = self._authenticator.identify(context)
+    def _pull(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        identity = self._arrivals.identify(context)
+        raw = self._arrivals.first(requests, context, identity)
         ask = convert_bulk.unpack_pull(raw)
         identity.check_reader(ask.site_id)
         self._check_run(ask.run_id)

@@ -21,6 +21,9 @@ from diloco.wire.messages import (
     REPLY_BYTES_MAX,
 )
 
+STANDARD_STREAMS_MAX = 8
+"""Streams of the health and reflection services open at once."""
+
 
 def require(condition: bool, field: str, value: object, wanted: str) -> None:
     """Raise ``ValueError`` naming ``field``, the ``value`` it has and what was ``wanted``."""
@@ -86,7 +89,8 @@ class ServerOptions:
     @property
     def calls_max(self) -> int:
         """Calls at once, which is also the number of threads: every kind of stream full leaves room for control."""
-        return self.push_credits + self.pull_credits + self.watch_credits + 2 * self.sites_max + 8
+        streams = self.push_credits + self.pull_credits + self.watch_credits + STANDARD_STREAMS_MAX
+        return streams + 2 * self.sites_max + 8
 
     def channel_arguments(self) -> list[tuple[str, int]]:
         """gRPC's own settings for the listening end."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from diloco.wire.admin import AdminHandlers
+from diloco.wire.arrivals import Arrivals
 from diloco.wire.gates import Counters
 from diloco.wire.handlers import SyncHandlers
 from diloco.wire.security import Authenticator, SecurityOptions, check_bind, server_credentials
@@ -61,20 +62,20 @@ def serve(api: SyncerApi, options: ServerOptions, security: SecurityOptions | No
     """
     security = security or SecurityOptions()
     check_bind(options.address, security)
-    authenticator = Authenticator(security)
     credentials = server_credentials(security)
     counters = Counters()
     stopping = threading.Event()
     stalls = StallWatch("stalls-syncer")
+    arrivals = Arrivals(Authenticator(security), stalls, options)
     threads = ThreadPoolExecutor(max_workers=options.calls_max, thread_name_prefix="syncer-rpc")
     server = grpc.server(
         threads,
-        interceptors=(StrictHandlers(authenticator, counters),),
+        interceptors=(StrictHandlers(arrivals, stalls, counters, options),),
         options=options.channel_arguments(),
         maximum_concurrent_rpcs=options.calls_max,
     )
-    sync = SyncHandlers(api, options, authenticator, stalls, counters, stopping)
-    admin = AdminHandlers(api, authenticator, counters)
+    sync = SyncHandlers(api, options, arrivals, stalls, counters, stopping)
+    admin = AdminHandlers(api, arrivals, counters)
     server.add_generic_rpc_handlers((sync.generic_handler(), admin.generic_handler()))
     standard = StandardServices(server, options.run_id)
     address = _bind(server, options.address, credentials)

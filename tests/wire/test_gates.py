@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
 
-from diloco.wire.gates import Counters, Gate, OneAtATime
+from diloco.wire.gates import Counters, Gate, OneAtATime, WaitingRoom
 from diloco.wire.messages import Refusal, Status
 
 
@@ -73,3 +74,27 @@ def test_one_that_does_not_end_is_waited_for_with_a_bound() -> None:
         assert caught.value.retry_ms == 50
     with one.enter(("a",), 1, lambda: None):
         pass
+
+
+def test_a_full_waiting_room_sends_away_the_longest_of_who_has_most() -> None:
+    room = WaitingRoom(3)
+    gone: list[str] = []
+
+    def enter(caller: str, name: str) -> None:
+        waiting.enter_context(room.enter(caller, lambda: gone.append(name)))
+
+    with contextlib.ExitStack() as waiting:
+        enter("honest", "h1")
+        enter("loud", "l1")
+        enter("loud", "l2")
+        assert gone == []
+        enter("loud", "l3")
+        assert gone == ["l1"]
+        enter("other", "o1")
+        assert gone == ["l1", "l2"]
+        enter("late", "x1")
+        assert gone == ["l1", "l2", "h1"], "of equals the one who came first"
+    for turn in range(5):
+        with room.enter("again", lambda: gone.append("never")), room.enter(f"{turn}", lambda: gone.append("never")):
+            pass
+    assert "never" not in gone

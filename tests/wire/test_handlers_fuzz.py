@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from diloco.wire.admin import AdminHandlers
+from diloco.wire.arrivals import Arrivals
 from diloco.wire.calls import ADMIN_SERVICE, SYNC_SERVICE
 from diloco.wire.convert_bulk import pack_push
 from diloco.wire.gates import Counters
@@ -56,6 +57,9 @@ class Context:
     def add_callback(self, callback: object) -> bool:
         return True
 
+    def peer(self) -> str:
+        return "fuzz"
+
     def cancel(self) -> None:
         self.turns = 0
 
@@ -77,19 +81,19 @@ class InProcess:
         self.counters = Counters()
         self._stalls = StallWatch("fuzz")
         options = ServerOptions(run_id=RUN, alive_s=0.001)
-        authenticator = Authenticator(SecurityOptions())
+        arrivals = Arrivals(Authenticator(SecurityOptions()), self._stalls, options)
         stopping = threading.Event()
-        sync = SyncHandlers(self.syncer, options, authenticator, self._stalls, self.counters, stopping)
-        admin = AdminHandlers(self.syncer, authenticator, self.counters)
+        sync = SyncHandlers(self.syncer, options, arrivals, self._stalls, self.counters, stopping)
+        admin = AdminHandlers(self.syncer, arrivals, self.counters)
         self._handlers = (sync.generic_handler(), admin.generic_handler())
 
     def call(self, path: str, raws: list[bytes]) -> Context:
         details = type("Details", (), {"method": path, "invocation_metadata": ()})()
         handler = next(found for each in self._handlers if (found := each.service(details)) is not None)
         context = Context()
-        behaviour = handler.unary_unary or handler.unary_stream or handler.stream_stream
+        behaviour = handler.stream_unary or handler.stream_stream
         try:
-            answer = behaviour(iter(raws) if handler.request_streaming else raws[0], context)
+            answer = behaviour(iter(raws), context)
             if handler.response_streaming:
                 list(answer)
         except Aborted:
