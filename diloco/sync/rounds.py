@@ -13,6 +13,8 @@ from diloco.sync.state import FragmentState, OuterState, Pending, Round
 from diloco.sync.weights import normalised, raw_weight
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from diloco.sync.events import OuterStepDone, OuterStepFailed
     from diloco.sync.options import OuterOptions
     from diloco.sync.turn import Turn
@@ -91,13 +93,18 @@ def _close(turn: Turn, index: int, why: str) -> None:
     turn.effects.append(outer_step(turn.options, state, index))
 
 
-def outer_step(options: OuterOptions, state: OuterState, index: int) -> StartOuterStep:
-    """The outer step that is under way, from the memory alone, so that a restart gives the same one."""
-    merging = {
-        name: [pending for pending in state.sites[name].lines[index].undecided if pending.merging]
-        for name in sorted(state.sites)
-    }
-    merging = {name: updates for name, updates in merging.items() if updates}
+def outer_step(
+    options: OuterOptions, state: OuterState, index: int, leave_out: Collection[tuple[str, int]] = ()
+) -> StartOuterStep:
+    """The outer step that is under way, from the memory alone, so that a restart gives the same one.
+
+    ``leave_out`` names updates (site, sequence) without which it is wanted: the weights are then those of the others
+    alone, as if these had never come, and there may be no contribution left.
+    """
+    merging: dict[str, list[Pending]] = {}
+    for name, pending in under_merge(state, index):
+        if (name, pending.sequence) not in leave_out:
+            merging.setdefault(name, []).append(pending)
     raw = [
         raw_weight(options.weights, sum(u.tokens for u in updates), sum(u.steps for u in updates))
         for updates in merging.values()
@@ -124,7 +131,7 @@ def outer_step_done(turn: Turn, event: OuterStepDone) -> None:
     fragment.merging_since_ns = None
     fates = [
         decide(turn, name, event.fragment, pending, event.version, None)
-        for name, pending in _under_merge(turn.state, event.fragment)
+        for name, pending in under_merge(turn.state, event.fragment)
     ]
     turn.effects += [PublishVersion(event.fragment, event.version, event.digest), *fates]
     refuse_stale(turn, event.fragment)
@@ -135,10 +142,11 @@ def outer_step_failed(turn: Turn, event: OuterStepFailed) -> None:
     fragment = turn.state.fragments[event.fragment]
     assert fragment.merging_since_ns is not None, event
     fragment.merging_since_ns = None
-    for name, pending in _under_merge(turn.state, event.fragment):
+    for name, pending in under_merge(turn.state, event.fragment):
         refuse(turn, name, event.fragment, pending, Reason.NON_FINITE)
 
 
-def _under_merge(state: OuterState, index: int) -> list[tuple[str, Pending]]:
+def under_merge(state: OuterState, index: int) -> list[tuple[str, Pending]]:
+    """The updates of the outer step that is under way, each with its site, in the order of the merge."""
     sites = state.sites
     return [(name, p) for name in sorted(sites) for p in list(sites[name].lines[index].undecided) if p.merging]

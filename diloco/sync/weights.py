@@ -27,5 +27,5 @@ def raw_weight(rule: str, tokens: int, steps: int) -> float:
 def normalised(weights: Sequence[float]) -> tuple[float, ...]:
     """``weights`` divided by their sum, so that they sum to 1 to within 1e-12."""
     total = sum(weights)
-    assert total > 0, weights
+    assert total > 0 or not weights, weights
     return tuple(weight / total for weight in weights)

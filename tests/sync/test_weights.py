@@ -7,6 +7,7 @@ import random
 import pytest
 
 from diloco.sync import effects as fx
+from diloco.sync.rounds import outer_step
 from diloco.sync.weights import normalised, raw_weight
 from tests.sync.driving import Syncer, of
 
@@ -45,3 +46,28 @@ def test_invariant_10_weights_sum_to_one() -> None:
 def test_two_updates_of_one_site_weigh_as_one() -> None:
     """Tokens and steps are added before they are weighed."""
     assert raw_weight("tokens2_per_step", 100 + 300, 10 + 10) == 8000.0
+
+
+@pytest.mark.parametrize("rule", ["tokens2_per_step", "tokens", "uniform"])
+def test_invariant_6_an_update_left_out_leaves_the_weights_of_a_round_in_which_it_never_came(rule: str) -> None:
+    tokens = {"a": [100, 70], "b": [300], "c": [50]}
+
+    def merge(gone: set[tuple[str, int]]) -> Syncer:
+        syncer = Syncer(weights=rule, grace="fixed", grace_ns=10**9, quorum=1, updates_in_flight_max=2)
+        for site in "abcd":
+            syncer.join(site)
+        for site, each in tokens.items():
+            for sequence, count in enumerate(each, 1):
+                if (site, sequence) not in gone:
+                    syncer.push(site, tokens=count, steps=7, sequence=sequence)
+        (step,) = of(fx.StartOuterStep, syncer.deadline())
+        assert outer_step(syncer.options, syncer.machine.state, 0) == step
+        return syncer
+
+    whole = merge(set())
+    for gone in ({("b", 1)}, {("a", 2)}, {("b", 1), ("c", 1)}):
+        wanted = outer_step(whole.options, merge(gone).machine.state, 0)
+        assert outer_step(whole.options, whole.machine.state, 0, gone) == wanted
+        assert abs(sum(part.weight for part in wanted.contributions) - 1) < 1e-12
+    everything = {(site, sequence) for site, each in tokens.items() for sequence in range(1, len(each) + 1)}
+    assert outer_step(whole.options, whole.machine.state, 0, everything).contributions == ()
