@@ -166,6 +166,29 @@ class Disk:
 PLAIN_DISK = Disk()
 
 
+class ReadingDisk(Disk):
+    """Changes nothing: for whoever looks into a folder that may be another process's.
+
+    What a reader would make or tidy up is left as it is; to write is a mistake in the program.
+    """
+
+    def make_folder(self, path: Path, step: Step) -> None:
+        """Leave it to who writes there."""
+
+    def remove(self, path: Path, step: Step) -> None:
+        """Leave it where it is."""
+
+    def cut(self, path: Path, size: int, step: Step) -> None:
+        """Leave it as long as it is: its writer may be about to write the rest."""
+
+    def sync_folder(self, folder: Path, step: Step) -> None:
+        """Nothing was changed."""
+
+    def reached(self, step: Step) -> None:
+        """Every other operation writes."""
+        raise AssertionError(f"{step.value} on a disk that is only read")
+
+
 class KillingDisk(Disk):
     """Ends the process by SIGKILL when it reaches ``step`` for the ``passage``-th time.  For tests only.
 

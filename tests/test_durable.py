@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from diloco.durable import PLAIN_DISK, Disk, KillingDisk, LockedError, Step, armed_disk, locked, write_file
+from diloco.durable import (
+    PLAIN_DISK,
+    Disk,
+    KillingDisk,
+    LockedError,
+    ReadingDisk,
+    Step,
+    armed_disk,
+    locked,
+    write_file,
+)
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
@@ -133,3 +143,18 @@ def test_the_lock_ends_with_its_process_even_by_sigkill(tmp_path: Path) -> None:
         holder.wait(10.0)
     with locked(tmp_path):
         pass
+
+
+def test_a_disk_that_is_only_read_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_bytes(b"123")
+    disk = ReadingDisk()
+    disk.make_folder(tmp_path / "new", Step.FOLDER)
+    disk.remove(tmp_path / "kept", Step.FILE)
+    disk.cut(tmp_path / "kept", 1, Step.JOURNAL_CUT)
+    disk.sync_folder(tmp_path, Step.FOLDER)
+    with pytest.raises(AssertionError, match="only read"):
+        disk.write_file(tmp_path / "kept", b"", Step.FILE)
+    with pytest.raises(AssertionError, match="only read"):
+        disk.rename(tmp_path / "kept", tmp_path / "gone", Step.FILE)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert (tmp_path / "kept").read_bytes() == b"123"

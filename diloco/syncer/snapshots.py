@@ -71,7 +71,7 @@ class Snapshots:
 
     def numbers(self) -> list[int]:
         """The snapshots that exist, rising."""
-        return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
+        return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdigit())
 
     def write(self, snapshot: Snapshot) -> int:
         """Write ``snapshot`` durably; returns its size in bytes.  One fragment at a time is held as bytes."""
@@ -97,7 +97,7 @@ class Snapshots:
             folder = self._path(number)
             state, segment = _state(folder, facts)
             fragments = tuple(
-                _unpack(_verified(folder / name, facts[name]))
+                unpack(_verified(folder / name, facts[name]))
                 for name in (f"fragment-{index}.safetensors" for index in range(len(facts) - 1))
             )
             return Snapshot(state, fragments, segment)
@@ -145,7 +145,7 @@ class Snapshots:
 
 def _files(snapshot: Snapshot) -> Iterator[tuple[str, bytes]]:
     for index, values in enumerate(snapshot.fragments):
-        yield f"fragment-{index}.safetensors", _pack(values)
+        yield f"fragment-{index}.safetensors", pack(values)
     state = {"state": snapshot.state, "journal_segment": snapshot.journal_segment}
     yield "state.json", json.dumps(state, sort_keys=True).encode()
 
@@ -162,7 +162,20 @@ def _verified(path: Path, facts: dict[str, object]) -> bytes:
     return data
 
 
-def _pack(values: FragmentValues) -> bytes:
+def same_values(left: FragmentValues, right: FragmentValues) -> bool:
+    """Whether both are one version with the same bits, momentum included."""
+    if (left.version, left.digest, left.momentum is None) != (right.version, right.digest, right.momentum is None):
+        return False
+    pairs = [(left.theta, right.theta), (left.published, right.published), (left.momentum, right.momentum)]
+    return all(one is None or other is None or _bits(one) == _bits(other) for one, other in pairs)
+
+
+def _bits(values: Tensor) -> memoryview:
+    return values.numpy().data.cast("B")
+
+
+def pack(values: FragmentValues) -> bytes:
+    """A fragment as one safetensors file."""
     tensors = {"theta": values.theta, "published": values.published}
     if values.momentum is not None:
         tensors["momentum"] = values.momentum
@@ -171,7 +184,8 @@ def _pack(values: FragmentValues) -> bytes:
     return save(tensors, metadata={"version": str(values.version), "digest": values.digest})
 
 
-def _unpack(data: bytes) -> FragmentValues:
+def unpack(data: bytes) -> FragmentValues:
+    """What ``pack`` made of a fragment."""
     tensors = load(data)
     length = int.from_bytes(data[:8], "little")
     facts = json.loads(data[8 : 8 + length])["__metadata__"]

@@ -1,0 +1,103 @@
+"""An image: the values of every fragment at one instant, in a folder that a later lineage can begin from.
+
+    IMAGE/  fragment-0.safetensors ...  image.json (what it is, sizes and SHA-256 of the others)
+
+Written into a temporary folder beside its place, every file made durable, then renamed: a folder with an ``image.json``
+is whole.  On reading every file is verified, and every fragment against the digest of its published values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from diloco.codec.contract import digest
+from diloco.durable import PLAIN_DISK, Step
+from diloco.syncer.snapshots import FragmentValues, pack, unpack
+from diloco.syncer.store import RunCard
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from diloco.durable import Disk
+
+FORMAT = 1
+MANIFEST = "image.json"
+MODEL = "model.safetensors"
+
+
+class ImageError(ValueError):
+    """A folder is no image, or is a damaged one; the text names the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """The values and whose they are.  ``facts`` say in plain values where they come from."""
+
+    card: RunCard
+    fragments: tuple[FragmentValues, ...]
+    facts: dict[str, object] = field(default_factory=dict)
+
+
+def write_image(
+    folder: Path, image: Image, parameters: Mapping[str, Tensor] | None = None, disk: Disk = PLAIN_DISK
+) -> None:
+    """Write ``image`` durably as ``folder``, which must not exist; with ``parameters``, also as one file for people."""
+    if folder.exists():
+        raise ImageError(f"{folder} exists already: an image gets a folder of its own")
+    beside = folder.with_name(f".{folder.name}.tmp")
+    disk.remove(beside, Step.FILE)
+    disk.make_folder(beside, Step.FILE)
+    files: dict[str, dict[str, object]] = {}
+    for index, values in enumerate(image.fragments):
+        data = pack(values)
+        disk.write_file(beside / f"fragment-{index}.safetensors", data, Step.FILE)
+        files[f"fragment-{index}.safetensors"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    if parameters is not None:
+        disk.keep(beside / MODEL, lambda path: save_file(dict(parameters), path), Step.FILE)
+    manifest = {
+        "format": FORMAT,
+        "card": asdict(image.card),
+        "versions": [values.version for values in image.fragments],
+        "digests": [values.digest for values in image.fragments],
+        "momentum": all(values.momentum is not None for values in image.fragments),
+        "facts": image.facts,
+        "files": files,
+    }
+    disk.write_file(beside / MANIFEST, json.dumps(manifest, sort_keys=True, indent=1).encode(), Step.FILE)
+    disk.rename(beside, folder, Step.FILE)
+    disk.sync_folder(folder.parent, Step.FILE)
+
+
+def read_image(folder: Path) -> Image:
+    """The image in ``folder``, verified; ``ImageError`` names what is missing or damaged."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        if manifest["format"] != FORMAT:
+            raise ImageError(f"{folder} has format {manifest['format']!r}: {FORMAT} wanted")
+        card = RunCard(**{name: manifest["card"][name] for name in RunCard.__dataclass_fields__})
+        fragments = []
+        for index, (version, told) in enumerate(zip(manifest["versions"], manifest["digests"], strict=True)):
+            path = folder / f"fragment-{index}.safetensors"
+            data, facts = path.read_bytes(), manifest["files"][path.name]
+            if len(data) != facts["bytes"] or hashlib.sha256(data).hexdigest() != facts["sha256"]:
+                raise ImageError(f"{path} is damaged: it is not what was written")
+            values = unpack(data)
+            if (values.version, values.digest, digest(values.published)) != (version, told, told):
+                raise ImageError(f"{path} is not the version {version} that {MANIFEST} speaks of")
+            fragments.append(values)
+        return Image(card, tuple(fragments), dict(manifest["facts"]))
+    except FileNotFoundError as error:
+        raise ImageError(f"{folder} is no image: {error.filename} is missing") from error
+    except ImageError:
+        raise
+    except (OSError, LookupError, TypeError, ValueError, AttributeError, SafetensorError) as error:
+        raise ImageError(f"{folder} is damaged: {type(error).__name__}: {error}") from error

@@ -1,0 +1,275 @@
+"""What a syncer's data folder keeps of the past, for reading: nothing in it is ever written, made or cut.
+
+The folder may be that of a running syncer.  Its journal then grows while it is read, and a snapshot, a segment or a
+payload may go when its time has come: ``Kept.replay`` looks again when that happens, a bounded number of times.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from diloco.durable import ReadingDisk
+from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.sync.frames import is_framed, read_segment
+from diloco.sync.journal import JournalError, decode_records, read_records
+from diloco.sync.options import OuterOptions
+from diloco.sync.plain import PlainError, from_plain
+from diloco.sync.state import OuterState
+from diloco.sync.syncer import OuterSync
+from diloco.syncer.leaving_out import LeaveOutError, LeftOut, ReplayerWithout
+from diloco.syncer.snapshots import FragmentValues, Snapshot, SnapshotError, Snapshots, same_values
+from diloco.syncer.spool import Spool, SpoolError
+from diloco.syncer.store import RunCard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from diloco.sync.journal import Record
+    from diloco.sync.selection import Selection
+
+ATTEMPTS = 5
+"""Times that a folder which changes while it is read is looked at before that is an error."""
+
+
+class KeptError(ValueError):
+    """What is asked for is not in the folder, or is damaged there; the text says what is, or names the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a replay needs to know of the run, beside what lies in the folder."""
+
+    outer: OuterOptions
+    optimizer: OuterOptimizerOptions
+    down_codec: str
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A snapshot from which a replay may start."""
+
+    number: int
+    state: OuterState
+    segment: int
+
+
+@dataclass(slots=True)
+class Rebuilt:
+    """What a replay gave.  ``values`` are at the versions of ``machine``, or at the last version asked for.
+
+    ``compared`` versions had their digest compared with the journal's, ``snapshots`` kept ones their every value; both
+    are the same.  ``on_old_base`` counts, by site, the updates merged after one that was left out and measured from a
+    base with it inside; ``old_base_waiting`` those without a fate.
+    """
+
+    machine: OuterSync
+    values: list[FragmentValues]
+    began_at: list[int]
+    records: int = 0
+    compared: int = 0
+    snapshots: int = 0
+    left_out: list[LeftOut] = field(default_factory=list)
+    skipped: list[tuple[int, int]] = field(default_factory=list)
+    on_old_base: dict[str, int] = field(default_factory=dict)
+    old_base_waiting: int = 0
+
+
+class Kept:
+    """The folder.  ``note`` is told in words of what was passed over."""
+
+    def __init__(self, folder: Path, note: Callable[[str], None] = lambda why: None) -> None:
+        self.folder = folder
+        self._note = note
+        self.card = _card(folder / "run.json")
+        self.spool = Spool(folder / "spool", ReadingDisk())
+        self.snapshots = Snapshots(folder / "snapshots", disk=ReadingDisk())
+
+    def points(self) -> list[Point]:
+        """The whole snapshots, oldest first."""
+        found: list[Point] = []
+        for number in self.snapshots.numbers():
+            try:
+                state, segment = self.snapshots.peek(number)
+                found.append(Point(number, from_plain(OuterState, state, "state"), segment))
+            except SnapshotError as error:
+                self._note(f"{error}; it is passed over")
+            except PlainError as error:
+                raise KeptError(f"snapshot {number} in {self.folder} is of another version: {error}") from error
+        if not found:
+            raise KeptError(f"{self.folder / 'snapshots'} has no whole snapshot: there is nothing to start from")
+        return found
+
+    def segments(self, first: int) -> list[tuple[int, list[Record]]]:
+        """The journal from segment ``first`` on, by segment; a record that is being written is not there yet."""
+        paths = {int(path.stem.removeprefix("journal-")): path for path in self.folder.glob("journal/journal-*.log")}
+        wanted = [number for number in sorted(paths) if number >= first]
+        if wanted != list(range(first, first + len(wanted))) or not wanted:
+            raise KeptError(f"{self.folder / 'journal'} lacks a segment: it is needed from number {first} on")
+        found: list[tuple[int, list[Record]]] = []
+        chain: bytes | None = None
+        for number in wanted:
+            data = paths[number].read_bytes()
+            try:
+                records, end, chain = _read(data, chain)
+            except JournalError as error:
+                raise KeptError(f"{paths[number]}: {error}") from error
+            if end < len(data) and number != wanted[-1]:
+                raise KeptError(f"{paths[number]} ends in the middle of a record at byte {end}, and is not the last")
+            found.append((number, records))
+        return found
+
+    def replay(
+        self, rules: Rules, selections: Sequence[Selection] = (), last: int | None = None, *, verify: bool = False
+    ) -> Rebuilt:
+        """The state that the journal gives without the updates that ``selections`` mean, each fragment up to ``last``.
+
+        Starts from the newest snapshot that is old enough; from the oldest when nothing is left out, or with
+        ``verify``, which also compares every kept snapshot on the way.  ``KeptError`` in words.
+        """
+        for attempt in range(ATTEMPTS):
+            before = self.snapshots.numbers()
+            try:
+                return self._replay(rules, selections, last, verify)
+            except (KeptError, FileNotFoundError) as error:
+                if self.snapshots.numbers() == before:
+                    raise _in_words(error) from error
+                if attempt == ATTEMPTS - 1:
+                    raise KeptError(f"{self.folder} changed {ATTEMPTS} times while it was read: {error}") from error
+        raise AssertionError("every attempt returns or raises")
+
+    def _replay(self, rules: Rules, selections: Sequence[Selection], last: int | None, verify: bool) -> Rebuilt:
+        points = self.points()
+        _check_sites(points[-1], selections)
+        fit = [point for point in points if _old_enough(point, selections, last)]
+        if not fit:
+            wanted = " and ".join([*map(str, selections), *([] if last is None else [f"version {last}"])])
+            raise KeptError(f"{wanted}: outside what is kept; {_kept_words(points)}")
+        from_oldest = verify or not selections
+        for point in fit if from_oldest else reversed(fit):
+            try:
+                snapshot = self.snapshots.load(point.number)
+                break
+            except SnapshotError as error:
+                self._note(f"{error}; it is passed over")
+        else:
+            raise KeptError(f"{self.folder / 'snapshots'} has no whole snapshot that is old enough")
+        try:
+            return self._replayed(rules, snapshot, selections, last, points if verify else [])
+        except (JournalError, SpoolError, SnapshotError, LeaveOutError, PlainError) as error:
+            raise KeptError(str(error)) from error
+
+    def _replayed(
+        self,
+        rules: Rules,
+        snapshot: Snapshot,
+        selections: Sequence[Selection],
+        last: int | None,
+        compare: Sequence[Point],
+    ) -> Rebuilt:
+        machine = OuterSync.restore(rules.outer, snapshot.state)
+        replayer = ReplayerWithout(
+            machine, snapshot.fragments, self.spool, rules.optimizer, rules.down_codec, selections, last
+        )
+        rebuilt = Rebuilt(machine, [], [values.version for values in snapshot.fragments])
+        for number, records in self.segments(snapshot.journal_segment):
+            for point in compare:
+                if point.segment == number > snapshot.journal_segment and not replayer.left_out and last is None:
+                    self._compare(point, replayer)
+                    rebuilt.snapshots += 1
+            for record in records:
+                replayer.apply(record)
+        for chosen in selections:
+            if not any(chosen.takes(out.site, out.fragment, out.sequence, out.version) for out in replayer.left_out):
+                merged = ", ".join(
+                    f"fragment {index} {first + 1}..{fragment.version}"
+                    for index, (first, fragment) in enumerate(
+                        zip(rebuilt.began_at, machine.state.fragments, strict=True)
+                    )
+                )
+                raise KeptError(f"{chosen}: no such update was merged; looked at were the versions {merged}")
+        rebuilt.values = [
+            values if last is None else replace(values, version=min(last, values.version)) for values in replayer.values
+        ]
+        rebuilt.records, rebuilt.compared = replayer.records, replayer.compared
+        rebuilt.left_out, rebuilt.skipped = replayer.left_out, replayer.skipped
+        rebuilt.on_old_base = dict(sorted(replayer.on_old_base.items()))
+        rebuilt.old_base_waiting = replayer.old_base_waiting()
+        return rebuilt
+
+    def _compare(self, point: Point, replayer: ReplayerWithout) -> None:
+        """The values here against those of a snapshot taken at this instant."""
+        for index, (mine, kept) in enumerate(
+            zip(replayer.values, self.snapshots.load(point.number).fragments, strict=True)
+        ):
+            if not same_values(mine, kept):
+                raise KeptError(
+                    f"fragment {index} in snapshot {point.number} of {self.folder} is not what the journal gives: "
+                    f"version {kept.version}, {kept.digest[:12]} there, {mine.digest[:12]} computed again"
+                )
+
+
+def _read(data: bytes, before: bytes | None) -> tuple[list[Record], int, bytes | None]:
+    """The records of a segment of either format, where they end, and its last chain value if it has one."""
+    if not is_framed(data):
+        return *read_records(data), None
+    segment = read_segment(data)
+    if segment.header is not None and before is not None and segment.header.before != before.hex():
+        raise JournalError("it does not go on from the segment before it: one of them was changed")
+    records = [record for frame in segment.frames for record in decode_records(frame.body, frame.offset)]
+    return records, segment.end, segment.chain
+
+
+def _card(path: Path) -> RunCard:
+    try:
+        facts = json.loads(path.read_bytes())
+        return RunCard(**{name: facts[name] for name in RunCard.__dataclass_fields__})
+    except FileNotFoundError:
+        raise KeptError(f"{path.parent} is no syncer's data folder: it has no {path.name}") from None
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise KeptError(f"{path} is damaged: {error}") from error
+
+
+def _in_words(error: KeptError | FileNotFoundError) -> KeptError:
+    return error if isinstance(error, KeptError) else KeptError(f"{error.filename} is missing")
+
+
+def _check_sites(newest: Point, selections: Sequence[Selection]) -> None:
+    known = newest.state
+    for chosen in selections:
+        if known.sites and chosen.site not in known.sites:
+            raise KeptError(f"{chosen}: the run has no site {chosen.site}; it has {', '.join(sorted(known.sites))}")
+        if chosen.fragment is not None and chosen.fragment >= len(known.fragments):
+            raise KeptError(f"{chosen}: the run has no fragment {chosen.fragment}, only {len(known.fragments)}")
+
+
+def _old_enough(point: Point, selections: Sequence[Selection], last: int | None) -> bool:
+    """Whether nothing that ``selections`` mean was merged before ``point``, and no fragment is beyond ``last``."""
+    if last is not None and any(fragment.version > last for fragment in point.state.fragments):
+        return False
+    return not any(_merged_before(point.state, chosen) for chosen in selections)
+
+
+def _merged_before(state: OuterState, chosen: Selection) -> bool:
+    for index, fragment in enumerate(state.fragments):
+        if not chosen.of(chosen.site, index):
+            continue
+        if chosen.kind == "versions":
+            if fragment.version >= chosen.first:
+                return True
+        elif (site := state.sites.get(chosen.site)) is not None:
+            waiting = {pending.sequence for pending in site.lines[index].undecided}
+            accepted = range(chosen.first, min(chosen.last, site.lines[index].watermark) + 1)
+            if not waiting.issuperset(accepted):
+                return True
+    return False
+
+
+def _kept_words(points: Sequence[Point]) -> str:
+    oldest, newest = points[0].state.fragments, points[-1].state.fragments
+    parts = [f"{old.version + 1} (snapshot up to {new.version})" for old, new in zip(oldest, newest, strict=True)]
+    return "a replay can begin at version " + ", ".join(
+        f"{part} of fragment {index}" for index, part in enumerate(parts)
+    )

@@ -1,0 +1,133 @@
+"""A journal carried out again with some of its updates left out: the values that would have come of the others.
+
+What "the same journal without those updates" means.  The journal's own decisions stand: which updates were merged in
+which outer step, and in which order the steps were made.  From each step the chosen updates are taken out, and what
+remains of it is merged as a round that held nothing else, with the weights of ``rounds.outer_step``; whether such a
+round would have met its quorum, and when, is not asked.  A step of which nothing remains is skipped and keeps its
+number: values, momentum and published values are those of the version before.  The down-link chain is computed again,
+because what a codec rounds off in one version is part of the next.
+
+What is not undone: an update that was measured from a base with a chosen one in it stays as it is.  Those are counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from diloco.sync.events import OuterStepDone
+from diloco.sync.rounds import outer_step, under_merge
+from diloco.syncer.executor import OuterResult, run_outer_step
+from diloco.syncer.replaying import Replayer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from diloco.outer.optimizer import OuterOptimizerOptions
+    from diloco.sync.effects import OuterEffect, StartOuterStep
+    from diloco.sync.journal import Record
+    from diloco.sync.selection import Selection
+    from diloco.sync.state import Pending
+    from diloco.sync.syncer import OuterSync
+    from diloco.syncer.snapshots import FragmentValues
+    from diloco.syncer.spool import Spool
+
+
+class LeaveOutError(ValueError):
+    """What remains of the journal gives no state."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """An update that was taken out of ``version``, the version into which the run had merged it."""
+
+    site: str
+    fragment: int
+    sequence: int
+    version: int
+    tokens: int
+
+
+class ReplayerWithout(Replayer):
+    """A ``Replayer`` whose numbers lack the updates that ``selections`` mean, up to version ``last`` of each fragment.
+
+    The machine is the journal's own to the end; only the values are others.  Until the first update of a fragment is
+    left out, its versions are compared with the journal's digests like in any replay.
+    """
+
+    def __init__(
+        self,
+        machine: OuterSync,
+        values: Sequence[FragmentValues],
+        spool: Spool,
+        optimizer: OuterOptimizerOptions,
+        down_codec: str,
+        selections: Sequence[Selection] = (),
+        last: int | None = None,
+    ) -> None:
+        super().__init__(machine, values, spool, optimizer, down_codec, downlinks_kept=1)
+        self.selections = tuple(selections)
+        self.last = last
+        self.left_out: list[LeftOut] = []
+        self.skipped: list[tuple[int, int]] = []
+        self.compared = 0
+        """Versions whose digest was compared with the journal's and is the same."""
+        self.on_old_base: Counter[str] = Counter()
+        """By site: the updates merged later that were measured from a base with one in it that was left out."""
+        self._first: dict[int, int] = {}
+        self._merging: list[tuple[str, Pending]] = []
+
+    def apply(self, record: Record) -> list[OuterEffect]:
+        """Like ``Replayer.apply``; ``LeaveOutError`` when a step has no finite result without the updates left out."""
+        if isinstance(record.event, OuterStepDone):
+            self._merging = under_merge(self.machine.state, record.event.fragment)
+            self._lacking = self._without(record.event)
+        return super().apply(record)
+
+    def step(self, event: OuterStepDone, command: StartOuterStep) -> OuterResult:
+        """The outer step of what remains; the journal's own where nothing of the fragment was left out so far."""
+        values = self.values[event.fragment]
+        if self.last is not None and event.version > self.last:
+            return _unchanged(values)
+        if event.fragment not in self._first:
+            result = super().step(event, command)
+            self.compared += 1
+            return result
+        if not self._lacking.contributions:
+            self.skipped.append((event.fragment, event.version))
+            return _unchanged(values)
+        lacking = run_outer_step(self._lacking, values, self.spool, self.optimizer, self.holdings.down_codec)
+        if lacking is None:
+            raise LeaveOutError(
+                f"version {event.version} of fragment {event.fragment} has no finite result without what is left out"
+            )
+        return lacking
+
+    def old_base_waiting(self) -> int:
+        """Updates that wait, or are being merged, at the end, and were measured from a base with one left out in it."""
+        return sum(
+            pending.base_version >= self._first[fragment]
+            for site in self.machine.state.sites.values()
+            for fragment, line in enumerate(site.lines)
+            if fragment in self._first
+            for pending in line.undecided
+        )
+
+    def _without(self, event: OuterStepDone) -> StartOuterStep:
+        """The step that ended in ``event`` without what is chosen of it; notes what that is."""
+        fragment, version = event.fragment, event.version
+        gone: set[tuple[str, int]] = set()
+        for site, pending in self._merging if self.last is None or version <= self.last else ():
+            if any(chosen.takes(site, fragment, pending.sequence, version) for chosen in self.selections):
+                gone.add((site, pending.sequence))
+                self.left_out.append(LeftOut(site, fragment, pending.sequence, version, pending.tokens))
+                self._first.setdefault(fragment, version)
+            elif pending.base_version >= self._first.get(fragment, pending.base_version + 1):
+                self.on_old_base[site] += 1
+        return outer_step(self.machine.options, self.machine.state, fragment, gone)
+
+
+def _unchanged(values: FragmentValues) -> OuterResult:
+    """The next version with the same values: nothing to send, nothing moved."""
+    return OuterResult(replace(values, version=values.version + 1), b"", "", 0.0, 0.0)

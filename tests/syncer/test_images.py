@@ -1,0 +1,82 @@
+"""Images: what is written comes back to the bit, and every damage is named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from diloco.outer.fragments import scatter
+from diloco.syncer.images import Image, ImageError, read_image, write_image
+from diloco.syncer.snapshots import same_values
+from tests.syncer.building import LAYOUT, version_zero
+from tests.syncer.desk import CARD, Desk
+from tests.syncer.test_store import Story
+
+
+def image(folder: Path) -> Image:
+    desk = Desk(folder)
+    desk.begin()
+    story = Story(desk, 2)
+    for _ in range(40):
+        story.tell()
+    desk.close()
+    assert all(values.momentum is not None for values in desk.values)
+    return Image(CARD, tuple(desk.values), {"from": "a test", "left_out": [1, 2]})
+
+
+def test_it_comes_back_to_the_bit(tmp_path: Path) -> None:
+    written = image(tmp_path / "run")
+    write_image(tmp_path / "image", written)
+    found = read_image(tmp_path / "image")
+    assert (found.card, found.facts) == (written.card, written.facts)
+    assert all(same_values(one, other) for one, other in zip(found.fragments, written.fragments, strict=True))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["image", "run"]
+    with pytest.raises(ImageError, match="exists already"):
+        write_image(tmp_path / "image", written)
+
+
+def test_without_momentum_it_says_so(tmp_path: Path) -> None:
+    written = image(tmp_path / "run")
+    bare = replace(written, fragments=tuple(replace(values, momentum=None) for values in written.fragments))
+    write_image(tmp_path / "image", bare)
+    assert json.loads((tmp_path / "image" / "image.json").read_bytes())["momentum"] is False
+    assert read_image(tmp_path / "image").fragments[0].momentum is None
+
+
+def test_the_parameters_lie_beside_it_for_people(tmp_path: Path) -> None:
+    parameters = {name: version_zero()[0].new_zeros(shape) for name, shape in LAYOUT.parameters}
+    for fragment, values in zip(LAYOUT.fragments, version_zero(), strict=True):
+        scatter(fragment, values, parameters)
+    write_image(tmp_path / "image", image(tmp_path / "run"), parameters)
+    found = load_file(tmp_path / "image" / "model.safetensors")
+    assert all(bool((found[name] == values).all()) for name, values in parameters.items())
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ImageError, match=r"is no image: .*image\.json is missing"):
+        read_image(tmp_path)
+    write_image(tmp_path / "image", image(tmp_path / "run"))
+    manifest, path = tmp_path / "image" / "image.json", tmp_path / "image" / "fragment-1.safetensors"
+    whole, told = path.read_bytes(), json.loads(manifest.read_bytes())
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(ImageError, match=r"fragment-1\.safetensors is damaged"):
+        read_image(tmp_path / "image")
+    path.write_bytes(whole)
+    for changed, said in (
+        ({"digests": [told["digests"][0], "0" * 64]}, "is not the version"),
+        ({"versions": [told["versions"][0], 99]}, "is not the version 99"),
+        ({"format": 7}, "has format 7"),
+        ({"card": {}}, "is damaged: KeyError"),
+        ({"files": []}, "is damaged: TypeError"),
+    ):
+        manifest.write_text(json.dumps({**told, **changed}))
+        with pytest.raises(ImageError, match=said):
+            read_image(tmp_path / "image")
+    path.unlink()
+    manifest.write_text(json.dumps(told))
+    with pytest.raises(ImageError, match=r"fragment-1\.safetensors is missing"):
+        read_image(tmp_path / "image")

@@ -1,0 +1,131 @@
+"""A data folder read for its past: never written, and words for what it does not hold."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from diloco.sync.selection import Selection, parse_selection
+from diloco.syncer.kept import Kept, KeptError, Rules
+from diloco.syncer.snapshots import same_values
+from tests.syncer.building import files
+from tests.syncer.desk import OPTIMIZER, OUTER, Desk
+from tests.syncer.test_store import Story
+
+RULES = Rules(OUTER, OPTIMIZER, "int8")
+
+
+def run(folder: Path, seed: int = 4, snapshots: int = 3, keep: int = 100) -> Desk:
+    """A run with ``snapshots`` snapshots behind version 0, and something after the last one."""
+    desk = Desk(folder)
+    desk.store.snapshots.keep = keep
+    desk.begin()
+    story = Story(desk, seed)
+    for _ in range(snapshots):
+        for _ in range(25):
+            story.tell()
+        desk.snapshot()
+    for _ in range(15):
+        story.tell()
+    return desk
+
+
+def versions(desk: Desk) -> list[int]:
+    return [fragment.version for fragment in desk.machine.state.fragments]
+
+
+def test_a_replay_of_a_live_folder_gives_the_run_and_leaves_every_byte_as_it_was(tmp_path: Path) -> None:
+    desk = run(tmp_path)
+    before = files(tmp_path)
+    notes: list[str] = []
+    rebuilt = Kept(tmp_path, notes.append).replay(RULES, verify=True)
+    assert files(tmp_path) == before
+    assert (rebuilt.began_at, rebuilt.compared, rebuilt.snapshots) == ([0, 0], sum(versions(desk)), 3)
+    assert all(same_values(mine, theirs) for mine, theirs in zip(rebuilt.values, desk.values, strict=True))
+    assert notes == []
+    desk.close()
+
+
+def test_it_starts_from_the_newest_snapshot_that_is_old_enough(tmp_path: Path) -> None:
+    desk = run(tmp_path)
+    kept = Kept(tmp_path)
+    points = kept.points()
+    middle = points[2].state.fragments[0].version
+    assert middle < versions(desk)[0]
+    sites = {name for name, site in desk.machine.state.sites.items() if site.lines[0].updates_merged}
+    late = [Selection(site, "versions", middle + 1, 10**6, 0) for site in sorted(sites)]
+    rebuilt = kept.replay(RULES, late)
+    assert rebuilt.began_at[0] == middle
+    assert {out.version for out in rebuilt.left_out} <= set(range(middle + 1, versions(desk)[0] + 1))
+    assert rebuilt.values[0].version == versions(desk)[0]
+    early = kept.replay(RULES, late, verify=True)
+    assert early.began_at == [0, 0]
+    assert all(same_values(one, other) for one, other in zip(early.values, rebuilt.values, strict=True))
+    assert same_values(early.values[1], desk.values[1]), "the other fragment is the run's"
+    desk.close()
+
+
+def test_sequences_that_a_snapshot_has_merged_need_an_older_one(tmp_path: Path) -> None:
+    desk = run(tmp_path)
+    rebuilt = Kept(tmp_path).replay(RULES, [parse_selection("site=b:sequences=1..2:fragment=1")])
+    assert [out.sequence for out in rebuilt.left_out] == [1, 2]
+    assert rebuilt.began_at == [0, 0]
+    desk.close()
+
+
+def test_up_to_a_version(tmp_path: Path) -> None:
+    desk = run(tmp_path)
+    rebuilt = Kept(tmp_path).replay(RULES, last=2)
+    assert [values.version for values in rebuilt.values] == [2, 2]
+    desk.close()
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    desk = run(tmp_path / "run", keep=2)
+    desk.close()
+    kept = Kept(tmp_path / "run")
+    for text, said in (
+        ("site=x:versions=1..2", "no site x; it has a, b, c"),
+        ("site=b:versions=1:fragment=2", "no fragment 2, only 2"),
+        ("site=b:versions=1..3", "site=b:versions=1..3: outside what is kept; a replay can begin at version "),
+        ("site=b:versions=9000", "no such update was merged; looked at were the versions fragment 0 "),
+        ("site=b:sequences=9000", "no such update was merged"),
+    ):
+        with pytest.raises(KeptError) as caught:
+            kept.replay(RULES, [parse_selection(text)])
+        assert said in str(caught.value), text
+    with pytest.raises(KeptError, match="version 1: outside what is kept"):
+        kept.replay(RULES, last=1)
+    with pytest.raises(KeptError, match="is no syncer's data folder"):
+        Kept(tmp_path)
+    (tmp_path / "run" / "run.json").write_text("[]")
+    with pytest.raises(KeptError, match=r"run\.json is damaged"):
+        Kept(tmp_path / "run")
+
+
+def test_a_damaged_snapshot_is_passed_over_and_damaged_history_is_named(tmp_path: Path) -> None:
+    desk = run(tmp_path / "run")
+    desk.close()
+    notes: list[str] = []
+    broken = tmp_path / "run" / "snapshots" / "00000003" / "fragment-1.safetensors"
+    broken.write_bytes(broken.read_bytes()[:-1] + b"\x01")
+    kept = Kept(tmp_path / "run", notes.append)
+    middle = max(fragment.version for fragment in kept.points()[2].state.fragments)
+    rebuilt = kept.replay(RULES, [Selection("a", "versions", middle + 1, 10**6)])
+    assert rebuilt.left_out
+    assert any("fragment-1.safetensors is damaged" in note for note in notes), notes
+    with pytest.raises(KeptError, match=r"fragment-1\.safetensors is damaged"):
+        kept.replay(RULES, verify=True)
+    (tmp_path / "run" / "journal" / "journal-000002.log").unlink()
+    with pytest.raises(KeptError, match="lacks a segment: it is needed from number 1 on"):
+        kept.replay(RULES)
+
+
+def test_a_payload_that_is_gone_is_named(tmp_path: Path) -> None:
+    desk = run(tmp_path)
+    desk.close()
+    shutil.rmtree(tmp_path / "spool" / "b")
+    with pytest.raises(KeptError, match=r"spool/b/.*\.update is missing: the journal names it"):
+        Kept(tmp_path).replay(RULES)

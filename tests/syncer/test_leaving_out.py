@@ -1,0 +1,247 @@
+"""A journal without some of its updates, against a plain loop over the arithmetic and against a syncer that never got
+them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco.codec.feedback import follow
+from diloco.codec.registry import make_codec
+from diloco.outer.merge import merge_mean
+from diloco.outer.optimizer import outer_step
+from diloco.sync.effects import AnswerPush, PublishVersion, StartOuterStep
+from diloco.sync.events import DeadlinePassed, JoinRequested, Outcome, UpdateArrived
+from diloco.sync.options import OuterOptions
+from diloco.sync.selection import Selection
+from diloco.sync.syncer import OuterSync
+from diloco.syncer.leaving_out import LeaveOutError, ReplayerWithout
+from diloco.syncer.snapshots import FragmentValues
+from diloco.syncer.spool import SpoolError
+from tests.syncer.building import update, version_zero
+from tests.syncer.desk import OPTIMIZER, OUTER, Desk
+from tests.syncer.test_replaying import Told
+from tests.syncer.test_store import SITES
+
+Round = list[UpdateArrived]
+FUSED = "int4:32+zstd1"
+
+
+def rounds_of(told: Told) -> dict[tuple[int, int], Round]:
+    """What was merged into which version, read off the journal with nothing but the machine's answers."""
+    machine = OuterSync.restore(OUTER, told.first.state)
+    accepted: dict[tuple[str, int, int], UpdateArrived] = {}
+    commands: dict[int, StartOuterStep] = {}
+    merged: dict[tuple[int, int], Round] = {}
+    for record in told.records:
+        for effect in machine.handle(record.event, record.at_ns):
+            if isinstance(effect, AnswerPush) and effect.outcome is Outcome.ACCEPTED:
+                assert isinstance(record.event, UpdateArrived)
+                accepted[record.event.site, record.event.fragment, record.event.sequence] = record.event
+            elif isinstance(effect, StartOuterStep):
+                commands[effect.fragment] = effect
+            elif isinstance(effect, PublishVersion):
+                merged[effect.fragment, effect.version] = [
+                    accepted[part.site, effect.fragment, one.sequence]
+                    for part in commands.pop(effect.fragment).contributions
+                    for one in part.updates
+                ]
+    return merged
+
+
+def plain_loop(told: Told, chosen: Sequence[Selection]) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    """(Θ, Θ̂, momentum) of each fragment: the formulas of the outer step, one after the other."""
+    found = []
+    merged = rounds_of(told)
+    spool, codec = told.desk.store.spool, make_codec(told.desk.codec)
+    for index, zero in enumerate(version_zero()):
+        theta, published, momentum = zero, zero.clone(), None
+        for version in sorted(version for fragment, version in merged if fragment == index):
+            by_site: dict[str, Round] = {}
+            for each in merged[index, version]:
+                if not any(one.takes(each.site, index, each.sequence, version) for one in chosen):
+                    by_site.setdefault(each.site, []).append(each)
+            if not by_site:
+                continue
+            raw = {site: sum(u.tokens for u in us) ** 2 / sum(u.steps for u in us) for site, us in by_site.items()}
+            contributions = [
+                (
+                    raw[site] / sum(raw.values()),
+                    [make_codec(u.encoding).decode(spool.read(u.payload, u.digest), zero.numel()) for u in updates],
+                )
+                for site, updates in by_site.items()
+            ]
+            theta, momentum = outer_step(theta, merge_mean(contributions), momentum, OPTIMIZER)
+            payload = codec.encode(theta if codec.lossless else theta - published)
+            published = follow(published, payload, codec)
+        found.append((theta, published, momentum))
+    return found
+
+
+def fresh_syncer(folder: Path, told: Told, chosen: Sequence[Selection]) -> list[FragmentValues]:
+    """A syncer of its own with a folder of its own, told of the remaining updates round by round.
+
+    Its rounds are the journal's: a grace that only this test ends.  Numbers of updates and versions are its own, since
+    it never heard of what was left out.
+    """
+    patient = OuterOptions(num_fragments=2, grace="fixed", grace_ns=10**9, quorum=1, updates_in_flight_max=64)
+    desk = Desk(folder, told.desk.codec, patient)
+    desk.begin()
+    for site in [*SITES, "never-sends"]:
+        desk.handle(JoinRequested(1, site, "0123abcd"))
+    for (index, version), members in rounds_of(told).items():
+        remaining = [
+            each for each in members if not any(one.takes(each.site, index, each.sequence, version) for one in chosen)
+        ]
+        for each in remaining:
+            payload = told.desk.store.spool.read(each.payload, each.digest)
+            header, _ = update(
+                each.site,
+                desk.machine.state.sites[each.site].lines[index].watermark + 1,
+                index,
+                encoding=each.encoding,
+                tokens=each.tokens,
+                steps=each.steps,
+                base_version=desk.machine.state.fragments[index].version,
+                digest=each.digest,
+                payload_bytes=len(payload),
+            )
+            desk.push(header, payload)
+        if remaining:
+            desk.handle(DeadlinePassed(), after_ns=2 * 10**9)
+            desk.finish(index)
+    desk.close()
+    return desk.values
+
+
+def assert_bits(left: Tensor | None, right: Tensor | None, why: object) -> None:
+    assert (left is None) == (right is None), why
+    if left is not None and right is not None:
+        assert torch.equal(left.view(torch.int32), right.view(torch.int32)), why
+
+
+def without(told: Told, chosen: Sequence[Selection], last: int | None = None) -> ReplayerWithout:
+    machine = OuterSync.restore(OUTER, told.first.state)
+    replayer = ReplayerWithout(
+        machine, told.first.fragments, told.desk.store.spool, OPTIMIZER, told.desk.codec, chosen, last
+    )
+    told.replay(replayer)
+    return replayer
+
+
+def drawn(told: Told, dice: random.Random) -> list[Selection]:
+    """Some updates of the run, meant by version or by number, in one fragment or in all."""
+    chosen = []
+    for _ in range(dice.randint(1, 3)):
+        kind = dice.choice(("versions", "sequences"))
+        first = dice.randint(1, 6)
+        chosen.append(Selection(dice.choice(SITES), kind, first, first + dice.randrange(4), dice.choice((None, 0, 1))))
+    return chosen
+
+
+@pytest.mark.parametrize("codec", ["fp32", FUSED])
+def test_without_some_updates_it_is_the_plain_loop_and_a_syncer_that_never_got_them(tmp_path: Path, codec: str) -> None:
+    taken = skipped = 0
+    for seed in range(12):
+        dice = random.Random(seed)
+        told = Told(tmp_path / f"{seed}", seed, codec, length=60)
+        chosen = drawn(told, dice)
+        replayer = without(told, chosen)
+        taken, skipped = taken + len(replayer.left_out), skipped + len(replayer.skipped)
+        fresh = fresh_syncer(tmp_path / f"fresh-{seed}", told, chosen)
+        plain = plain_loop(told, chosen)
+        for mine, (theta, published, momentum), other in zip(replayer.values, plain, fresh, strict=True):
+            why = (seed, [str(one) for one in chosen])
+            assert_bits(mine.theta, theta, why)
+            assert_bits(mine.published, published, why)
+            assert_bits(mine.momentum, momentum, why)
+            assert_bits(mine.theta, other.theta, why)
+            assert_bits(mine.published, other.published, why)
+            assert_bits(mine.momentum, other.momentum, why)
+            assert mine.digest == other.digest, why
+        versions = [fragment.version for fragment in told.desk.machine.state.fragments]
+        assert [mine.version for mine in replayer.values] == versions, "a skipped step keeps its number"
+    assert taken > 20, "the dice left nothing out"
+    assert skipped > 3, "no step was left empty"
+
+
+def test_with_nothing_left_out_it_is_the_run(tmp_path: Path) -> None:
+    told = Told(tmp_path, 5)
+    replayer = without(told, [])
+    assert replayer.compared == sum(values.version for values in replayer.values) > 3
+    for mine, theirs in zip(replayer.values, told.desk.values, strict=True):
+        assert mine.digest == theirs.digest
+    assert not replayer.left_out
+    assert replayer.old_base_waiting() == 0
+
+
+def test_what_was_left_out_and_what_was_trained_on_it_is_told(tmp_path: Path) -> None:
+    told = Told(tmp_path, 7, length=80)
+    merged = rounds_of(told)
+    chosen = Selection("b", "versions", 2, 4, 0)
+    replayer = without(told, [chosen])
+    wanted = {
+        (each.site, each.sequence, version, each.tokens)
+        for (fragment, version), members in merged.items()
+        for each in members
+        if fragment == 0 and each.site == "b" and 2 <= version <= 4
+    }
+    assert {(out.site, out.sequence, out.version, out.tokens) for out in replayer.left_out} == wanted
+    assert wanted, "site b had no part in these versions: the dice prove nothing"
+    first = min(version for _, _, version, _ in wanted)
+    later = [
+        each.site
+        for (fragment, version), members in merged.items()
+        for each in members
+        if fragment == 0 and each.base_version >= first and (each.site, each.sequence) not in {w[:2] for w in wanted}
+    ]
+    assert sum(replayer.on_old_base.values()) == len(later) > 0
+    assert replayer.on_old_base["a"] == later.count("a")
+
+
+def test_it_ends_at_the_last_version_asked_for(tmp_path: Path) -> None:
+    told = Told(tmp_path, 9, length=80)
+    half = without(told, [], last=2)
+    machine = OuterSync.restore(OUTER, told.first.state)
+    stepwise = ReplayerWithout(machine, told.first.fragments, told.desk.store.spool, OPTIMIZER, told.desk.codec)
+    for record in told.records:
+        stepwise.apply(record)
+        for index, values in enumerate(stepwise.values):
+            if values.version == 2:
+                assert values.digest == half.values[index].digest
+    assert all(values.version > 2 for values in half.values), "the run was too short to be cut"
+
+
+def test_a_damaged_payload_is_named(tmp_path: Path) -> None:
+    told = Told(tmp_path, 3)
+    (index, version), members = next(iter(rounds_of(told).items()))
+    path = told.desk.store.spool.folder / members[0].payload
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(SpoolError, match=r"is damaged: its digest"):
+        without(told, [Selection("nobody", "versions", version, version, index)])
+
+
+def test_what_has_no_finite_result_is_an_error(tmp_path: Path) -> None:
+    """A huge update next to one that halves it: without that one, the step is beyond fp32."""
+    desk = Desk(tmp_path, "fp32", OuterOptions(num_fragments=2, grace="fixed", grace_ns=10**9, quorum=2))
+    desk.begin()
+    for site in "ab":
+        desk.handle(JoinRequested(1, site, "0123abcd"))
+    for site, value in (("a", 3e38), ("b", 0.0)):
+        desk.push(*update(site, 1, 0, torch.full((desk.values[0].theta.numel(),), value)))
+    desk.finish(0)
+    *before, done = desk.store.journal.read(1)
+    first = desk.store.snapshots.load(1)
+    desk.close()
+    machine = OuterSync.restore(desk.machine.options, first.state)
+    chosen = [Selection("b", "versions", 1, 1)]
+    replayer = ReplayerWithout(machine, first.fragments, desk.store.spool, OPTIMIZER, "fp32", chosen)
+    for record in before:
+        replayer.apply(record)
+    with pytest.raises(LeaveOutError, match="version 1 of fragment 0 has no finite result"):
+        replayer.apply(done)
