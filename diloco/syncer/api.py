@@ -68,6 +68,7 @@ class Api:
         self._reports: dict[str, tuple[ReportInfo, float]] = {}
         self._bytes: dict[str, list[int]] = {}
         self._refusals: dict[str, int] = {}
+        self._decoded = 0
         self._protocols: dict[str, int] = {}
         self._began = time.monotonic()
 
@@ -127,6 +128,7 @@ class Api:
         """Admit an update before its first payload byte, or answer at once."""
         del identity
         core = self._syncer.core
+        self._check_fragment(header.fragment)
         core.heard(header.site_id)
 
         def look(machine: OuterSync) -> tuple[Verdict, int]:
@@ -153,7 +155,13 @@ class Api:
             header,
             lambda count: self._count_bytes(header.site_id, up=count, down=0),
             self._protocol(header.site_id),
+            self._count_decode,
         )
+
+    def _check_fragment(self, fragment: int) -> None:
+        if fragment >= len(self._syncer.plan.layout.fragments):
+            self._count_refusal("fragment")
+            raise Refusal(Status.NOT_FOUND, f"fragment is {fragment}: the run has no such fragment")
 
     def _check_shape(self, header: PushHeader) -> None:
         """What is declared must be possible, and of the size that fragment and encoding give, before a byte is read."""
@@ -206,8 +214,7 @@ class Api:
         """A version, with the site's fates as of the same instant."""
         del identity
         syncer = self._syncer
-        if ask.fragment >= len(syncer.plan.layout.fragments):
-            raise Refusal(Status.NOT_FOUND, f"fragment is {ask.fragment}: the run has no such fragment")
+        self._check_fragment(ask.fragment)
 
         def look(machine: OuterSync) -> tuple[Choice, bool]:
             site = machine.state.sites.get(ask.site_id)
@@ -251,6 +258,7 @@ class Api:
         """How the run stands."""
         with self._lock:
             reports, bytes_by_site, refusals = dict(self._reports), dict(self._bytes), dict(self._refusals)
+            decoded = self._decoded
         now = time.monotonic()
         plan = self._syncer.plan
         return self._syncer.core.ask(
@@ -259,6 +267,7 @@ class Api:
                 "lineage": plan.agreement.lineage,
                 "up_seconds": round(now - self._began, 1),
                 "refused_at_the_door": refusals,
+                "payloads_decoded": decoded,
                 **describe(machine, reports, bytes_by_site, now),
             }
         )
@@ -286,6 +295,10 @@ class Api:
     def _count_refusal(self, why: str) -> None:
         with self._lock:
             self._refusals[why] = self._refusals.get(why, 0) + 1
+
+    def _count_decode(self) -> None:
+        with self._lock:
+            self._decoded += 1
 
     def _count_bytes(self, site: str, *, up: int, down: int) -> None:
         with self._lock:

@@ -29,15 +29,25 @@ class Reception:
     """Satisfies ``wire.service.PushSession``.  The ack it gives means: durable in spool and journal."""
 
     def __init__(
-        self, core: Core, store: Store, header: PushHeader, received: Callable[[int], None], protocol: int = PROTOCOL
+        self,
+        core: Core,
+        store: Store,
+        header: PushHeader,
+        received: Callable[[int], None],
+        protocol: int = PROTOCOL,
+        decoding: Callable[[], None] = lambda: None,
     ) -> None:
-        """``received`` is told the length of everything that is taken in; ``protocol`` is the site's."""
+        """``received`` is told the length of everything that is taken in; ``protocol`` is the site's.
+
+        ``decoding`` is told that a codec is about to read what a site sent: nobody else's bytes get so far.
+        """
         self._core = core
         self._store = store
         self._spool = store.spool
         self._header = header
         self._received = received
         self._protocol = protocol
+        self._decoding = decoding
         self._partial = self._spool.open_partial(header)
 
     @property
@@ -110,6 +120,7 @@ class Reception:
 
     def _is_finite(self, payload: bytes) -> bool:
         header = self._header
+        self._decoding()
         try:
             values = make_codec(header.encoding).decode(payload, header.numel)
         except NonFinitePayload:

@@ -225,6 +225,7 @@ ATTEMPTS: dict[str, tuple[Attempt, str, str]] = {
     "no steps": (lambda d: d.call("Push", *push(raw_update(steps=0))), "INVALID_ARGUMENT", "steps"),
     "endless tokens": (lambda d: d.call("Push", *push(raw_update(tokens=1 << 63))), "INVALID_ARGUMENT", "tokens"),
     "no such fragment": (lambda d: d.call("Pull", pack_pull(PullAsk(RUN, "a", 5, -1))), "NOT_FOUND", "fragment"),
+    "no such fragment to push": (lambda d: d.call("Push", *push(update(fragment=9))), "NOT_FOUND", "fragment"),
     "malformed header": (lambda d: d.call("Push", b"\xff\xff\xff"), "INVALID_ARGUMENT", ""),
     "malformed chunk": (lambda d: d.call("Push", pack_push(update()), b"\x0a\xff"), "INVALID_ARGUMENT", ""),
     "malformed join": (lambda d: d.call("Join", b"\xff" * 40), "INVALID_ARGUMENT", ""),
@@ -253,7 +254,6 @@ REFUSED = {
     "not a number": (update(NAN), NAN, "non_finite"),
     "infinite": (update(INFINITE), INFINITE, "non_finite"),
     "not joined": (update(site_id="b"), GOOD, "not_joined"),
-    "no such fragment": (update(fragment=9), GOOD, "bad_base"),
     "a base that is not there": (update(base_version=3), GOOD, "bad_base"),
     "another incarnation": (update(incarnation=9), GOOD, "fenced"),
 }

@@ -159,8 +159,6 @@ def test_invariant_15_what_cannot_be_is_refused_before_a_byte_is_taken(
     ("changes", "outcome", "reason"),
     [
         ({"site_id": "nobody"}, Outcome.REFUSED, Reason.NOT_JOINED),
-        ({"fragment": 2}, Outcome.REFUSED, Reason.BAD_BASE),
-        ({"fragment": 4095}, Outcome.REFUSED, Reason.BAD_BASE),
         ({"incarnation": 7}, Outcome.REFUSED, Reason.FENCED),
         ({"sequence": 2}, Outcome.RETRY, Reason.GAP),
         ({"sequence": 0}, Outcome.REFUSED, Reason.FORGOTTEN),
@@ -176,6 +174,15 @@ def test_invariant_15_what_the_machine_refuses_leaves_no_trace(
         before = files(tmp_path), memory(syncer)
         assert push(syncer, replace(header, **changes), payload) == PushResult(outcome, 0, reason)
         assert (files(tmp_path), memory(syncer)) == before
+
+
+@pytest.mark.parametrize("fragment", [2, 4095])
+def test_a_fragment_that_is_not_there_is_not_found(tmp_path: Path, fragment: int) -> None:
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer)
+        with pytest.raises(Refusal, match=f"fragment is {fragment}") as raised:
+            syncer.api.open_push(replace(update()[0], fragment=fragment), ANYONE)
+        assert raised.value.status is Status.NOT_FOUND
 
 
 def test_a_zstd_payload_may_be_shorter_than_its_bound(tmp_path: Path) -> None:

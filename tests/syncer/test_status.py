@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diloco.wire.messages import ReportInfo
+from diloco.wire.messages import Refusal, ReportInfo
 from tests.syncer.building import ANYONE, RUN, join, push, serving, update
 
 TOP = {
@@ -14,6 +16,7 @@ TOP = {
     "lineage",
     "up_seconds",
     "refused_at_the_door",
+    "payloads_decoded",
     "epoch",
     "phase",
     "ending",
@@ -66,3 +69,17 @@ def test_it_is_complete_before_and_after_a_site_has_reported(tmp_path: Path) -> 
     assert found["fragments"][0]["arrived"] == ["a"]
     assert found["fragments"][0]["members"] == ["a", "b"]
     assert (found["phase"], found["epoch"], found["ending"], found["progress"]) == ("running", 1, None, 0.0)
+
+
+def test_what_is_refused_at_the_door_is_never_decoded(tmp_path: Path) -> None:
+    header, payload = update()
+    with serving(tmp_path, outer={"quorum": 2, "quorum_min": 2}) as syncer:
+        join(syncer)
+        for wrong in ({"numel": 1}, {"tokens": 0}, {"incarnation": 9}, {"site_id": "nobody"}):
+            with contextlib.suppress(Refusal):
+                push(syncer, replace(header, **wrong), payload)  # type: ignore[arg-type]
+        assert syncer.api.status()["payloads_decoded"] == 0
+        push(syncer, header, payload)
+        assert syncer.api.status()["payloads_decoded"] == 1
+        push(syncer, header, payload)
+        assert syncer.api.status()["payloads_decoded"] == 1, "a duplicate is known by its header"
