@@ -41,6 +41,11 @@ VERBS = (
     Verb("status", "diloco.launch.status_main", "how a running syncer stands: sites, versions, tokens, bytes"),
     Verb("report", "diloco.launch.report_main", "report.html and the closing table of a run, finished or not"),
     Verb("journal", "diloco.launch.journal_main", "the syncer's journal as lines"),
+    Verb(
+        "replay",
+        "diloco.launch.replay_main",
+        "the outer steps of a run once more, as they were or without some updates",
+    ),
 )
 
 
