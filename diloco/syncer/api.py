@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -25,6 +24,7 @@ from diloco.sync.state import Status as SiteStatus
 from diloco.syncer import protocols
 from diloco.syncer.receive import Reception
 from diloco.syncer.status import describe
+from diloco.syncer.tally import Tally
 from diloco.wire.messages import (
     JoinAsk,
     JoinReply,
@@ -60,17 +60,12 @@ TOKENS_MAX = 1 << 40
 
 
 class Api:
-    """Called from many threads; all state is behind the decision loop or the lock."""
+    """Called from many threads; all state is behind the decision loop or the tally's lock."""
 
     def __init__(self, syncer: Syncer) -> None:
         self._syncer = syncer
-        self._lock = threading.Lock()
-        self._reports: dict[str, tuple[ReportInfo, float]] = {}
-        self._bytes: dict[str, list[int]] = {}
-        self._refusals: dict[str, int] = {}
-        self._decoded = 0
+        self.tally = Tally()
         self._protocols: dict[str, int] = {}
-        self._began = time.monotonic()
 
     def join(self, request: JoinAsk, identity: Identity) -> JoinReply:
         """Take a learner process in, if it agrees with us on everything that is shared."""
@@ -84,8 +79,7 @@ class Api:
             raise Refusal(status, text.format(site=request.site_id))
         epoch, run_tokens, progress_ppm = core.ask(_standing_of_run)
         options = syncer.plan.outer
-        with self._lock:
-            self._protocols[request.site_id] = request.protocol
+        self._protocols[request.site_id] = request.protocol
         reply = JoinReply(
             epoch=epoch,
             incarnation=answer.incarnation,
@@ -145,7 +139,7 @@ class Api:
         verdict, version = core.ask(look)
         if verdict.outcome is not Outcome.ACCEPTED:
             if verdict.reason is not None:
-                self._count_refusal(verdict.reason.value)
+                self.tally.refused(verdict.reason.value)
             result = PushResult(verdict.outcome, version, verdict.reason, verdict.fate)
             return protocols.push_result(result, self._protocol(header.site_id))
         self._check_shape(header)
@@ -153,15 +147,23 @@ class Api:
             core,
             self._syncer.store,
             header,
-            lambda count: self._count_bytes(header.site_id, up=count, down=0),
+            self.tally,
+            lambda reason: self._refused(header, reason),
             self._protocol(header.site_id),
-            self._count_decode,
         )
 
     def _check_fragment(self, fragment: int) -> None:
         if fragment >= len(self._syncer.plan.layout.fragments):
-            self._count_refusal("fragment")
+            self.tally.refused("fragment")
             raise Refusal(Status.NOT_FOUND, f"fragment is {fragment}: the run has no such fragment")
+
+    def _refused(self, header: PushHeader, reason: Reason) -> None:
+        """A whole update was not accepted."""
+        self.tally.refused(reason.value)
+        if reason is Reason.CORRUPT:
+            self.tally.corrupt(header.site_id)
+            where = f"update {header.sequence} of fragment {header.fragment}"
+            self._syncer.note("update_corrupt", f"{where} decodes to other values here than there", header.site_id)
 
     def _check_shape(self, header: PushHeader) -> None:
         """What is declared must be possible, and of the size that fragment and encoding give, before a byte is read."""
@@ -183,7 +185,7 @@ class Api:
             raise self._malformed("payload_bytes", text)
 
     def _malformed(self, field: str, text: str) -> Refusal:
-        self._count_refusal(field)
+        self.tally.refused(field)
         return Refusal(Status.INVALID_ARGUMENT, text)
 
     def watch(self, site: str, incarnation: int, identity: Identity) -> Feed:
@@ -226,7 +228,7 @@ class Api:
         source = choice.source()
         if known:
             syncer.core.heard(ask.site_id)
-            self._count_bytes(ask.site_id, up=0, down=max(0, source.header.payload_bytes - ask.offset))
+            self.tally.sent(ask.site_id, max(0, source.header.payload_bytes - ask.offset))
         return source
 
     def report(self, report: ReportInfo, identity: Identity) -> ReportReply:
@@ -235,19 +237,25 @@ class Api:
         core = self._syncer.core
         core.heard(report.site_id)
 
-        def look(machine: OuterSync) -> ReportReply:
+        def look(machine: OuterSync) -> tuple[ReportReply, dict[int, int]]:
             site = machine.state.sites.get(report.site_id)
             known = (
                 site is not None and site.incarnation == report.incarnation and site.status is not SiteStatus.EVICTED
             )
             state = machine.state
-            return ReportReply(state.epoch, state.run_tokens(), machine.progress_ppm(), known, state.ending)
+            bases = self._syncer.holdings.differing(report.versions, report.digests) if known else {}
+            reply = ReportReply(
+                state.epoch, state.run_tokens(), machine.progress_ppm(), known, state.ending, tuple(sorted(bases))
+            )
+            return reply, bases
 
-        reply = core.ask(look)
+        reply, bases = core.ask(look)
         if reply.known:
-            with self._lock:
-                self._reports[report.site_id] = (report, time.monotonic())
-        return reply
+            self.tally.heard(report)
+            for fragment, version in self.tally.differing(report.site_id, bases).items():
+                why = f"what it holds of fragment {fragment} is not version {version}; it is told to take it whole"
+                self._syncer.note("base_differs", why, report.site_id)
+        return protocols.report_reply(reply, self._protocol(report.site_id))
 
     def leave(self, site: str, incarnation: int, identity: Identity) -> None:
         """``site`` says goodbye."""
@@ -256,19 +264,17 @@ class Api:
 
     def status(self) -> dict[str, object]:
         """How the run stands."""
-        with self._lock:
-            reports, bytes_by_site, refusals = dict(self._reports), dict(self._bytes), dict(self._refusals)
-            decoded = self._decoded
-        now = time.monotonic()
+        tally, refusals = self.tally.sites(), self.tally.refusals()
+        now_s = time.monotonic()
         plan = self._syncer.plan
         return self._syncer.core.ask(
             lambda machine: {
                 "run_id": plan.agreement.run_id,
                 "lineage": plan.agreement.lineage,
-                "up_seconds": round(now - self._began, 1),
+                "up_seconds": round(now_s - self.tally.began_s, 1),
                 "refused_at_the_door": refusals,
-                "payloads_decoded": decoded,
-                **describe(machine, reports, bytes_by_site, now),
+                "payloads_decoded": self.tally.payloads_decoded(),
+                **describe(machine, tally, now_s),
             }
         )
 
@@ -291,20 +297,6 @@ class Api:
             raise Refusal(Status.NOT_FOUND, f"site_id is {site!r}: the run has no such site")
         if answer.reason is not None:
             raise Refusal(Status.FAILED_PRECONDITION, f"site {site}: {answer.reason.value}")
-
-    def _count_refusal(self, why: str) -> None:
-        with self._lock:
-            self._refusals[why] = self._refusals.get(why, 0) + 1
-
-    def _count_decode(self) -> None:
-        with self._lock:
-            self._decoded += 1
-
-    def _count_bytes(self, site: str, *, up: int, down: int) -> None:
-        with self._lock:
-            counts = self._bytes.setdefault(site, [0, 0])
-            counts[0] += up
-            counts[1] += down
 
 
 def _standing_of_run(machine: OuterSync) -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from diloco.sync.events import Fate
 from diloco.wire.chunks import checksum
-from diloco.wire.messages import PullAsk, PullHeader, Refusal, Status
+from diloco.wire.messages import PullAsk, PullHeader, Refusal, Status, short_digest
 from diloco.wire.service import PullSource
 
 if TYPE_CHECKING:
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from diloco.syncer.executor import Downlink, OuterResult
     from diloco.syncer.snapshots import FragmentValues
+
+DIGESTS_KEPT = 256
+"""Versions of each fragment whose digest is remembered, to be compared with what sites say that they hold."""
 
 
 class Holdings:
@@ -26,6 +29,9 @@ class Holdings:
         self.values = list(values)
         self.down_codec = down_codec
         self._downlinks: list[deque[Downlink]] = [deque(maxlen=downlinks_kept) for _ in values]
+        self._digests: list[deque[tuple[int, str]]] = [
+            deque([(each.version, each.digest)], maxlen=DIGESTS_KEPT) for each in values
+        ]
 
     def take(self, fragment: int, result: OuterResult) -> None:
         """``result`` is the fragment's newest version, computed now or again by a replay: its bytes are the same.
@@ -35,6 +41,7 @@ class Holdings:
         """
         assert result.values.version == self.values[fragment].version + 1, result.values.version
         self.values[fragment] = result.values
+        self._digests[fragment].append((result.values.version, result.values.digest))
         whole_bytes = result.values.published.numel() * 4
         links, link = self._downlinks[fragment], result.link()
         links.append(link)
@@ -42,6 +49,21 @@ class Holdings:
             links.clear()
         while sum(len(each.payload) for each in links) > 2 * whole_bytes:
             links.popleft()
+
+    def differing(self, versions: Sequence[int], echoed: Sequence[int]) -> dict[int, int]:
+        """The fragments, with the version, for which a site holds other values than were published.
+
+        ``echoed`` are the short digests of what it holds for ``versions``; one that is 0, or of a version that is not
+        remembered here, says nothing.
+        """
+        found: dict[int, int] = {}
+        for fragment, (version, short) in enumerate(zip(versions, echoed, strict=False)):
+            if not short or fragment >= len(self.values):
+                continue
+            known = [digest for number, digest in self._digests[fragment] if number == version]
+            if known and short_digest(known[-1]) != short:
+                found[fragment] = version
+        return found
 
     def choose(self, ask: PullAsk, fates: tuple[Fate, ...]) -> Choice:
         """What a pull gets: a chain of down-links where that is shorter, else the whole fragment in fp32."""

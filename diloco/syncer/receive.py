@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from diloco.codec.contract import DecodeError, NonFinitePayload
+from diloco.codec.contract import digest as digest_of
 from diloco.codec.registry import make_codec
 from diloco.sync.agreement import PROTOCOL
 from diloco.sync.effects import AnswerPush
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from diloco.syncer.core import Core
     from diloco.syncer.store import Store
+    from diloco.syncer.tally import Tally
     from diloco.wire.messages import PushHeader
 
 
@@ -33,21 +35,19 @@ class Reception:
         core: Core,
         store: Store,
         header: PushHeader,
-        received: Callable[[int], None],
+        tally: Tally,
+        refused: Callable[[Reason], None] = lambda reason: None,
         protocol: int = PROTOCOL,
-        decoding: Callable[[], None] = lambda: None,
     ) -> None:
-        """``received`` is told the length of everything that is taken in; ``protocol`` is the site's.
-
-        ``decoding`` is told that a codec is about to read what a site sent: nobody else's bytes get so far.
-        """
+        """``tally`` counts what comes in; ``refused`` is told why a whole update was not accepted; ``protocol`` is the
+        site's."""
         self._core = core
         self._store = store
         self._spool = store.spool
         self._header = header
-        self._received = received
+        self._tally = tally
+        self._refused = refused
         self._protocol = protocol
-        self._decoding = decoding
         self._partial = self._spool.open_partial(header)
 
     @property
@@ -62,7 +62,7 @@ class Reception:
             self._partial.write(data)
         except OSError as error:
             raise self._no_room(error) from error
-        self._received(len(data))
+        self._tally.received(self._header.site_id, len(data))
         self._core.heard(self._header.site_id)
 
     def commit(self, digest: str) -> PushResult:
@@ -76,15 +76,16 @@ class Reception:
         if digest != header.digest or found != header.digest:
             self._partial.discard()
             raise Refusal(Status.DATA_LOSS, "digest of the payload is not the declared one; send it again")
-        if not self._is_finite(payload):
+        finite, intact = self._looked_at(payload)
+        if not (finite and intact):
             self._partial.discard()
-            return self._decided("", finite=False)
+            return self._decided("", finite=finite, intact=intact)
         try:
             reference = self._spool.keep(self._partial, header)
         except OSError as error:
             # Discarded, never tried again with the same pages: after a failed fsync they count as written.
             raise self._no_room(error) from error
-        result = self._decided(reference, finite=True)
+        result = self._decided(reference, finite=True, intact=True)
         if result.outcome is Outcome.RETRY:
             self._spool.give_back(reference, self._partial)
         elif result.outcome is Outcome.REFUSED and result.reason is not Reason.FORGOTTEN:
@@ -93,7 +94,7 @@ class Reception:
             self._store.release(reference)  # Decided long ago: only a replay could still want it.
         return result
 
-    def _decided(self, reference: str, *, finite: bool) -> PushResult:
+    def _decided(self, reference: str, *, finite: bool, intact: bool) -> PushResult:
         header = self._header
         answer = self._core.call(
             lambda call: UpdateArrived(
@@ -112,23 +113,28 @@ class Reception:
                 header.encoding,
                 finite,
                 header.final,
+                intact=intact,
             )
         )
         assert isinstance(answer, AnswerPush), answer
+        if answer.outcome is Outcome.REFUSED and answer.reason is not None:
+            self._refused(answer.reason)
         result = PushResult(answer.outcome, answer.version, answer.reason, answer.fate)
         return protocols.push_result(result, self._protocol)
 
-    def _is_finite(self, payload: bytes) -> bool:
+    def _looked_at(self, payload: bytes) -> tuple[bool, bool]:
+        """Whether the decoded values are finite, and whether they are those that the site has decoded itself."""
         header = self._header
-        self._decoding()
+        self._tally.decoded()
         try:
             values = make_codec(header.encoding).decode(payload, header.numel)
         except NonFinitePayload:
-            return False
+            return False, True
         except DecodeError as error:
             self._partial.discard()
             raise Refusal(Status.INVALID_ARGUMENT, f"payload is no {header.encoding}: {error}") from error
-        return bool(values.abs().max() <= LARGEST)  # False for a NaN as well.
+        finite = bool(values.abs().max() <= LARGEST)  # False for a NaN as well.
+        return finite, header.values_digest in ("", digest_of(values))  # Protocol 1 says nothing about it.
 
     def _no_room(self, error: OSError) -> Refusal:
         self._partial.discard()

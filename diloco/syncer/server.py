@@ -42,6 +42,7 @@ from diloco.syncer.core import Core, CoreStopped
 from diloco.syncer.executor import OuterResult, run_outer_step
 from diloco.syncer.feeds import Feeds
 from diloco.syncer.holdings import Holdings
+from diloco.syncer.memory import MemoryCheck
 from diloco.syncer.snapshots import FragmentValues
 from diloco.syncer.store import RunCard, Store, StoreError
 from diloco.wire.messages import PARTS_MAX, Published, Refusal, Status
@@ -72,6 +73,8 @@ class SyncerOptions:
     heartbeat_s: float = 1.0
     linger_s: float = 10.0
     """After the last version: longest wait for the sites to have heard of it."""
+    memory_check_s: float = 10.0
+    """Between two looks at whether a fragment in memory is still what it was; 0: never."""
 
     def __post_init__(self) -> None:
         for name in [*self.up_codecs, self.down_codec]:
@@ -82,8 +85,9 @@ class SyncerOptions:
             raise ValueError(f"downlinks_kept is {self.downlinks_kept!r}: 1 to {PARTS_MAX}")
         if self.heartbeat_s <= 0:
             raise ValueError(f"heartbeat_s is {self.heartbeat_s!r}: positive")
-        if self.linger_s < 0:
-            raise ValueError(f"linger_s is {self.linger_s!r}: not negative")
+        for name in ("linger_s", "memory_check_s"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: not negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +156,7 @@ class Syncer:
         self.store = Store(Path(self.options.folder), card, self._disk)
         self._taken.callback(self._close_journal)
         machine, recovered = self._take_over()
+        self._begin_memory_check()
         self.core = Core(machine, self.store, self._carry_out, on_failure=self._fail)
         self.api = Api(self)
         # Before the loop begins: a deadline that has passed would be acted on first, and its step issued twice.
@@ -185,6 +190,17 @@ class Syncer:
             self._emit("note", {"note": "recovery", "why": note})
         self.holdings = found.holdings
         return found.machine, found.records
+
+    def _begin_memory_check(self) -> None:
+        self._memory = MemoryCheck(self.holdings.values, self.options.memory_check_s)
+        if self.options.memory_check_s:
+            stopping = threading.Event()
+            thread = threading.Thread(
+                target=self._memory.run, args=(stopping, self._fail), name="memory-check", daemon=True
+            )
+            thread.start()
+            self._taken.callback(thread.join)
+            self._taken.callback(stopping.set)
 
     def wait(self, timeout_s: float) -> Ending | None:
         """Wait for the last version, at most ``timeout_s``; the ending, or None when the run still goes on.
@@ -319,21 +335,28 @@ class Syncer:
         lineage = self.plan.agreement.lineage
         return Published(state.epoch, fragment, version, digest, state.run_tokens(), machine.progress_ppm(), lineage)
 
+    def note(self, what: str, why: str, site: str) -> None:
+        """Say something about ``site`` that the machine does not know of; from any thread."""
+        self._emit("note", {"note": what, "why": why, "site": site})
+
     def _begin_snapshot(self, machine: OuterSync) -> bool:
         """Write a snapshot beside the loop, unless one is being written."""
         self._snapshot_due = False
         if self._snapshot_thread is not None and self._snapshot_thread.is_alive():
             return False
         self._steps_since_snapshot = 0
-        write = self.store.snapshot_writer(machine, self.holdings.values)
-        thread = threading.Thread(target=self._snapshot, args=(write,), name="snapshot")
+        values = list(self.holdings.values)
+        write = self.store.snapshot_writer(machine, values)
+        thread = threading.Thread(target=self._snapshot, args=(write, values), name="snapshot")
         thread.start()
         self._snapshot_thread = thread  # Only now: whoever stops the process joins it.
         return True
 
-    def _snapshot(self, write: Callable[[], int]) -> None:
+    def _snapshot(self, write: Callable[[], int], values: Sequence[FragmentValues]) -> None:
         began = time.monotonic()
         try:
+            for index, each in enumerate(values):
+                self._memory.check(index, each)
             size = write()
         except Exception as error:
             self._fail(error)

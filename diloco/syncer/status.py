@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from diloco.syncer.tally import SiteTally
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from diloco.sync.state import Site
     from diloco.sync.syncer import OuterSync
-    from diloco.wire.messages import ReportInfo
 
 FIGURES = (
     "heard_seconds_ago",
@@ -28,13 +29,11 @@ FIGURES = (
 """What a site's heartbeat gives; from ``step`` on under the name that it has there."""
 
 
-def describe(
-    machine: OuterSync,
-    reports: Mapping[str, tuple[ReportInfo, float]],
-    bytes_by_site: Mapping[str, Sequence[int]],
-    now_s: float,
-) -> dict[str, object]:
-    """Versions, rounds and sites.  ``reports`` are the sites' last heartbeats with the instant they came at."""
+NOTHING = SiteTally()
+
+
+def describe(machine: OuterSync, tally: Mapping[str, SiteTally], now_s: float) -> dict[str, object]:
+    """Versions, rounds and sites; ``now_s`` is of the clock that the tally uses."""
     state = machine.state
     versions = [fragment.version for fragment in state.fragments]
     return {
@@ -56,9 +55,8 @@ def describe(
         "sites": {
             name: {
                 **_membership(site),
-                **_figures(versions, reports.get(name), now_s),
-                "payload_bytes_up": bytes_by_site.get(name, (0, 0))[0],
-                "payload_bytes_down": bytes_by_site.get(name, (0, 0))[1],
+                **_figures(versions, tally.get(name, NOTHING), now_s),
+                **_counts(tally.get(name, NOTHING)),
             }
             for name, site in sorted(state.sites.items())
         },
@@ -81,12 +79,21 @@ def _membership(site: Site) -> dict[str, object]:
     }
 
 
-def _figures(versions: Sequence[int], known: tuple[ReportInfo, float] | None, now_s: float) -> dict[str, object]:
+def _counts(known: SiteTally) -> dict[str, object]:
+    return {
+        "payload_bytes_up": known.payload_bytes_up,
+        "payload_bytes_down": known.payload_bytes_down,
+        "updates_corrupt": known.updates_corrupt,
+        "bases_differed": known.bases_differed,
+    }
+
+
+def _figures(versions: Sequence[int], known: SiteTally, now_s: float) -> dict[str, object]:
     """What the site said last; every figure is None before it has said anything."""
-    if known is None:
+    report = known.report
+    if report is None:
         return dict.fromkeys(FIGURES)
-    report, at_s = known
     lags = [version - base for version, base in zip(versions, report.versions, strict=False)]
     share = report.stall_ns / report.train_ns if report.train_ns else 0.0
-    said: list[object] = [round(now_s - at_s, 1), list(report.versions), max(lags, default=0), share]
+    said: list[object] = [round(now_s - known.heard_s, 1), list(report.versions), max(lags, default=0), share]
     return dict(zip(FIGURES, [*said, *(getattr(report, name) for name in FIGURES[len(said) :])], strict=True))

@@ -14,13 +14,14 @@ from diloco.outer.fragments import plan_layout
 from diloco.sync.events import Ending, FateTold, FinalAnnounced, Outcome, Reason
 from diloco.syncer.api import TOKENS_MAX
 from diloco.syncer.server import Syncer
-from diloco.wire.messages import Published, PullAsk, PushHeader, PushResult, Refusal, ReportInfo, Status
+from diloco.wire.messages import Published, PullAsk, PushHeader, PushResult, Refusal, ReportInfo, Status, short_digest
 from tests.syncer.building import (
     ANYONE,
     LAYOUT,
     NUMEL,
     RUN,
     SHARED,
+    Events,
     eventually,
     files,
     join,
@@ -35,7 +36,7 @@ QUIET: dict[str, Any] = {"outer": {"quorum": 2, "quorum_min": 2}}
 
 def report(site: str = "a", incarnation: int = 1, **changes: Any) -> ReportInfo:
     fields: dict[str, Any] = dict.fromkeys(ReportInfo.__slots__, 0)
-    text = {"run_id": RUN, "site_id": site, "incarnation": incarnation, "loss": 1.5, "versions": (0, 0)}
+    text = {"run_id": RUN, "site_id": site, "incarnation": incarnation, "loss": 1.5, "versions": (0, 0), "digests": ()}
     return ReportInfo(**(fields | text | changes))
 
 
@@ -293,8 +294,9 @@ def test_strangers_leave_nothing_in_memory(tmp_path: Path) -> None:
             syncer.api.open_push(update(f"stranger-{number}")[0], ANYONE)
         assert not syncer.api.report(report(incarnation=4), ANYONE).known
         assert syncer.api.report(report(), ANYONE).known
-        assert list(syncer.api._reports) == ["a"]
-        assert list(syncer.api._bytes) == []
+        tally = syncer.api.tally.sites()
+        assert list(tally) == ["a"]
+        assert (tally["a"].payload_bytes_up, tally["a"].payload_bytes_down) == (0, 0)
         assert memory(syncer) == before
 
 
@@ -312,3 +314,40 @@ def test_leaving_is_answered_and_an_old_incarnation_cannot(tmp_path: Path) -> No
 
 def test_the_layout_is_the_one_that_is_joined_with() -> None:
     assert LAYOUT.from_json(LAYOUT.to_json()).fingerprint == LAYOUT.fingerprint
+
+
+def test_what_a_site_holds_is_compared_with_what_was_published(tmp_path: Path) -> None:
+    events = Events()
+    with serving(tmp_path, events) as syncer:
+        join(syncer, "a")
+        join(syncer, "b", "89abcdef")
+        right = [short_digest(values.digest) for values in syncer.holdings.values]
+        said = lambda *digests, **also: syncer.api.report(report("a", digests=digests, **also), ANYONE).retake  # noqa: E731
+        assert said(*right) == ()
+        assert said(0, right[1]) == ()
+        assert said(right[0], right[0], versions=(0, 99)) == (), "nothing is known here of that version"
+        assert events.of("note") == []
+        for _ in range(3):  # Until it is put right it is asked for, and said once.
+            assert said(right[0], right[0]) == (1,)
+        assert said(right[1], right[0]) == (0, 1)
+        notes = events.of("note")
+        assert [note["note"] for note in notes] == ["base_differs"] * 2
+        assert "what it holds of fragment 1 is not version 0" in notes[0]["why"]
+        assert said(*right) == ()
+        sites: Any = syncer.api.status()["sites"]
+        assert (sites["a"]["bases_differed"], sites["b"]["bases_differed"]) == (2, 0)
+        stranger = syncer.api.report(report("c", digests=(right[1], right[1])), ANYONE)
+        assert (stranger.known, stranger.retake) == (False, ())
+        old = join_ask("a", "0123abcd", protocol=1)
+        syncer.api.join(old, ANYONE)
+        assert said(right[0], right[0]) == (), "a site of protocol 1 cannot be told"
+
+
+def test_digests_of_earlier_versions_are_remembered(tmp_path: Path) -> None:
+    with serving(tmp_path) as syncer:
+        join(syncer)
+        first = short_digest(syncer.holdings.values[0].digest)
+        push(syncer, *update())
+        eventually(lambda: syncer.holdings.values[0].version == 1, "the first version")
+        assert syncer.api.report(report(digests=(first, 0)), ANYONE).retake == ()
+        assert syncer.api.report(report(digests=(first, 0), versions=(1, 0)), ANYONE).retake == (0,)

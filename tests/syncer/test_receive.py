@@ -6,17 +6,21 @@ import hashlib
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from diloco.codec.contract import digest
+from diloco.codec.registry import make_codec
 from diloco.durable import Step
 from diloco.sync.events import Outcome, Reason
 from diloco.syncer.receive import Reception
+from diloco.syncer.tally import Tally
 from diloco.wire.messages import PushResult, Refusal, Status
-from tests.syncer.building import ANYONE, dice, eventually, files, join, push, serving, update
+from tests.syncer.building import ANYONE, Events, dice, eventually, files, join, push, serving, update
 
-QUIET = {"outer": {"quorum": 2, "quorum_min": 2}}
+QUIET: dict[str, Any] = {"outer": {"quorum": 2, "quorum_min": 2}}
 """No round closes while one site pushes."""
 
 
@@ -80,6 +84,28 @@ def test_values_that_are_not_finite_are_refused_with_that_reason(tmp_path: Path,
         assert push(syncer, *update()).outcome is Outcome.ACCEPTED, "its number is free"
 
 
+@pytest.mark.parametrize("encoding", ["fp32", "int8"])
+def test_values_that_are_not_those_that_the_site_decoded_are_refused_counted_and_said(
+    tmp_path: Path, encoding: str
+) -> None:
+    header, payload = update(encoding=encoding)
+    meant = digest(make_codec(encoding).decode(payload, header.numel))
+    events = Events()
+    with serving(tmp_path, events, up_codecs=["fp32", "int8"], **QUIET) as syncer:
+        join(syncer)
+        before = files(tmp_path)
+        result = push(syncer, replace(header, values_digest=digest(dice("other", 0))), payload)
+        assert result == PushResult(Outcome.REFUSED, 0, Reason.CORRUPT)
+        assert files(tmp_path) == before, "neither a payload nor a record is left of it"
+        (note,) = events.of("note")
+        assert (note["note"], note["site"]) == ("update_corrupt", "a")
+        assert "update 1 of fragment 0 decodes to other values here than there" in note["why"]
+        status: Any = syncer.api.status()
+        assert status["refused_at_the_door"] == {"corrupt": 1}
+        assert status["sites"]["a"]["updates_corrupt"] == 1
+        assert push(syncer, replace(header, values_digest=meant), payload).outcome is Outcome.ACCEPTED
+
+
 def test_invariant_15_a_payload_that_is_no_encoding_changes_nothing_but_a_counter(tmp_path: Path) -> None:
     header, payload = update(encoding="int8")
     broken = bytes([0xFF, 0xFF]) + payload[2:]  # The first scale becomes a NaN.
@@ -109,11 +135,11 @@ def test_an_update_ahead_of_its_predecessor_keeps_its_bytes(tmp_path: Path) -> N
         session.write(0, memoryview(payload))
         assert session.commit(header.digest).outcome is Outcome.ACCEPTED
         session.close()
-        late = Reception(syncer.core, syncer.store, second[0], lambda count: None)
+        late = Reception(syncer.core, syncer.store, second[0], Tally())
         late.write(0, memoryview(second[1]))
         assert late.commit(second[0].digest) == PushResult(Outcome.RETRY, 0, Reason.OVERLOAD)
         late.close()
-        again = Reception(syncer.core, syncer.store, second[0], lambda count: None)
+        again = Reception(syncer.core, syncer.store, second[0], Tally())
         assert again.offset == len(second[1])
         again.close()
 
@@ -122,16 +148,16 @@ def test_a_late_twin_of_a_decided_update_does_not_stay_on_the_disk(tmp_path: Pat
     with serving(tmp_path) as syncer:
         join(syncer)
         header, payload = update()
-        twin = Reception(syncer.core, syncer.store, header, lambda count: None)
+        twin = Reception(syncer.core, syncer.store, header, Tally())
         twin.write(0, memoryview(payload))
-        direct = Reception(syncer.core, syncer.store, header, lambda count: None)
+        direct = Reception(syncer.core, syncer.store, header, Tally())
         assert direct.offset == 0 or direct.offset == len(payload)
         direct.write(direct.offset, memoryview(payload)[direct.offset :])
         assert direct.commit(header.digest).outcome is Outcome.ACCEPTED
         direct.close()
         eventually(lambda: syncer.core.ask(lambda machine: machine.state.fragments[0].version) == 1, "it is merged")
         twin.close()
-        again = Reception(syncer.core, syncer.store, header, lambda count: None)
+        again = Reception(syncer.core, syncer.store, header, Tally())
         again.write(again.offset, memoryview(payload)[again.offset :])
         assert again.commit(header.digest).outcome is Outcome.DUPLICATE
         again.close()

@@ -46,6 +46,8 @@ SITE = {
     "stall_share",
     "payload_bytes_up",
     "payload_bytes_down",
+    "updates_corrupt",
+    "bases_differed",
 }
 
 
@@ -55,7 +57,7 @@ def test_it_is_complete_before_and_after_a_site_has_reported(tmp_path: Path) -> 
         join(syncer, "b")
         push(syncer, *update("a"))
         fields: dict[str, Any] = dict.fromkeys(ReportInfo.__slots__, 0)
-        figures = {"step": 12, "loss": None, "train_ns": 200, "stall_ns": 50, "versions": ()}
+        figures = {"step": 12, "loss": None, "train_ns": 200, "stall_ns": 50, "versions": (), "digests": ()}
         syncer.api.report(ReportInfo(**{**fields, "run_id": RUN, "site_id": "b", "incarnation": 1, **figures}), ANYONE)
         status = syncer.api.status()
         assert json.loads(json.dumps(status, allow_nan=False)) == status

@@ -1,0 +1,91 @@
+"""A bit that flips in the syncer's memory ends the process before it reaches a site or a snapshot."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from diloco.codec.contract import digest
+from diloco.syncer.memory import MemoryCheck, MemoryDamaged
+from diloco.syncer.snapshots import FragmentValues
+from tests.syncer.building import Events, dice, eventually, files, new_syncer, version_zero
+
+
+def held(version: int = 3) -> FragmentValues:
+    published = dice("published", 0)
+    return FragmentValues(version, dice("theta", 0), published, dice("momentum", 0), digest(published))
+
+
+def flip(values: Tensor | None) -> None:
+    assert values is not None
+    values.numpy().view("uint32")[5] ^= 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [("published", "what is published"), ("theta", "the parameters"), ("momentum", "the momentum")],
+)
+def test_one_flipped_bit_is_found_and_named(field: str, words: str) -> None:
+    values = held()
+    check = MemoryCheck([values], 1.0)
+    check.check(0, values)
+    check.check(0, values)
+    flip(getattr(values, field))
+    with pytest.raises(MemoryDamaged, match=f"{words} of version 3 of fragment 0 changed"):
+        check.check(0, values)
+
+
+def test_a_new_version_is_no_damage() -> None:
+    check = MemoryCheck([], 1.0)
+    check.check(0, held(3))
+    moved = replace(held(4), theta=dice("other", 0), momentum=None)
+    check.check(0, moved)
+    check.check(0, moved)
+
+
+def test_the_thread_takes_every_fragment_in_turn_and_ends_when_it_is_told_to() -> None:
+    values = [held(), held()]
+    stopping, found = threading.Event(), list[MemoryDamaged]()
+    thread = threading.Thread(target=MemoryCheck(values, 0.001).run, args=(stopping, found.append))
+    thread.start()
+    try:
+        flip(values[1].published)
+        eventually(lambda: found, "the damage of the second fragment")
+        assert "fragment 1" in str(found[0])
+    finally:
+        stopping.set()
+        thread.join(5.0)
+    assert not thread.is_alive()
+
+
+def test_a_syncer_ends_in_words_and_goes_on_from_its_disk(tmp_path: Path) -> None:
+    events = Events()
+    syncer = new_syncer(tmp_path, events.emit, memory_check_s=0.01)
+    syncer.start()
+    flip(syncer.holdings.values[1].published)
+    with pytest.raises(MemoryDamaged, match="version 0 of fragment 1 changed in this process's memory"):
+        eventually(lambda: syncer.wait(0.1), "an end")
+    snapshots = [name for name in files(tmp_path) if name.startswith("snapshots")]
+    syncer.stop(0.1)
+    assert [name for name in files(tmp_path) if name.startswith("snapshots")] == snapshots, "nothing of it is kept"
+    again = new_syncer(tmp_path, events.emit)
+    again.start()
+    try:
+        assert [digest(values.published) for values in again.holdings.values] == [digest(v) for v in version_zero()]
+    finally:
+        again.stop(0.1)
+
+
+def test_no_snapshot_is_made_of_damaged_values(tmp_path: Path) -> None:
+    syncer = new_syncer(tmp_path, Events().emit, memory_check_s=0.0)
+    syncer.start()
+    before = [name for name in files(tmp_path) if name.startswith("snapshots")]
+    flip(syncer.holdings.values[0].published)
+    with pytest.raises(Exception, match="changed in this process's memory"):
+        syncer.snapshot_now()
+    syncer.stop(0.1)
+    assert [name for name in files(tmp_path) if name.startswith("snapshots")] == before
