@@ -83,12 +83,15 @@ class SyncerStarted:
 class LineageBegan:
     """The run goes on from restored values, for the reason ``why``: ``lineage`` is larger than any before.
 
-    ``digests`` are those of every fragment's published values, which become its next version.
+    ``digests`` are those of every fragment's published values, which become its next version.  ``held`` is what those
+    values hold of each site, as (site, fragment, tokens, updates), where that is not all that was merged: what it does
+    not list, they hold nothing of.
     """
 
     lineage: int
     digests: tuple[str, ...]
     why: str
+    held: tuple[tuple[str, int, int, int], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,18 @@ if TYPE_CHECKING:
     from diloco.sync.turn import Turn
 
 
+def next_lineage(known: int, clock_s: int) -> int:
+    """The number of a lineage that begins now: above ``known``, the largest that whoever begins it has heard of.
+
+    It must be above every number that was ever used for the run, and who restores a run from a backup, or from what a
+    site has, cannot know how often it was restored before.  So a lineage has the second in which it begins
+    (``clock_s``, since 1970) for its number, and only the first one is 1: what is restored later gets a larger number
+    without being told of the others.  Should the clocks have lied, nothing is mixed up: sites that know a larger
+    number refuse the syncer in words that name it, and a restore that is told of it begins above it.
+    """
+    return max(known + 1, clock_s)
+
+
 def lineage_began(turn: Turn, event: LineageBegan) -> None:
     """Give every fragment its next version with the digest told; close every round empty; fence every process.
 
@@ -42,6 +54,10 @@ def lineage_began(turn: Turn, event: LineageBegan) -> None:
         fragment.version += 1
         fragment.digest = event.digests[index]
         turn.effects.append(PublishVersion(index, fragment.version, fragment.digest))
-    for site in state.sites.values():
+    held = None if event.held is None else {(name, index): counts for name, index, *counts in event.held}
+    for name, site in state.sites.items():
+        for index, line in enumerate(site.lines):
+            if held is not None:
+                line.tokens_merged, line.updates_merged = held.get((name, index), (0, 0))
         site.process = ""
         site.incarnation += 1

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from diloco.codec.contract import digest
 from diloco.durable import PLAIN_DISK, Step
+from diloco.syncer.leaving_out import Held
 from diloco.syncer.snapshots import FragmentValues, pack, unpack
 from diloco.syncer.store import RunCard
 
@@ -40,10 +41,11 @@ class ImageError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """The values and whose they are.  ``facts`` say in plain values where they come from."""
+    """The values, whose they are, and what they hold of each site.  ``facts`` say where they come from."""
 
     card: RunCard
     fragments: tuple[FragmentValues, ...]
+    held: Held = field(default_factory=dict)
     facts: dict[str, object] = field(default_factory=dict)
 
 
@@ -69,6 +71,7 @@ def write_image(
         "versions": [values.version for values in image.fragments],
         "digests": [values.digest for values in image.fragments],
         "momentum": all(values.momentum is not None for values in image.fragments),
+        "held": [[site, index, *counts] for (site, index), counts in sorted(image.held.items())],
         "facts": image.facts,
         "files": files,
     }
@@ -94,7 +97,8 @@ def read_image(folder: Path) -> Image:
             if (values.version, values.digest, digest(values.published)) != (version, told, told):
                 raise ImageError(f"{path} is not the version {version} that {MANIFEST} speaks of")
             fragments.append(values)
-        return Image(card, tuple(fragments), dict(manifest["facts"]))
+        held = {(str(site), int(at)): (int(tokens), int(updates)) for site, at, tokens, updates in manifest["held"]}
+        return Image(card, tuple(fragments), held, dict(manifest["facts"]))
     except FileNotFoundError as error:
         raise ImageError(f"{folder} is no image: {error.filename} is missing") from error
     except ImageError:

@@ -18,7 +18,7 @@ from diloco.sync.options import OuterOptions
 from diloco.sync.plain import PlainError, from_plain
 from diloco.sync.state import OuterState
 from diloco.sync.syncer import OuterSync
-from diloco.syncer.leaving_out import LeaveOutError, LeftOut, ReplayerWithout
+from diloco.syncer.leaving_out import Held, LeaveOutError, LeftOut, ReplayerWithout
 from diloco.syncer.snapshots import FragmentValues, Snapshot, SnapshotError, Snapshots, same_values
 from diloco.syncer.spool import Spool, SpoolError
 from diloco.syncer.store import RunCard
@@ -62,7 +62,7 @@ class Rebuilt:
 
     ``compared`` versions had their digest compared with the journal's, ``snapshots`` kept ones their every value; both
     are the same.  ``on_old_base`` counts, by site, the updates merged after one that was left out and measured from a
-    base with it inside; ``old_base_waiting`` those without a fate.
+    base with it inside; ``old_base_waiting`` those without a fate.  ``held`` is what the values hold of each site.
     """
 
     machine: OuterSync
@@ -75,6 +75,7 @@ class Rebuilt:
     skipped: list[tuple[int, int]] = field(default_factory=list)
     on_old_base: dict[str, int] = field(default_factory=dict)
     old_base_waiting: int = 0
+    held: Held = field(default_factory=dict)
 
 
 class Kept:
@@ -197,6 +198,7 @@ class Kept:
         rebuilt.left_out, rebuilt.skipped = replayer.left_out, replayer.skipped
         rebuilt.on_old_base = dict(sorted(replayer.on_old_base.items()))
         rebuilt.old_base_waiting = replayer.old_base_waiting()
+        rebuilt.held = replayer.held
         return rebuilt
 
     def _compare(self, point: Point, replayer: ReplayerWithout) -> None:

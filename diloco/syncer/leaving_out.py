@@ -28,10 +28,14 @@ if TYPE_CHECKING:
     from diloco.sync.effects import OuterEffect, StartOuterStep
     from diloco.sync.journal import Record
     from diloco.sync.selection import Selection
-    from diloco.sync.state import Pending
+    from diloco.sync.state import OuterState, Pending
     from diloco.sync.syncer import OuterSync
     from diloco.syncer.snapshots import FragmentValues
     from diloco.syncer.spool import Spool
+
+
+Held = dict[tuple[str, int], tuple[int, int]]
+"""(site, fragment) to the tokens and updates of it that some values hold."""
 
 
 class LeaveOutError(ValueError):
@@ -75,6 +79,8 @@ class ReplayerWithout(Replayer):
         """Versions whose digest was compared with the journal's and is the same."""
         self.on_old_base: Counter[str] = Counter()
         """By site: the updates merged later that were measured from a base with one in it that was left out."""
+        self.held = held_of(machine.state)
+        """What the values hold of each (site, fragment): tokens and updates."""
         self._first: dict[int, int] = {}
         self._merging: list[tuple[str, Pending]] = []
 
@@ -123,9 +129,21 @@ class ReplayerWithout(Replayer):
                 gone.add((site, pending.sequence))
                 self.left_out.append(LeftOut(site, fragment, pending.sequence, version, pending.tokens))
                 self._first.setdefault(fragment, version)
-            elif pending.base_version >= self._first.get(fragment, pending.base_version + 1):
+                continue
+            tokens, updates = self.held.get((site, fragment), (0, 0))
+            self.held[site, fragment] = (tokens + pending.tokens, updates + 1)
+            if pending.base_version >= self._first.get(fragment, pending.base_version + 1):
                 self.on_old_base[site] += 1
         return outer_step(self.machine.options, self.machine.state, fragment, gone)
+
+
+def held_of(state: OuterState) -> Held:
+    """What the values of a machine's versions hold: all that it has merged."""
+    return {
+        (name, index): (line.tokens_merged, line.updates_merged)
+        for name, site in sorted(state.sites.items())
+        for index, line in enumerate(site.lines)
+    }
 
 
 def _unchanged(values: FragmentValues) -> OuterResult:

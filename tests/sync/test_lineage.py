@@ -7,6 +7,7 @@ import pytest
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.events import Outcome, Reason
+from diloco.sync.lineage import next_lineage
 from diloco.sync.state import Phase
 from tests.sync.driving import Syncer, notes, of, only, running
 
@@ -60,3 +61,24 @@ def test_lineages_only_rise() -> None:
     restored(syncer, 3)
     with pytest.raises(AssertionError):
         restored(syncer, 3)
+
+
+def test_what_the_restored_values_hold_of_a_site_is_what_counts_as_merged() -> None:
+    syncer = running("a", "b", num_fragments=2)
+    for site in "ab":
+        syncer.push(site, tokens=70)
+        syncer.done(0)
+    lines = {name: site.lines[0] for name, site in syncer.machine.state.sites.items()}
+    assert [lines[name].tokens_merged for name in "ab"] == [70, 70]
+    syncer.handle(ev.LineageBegan(2, ("r0", "r1"), "without b", held=(("a", 0, 70, 1),)))
+    assert [(lines[name].tokens_merged, lines[name].updates_merged) for name in "ab"] == [(70, 1), (0, 0)]
+    assert syncer.machine.state.run_tokens() == 35
+    joined = only(fx.AnswerJoin, syncer.join("b", "p1"))
+    assert (joined.standings[0].tokens_merged, joined.standings[0].watermark) == (0, 1)
+
+
+def test_a_new_lineage_is_above_all_that_is_known_and_above_all_that_began_earlier() -> None:
+    assert next_lineage(1, 1_800_000_000) == 1_800_000_000
+    first = next_lineage(1, 1_800_000_000)
+    assert next_lineage(1, 1_800_000_777) > first, "restored once more by somebody who never heard of the first"
+    assert next_lineage(first, 1_700_000_000) == first + 1, "with a clock that is behind"

@@ -25,14 +25,14 @@ def image(folder: Path) -> Image:
         story.tell()
     desk.close()
     assert all(values.momentum is not None for values in desk.values)
-    return Image(CARD, tuple(desk.values), {"from": "a test", "left_out": [1, 2]})
+    return Image(CARD, tuple(desk.values), {("a", 1): (300, 3)}, {"from": "a test", "left_out": [1, 2]})
 
 
 def test_it_comes_back_to_the_bit(tmp_path: Path) -> None:
     written = image(tmp_path / "run")
     write_image(tmp_path / "image", written)
     found = read_image(tmp_path / "image")
-    assert (found.card, found.facts) == (written.card, written.facts)
+    assert (found.card, found.held, found.facts) == (written.card, written.held, written.facts)
     assert all(same_values(one, other) for one, other in zip(found.fragments, written.fragments, strict=True))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["image", "run"]
     with pytest.raises(ImageError, match="exists already"):

@@ -164,6 +164,10 @@ def test_without_some_updates_it_is_the_plain_loop_and_a_syncer_that_never_got_t
             assert_bits(mine.published, other.published, why)
             assert_bits(mine.momentum, other.momentum, why)
             assert mine.digest == other.digest, why
+        for (site, index), (tokens, updates) in replayer.held.items():
+            line = told.desk.machine.state.sites[site].lines[index]
+            gone = [out.tokens for out in replayer.left_out if (out.site, out.fragment) == (site, index)]
+            assert (tokens + sum(gone), updates + len(gone)) == (line.tokens_merged, line.updates_merged)
         versions = [fragment.version for fragment in told.desk.machine.state.fragments]
         assert [mine.version for mine in replayer.values] == versions, "a skipped step keeps its number"
     assert taken > 20, "the dice left nothing out"
