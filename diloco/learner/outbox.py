@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from diloco.durable import PLAIN_DISK, Step
+from diloco.sync.plain import parse_json
 from diloco.wire.messages import PushHeader
 
 if TYPE_CHECKING:
@@ -85,6 +86,6 @@ def _read(path: Path) -> tuple[PushHeader, memoryview]:
     try:
         if not newline or line[:9] != b"%08x " % zlib.crc32(line[9:]):
             raise ValueError("its header is not what was written")
-        return PushHeader(**json.loads(line[9:])), memoryview(data)[len(line) + 1 :]
+        return PushHeader(**parse_json(line[9:])), memoryview(data)[len(line) + 1 :]
     except (ValueError, TypeError) as error:
         raise OutboxError(f"{path} is damaged: {error}") from error

@@ -23,14 +23,13 @@ after a power cut that took its mark along, and a last segment that somebody cut
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
 import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diloco.sync.journal import JournalError
-from diloco.sync.plain import PlainError, canonical, from_plain
+from diloco.sync.plain import PlainError, canonical, from_plain, parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -177,7 +176,7 @@ def _later_unit(data: bytes, start: int) -> int | None:
 
 def _parse_header(body: bytes) -> Header:
     try:
-        plain = json.loads(body)
+        plain = parse_json(body)
         found = plain["format"]
         if type(found) is int and found > FORMAT:
             raise JournalError(f"unit at byte 0 has format {found}, of a newer version; this one reads up to {FORMAT}")
@@ -187,6 +186,6 @@ def _parse_header(body: bytes) -> Header:
     except JournalError:
         raise
     except (ValueError, KeyError, TypeError, PlainError) as error:
-        raise JournalError(f"unit at byte 0 is not a segment's header of this version: {error}") from error
+        raise JournalError(f"unit at byte 0 is not a segment's header of this version: {str(error)[:200]}") from error
     assert isinstance(header, Header)
     return header

@@ -11,14 +11,13 @@ by itself, all integers little-endian: u32 length of the body | u32 CRC-32 of th
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
 import typing
 import zlib
 from dataclasses import dataclass
 
 from diloco.sync.events import OuterEvent
-from diloco.sync.plain import PlainError, canonical, from_plain, to_plain
+from diloco.sync.plain import PlainError, canonical, from_plain, parse_json, to_plain
 
 if typing.TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -122,13 +121,15 @@ def _check_tail(data: bytes, at: int) -> None:
 
 def _parse(body: bytes, at: int) -> Record:
     try:
-        plain = json.loads(body)
+        plain = parse_json(body)
         kinds = {kind.__name__: kind for kind in EVENT_KINDS}
         event = from_plain(kinds[plain["event"]], plain["is"], plain["event"])
         at_ns, effects = from_plain(int, plain["at_ns"], "at_ns"), from_plain(str, plain["effects"], "effects")
         return Record(at_ns, event, effects)
     except (ValueError, KeyError, TypeError, PlainError) as error:
-        raise JournalError(f"journal record at byte {at} is not an event of this version: {error}") from error
+        raise JournalError(
+            f"journal record at byte {at} is not an event of this version: {str(error)[:200]}"
+        ) from error
 
 
 def replay(machine: OuterSync, records: Iterable[Record]) -> Iterator[tuple[Record, list[OuterEffect]]]:

@@ -15,6 +15,8 @@ class PlainError(ValueError):
     """A plain value does not describe the record that was asked for."""
 
 
+FLOAT_INT_MAX = 1 << 1000
+"""Of a whole number that stands for a float; there is nothing beyond it that a float could be."""
 SCALARS = frozenset({type(None), str, bool, int, float})
 
 
@@ -46,6 +48,20 @@ def canonical(value: object) -> bytes:
     return json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
+def parse_json(text: str | bytes) -> typing.Any:
+    """The value that ``text`` is JSON for; ``ValueError`` where it is none, or nests deeper than can be followed."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def shown(value: object) -> str:
+    """``value`` for people, cut short: what is damaged can be of any length."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
 @functools.cache
 def _hints(kind: type) -> dict[str, object]:
     return typing.get_type_hints(kind)
@@ -70,7 +86,7 @@ def from_plain(kind: object, value: object, where: str = "") -> typing.Any:
         try:
             return kind(str(value))
         except ValueError:
-            raise PlainError(f"{where} is {value!r}: not one of {', '.join(kind)}") from None
+            raise PlainError(f"{where} is {shown(value)}: not one of {', '.join(kind)}") from None
     return _scalar(kind, value, where)
 
 
@@ -78,7 +94,7 @@ def _record(kind: type, value: object, where: str) -> typing.Any:
     given, hints = _mapped(value, where), _hints(kind)
     unknown = sorted(set(given) - set(hints))
     if unknown:
-        raise PlainError(f"{where or kind.__name__} has unknown fields: {', '.join(unknown)}")
+        raise PlainError(f"{where or kind.__name__} has unknown fields: {', '.join(unknown)[:80]}")
     missing = sorted(
         field.name
         for field in dataclasses.fields(kind)
@@ -100,7 +116,7 @@ def _union(kinds: tuple[object, ...], value: object, where: str) -> typing.Any:
     for kind in rest:
         if isinstance(kind, type) and type(value) is kind:
             return value
-    raise PlainError(f"{where} is {value!r}: fits none of {', '.join(str(kind) for kind in rest)}")
+    raise PlainError(f"{where} is {shown(value)}: fits none of {', '.join(str(kind) for kind in rest)}")
 
 
 def _tuple(kinds: tuple[object, ...], value: object, where: str) -> tuple[typing.Any, ...]:
@@ -116,19 +132,19 @@ def _tuple(kinds: tuple[object, ...], value: object, where: str) -> tuple[typing
 
 def _listed(value: object, where: str) -> list[object]:
     if not isinstance(value, list | tuple):
-        raise PlainError(f"{where} is {value!r}: a list wanted")
+        raise PlainError(f"{where} is {shown(value)}: a list wanted")
     return list(value)
 
 
 def _mapped(value: object, where: str) -> dict[str, object]:
     if not isinstance(value, dict):
-        raise PlainError(f"{where} is {value!r}: a mapping wanted")
+        raise PlainError(f"{where} is {shown(value)}: a mapping wanted")
     return value
 
 
 def _scalar(kind: object, value: object, where: str) -> typing.Any:
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) <= FLOAT_INT_MAX:
         return float(value)
     if type(value) is not kind:
-        raise PlainError(f"{where} is {value!r}: {getattr(kind, '__name__', kind)} wanted")
+        raise PlainError(f"{where} is {shown(value)}: {getattr(kind, '__name__', kind)} wanted")
     return value

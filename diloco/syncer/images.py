@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from diloco.codec.contract import digest
 from diloco.durable import PLAIN_DISK, Step
+from diloco.sync.plain import parse_json
 from diloco.syncer.leaving_out import Held
 from diloco.syncer.snapshots import FragmentValues, pack, unpack
 from diloco.syncer.store import RunCard
@@ -83,7 +84,7 @@ def write_image(
 def read_image(folder: Path) -> Image:
     """The image in ``folder``, verified; ``ImageError`` names what is missing or damaged."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        manifest = parse_json((folder / MANIFEST).read_bytes())
         if manifest["format"] != FORMAT:
             raise ImageError(f"{folder} has format {manifest['format']!r}: {FORMAT} wanted")
         card = RunCard(**{name: manifest["card"][name] for name in RunCard.__dataclass_fields__})

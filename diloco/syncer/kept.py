@@ -6,7 +6,6 @@ payload may go when its time has come: ``Kept.replay`` looks again when that hap
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.frames import is_framed, read_segment
 from diloco.sync.journal import JournalError, decode_records, read_records
 from diloco.sync.options import OuterOptions
-from diloco.sync.plain import PlainError, from_plain
+from diloco.sync.plain import PlainError, from_plain, parse_json
 from diloco.sync.state import OuterState
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.leaving_out import Held, LeaveOutError, LeftOut, ReplayerWithout
@@ -226,7 +225,7 @@ def _read(data: bytes, before: bytes | None) -> tuple[list[Record], int, bytes |
 
 def _card(path: Path) -> RunCard:
     try:
-        facts = json.loads(path.read_bytes())
+        facts = parse_json(path.read_bytes())
         return RunCard(**{name: facts[name] for name in RunCard.__dataclass_fields__})
     except FileNotFoundError:
         raise KeptError(f"{path.parent} is no syncer's data folder: it has no {path.name}") from None

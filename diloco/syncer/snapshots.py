@@ -20,6 +20,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from diloco.durable import PLAIN_DISK, Step
+from diloco.sync.plain import parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -133,14 +134,19 @@ class Snapshots:
         """The manifest's facts by file name; whatever does not fit while they are used is damage."""
         folder = self._path(number)
         try:
-            manifest = json.loads((folder / "manifest.json").read_bytes())
+            manifest = parse_json((folder / "manifest.json").read_bytes())
             if manifest["format"] != FORMAT:
                 raise SnapshotError(f"{folder} has format {manifest['format']!r}: {FORMAT} wanted")
-            yield dict(manifest["files"])
+            files = dict(manifest["files"])
+            odd = set(files) ^ {path.name for path in folder.iterdir()} ^ {"manifest.json"}
+            if odd:
+                words = ", ".join(sorted(odd))[:200]
+                raise SnapshotError(f"{folder} is damaged: its manifest and what lies there differ in {words}")
+            yield files
         except SnapshotError:
             raise
         except (OSError, LookupError, TypeError, ValueError, AttributeError, SafetensorError) as error:
-            raise SnapshotError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
+            raise SnapshotError(f"{folder} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 def _files(snapshot: Snapshot) -> Iterator[tuple[str, bytes]]:
@@ -151,7 +157,7 @@ def _files(snapshot: Snapshot) -> Iterator[tuple[str, bytes]]:
 
 
 def _state(folder: Path, facts: dict[str, dict[str, object]]) -> tuple[object, int]:
-    plain = json.loads(_verified(folder / "state.json", facts["state.json"]))
+    plain = parse_json(_verified(folder / "state.json", facts["state.json"]))
     return plain["state"], int(plain["journal_segment"])
 
 
@@ -188,7 +194,7 @@ def unpack(data: bytes) -> FragmentValues:
     """What ``pack`` made of a fragment."""
     tensors = load(data)
     length = int.from_bytes(data[:8], "little")
-    facts = json.loads(data[8 : 8 + length])["__metadata__"]
+    facts = parse_json(data[8 : 8 + length])["__metadata__"]
     return FragmentValues(
         int(facts["version"]), tensors["theta"], tensors["published"], tensors.get("momentum"), facts["digest"]
     )

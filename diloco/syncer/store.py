@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from diloco.durable import PLAIN_DISK, Step
 from diloco.sync.events import UpdateArrived
 from diloco.sync.journal import JournalError, Record
-from diloco.sync.plain import PlainError
+from diloco.sync.plain import PlainError, parse_json, shown
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.holdings import Holdings
 from diloco.syncer.journal_files import JournalFiles
@@ -87,13 +87,13 @@ class Store:
             self.disk.write_file(path, json.dumps(ours, indent=1, sort_keys=True).encode(), Step.CARD)
             return
         try:
-            theirs = dict(json.loads(path.read_bytes()))
+            theirs = dict(parse_json(path.read_bytes()))
         except (ValueError, TypeError) as error:
             raise StoreError(f"{path} is damaged: {error}") from error
         for name, value in ours.items():
             if theirs.get(name) != value:
                 raise StoreError(
-                    f"{path} has {name} {theirs.get(name)!r} and this run has {value!r}: another folder, please"
+                    f"{path} has {name} {shown(theirs.get(name))} and this run has {value!r}: another folder, please"
                 )
 
     def is_new(self) -> bool:

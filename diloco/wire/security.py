@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import json
 import re
 import stat
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 
 import grpc
 
+from diloco.sync.plain import parse_json
 from diloco.wire.messages import Refusal, Status
 
 TOKEN_CHARS_MIN = 16
@@ -115,7 +115,7 @@ def read_tokens(path: str) -> tuple[tuple[str, Identity], ...]:
     if stat.S_IMODE(file.stat().st_mode) & 0o077:
         raise ValueError(f"tokens_file {path} can be read by others than its owner: chmod 600 it")
     try:
-        table = json.loads(file.read_text("utf-8"))
+        table = parse_json(file.read_text("utf-8"))
     except ValueError as error:
         raise ValueError(f"tokens_file {path} is not JSON: {error}") from error
     known = {"sites", "observer", "admin"}

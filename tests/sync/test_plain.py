@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import pytest
 
-from diloco.sync.plain import PlainError, canonical, from_plain, to_plain
+from diloco.sync.plain import PlainError, canonical, from_plain, parse_json, to_plain
 
 
 class Colour(StrEnum):
@@ -78,3 +78,21 @@ def test_only_records_have_a_plain_form() -> None:
 
 def test_whole_numbers_may_stand_for_floats() -> None:
     assert from_plain(Inner, {"n": 1, "x": 2}) == Inner(1, 2.0)
+
+
+@pytest.mark.parametrize("text", ["[" * 50_000, '{"a":' * 50_000, b"\xff", "", "[" * 5000 + "]" * 5000])
+def test_what_is_no_json_is_an_error_in_words_however_deep_it_goes(text: str | bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 — any words
+        parse_json(text)
+
+
+def test_a_number_beyond_every_float_is_none() -> None:
+    assert from_plain(float, 10**300, "norm") == 1e300
+    with pytest.raises(PlainError, match="norm is 1000"):
+        from_plain(float, 10**400, "norm")
+
+
+def test_a_long_value_is_shown_cut_short() -> None:
+    with pytest.raises(PlainError) as raised:
+        from_plain(int, "x" * 100_000, "number")
+    assert len(str(raised.value)) < 200

@@ -156,3 +156,17 @@ def test_a_damaged_one_is_set_aside_and_its_number_not_given_again(tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00000001", "00000003.damaged"]
     snapshots.write(snapshot(4))
     assert snapshots.numbers() == [1, 4]
+
+
+def test_a_manifest_that_leaves_a_fragment_out_is_damaged(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path)
+    snapshots.write(snapshot(1))
+    path = tmp_path / "00000001" / "manifest.json"
+    manifest = json.loads(path.read_bytes())
+    del manifest["files"]["fragment-1.safetensors"]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(SnapshotError, match=r"differ in fragment-1\.safetensors"):
+        snapshots.load(1)
+    path.write_text("[" * 50_000)
+    with pytest.raises(SnapshotError, match="nested too deeply"):
+        snapshots.load(1)
