@@ -1,0 +1,357 @@
+"""What reads bytes that somebody else may have written: each reader with good inputs, and what may come out of it.
+
+A ``Reader`` takes any bytes and either raises one of its ``words`` or takes them; what it takes, ``check`` has judged.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import zstandard
+
+from diloco.codec.contract import DecodeError
+from diloco.codec.registry import CODEC_NAMES, make_codec
+from diloco.learner.outbox import Outbox, OutboxError
+from diloco.outer.fragments import Layout, plan_layout
+from diloco.sync.frames import FRAME, UNIT, _unit, chain_after, encode_frame, encode_header, encode_mark, read_segment
+from diloco.sync.journal import FRAME as FRAME_1
+from diloco.sync.journal import JournalError, Record, decode_records, encode_record, encode_records, read_records
+from diloco.syncer.snapshots import SnapshotError, Snapshots
+from diloco.syncer.store import RunCard, Store, StoreError
+from diloco.wire.messages import MalformedMessage, Refusal
+from diloco.wire.security import Authenticator, SecurityOptions, read_tokens
+from tests.hunts.mutating import drawn, edited, json_spoiled, spoiled
+from tests.sync.test_journal import a_run
+from tests.syncer.building import update
+from tests.syncer.test_snapshots import assert_equal, snapshot
+from tests.wire.samples import everything
+
+Spoil = Callable[[bytes, random.Random], bytes]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """``read`` raises ``AssertionError`` where it took what it must not."""
+
+    samples: list[bytes]
+    read: Callable[[bytes], object]
+    words: tuple[type[Exception], ...]
+    spoil: Spoil | None = None
+    """Beside bytes at random: what knows the format."""
+    weight: float = 1.0
+
+
+def codecs() -> Iterator[tuple[str, Reader]]:
+    """Every registered codec, in several sizes, with and without the entropy stage."""
+    dice = torch.Generator().manual_seed(1)
+    for kind in CODEC_NAMES:
+        for block in ("", ":2", ":64") if kind.startswith("int") else ("",):
+            for stage in ("", "+zstd", "+zstd19"):
+                codec = make_codec(kind + block + stage)
+                for numel in (1, 33, 700):
+                    values = torch.randn(numel, generator=dice) * 10.0 ** (numel % 7 - 3)
+                    samples = [codec.encode(each) for each in (values, torch.zeros(numel), values * 1e30)]
+
+                    def read(raw: bytes, codec: Any = codec, numel: int = numel) -> object:
+                        found = codec.decode(raw, numel)
+                        assert found.shape == (numel,), found.shape
+                        assert found.dtype == torch.float32
+                        assert bool(torch.isfinite(found).all()), "not finite and not said"
+                        return True
+
+                    spoil = lying_frame(codec.payload_bytes(numel)) if stage else not_finite
+                    yield f"codec {codec.name} of {numel}", Reader(samples, read, (DecodeError,), spoil)
+
+
+def not_finite(raw: bytes, chance: random.Random) -> bytes:
+    """A NaN or an infinity, of fp32 or bf16, somewhere; or a scale that is one."""
+    pattern = chance.choice(
+        (b"\x00\x00\x80\x7f", b"\x01\x00\x80\xff", b"\xc0\x7f", b"\x80\xff", b"\x01\x00", b"\x00\x80")
+    )
+    at = chance.randrange(0, max(1, len(raw) - len(pattern) + 1), len(pattern))
+    return raw[:at] + pattern + raw[at + len(pattern) :]
+
+
+def lying_frame(expected: int) -> Spoil:
+    """zstd frames that are none of ours: other sizes than they say, bombs, vast windows, two in a row."""
+
+    def spoil(raw: bytes, chance: random.Random) -> bytes:
+        content = bytes(chance.choice((0, 1, expected - 1, expected, expected + 1, 1 << 20)))
+        honest = chance.random() < 0.5
+        window = chance.choice((10, 20, 23, 24, 27))
+        parameters = zstandard.ZstdCompressionParameters(window_log=window, write_content_size=honest)
+        frame = bytearray(zstandard.ZstdCompressor(compression_params=parameters).compress(content))
+        match chance.randrange(5):
+            case 0:
+                frame *= 2
+            case 1:
+                frame = b"\x50\x2a\x4d\x18" + (len(frame)).to_bytes(4, "little") + frame
+            case 2:  # A single segment whose size is told in eight bytes, and is a lie.
+                size = chance.choice((expected, 1 << 34, 1 << 62, (1 << 64) - 1))
+                frame[4:] = b"\xe0" + size.to_bytes(8, "little") + frame[6:]
+            case 3:
+                frame = bytearray(spoiled(bytes(frame), [raw], chance))
+        return b"\x01" + bytes(frame)
+
+    return spoil
+
+
+# --- the journal -----------------------------------------------------------------------------------------------
+
+
+def shuffled(frame: struct.Struct, length_at: int) -> Spoil:
+    """Whole units of a journal dropped, doubled or in another order."""
+
+    def spoil(raw: bytes, chance: random.Random) -> bytes:
+        units, at = [], 0
+        while at < len(raw):
+            end = at + frame.size + int(frame.unpack_from(raw, at)[length_at])
+            units.append(raw[at:end])
+            at = end
+        for _ in range(chance.randint(1, 2)):
+            place = chance.randrange(len(units))
+            match chance.randrange(3):
+                case 0 if len(units) > 1:
+                    del units[place]
+                case 1:
+                    units.insert(chance.randrange(len(units)), units[place])
+                case 2:
+                    units.insert(chance.randrange(len(units)), units.pop(place))
+        return b"".join(units)
+
+    return spoil
+
+
+def crafted(body: bytes, chance: random.Random) -> bytes:
+    """A record's JSON with other nodes; the caller puts a right checksum before it."""
+    return json_spoiled(body.split(b"\n")[0], chance)
+
+
+def journals() -> Iterator[tuple[str, Reader]]:
+    """Both formats: spoiled bytes, and bodies that are not records behind right checksums and chains."""
+    records = a_run().records
+
+    def first(raw: bytes) -> object:
+        found, end = read_records(raw)
+        assert end <= len(raw)
+        assert all(record in records for record in found), "a record that nobody wrote"
+        return found
+
+    def crafted_first(raw: bytes) -> object:
+        return read_records(FRAME_1.pack(len(raw), zlib.crc32(raw)) + raw)
+
+    bodies = [encode_record(record)[FRAME_1.size :] for record in records]
+    written = [b"".join(map(encode_record, records[:count])) for count in (1, 3, len(records))]
+    yield "journal 1", Reader(written, first, (JournalError,), shuffled(FRAME_1, 0), 3)
+    yield "record of journal 1", Reader(bodies, crafted_first, (JournalError,), crafted, 2)
+
+    segments = [segment(records, turns) for turns in (1, 2, 4)]
+    known = [read_segment(each) for each in segments]
+
+    def second(raw: bytes) -> object:
+        found = read_segment(raw)
+        assert found.end <= len(raw)
+        told = [frame.body for frame in found.frames]
+        if not told and found.header is None:
+            return found
+        whole = [[frame.body for frame in each.frames] for each in known]
+        assert any(told == bodies[: len(told)] for bodies in whole), "frames that nobody wrote in this order"
+        return [decode_records(frame.body, frame.offset) for frame in found.frames]
+
+    def crafted_second(raw: bytes) -> object:
+        return decode_records(raw, 0)
+
+    def crafted_header(raw: bytes) -> object:
+        return read_segment(_unit(b"\xd1JH\x02", chain_after(bytes(32), raw), raw))
+
+    header_body = segments[0][UNIT.size : segments[0].index(FRAME[:2], UNIT.size)]
+    yield "journal 2", Reader(segments, second, (JournalError,), shuffled(UNIT, 1), 3)
+    yield "turn of journal 2", Reader([encode_records(records[:3])], crafted_second, (JournalError,), crafted, 2)
+    yield "header of journal 2", Reader([header_body], crafted_header, (JournalError,), crafted)
+
+
+def segment(records: list[Record], turns: int) -> bytes:
+    """A segment with ``turns`` frames."""
+    header, chain = encode_header(1, bytes(32), {"run_id": "small"})
+    pieces = [header, encode_mark(chain)]
+    for turn in range(turns):
+        frame, chain = encode_frame(encode_records(records[2 * turn : 2 * turn + 2]), chain)
+        pieces += [frame, encode_mark(chain)]
+    return b"".join(pieces)
+
+
+# --- messages --------------------------------------------------------------------------------------------------
+
+
+def messages() -> Iterator[tuple[str, Reader]]:
+    """Every converter of the wire with the samples that are its own; what is taken can be sent on."""
+    for message, pack, unpack in everything():
+        raw = pack(message)
+        kind = proto_of(unpack)
+
+        def read(raw: bytes, pack: Any = pack, unpack: Any = unpack) -> object:
+            return pack(unpack(raw))
+
+        spoil = None if kind is None else message_spoiled(kind)
+        yield f"{unpack.__name__} {type(message).__name__}", Reader([raw], read, (MalformedMessage,), spoil, 0.5)
+
+
+def proto_of(unpack: Callable[[bytes], object]) -> Any:
+    """The generated class that ``unpack`` parses, found by letting it: ``parse`` is told the class first."""
+    from diloco.wire import convert, convert_bulk
+
+    seen: list[Any] = []
+
+    def parse(kind: Any, raw: bytes, bytes_max: int) -> Any:
+        seen.append(kind)
+        raise MalformedMessage("that is all we wanted to know")
+
+    originals = convert.parse, convert_bulk.parse
+    convert.parse = convert_bulk.parse = parse  # type: ignore[assignment]
+    try:
+        unpack(b"")
+    except MalformedMessage:
+        pass
+    finally:
+        convert.parse, convert_bulk.parse = originals
+    return seen[0] if seen else None
+
+
+def message_spoiled(kind: Any) -> Spoil:
+    """Field by field."""
+
+    def spoil(raw: bytes, chance: random.Random) -> bytes:
+        message = kind()
+        if chance.random() < 0.3:
+            message = drawn(kind.DESCRIPTOR, chance)
+        else:
+            message.ParseFromString(raw)
+            edited(message, chance)
+        return bytes(message.SerializeToString())
+
+    return spoil
+
+
+# --- files -----------------------------------------------------------------------------------------------------
+
+
+def texts() -> Iterator[tuple[str, Reader]]:
+    """What is JSON or text and comes without a file."""
+    layouts = [plan_layout((("a", (6, 4)), ("b", (10,)), ("c", (7,))), count) for count in (1, 2, 3)]
+
+    def layout(raw: bytes) -> object:
+        found = Layout.from_json(raw.decode())
+        assert Layout.from_json(found.to_json()).fingerprint == found.fingerprint
+        return [found.first_difference(each) for each in layouts]
+
+    samples = [each.to_json().encode() for each in layouts]
+    yield "layout", Reader(samples, layout, (ValueError,), json_spoiled, 3)
+
+    authenticator = Authenticator(SecurityOptions(require_client_cert=True, tls_cert="c", tls_key="k", tls_ca="a"))
+
+    def certificate(raw: bytes) -> object:
+        identity = authenticator.identify(_Certified([raw]))
+        text = raw.decode("utf-8", "replace")
+        assert text.startswith("spiffe://"), text
+        assert text.endswith(
+            f"/site/{identity.site}" if identity.site else ("/admin" if identity.admin else "observer")
+        )
+        return identity
+
+    names = [b"spiffe://example.org/site/a.b-c_1", b"spiffe://example.org/admin", b"spiffe://x/observer"]
+    yield "SPIFFE id", Reader(names, certificate, (Refusal,), weight=3)
+
+
+class _Certified:
+    """As much of gRPC's context as is asked for."""
+
+    def __init__(self, ids: list[bytes]) -> None:
+        self._ids = ids
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        return {"peer_spiffe_id": self._ids, "ssl_tls_version": [b"TLSv1.3"]}
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+
+def files(folder: Path) -> Iterator[tuple[str, Reader]]:
+    """What lies in a folder of ours; ``folder`` should be in memory."""
+    card = RunCard("small", 1, "f" * 64, "shared")
+    run = folder / "run"
+    Store(run, card).journal.close()
+
+    def run_json(raw: bytes) -> object:
+        (run / "run.json").write_bytes(raw)
+        return Store(run, card).journal.close()
+
+    yield "run.json", Reader([(run / "run.json").read_bytes()], run_json, (StoreError,), json_spoiled, 0.5)
+    snapshots = Snapshots(folder / "snapshots")
+    snapshots.write(snapshot(1))
+    for path in sorted((folder / "snapshots" / "00000001").iterdir()):
+        spoil = json_spoiled if path.suffix == ".json" else None
+        weight = 1.0 if path.name == "manifest.json" else 0.3
+        yield (
+            f"snapshot's {path.name}",
+            Reader([path.read_bytes()], snapshot_file(snapshots, path), (SnapshotError,), spoil, weight),
+        )
+    yield "outbox", outbox(folder / "outbox")
+
+    tokens = folder / "tokens.json"
+    table = {"sites": {"a": "token-of-site-a-0123", "b": "b" * 40}, "observer": "o" * 16, "admin": "a" * 16}
+
+    def token_file(raw: bytes) -> object:
+        tokens.write_bytes(raw)
+        tokens.chmod(0o600)
+        return read_tokens(str(tokens))
+
+    yield "tokens", Reader([json.dumps(table).encode()], token_file, (ValueError,), json_spoiled)
+
+
+def snapshot_file(snapshots: Snapshots, path: Path) -> Callable[[bytes], object]:
+    """Reads the snapshot with one of its files replaced."""
+    good = path.read_bytes()
+
+    def read(raw: bytes) -> object:
+        path.write_bytes(raw)
+        try:
+            assert_equal(snapshots.load(1), snapshot(1))
+        finally:
+            path.write_bytes(good)
+        return True
+
+    return read
+
+
+def outbox(folder: Path) -> Reader:
+    """Reads a sealed update whose file is replaced; what is taken is what was put."""
+    box = Outbox(folder)
+    header, payload = update()
+    box.put(header, payload)
+    path = next(folder.glob("*.update"))
+
+    def read(raw: bytes) -> object:
+        path.write_bytes(raw)
+        known = box.digests()
+        assert known in ({}, {(header.fragment, header.sequence): header.digest}), known
+        found, view = box.get(header.fragment, header.sequence, 5)
+        assert (found, bytes(view)) == (replace(header, incarnation=5), payload), "not what was put"
+        return True
+
+    return Reader([path.read_bytes()], read, (OutboxError,), weight=0.5)
+
+
+def readers(folder: Path) -> dict[str, Reader]:
+    """All of them by name; names of messages come more than once, and are numbered."""
+    found: dict[str, Reader] = {}
+    for name, reader in (*codecs(), *journals(), *messages(), *texts(), *files(folder)):
+        found[name if name not in found else f"{name} ({len(found)})"] = reader
+    return found

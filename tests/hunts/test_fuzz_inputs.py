@@ -1,0 +1,54 @@
+"""A share of the hunt in every run, and the proof that it can find something."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from diloco.codec.entropy import EntropyCodec
+from diloco.sync import frames
+from tests.hunts.fuzz_inputs import main, run_piece
+from tests.hunts.inputs import readers
+
+
+def test_a_share_of_the_hunt(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--n", "10000", "--seed", "9000", "--jobs", "1"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (found["hunt"], found["inputs"], found["violations"]) == ("fuzz_inputs", 10_000, 0)
+    assert found["taken"] > 500, "nothing gets through"
+    assert found["refused"] > 5000, "nothing is refused"
+
+
+def test_every_reader_takes_what_is_good(tmp_path: Path) -> None:
+    for name, reader in readers(tmp_path).items():
+        for raw in reader.samples:
+            try:
+                reader.read(raw)
+            except reader.words as error:
+                raise AssertionError(f"{name} refuses what it wrote: {error}") from error
+
+
+def test_a_chain_that_is_not_followed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(before: bytes, body: bytes) -> bytes:
+        return bytes(32)
+
+    monkeypatch.setattr(frames, "chain_after", forgetful)
+    assert any("nobody wrote" in failure for failure in run_piece(3, 5000).failures)
+
+
+def test_a_frame_that_lies_about_its_size_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trusting(self: EntropyCodec, frame: memoryview, expected: int) -> bytes:
+        import zstandard
+
+        return zstandard.ZstdDecompressor().decompress(frame, max_output_size=expected)
+
+    monkeypatch.setattr(EntropyCodec, "_decompress", trusting)
+    failures = run_piece(3, 5000).failures
+    assert any("zstd" in failure.lower() or "MemoryError" in failure for failure in failures), failures
+
+
+def test_a_value_that_is_not_finite_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.codec.casts.is_finite", lambda values: True)
+    assert any("not finite" in failure for failure in run_piece(3, 3000).failures)
