@@ -9,6 +9,7 @@ one that fails.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -46,6 +47,7 @@ class Step(StrEnum):
     JOURNAL_BEGIN = "journal.begin"
     JOURNAL_WRITE = "journal.write"
     JOURNAL_SYNC = "journal.sync"
+    JOURNAL_MARK = "journal.mark"
     JOURNAL_CUT = "journal.cut"
     JOURNAL_PRUNE = "journal.prune"
     SNAPSHOT_BEGIN = "snapshot.begin"
@@ -75,23 +77,34 @@ class LockedError(OSError):
     """Another process holds the folder."""
 
 
+class DiskFullError(OSError):
+    """There was no room for a write; nothing of it is left, and it may be tried again."""
+
+
+def is_full(error: OSError) -> bool:
+    """Whether an operation failed for want of room, on the disk or in a quota."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 class Disk:
     """Does every durable step of a process.  A failed sync is final: the caller must stop, never try again."""
 
     def reached(self, step: Step) -> None:
         """An operation of ``step`` is about to begin, or has just ended."""
 
-    def open(self, path: Path, mode: str, step: Step) -> BinaryIO:
+    def open(self, path: Path, mode: str, step: Step, buffering: int = -1) -> BinaryIO:
         """Open ``path`` for writing; its name is durable after ``sync_folder`` only."""
         self.reached(step)
-        file: BinaryIO = path.open(mode)  # type: ignore[assignment]
+        file: BinaryIO = path.open(mode, buffering)  # type: ignore[assignment]
         self.reached(step)
         return file
 
     def write(self, file: BinaryIO, data: bytes | memoryview, step: Step) -> None:
         """Write ``data``; durable after ``sync``."""
         self.reached(step)
-        file.write(data)
+        left = memoryview(data)
+        while left:  # A file without a buffer takes what fits, and says so only at the next attempt.
+            left = left[file.write(left) :]
         self.reached(step)
 
     def make(self, path: Path, write: Callable[[Path], object], step: Step) -> None:

@@ -40,7 +40,7 @@ VERBS = (
     Verb("eval", "diloco.launch.eval_main", "loss of the published model on the validation text"),
     Verb("status", "diloco.launch.status_main", "how a running syncer stands: sites, versions, tokens, bytes"),
     Verb("report", "diloco.launch.report_main", "report.html and the closing table of a run, finished or not"),
-    Verb("journal", "diloco.launch.journal_main", "the syncer's journal as lines"),
+    Verb("journal", "diloco.launch.journal_main", "the syncer's journal as lines; a check of everything it keeps"),
     Verb(
         "replay",
         "diloco.launch.replay_main",

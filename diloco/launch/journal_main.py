@@ -1,4 +1,4 @@
-"""``diloco journal show``: the syncer's journal as lines, so that an incident can be read."""
+"""``diloco journal``: the syncer's journal as lines, so that an incident can be read, and a check of all it keeps."""
 
 from __future__ import annotations
 
@@ -13,29 +13,60 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 DOES = """diloco journal show RUN_DIR     every event that changed the outer machine: instant in seconds, event, fields,
-                                digest of what came of it; a run folder, a syncer's data folder or one .log file"""
+                                digest of what came of it; a run folder, a syncer's data folder or one .log file
+diloco journal verify RUN_DIR   everything that the syncer keeps, looked at and not touched: chain and marks of the
+                                journal, snapshots, payloads; ends with 1 and names the first thing that is damaged"""
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
-    from diloco.sync.journal import JournalError, describe, read_records
-
     parser = OneLineParser(prog="diloco journal", description=DOES)
-    parser.add_argument("what", choices=["show"])
+    parser.add_argument("what", choices=["show", "verify"])
     parser.add_argument("target", metavar="RUN_DIR|FILE")
     given = parser.parse_args(arguments)
-    for path in segments(given.target):
+    return _show(given.target) if given.what == "show" else _verify(given.target)
+
+
+def _show(target: str) -> ExitCode:
+    from diloco.sync.journal import JournalError, describe
+    from diloco.syncer.journal_files import read_file
+
+    for path in segments(target):
         try:
-            records, end = read_records(path.read_bytes())
+            read = read_file(path)
         except (JournalError, OSError) as error:
-            raise VerbError(ExitCode.FAILED, f"{path}: {error}") from error
-        print(f"# {path.name}: {len(records)} records")
-        for record in records:
+            raise VerbError(ExitCode.FAILED, str(error)) from error
+        print(f"# {path.name}: {len(read.records)} records")
+        for record in read.records:
             print(describe(record))
-        torn = path.stat().st_size - end
-        if torn > 0:
-            print(f"# {torn} bytes of a record that was being written")
+        if read.end < read.size:
+            print(f"# {read.size - read.end} bytes of a turn that was being written")
     return ExitCode.OK
+
+
+def _verify(target: str) -> ExitCode:
+    from diloco.sync.journal import JournalError
+    from diloco.syncer.snapshots import SnapshotError
+    from diloco.syncer.spool import SpoolError
+    from diloco.syncer.verifying import verify
+
+    try:
+        found = verify(data_folder(target))
+    except (JournalError, SnapshotError, SpoolError, OSError) as error:
+        raise VerbError(ExitCode.FAILED, str(error)) from error
+    print(
+        f"whole: {found.records} records in {found.segments} segments, {found.snapshots} snapshots, "
+        f"{found.payloads} payloads"
+    )
+    if found.torn_bytes:
+        print(f"the last {found.torn_bytes} bytes are of a turn that was being written, and never acknowledged")
+    return ExitCode.OK
+
+
+def data_folder(target: str) -> Path:
+    """The syncer's data folder that ``target``, a run folder or itself one, means."""
+    path = Path(target)
+    return path if (path / "journal").is_dir() else existing_run(target).syncer
 
 
 def segments(target: str) -> list[Path]:
@@ -43,7 +74,7 @@ def segments(target: str) -> list[Path]:
     path = Path(target)
     if path.is_file():
         return [path]
-    folder = path / "journal" if (path / "journal").is_dir() else existing_run(target).syncer / "journal"
+    folder = data_folder(target) / "journal"
     found = sorted(folder.glob("journal-*.log"))
     if not found:
         raise ConfigError(f"{target!r} holds no journal: no journal-*.log in {folder}")

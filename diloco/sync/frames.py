@@ -121,8 +121,11 @@ def _checksum(kind: bytes, chain: bytes, body: bytes | memoryview) -> int:
 
 
 def is_framed(data: bytes) -> bool:
-    """Whether this is a segment of format 2, damaged or not; one of format 1 has no unit anywhere."""
-    return not data or data.startswith(HEADER) or _later_unit(data, 0) is not None
+    """Whether this is a segment of format 2, damaged or not; one of format 1 has no unit anywhere.
+
+    One of which nothing has reached the disk, or zeros only, may be of either; nothing is lost by calling it this.
+    """
+    return HEADER.startswith(data[:4]) or not data.strip(b"\0") or _later_unit(data, 0) is not None
 
 
 def read_segment(data: bytes) -> Segment:

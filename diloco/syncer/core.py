@@ -1,7 +1,9 @@
 """The syncer's one decision loop: events in, journal, effects out.
 
-A single thread owns the machine.  It takes what has arrived, lets the machine decide, appends the records, makes them
-durable with one fsync, and only then carries out the effects: an ack, a fate or a version is never ahead of the disk.
+A single thread owns the machine.  It takes what has arrived, lets the machine decide, writes the records in one frame,
+makes it durable with one fsync, and only then carries out the effects: an ack, a fate or a version is never ahead of
+the disk.  Where that takes long because something is wanting (room on the disk), the loop waits in ``settle``: it tells
+nobody anything but how it stands, and goes on where it was when what was wanting is there.
 Long work (outer steps, snapshots) runs in a second thread and comes back as an event or not at all.
 
 A failure of either thread ends the process (``failed``): after a failed fsync nothing may be acknowledged any more, and
@@ -10,6 +12,7 @@ nothing is, because only this loop gives answers.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -18,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from diloco.durable import Step
+from diloco.durable import DiskFullError, Step
 from diloco.sync.effects import AnswerDone, AnswerJoin, AnswerPush
 from diloco.sync.events import DeadlinePassed, JoinRequested, Outcome, OuterEvent, SiteHeard, SiteSilent, UpdateArrived
 from diloco.sync.journal import Record, digest_effects
@@ -29,13 +32,27 @@ from diloco.wire.messages import Refusal
 from diloco.wire.messages import Status as WireStatus
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from diloco.sync.effects import OuterEffect
+    from diloco.syncer.journal_files import Turn
     from diloco.syncer.store import Store
 
 Answer = AnswerJoin | AnswerPush | AnswerDone
 T = TypeVar("T")
 IDLE_S = 0.5
 BATCH_MAX = 256
+RETRY_S = 0.1
+"""Between two attempts at what ``settle`` waits for."""
+HELD_AFTER_S = 0.5
+"""Of such a wait; from then on nobody waits with it."""
+
+
+class CoreHeld(Refusal):
+    """The decision loop waits for something that is wanting, in words; who asks may come back."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(WireStatus.UNAVAILABLE, why)
 
 
 class CoreStopped(Refusal):
@@ -52,6 +69,8 @@ class _Question:
     is_work: bool = False
 
     def answer(self, machine: OuterSync) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return  # Nobody waits for it any more, and so nobody would own what it makes.
         try:
             self.future.set_result(self.ask(machine))
         except BaseException as error:  # The asker gets it, wherever it is waiting.
@@ -61,7 +80,12 @@ class _Question:
 
 
 class Core:
-    """The loop.  ``carry_out`` gets every effect that is not an answer, in order, in the loop's thread."""
+    """The loop.  ``carry_out`` gets every effect that is not an answer, in order, in the loop's thread.
+
+    ``on_held`` hears in words what the loop waits for, and None when it goes on; ``held`` is the same.  ``replicated``
+    is asked about each turn that is durable here, again and again until it answers None: what it says until then is why
+    nothing may be told of that turn yet.  Both are called in the loop's thread.
+    """
 
     def __init__(
         self,
@@ -70,16 +94,22 @@ class Core:
         carry_out: Callable[[OuterEffect], None],
         *,
         on_failure: Callable[[BaseException], None] = lambda error: None,
+        on_held: Callable[[str | None], None] = lambda why: None,
+        replicated: Callable[[Turn], str | None] = lambda turn: None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.machine = machine  # Only the loop's thread may touch it.
         self._store = store
         self._carry_out = carry_out
         self._on_failure = on_failure
+        self._on_held = on_held
+        self._replicated = replicated
+        self.held: str | None = None
         self._clock_ns = clock_ns
         self._origin_ns = machine.state.now_ns - clock_ns()
         self.leases = Leases(machine.options.site_timeout_ns)
         self._inbox: queue.SimpleQueue[OuterEvent | _Question | None] = queue.SimpleQueue()
+        self._early: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._calls: dict[int, Future[Answer]] = {}
         self._calls_lock = threading.Lock()
         self._heard: set[str] = set()
@@ -126,25 +156,50 @@ class Core:
         if first:
             self._inbox.put(None)
 
-    def call(self, make: Callable[[int], OuterEvent], timeout_s: float = 60.0) -> Answer:
-        """Hand in the event that ``make`` gives for a call number, and wait for its answer."""
+    def nudge(self) -> None:
+        """What ``settle`` waits for may be there: look at once."""
+        self._early.put(None)
+
+    def call(
+        self,
+        make: Callable[[int], OuterEvent],
+        timeout_s: float = 60.0,
+        late: Callable[[Answer], None] = lambda answer: None,
+    ) -> Answer:
+        """Hand in the event that ``make`` gives for a call number, and wait for its answer.
+
+        The event stays handed in when the wait ends without one: then ``late`` gets the answer, in the loop's thread.
+        """
         future: Future[Answer] = Future()
         with self._calls_lock:
             number = self._next_call
             self._next_call += 1
             self._calls[number] = future
+        self._inbox.put(make(number))
         try:
-            self._inbox.put(make(number))
             return self._wait(future, timeout_s)
-        finally:
-            with self._calls_lock:
-                self._calls.pop(number, None)
+        except Refusal:
+            future.add_done_callback(lambda done: None if done.exception() else late(done.result()))
+            raise
 
-    def ask(self, question: Callable[[OuterSync], T], timeout_s: float = 30.0) -> T:
-        """Read the machine between two events; ``question`` must not change it."""
-        future: Future[object] = Future()
-        self._inbox.put(_Question(question, future))
-        return self._wait(future, timeout_s)  # type: ignore[return-value]
+    def ask(self, question: Callable[[OuterSync], T], timeout_s: float = 30.0, *, early: bool = False) -> T:
+        """Read the machine between two events; ``question`` must not change it.
+
+        With ``early`` it is answered while the loop is held as well.  The machine is ahead of the disk then, so this is
+        for what people look at, and for nothing that a site goes by.
+        """
+        asked = _Question(question, Future())
+        if early:
+            self._early.put(asked)
+            self._inbox.put(None)
+        else:
+            self._inbox.put(asked)
+        try:
+            return self._wait(asked.future, timeout_s, early)  # type: ignore[return-value]
+        except (CoreStopped, CoreHeld):
+            if asked.future.cancel():
+                raise
+            return asked.future.result(timeout_s)  # type: ignore[return-value]  # It is being answered at this moment.
 
     def do(self, work: Callable[[OuterSync], T], timeout_s: float = 30.0) -> T:
         """Have the loop do ``work`` between two turns, when every effect is carried out; its failure ends the loop."""
@@ -156,15 +211,18 @@ class Core:
         self._inbox.put(_Question(work, future, is_work=True))
         return future
 
-    def _wait(self, future: Future[T], timeout_s: float) -> T:
+    def _wait(self, future: Future[T], timeout_s: float, early: bool = False) -> T:
         until = time.monotonic() + timeout_s
         while True:
             alive = self.alive  # Asked before the wait: what a loop that has just ended answered is still there.
+            held = None if early else self.held
             left_s = max(0.0, until - time.monotonic())
-            if wait([future], timeout=min(1.0, left_s) if alive else 0.0).done:
+            if wait([future], timeout=min(HELD_AFTER_S, left_s) if alive and held is None else 0.0).done:
                 return future.result()
             if not alive or left_s == 0:
                 raise CoreStopped
+            if held is not None:
+                raise CoreHeld(held)
 
     # --- the loop ----------------------------------------------------------------------------------------------
 
@@ -184,7 +242,7 @@ class Core:
     def _turn(self) -> None:
         """Take what has arrived, decide, make durable, carry out."""
         decided: list[OuterEffect] = []
-        written = False
+        records: list[Record] = []
         questions: list[_Question] = []
         patience_s = self._patience_s()
         for item in self._arrived(patience_s):
@@ -192,22 +250,22 @@ class Core:
                 questions.append(item)
                 continue
             if item is not None:
-                written |= self._decide(item, decided)
+                self._decide(item, decided, records)
         now_ns = self.now_ns()
         for site in self._take_heard():
             back = self.leases.heard(site, now_ns)
             if back is not None:
-                written |= self._decide(back, decided)
+                self._decide(back, decided, records)
         if now_ns - self._turned_ns > patience_s * 1e9 + self.leases.timeout_ns / 2:
             self.leases.renew(now_ns)  # It was this process that was away; what was said meanwhile is yet to be read.
         self._turned_ns = now_ns
         for silent in self.leases.expired(now_ns):
-            written |= self._decide(silent, decided)
+            self._decide(silent, decided, records)
         deadline_ns = self.machine.next_deadline_ns()
         if deadline_ns is not None and now_ns >= deadline_ns:
-            written |= self._decide(DeadlinePassed(), decided)
-        if written:
-            self._store.journal.flush()
+            self._decide(DeadlinePassed(), decided, records)
+        if records and not self.settle(records):
+            return
         for effect in decided:
             if isinstance(effect, AnswerJoin | AnswerPush | AnswerDone):
                 self._store.disk.reached(Step.ACK)
@@ -217,6 +275,56 @@ class Core:
                 self._carry_out(effect)
         for question in questions:
             question.answer(self.machine)
+        self._answer_early()
+
+    def settle(self, records: Sequence[Record]) -> bool:
+        """Make a turn's records safe; none of its effects is carried out before this has returned True.
+
+        Safe means: whole and durable in this syncer's journal, marked as such, and then wherever else ``replicated``
+        says that it must be.  Each of these may have to wait, for as long as it takes: a full disk until there is room.
+        Meanwhile the machine is ahead of everything that may be told, so that nothing else is decided and only early
+        questions are answered; everybody else is refused with the words for what is wanting (``CoreHeld``).
+
+        False when the process is to stop before that: the turn never happened, and what handed in its events will do so
+        again.  A failed sync is no wait, it ends the loop.
+        """
+        turns: list[Turn] = []
+
+        def write() -> str | None:
+            turns.append(self._store.journal.append(records))
+            return None
+
+        def flush() -> str | None:
+            self._store.journal.flush()
+            return None
+
+        return self._until(write) and self._until(flush) and self._until(lambda: self._replicated(turns[0]))
+
+    def _until(self, attempt: Callable[[], str | None]) -> bool:
+        """Repeat ``attempt`` until it answers None instead of why it cannot be; False when the process is to stop."""
+        began = time.monotonic()
+        while (why := _wanting(attempt)) is not None:
+            if self._stopping.is_set():
+                return False
+            if time.monotonic() - began > HELD_AFTER_S:
+                self._hold(why)
+            self._answer_early(RETRY_S)
+        self._hold(None)
+        return True
+
+    def _hold(self, why: str | None) -> None:
+        if why != self.held:
+            self.held = why
+            self._on_held(why)
+
+    def _answer_early(self, wait_s: float = 0.0) -> None:
+        """Answer the early questions, having waited at most ``wait_s`` for the first."""
+        with contextlib.suppress(queue.Empty):
+            question = self._early.get(timeout=wait_s) if wait_s else self._early.get_nowait()
+            while True:
+                if question is not None:
+                    question.answer(self.machine)
+                question = self._early.get_nowait()
 
     def _take_heard(self) -> list[str]:
         with self._heard_lock:
@@ -240,16 +348,14 @@ class Core:
             return IDLE_S
         return min(IDLE_S, max(0.0, (min(wanted) - self.now_ns()) / 1e9))
 
-    def _decide(self, event: OuterEvent, decided: list[OuterEffect]) -> bool:
-        """Let the machine decide; write the record unless nothing changed.  Returns whether one was written."""
+    def _decide(self, event: OuterEvent, decided: list[OuterEffect], records: list[Record]) -> None:
+        """Let the machine decide; there is a record of it unless nothing changed."""
         now_ns = max(self.now_ns(), self.machine.state.now_ns)
         effects = self.machine.handle(event, now_ns)
         self._follow_leases(event, now_ns)
         decided += effects
-        if changes_nothing(event, effects):
-            return False
-        self._store.append(Record(now_ns, event, digest_effects(effects)))
-        return True
+        if not changes_nothing(event, effects):
+            records.append(Record(now_ns, event, digest_effects(effects)))
 
     def _follow_leases(self, event: OuterEvent, now_ns: int) -> None:
         name = getattr(event, "site", None)
@@ -268,6 +374,14 @@ class Core:
             future = self._calls.pop(answer.call, None)
         if future is not None:
             future.set_result(answer)
+
+
+def _wanting(attempt: Callable[[], str | None]) -> str | None:
+    """What ``attempt`` says that it wants; a disk that is full is said in words."""
+    try:
+        return attempt()
+    except DiskFullError as error:
+        return f"disk full: {error.strerror}"
 
 
 def changes_nothing(event: OuterEvent, effects: list[OuterEffect]) -> bool:

@@ -1,96 +1,277 @@
-"""The journal on disk: segments of records, ``journal-000001.log`` and on; a snapshot names the first one it needs.
+"""The journal on disk: segments ``journal-000001.log`` and on, their bytes as in ``sync/frames.py``.
 
-``append`` writes, ``flush`` makes everything appended durable; nothing is acknowledged or published in between.  A
-crash can cut the last record of the last segment short: that record was never acknowledged, and ``open`` cuts it off.
-Damage anywhere else is ``JournalError`` with file and offset: the syncer does not start on it.
+What is made durable when (each line is a call here, in the order in which a process makes them):
+
+- ``take_over`` (a start): what a crash left half written is cut off, the segment synced, its last mark written if it
+  has none.  From then on all of it counts as acknowledged.
+- ``append``: one frame, written.  Nothing is synced.  ``flush``: the segment is synced (fdatasync); then the frame's
+  mark is written and *not* synced.  Only after that may anything be told that follows from the frame.
+- ``rotate``: the old segment is synced, its last mark with it.  The new one gets its header and is synced, then the
+  folder is synced, then the header's mark is written.  Only after that may a snapshot name the new segment.
+- ``prune``: segments that nothing needs are removed, oldest first.  Nothing is synced: one that a power cut brings back
+  is removed by the next.
+
+What a power cut leaves when it comes ...
+
+- in ``append`` or before the sync of ``flush`` is done: nothing, a part, or all of the frame.  A part is cut off.  A
+  whole one is taken as it is: nobody has heard of it, and those who sent its events will send them again.
+- between that sync and the next one: the frame, with its mark, with a part of it, or without.
+- in ``rotate``: no new segment, an empty one, a part of a header, or a header.  A segment without a header is removed,
+  and its number given again; one with nothing but a header is gone on with.
+
+Whatever else is there is damage: ``JournalError`` with file and offset, and the syncer does not start on it.  Segments
+of format 1, which a process of an earlier version has left, are read and never written to.
 """
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from diloco.durable import PLAIN_DISK, Step
-from diloco.sync.journal import JournalError, Record, encode_record, read_records
+from diloco.durable import PLAIN_DISK, DiskFullError, Step, is_full
+from diloco.sync.frames import (
+    CHAIN_START,
+    Segment,
+    encode_frame,
+    encode_header,
+    encode_mark,
+    is_framed,
+    read_segment,
+)
+from diloco.sync.journal import JournalError, Record, decode_records, encode_records, read_records
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
     from typing import BinaryIO
 
     from diloco.durable import Disk
 
 
-class JournalFiles:
-    """The segments in ``folder``.  One writer."""
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A place where a replay can begin: a whole segment.  ``chain`` is the value before it; "" where it has none."""
 
-    def __init__(self, folder: Path, disk: Disk = PLAIN_DISK) -> None:
+    segment: int
+    chain: str
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one turn of the decision loop wrote: ``data`` is the frame, byte for byte as it lies at ``offset``."""
+
+    segment: int
+    offset: int
+    data: bytes
+    chain: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRead:
+    """A segment as it was found.  ``found`` is None for one of format 1; ``end`` is where what is whole ends."""
+
+    index: int
+    found: Segment | None
+    records: list[Record]
+    size: int
+    end: int
+
+
+class JournalFiles:
+    """The segments in ``folder``.  One writer; ``run`` is what a new segment says of the run it belongs to."""
+
+    def __init__(self, folder: Path, run: Mapping[str, str | int] | None = None, disk: Disk = PLAIN_DISK) -> None:
         self.folder = folder
+        self._run = dict(run or {})
         self._disk = disk
         disk.make_folder(folder, Step.FOLDER)
         self.index = max(self.segments(), default=0)
-        self._file: BinaryIO | None = None if self.index == 0 else self._path(self.index).open("ab")
+        self._file: BinaryIO | None = None
+        self._chain = CHAIN_START
+        self._end = 0
+        self._synced = self._marked = True
 
-    def _path(self, index: int) -> Path:
+    def path(self, index: int) -> Path:
+        """The file of a segment."""
         return self.folder / f"journal-{index:06d}.log"
 
     def segments(self) -> list[int]:
         """The numbers of the segments that exist, rising."""
         return sorted(int(path.stem.removeprefix("journal-")) for path in self.folder.glob("journal-*.log"))
 
-    def read(self, first: int) -> list[Record]:
-        """Every record from segment ``first`` on; a torn end of the last segment is cut off."""
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def read(self, first: int, chain: str = "") -> list[Record]:
+        """Every record from segment ``first`` on, before which the chain has the value ``chain``, if that is known."""
+        return [record for segment in self.walk(first, chain) for record in segment.records]
+
+    def walk(self, first: int, chain: str = "") -> Iterator[SegmentRead]:
+        """Segment by segment from ``first`` on, each checked; ``JournalError`` names file and offset of damage."""
         wanted = [index for index in self.segments() if index >= first]
         missing = sorted(set(range(first, max(wanted, default=first) + 1)) - set(wanted))
         if missing:
-            raise JournalError(f"{self._path(missing[0])} is missing: the journal is needed from segment {first} on")
-        records: list[Record] = []
+            raise JournalError(f"{self.path(missing[0])} is missing: the journal is needed from segment {first} on")
+        before = bytes.fromhex(chain) if chain else None
         for index in wanted:
-            path = self._path(index)
-            data = path.read_bytes()
-            try:
-                found, end = read_records(data)
-            except JournalError as error:
-                raise JournalError(f"{path}: {error}") from error
-            if end < len(data):
-                if index != wanted[-1]:
-                    raise JournalError(
-                        f"{path} ends in the middle of a record at byte {end} and is not the last segment"
-                    )
-                self._disk.cut(path, end, Step.JOURNAL_CUT)
-            records += found
-        return records
+            read = read_file(self.path(index))
+            is_last = index == wanted[-1]
+            if read.end < read.size and not is_last:
+                raise JournalError(f"{self.path(index)} ends in the middle of a unit at byte {read.end}: it is damaged")
+            before = self._chain_through(read, before, may_be_blank=is_last and index != first)
+            yield read
+
+    def _chain_through(self, read: SegmentRead, before: bytes | None, *, may_be_blank: bool) -> bytes | None:
+        """The chain after the segment, if it is the one that belongs behind ``before``; None: not known."""
+        path = self.path(read.index)
+        header = None if read.found is None else read.found.header
+        if read.found is None or header is None:
+            # One of format 1 may be empty, and the last one may be of a process that died when it had just made it.
+            if before is None or before == CHAIN_START or (may_be_blank and read.found is not None):
+                return before if read.found is not None else CHAIN_START
+            raise JournalError(f"{path}: unit at byte 0 is damaged: the segment has lost its header")
+        if header.segment != read.index:
+            raise JournalError(f"{path}: unit at byte 0 says that this is segment {header.segment}")
+        if before is not None and header.before != before.hex():
+            raise JournalError(f"{path}: unit at byte 0 does not go on from what was written before this segment")
+        for name in sorted(self._run.keys() & header.run.keys()):
+            if header.run[name] != self._run[name]:
+                raise JournalError(f"{path}: unit at byte 0 has {name} {header.run[name]!r}: it is of another run")
+        return read.found.chain
 
     def is_blank(self) -> bool:
-        """Whether nothing was ever written: then nothing was ever acknowledged."""
-        return all(self._path(index).stat().st_size == 0 for index in self.segments())
+        """Whether no event was ever written: then nothing was ever acknowledged."""
+        try:
+            found = [read_file(self.path(index)) for index in self.segments()]
+        except JournalError:
+            return False
+        return all(not read.records and (read.found is not None or read.size == 0) for read in found)
 
-    def append(self, record: Record) -> None:
-        """Write ``record``; it is durable after ``flush``."""
-        assert self._file is not None, "rotate begins the first segment"
-        self._disk.write(self._file, encode_record(record), Step.JOURNAL_WRITE)
+    # --- writing -----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> Position:
+        """The first segment of a new folder; what a process left that died while it did the same is dropped."""
+        for index in self.segments():
+            self._disk.remove(self.path(index), Step.JOURNAL_CUT)
+        self.index, self._chain = 0, CHAIN_START
+        return self.rotate()
+
+    def take_over(self) -> list[str]:
+        """Go on behind what the last process wrote, which has been read without an error; says what had to be cut off.
+
+        A note for each cut: what was never acknowledged goes, and so does a last mark that is not whole.
+        """
+        notes = []
+        path = self.path(self.index)
+        read = read_file(path)
+        if read.end < read.size:
+            notes.append(f"{path} is cut off at byte {read.end}: {read.size - read.end} bytes there were never whole")
+        if read.found is not None and read.found.header is None:
+            self._disk.remove(path, Step.JOURNAL_CUT)
+            self._disk.sync_folder(self.folder, Step.JOURNAL_CUT)
+            self.index -= 1
+            earlier = read_file(self.path(self.index)).found if self.index in self.segments() else None
+            self._chain = CHAIN_START if earlier is None or earlier.header is None else earlier.chain
+            self.rotate()
+            return notes
+        if read.end < read.size:
+            self._disk.cut(path, read.end, Step.JOURNAL_CUT)
+        self._file = self._disk.open(path, "ab", Step.JOURNAL_BEGIN, buffering=0)
+        self._end, self._synced = read.end, False
+        if read.found is None:
+            self.rotate()
+        else:
+            self._chain, self._marked = read.found.chain, read.found.marked
+            self.flush()
+        return notes
+
+    def append(self, records: Sequence[Record]) -> Turn:
+        """Write the records of a turn; they are durable after ``flush``.
+
+        ``DiskFullError`` when there is no room for them: nothing of them is left, and it may be tried again.
+        """
+        data, chain = encode_frame(encode_records(records), self._chain)
+        turn = Turn(self.index, self._end, data, chain)
+        self._put(data, Step.JOURNAL_WRITE)
+        self._chain, self._synced, self._marked = chain, False, False
+        return turn
 
     def flush(self) -> None:
-        """Make all appended records durable.  A failed fsync is final: the caller must stop, never try again."""
-        if self._file is not None:
-            self._disk.sync(self._file, Step.JOURNAL_SYNC)
+        """Make all that was appended durable, and mark it.  A failed sync is final: the caller must stop.
 
-    def rotate(self) -> int:
-        """Begin a new segment and return its number."""
+        ``DiskFullError`` when there is no room for the mark: to be called again.
+        """
+        if self._file is None:
+            return
+        if not self._synced:
+            self._disk.sync(self._file, Step.JOURNAL_SYNC)
+            self._synced = True
+        if not self._marked:
+            self._put(encode_mark(self._chain), Step.JOURNAL_MARK)
+            self._marked = True
+
+    def _put(self, data: bytes, step: Step) -> None:
+        assert self._file is not None, "begin or take_over comes first"
+        try:
+            self._disk.write(self._file, data, step)
+        except OSError as error:
+            # What is there of it now would stand between what is whole and what comes next.
+            self._disk.cut(self.path(self.index), self._end, Step.JOURNAL_CUT)
+            if is_full(error):
+                raise DiskFullError(error.errno, error.strerror) from error
+            raise
+        self._end += len(data)
+
+    def rotate(self) -> Position:
+        """Begin a new segment.  ``DiskFullError`` when there is no room for it: then the old one goes on."""
         if self._file is not None:
             self.flush()
-            self._file.close()
-        self.index += 1
-        self._file = self._disk.open(self._path(self.index), "ab", Step.JOURNAL_BEGIN)
-        self._disk.sync_folder(self.folder, Step.JOURNAL_BEGIN)
-        return self.index
+            self._disk.sync(self._file, Step.JOURNAL_SYNC)
+        index, before = self.index + 1, self._chain
+        header, chain = encode_header(index, before, self._run)
+        path = self.path(index)
+        file = self._disk.open(path, "ab", Step.JOURNAL_BEGIN, buffering=0)
+        try:
+            self._disk.write(file, header, Step.JOURNAL_BEGIN)
+            self._disk.sync(file, Step.JOURNAL_BEGIN)
+            self._disk.sync_folder(self.folder, Step.JOURNAL_BEGIN)
+        except OSError as error:
+            file.close()
+            # Durably gone: were it to come back, the old segment would not end where this one says that it goes on.
+            self._disk.remove(path, Step.JOURNAL_CUT)
+            self._disk.sync_folder(self.folder, Step.JOURNAL_CUT)
+            if is_full(error):
+                raise DiskFullError(error.errno, error.strerror) from error
+            raise
+        self.close()
+        self.index, self._file, self._chain = index, file, chain
+        self._end, self._synced, self._marked = len(header), True, False
+        with contextlib.suppress(DiskFullError):  # Then the next frame comes without it, and is as good a mark.
+            self.flush()
+        return Position(index, before.hex())
 
     def prune(self, first: int) -> None:
         """Drop the segments before ``first``."""
         for index in self.segments():
             if index < first:
-                self._disk.remove(self._path(index), Step.JOURNAL_PRUNE)
+                self._disk.remove(self.path(index), Step.JOURNAL_PRUNE)
 
     def close(self) -> None:
         """Close the last segment."""
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def read_file(path: Path) -> SegmentRead:
+    """One segment by itself; ``JournalError`` names file and offset of damage."""
+    index, data = int(path.stem.removeprefix("journal-")), path.read_bytes()
+    try:
+        if not is_framed(data):
+            records, end = read_records(data)
+            return SegmentRead(index, None, records, len(data), end)
+        found = read_segment(data)
+        turns = [decode_records(frame.body, frame.offset) for frame in found.frames]
+        return SegmentRead(index, found, [record for turn in turns for record in turn], len(data), found.end)
+    except JournalError as error:
+        raise JournalError(f"{path}: {error}") from error

@@ -20,7 +20,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from diloco.durable import PLAIN_DISK, Step
-from diloco.sync.plain import parse_json
+from diloco.sync.plain import parse_json, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,11 +29,16 @@ if TYPE_CHECKING:
     from diloco.durable import Disk
 
 
-FORMAT = 1
+FORMAT = 2
+"""Of the manifest.  Those of format 1, without the chain value of the journal, are still read."""
 
 
 class SnapshotError(ValueError):
     """A snapshot is damaged; the text names the file."""
+
+
+class NewerSnapshotError(SnapshotError):
+    """A snapshot is of a format that this version does not know; it is not damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +57,16 @@ class FragmentValues:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """``state`` is ``OuterSync.snapshot()``; ``journal_segment`` is the first one to replay."""
+    """``state`` is ``OuterSync.snapshot()``.
+
+    ``journal_segment`` is the first one to replay, and ``journal_chain`` the chain value of the journal before it,
+    empty in a snapshot of format 1.
+    """
 
     state: object
     fragments: tuple[FragmentValues, ...]
     journal_segment: int
+    journal_chain: str = ""
 
 
 class Snapshots:
@@ -67,8 +77,11 @@ class Snapshots:
         self.keep = keep
         self._disk = disk
         disk.make_folder(folder, Step.FOLDER)
-        for leftover in folder.glob(".*.tmp"):
-            disk.remove(leftover, Step.SNAPSHOT_PRUNE)
+
+    def sweep(self) -> None:
+        """Remove what a process that died has left half written; for the process that has the folder now."""
+        for leftover in self.folder.glob(".*.tmp"):
+            self._disk.remove(leftover, Step.SNAPSHOT_PRUNE)
 
     def numbers(self) -> list[int]:
         """The snapshots that exist, rising."""
@@ -96,17 +109,17 @@ class Snapshots:
         """Read and verify one snapshot; ``SnapshotError`` names the file that is missing or damaged."""
         with self._reading(number) as facts:
             folder = self._path(number)
-            state, segment = _state(folder, facts)
+            state, segment, chain = _state(folder, facts)
             fragments = tuple(
                 unpack(_verified(folder / name, facts[name]))
                 for name in (f"fragment-{index}.safetensors" for index in range(len(facts) - 1))
             )
-            return Snapshot(state, fragments, segment)
+            return Snapshot(state, fragments, segment, chain)
 
     def peek(self, number: int) -> tuple[object, int]:
         """The state and the journal segment of one snapshot, verified; its tensors are not looked at."""
         with self._reading(number) as facts:
-            return _state(self._path(number), facts)
+            return _state(self._path(number), facts)[:2]
 
     def set_aside(self, number: int) -> None:
         """Keep a damaged snapshot for whoever wants to look at it, where it counts as one no more."""
@@ -135,8 +148,11 @@ class Snapshots:
         folder = self._path(number)
         try:
             manifest = parse_json((folder / "manifest.json").read_bytes())
-            if manifest["format"] != FORMAT:
-                raise SnapshotError(f"{folder} has format {manifest['format']!r}: {FORMAT} wanted")
+            found = manifest["format"]
+            if type(found) is int and found > FORMAT:
+                raise NewerSnapshotError(f"{folder} has format {shown(found)}, and this version reads up to {FORMAT}")
+            if found not in range(1, FORMAT + 1):
+                raise SnapshotError(f"{folder} is damaged: it has format {shown(found)}")
             files = dict(manifest["files"])
             odd = set(files) ^ {path.name for path in folder.iterdir()} ^ {"manifest.json"}
             if odd:
@@ -152,13 +168,17 @@ class Snapshots:
 def _files(snapshot: Snapshot) -> Iterator[tuple[str, bytes]]:
     for index, values in enumerate(snapshot.fragments):
         yield f"fragment-{index}.safetensors", pack(values)
-    state = {"state": snapshot.state, "journal_segment": snapshot.journal_segment}
+    state = {
+        "state": snapshot.state,
+        "journal_segment": snapshot.journal_segment,
+        "journal_chain": snapshot.journal_chain,
+    }
     yield "state.json", json.dumps(state, sort_keys=True).encode()
 
 
-def _state(folder: Path, facts: dict[str, dict[str, object]]) -> tuple[object, int]:
+def _state(folder: Path, facts: dict[str, dict[str, object]]) -> tuple[object, int, str]:
     plain = parse_json(_verified(folder / "state.json", facts["state.json"]))
-    return plain["state"], int(plain["journal_segment"])
+    return plain["state"], int(plain["journal_segment"]), str(plain.get("journal_chain", ""))
 
 
 def _verified(path: Path, facts: dict[str, object]) -> bytes:

@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING
 
 from diloco.durable import PLAIN_DISK, Step
 from diloco.sync.events import UpdateArrived
-from diloco.sync.journal import JournalError, Record
+from diloco.sync.journal import JournalError
 from diloco.sync.plain import PlainError, parse_json, shown
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.holdings import Holdings
 from diloco.syncer.journal_files import JournalFiles
 from diloco.syncer.replaying import Replayer
-from diloco.syncer.snapshots import FragmentValues, Snapshot, SnapshotError, Snapshots
+from diloco.syncer.snapshots import FragmentValues, NewerSnapshotError, Snapshot, SnapshotError, Snapshots
 from diloco.syncer.spool import Spool, SpoolError
+from diloco.syncer.verifying import payloads_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
     from diloco.sync.events import Fate
     from diloco.sync.options import OuterOptions
 
-FORMAT = 1
+FORMAT = 2
+"""Of ``run.json``, and so of the folder: an earlier version refuses a folder of a later one.  1 is still read."""
 
 
 class StoreError(ValueError):
@@ -74,8 +76,10 @@ class Store:
         disk.make_folder(folder, Step.FOLDER)
         self._check_card(card)
         self.spool = Spool(folder / "spool", disk)
-        self.journal = JournalFiles(folder / "journal", disk)
+        run = {"run_id": card.run_id, "layout_fingerprint": card.layout_fingerprint}
+        self.journal = JournalFiles(folder / "journal", run, disk)
         self.snapshots = Snapshots(folder / "snapshots", disk=disk)
+        self.snapshots.sweep()
         disk.sync_folder(folder, Step.FOLDER)
         disk.sync_folder(folder.parent, Step.FOLDER)
         self._decided: deque[tuple[int, str]] = deque()
@@ -84,17 +88,26 @@ class Store:
         path = self.folder / "run.json"
         ours = {"format": FORMAT, **asdict(card)}
         if not path.exists():
-            self.disk.write_file(path, json.dumps(ours, indent=1, sort_keys=True).encode(), Step.CARD)
+            self._write_card(ours)
             return
         try:
             theirs = dict(parse_json(path.read_bytes()))
         except (ValueError, TypeError) as error:
             raise StoreError(f"{path} is damaged: {error}") from error
-        for name, value in ours.items():
+        found = theirs.get("format")
+        if type(found) is not int or not 1 <= found <= FORMAT:
+            raise StoreError(f"{path} has format {shown(found)}, and this version reads up to {FORMAT}")
+        for name, value in asdict(card).items():
             if theirs.get(name) != value:
                 raise StoreError(
                     f"{path} has {name} {shown(theirs.get(name))} and this run has {value!r}: another folder, please"
                 )
+        if found < FORMAT:
+            self._write_card(ours)
+
+    def _write_card(self, card: dict[str, object]) -> None:
+        text = json.dumps(card, indent=1, sort_keys=True).encode()
+        self.disk.write_file(self.folder / "run.json", text, Step.CARD)
 
     def is_new(self) -> bool:
         """Whether no process ever got as far as to acknowledge something here."""
@@ -102,8 +115,8 @@ class Store:
 
     def begin(self, machine: OuterSync, values: Sequence[FragmentValues]) -> None:
         """Keep version 0: the first snapshot, and the first journal segment behind it."""
-        segment = self.journal.rotate()
-        self.snapshots.write(Snapshot(machine.snapshot(), tuple(values), segment))
+        place = self.journal.begin()
+        self.snapshots.write(Snapshot(machine.snapshot(), tuple(values), place.segment, place.chain))
 
     def recover(
         self, options: OuterOptions, optimizer: OuterOptimizerOptions, down_codec: str, downlinks_kept: int = 32
@@ -117,6 +130,8 @@ class Store:
         for number in reversed(self.snapshots.numbers()):
             try:
                 snapshot = self.snapshots.load(number)
+            except NewerSnapshotError as error:
+                raise StoreError(str(error)) from error
             except SnapshotError as error:
                 notes.append(f"{error}; the snapshot before it is used")
                 damaged.append(number)
@@ -128,6 +143,7 @@ class Store:
             except AssertionError as error:
                 text = f"{self.journal.folder} does not fit: another version or other options ({error})"
                 raise StoreError(text) from error
+            notes += self.journal.take_over()
             for each in damaged:
                 self.snapshots.set_aside(each)
             recovered = Recovered(replayer.machine, replayer.holdings, replayer.records, notes)
@@ -145,13 +161,9 @@ class Store:
     ) -> Replayer:
         machine = OuterSync.restore(options, snapshot.state)
         replayer = Replayer(machine, snapshot.fragments, self.spool, optimizer, down_codec, downlinks_kept)
-        for record in self.journal.read(snapshot.journal_segment):
+        for record in self.journal.read(snapshot.journal_segment, snapshot.journal_chain):
             replayer.apply(record)
         return replayer
-
-    def append(self, record: Record) -> None:
-        """Write a record; durable after ``journal.flush``."""
-        self.journal.append(record)
 
     def decided(self, site: str, fate: Fate) -> None:
         """An update has its fate: once no snapshot is older than that, its payload may go."""
@@ -164,10 +176,12 @@ class Store:
     def snapshot_writer(self, machine: OuterSync, values: Sequence[FragmentValues]) -> Callable[[], int]:
         """Cut the journal here and return the (long) rest of the work, to be done beside the machine.
 
+        ``DiskFullError`` when there is no room to begin: nothing has changed.
+
         The rest writes the snapshot and then lets go of the journal segments and payloads that no snapshot left needs.
         """
-        segment = self.journal.rotate()
-        snapshot = Snapshot(machine.snapshot(), tuple(values), segment)
+        place = self.journal.rotate()
+        snapshot = Snapshot(machine.snapshot(), tuple(values), place.segment, place.chain)
 
         def write() -> int:
             size = self.snapshots.write(snapshot)
@@ -181,11 +195,11 @@ class Store:
 
     def _sweep_spool(self, recovered: Recovered) -> None:
         """Drop the payloads that neither a snapshot left nor the journal behind it names; note when the rest may go."""
-        waiting = payloads_in(recovered.machine.snapshot())
+        waiting = set(payloads_in(recovered.machine.snapshot()))
         needed = set(waiting)
         for number in self.snapshots.numbers():
             try:
-                needed |= payloads_in(self.snapshots.peek(number)[0])
+                needed |= payloads_in(self.snapshots.peek(number)[0]).keys()
             except SnapshotError as error:
                 recovered.notes.append(f"{error}; it is older than the one in use and is set aside")
                 self.snapshots.set_aside(number)
@@ -198,14 +212,3 @@ class Store:
         self.spool.sweep(needed)
         for reference in sorted(needed - waiting):
             self.release(reference)
-
-
-def payloads_in(state: object) -> set[str]:
-    """The payload references of the undecided updates in a machine's snapshot."""
-    assert isinstance(state, dict)
-    return {
-        pending["payload"]
-        for site in state["sites"].values()
-        for line in site["lines"]
-        for pending in line["undecided"]
-    }

@@ -7,6 +7,7 @@ import pytest
 from diloco.launch.cli import main
 from diloco.sync.events import SyncerStarted
 from diloco.sync.journal import Record, encode_record
+from tests.syncer.test_store import told
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def test_a_torn_end_is_said_and_damage_is_an_error(run: Path, capsys: pytest.Cap
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:20])
     assert main(["journal", "show", str(path)]) == 0
-    assert "20 bytes of a record that was being written" in capsys.readouterr().out
+    assert "20 bytes of a turn that was being written" in capsys.readouterr().out
     path.write_bytes(whole[:-3] + b"xxx" + whole)
     assert main(["journal", "show", str(path)]) == 1
     assert "damaged" in capsys.readouterr().err
@@ -46,3 +47,24 @@ def test_a_folder_without_a_journal_is_named(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "config.yaml").touch()
     assert main(["journal", "show", str(tmp_path)]) == 2
     assert "holds no journal" in capsys.readouterr().err
+
+
+def test_everything_is_verified_and_the_first_damage_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    desk = told(tmp_path / "run" / "syncer", snapshots=2)
+    (tmp_path / "run" / "config.yaml").touch()
+    for target in (tmp_path / "run", desk.store.folder):
+        assert main(["journal", "verify", str(target)]) == 0
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith("whole: ")
+        assert " 2 snapshots, " in line
+    path = max((desk.store.folder / "journal").iterdir())
+    with path.open("ab") as file:
+        file.write(b"torn")
+    assert main(["journal", "verify", str(tmp_path / "run")]) == 0
+    assert "the last 4 bytes are of a turn that was being written" in capsys.readouterr().out
+    with path.open("r+b") as file:
+        file.seek(300)
+        file.write(b"?")
+    assert main(["journal", "verify", str(tmp_path / "run")]) == 1
+    captured = capsys.readouterr()
+    assert (captured.out, str(path) in captured.err) == ("", True)

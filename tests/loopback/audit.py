@@ -14,13 +14,14 @@ from diloco.codec.contract import digest
 from diloco.learner.agent import Finished
 from diloco.sync.effects import AnswerPush, PublishVersion, StartOuterStep, TellFate
 from diloco.sync.events import Ending, Fate, Outcome, OuterStepDone, SyncerStarted, UpdateArrived
-from diloco.sync.journal import Record, read_records, replay
+from diloco.sync.journal import Record, replay
 from diloco.sync.syncer import OuterSync
+from diloco.syncer.journal_files import read_file
 from diloco.syncer.server import full_parameters
 from diloco.syncer.snapshots import FragmentValues, Snapshots
 from diloco.syncer.store import RunCard, Store
 from tests.loopback.cluster import Log
-from tests.loopback.toy import Toy
+from tests.loopback.toy import RUN, Toy
 
 Key = tuple[str, int, int]
 """Site, fragment, sequence."""
@@ -45,7 +46,7 @@ def segments(toy: Toy) -> dict[str, Path]:
 def all_records(toy: Toy) -> list[Record]:
     found = segments(toy)
     assert sorted(found) == [f"journal-{index:06d}.log" for index in range(1, len(found) + 1)], sorted(found)
-    return [record for name in sorted(found) for record in read_records(found[name].read_bytes())[0]]
+    return [record for name in sorted(found) for record in read_file(found[name]).records]
 
 
 def history(toy: Toy) -> History:
@@ -104,7 +105,7 @@ def version_zero(toy: Toy) -> tuple[OuterSync, list[FragmentValues]]:
 def computed_again(toy: Toy) -> list[FragmentValues]:
     """Every outer step again, from version 0 and the payloads alone, by the product's own recovery."""
     folder = Path(toy.folder) / "computed-again"
-    card = RunCard("again", 1, toy.layout().fingerprint, "")
+    card = RunCard(RUN, 1, toy.layout().fingerprint, "")
     store = Store(folder, card)
     store.begin(*version_zero(toy))
     store.journal.close()

@@ -59,7 +59,7 @@ class Desk:
         self.now_ns += after_ns
         effects = self.machine.handle(event, self.now_ns)
         if not changes_nothing(event, effects):
-            self.store.append(Record(self.now_ns, event, digest_effects(effects)))
+            self.store.journal.append([Record(self.now_ns, event, digest_effects(effects))])
             self.store.journal.flush()
         for effect in effects:
             if isinstance(effect, StartOuterStep):

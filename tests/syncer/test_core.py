@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-from diloco.durable import PLAIN_DISK
+from diloco.durable import PLAIN_DISK, DiskFullError
 from diloco.sync.effects import AnswerDone, AnswerJoin, AnswerPush, OuterEffect, PublishVersion
 from diloco.sync.events import (
     DeadlinePassed,
@@ -34,6 +34,7 @@ from diloco.sync.options import OuterOptions
 from diloco.sync.state import Status
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.core import Core, CoreStopped, changes_nothing
+from diloco.syncer.journal_files import Turn
 from diloco.wire.messages import Refusal
 from diloco.wire.messages import Status as WireStatus
 from tests.syncer.building import eventually
@@ -50,12 +51,16 @@ class Journal:
         self.gate = threading.Event()
         self.gate.set()
         self.broken: OSError | None = None
+        self.full = False
         self.journal = self
         self.disk = PLAIN_DISK
 
-    def append(self, record: Record) -> None:
+    def append(self, records: Sequence[Record]) -> Turn:
+        if self.full:
+            raise DiskFullError(28, "No space left on device")
         self.log.append("append")
-        self.events.append(record.event)
+        self.events += [record.event for record in records]
+        return Turn(1, 0, b"", b"")
 
     def flush(self) -> None:
         assert self.gate.wait(20.0)
@@ -67,7 +72,13 @@ class Journal:
 class Desk:
     """A core over a machine of one fragment, with everything that it did in ``disk.log``."""
 
-    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns, **options: Any) -> None:
+    def __init__(
+        self,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        on_held: Callable[[str | None], None] = lambda why: None,
+        replicated: Callable[[Turn], str | None] = lambda turn: None,
+        **options: Any,
+    ) -> None:
         self.disk = Journal()
         self.failures: list[BaseException] = []
         self.effects: list[OuterEffect] = []
@@ -77,6 +88,8 @@ class Desk:
             self.disk,  # type: ignore[arg-type]
             self._carry_out,
             on_failure=self.failures.append,
+            on_held=on_held,
+            replicated=replicated,
             clock_ns=clock_ns,
         )
         self.core.post(SyncerStarted(1))

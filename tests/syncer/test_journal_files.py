@@ -2,91 +2,165 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import shutil
 from contextlib import closing
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
+from diloco.durable import Disk, DiskFullError, Step
 from diloco.sync.events import JoinRequested
+from diloco.sync.frames import CHAIN_START, UNIT
 from diloco.sync.journal import FRAME, JournalError, Record, encode_record
-from diloco.syncer.journal_files import JournalFiles
+from diloco.syncer.journal_files import JournalFiles, Position, read_file
 
 
 def record(number: int) -> Record:
     return Record(number, JoinRequested(number, f"site-{number}", "0123abcd"), "0" * 16)
 
 
-def read(folder: Path, first: int = 1) -> list[Record]:
-    with closing(JournalFiles(folder)) as journal:
-        return journal.read(first)
+def read(folder: Path, first: int = 1, chain: str = "") -> list[Record]:
+    return JournalFiles(folder).read(first, chain)
 
 
-def written(folder: Path, segments: int, each: int) -> list[Record]:
-    journal, records = JournalFiles(folder), []
-    for _ in range(segments):
-        journal.rotate()
+def written(folder: Path, segments: int, each: int) -> tuple[list[Record], list[Position]]:
+    """``each`` turns of one record in every segment."""
+    journal, records, places = JournalFiles(folder), [], []
+    for index in range(segments):
+        places.append(journal.rotate() if index else journal.begin())
         for _ in range(each):
             records.append(record(len(records)))
-            journal.append(records[-1])
-    journal.flush()
+            journal.append(records[-1:])
+            journal.flush()
     journal.close()
-    return records
+    return records, places
+
+
+def old_segment(path: Path, records: list[Record]) -> None:
+    """As a process of the version before wrote it."""
+    path.write_bytes(b"".join(encode_record(each) for each in records))
 
 
 def test_what_was_appended_is_read_from_any_segment_on(tmp_path: Path) -> None:
-    records = written(tmp_path, segments=3, each=4)
+    records, places = written(tmp_path, segments=3, each=4)
     journal = JournalFiles(tmp_path)
     assert journal.segments() == [1, 2, 3]
-    assert journal.index == 3
-    for first in (1, 2, 3):
-        assert journal.read(first) == records[4 * (first - 1) :]
-    journal.append(record(99))  # And it goes on at the end of the last one.
+    for number, place in enumerate(places):
+        assert journal.read(place.segment, place.chain) == records[4 * number :]
+        assert journal.read(place.segment) == records[4 * number :]
+    assert places[0].chain == CHAIN_START.hex()
+    assert journal.take_over() == []
+    journal.append([record(99)])  # And it goes on at the end of the last one.
     journal.flush()
-    assert read(tmp_path, 3)[-1] == record(99)
+    assert read(tmp_path, 3, places[2].chain)[-1] == record(99)
     journal.close()
 
 
-def test_a_torn_end_is_cut_at_every_byte_and_written_over(tmp_path: Path) -> None:
-    records = written(tmp_path, segments=1, each=3)
-    path = tmp_path / "journal-000001.log"
-    whole = path.read_bytes()
-    last = len(encode_record(records[-1]))
-    for cut in range(len(whole) - last, len(whole)):
+def test_a_turn_is_one_frame_and_lies_where_it_says(tmp_path: Path) -> None:
+    journal = JournalFiles(tmp_path)
+    journal.begin()
+    turn = journal.append([record(1), record(2)])
+    journal.flush()
+    data = journal.path(1).read_bytes()
+    assert data[turn.offset : turn.offset + len(turn.data)] == turn.data
+    found = read_file(journal.path(1)).found
+    assert found is not None
+    assert [(frame.offset, frame.chain) for frame in found.frames] == [(turn.offset, turn.chain)]
+    journal.close()
+
+
+def test_an_end_that_was_not_acknowledged_is_cut_at_every_byte_and_written_over(tmp_path: Path) -> None:
+    records, _ = written(tmp_path / "run", segments=1, each=3)
+    name = "journal-000001.log"
+    whole = (tmp_path / "run" / name).read_bytes()
+    found = read_file(tmp_path / "run" / name).found
+    assert found is not None
+    last = found.frames[-1].offset
+    for cut in range(last, len(whole)):
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        path = tmp_path / "copy" / name
         path.write_bytes(whole[:cut])
-        journal = JournalFiles(tmp_path)
-        assert journal.read(1) == records[:-1], cut
-        assert path.stat().st_size == len(whole) - last
-        journal.append(records[-1])
+        journal = JournalFiles(tmp_path / "copy")
+        kept = records if cut >= len(whole) - UNIT.size else records[:-1]
+        assert journal.read(1) == kept, cut
+        assert path.stat().st_size == cut, "reading changes nothing"
+        notes = journal.take_over()
+        is_between = cut in (last, len(whole) - UNIT.size)
+        assert [str(path) in note and "cut off at byte" in note for note in notes] == [True] * (not is_between), cut
+        journal.append([record(7)])
         journal.flush()
         journal.close()
-        assert path.read_bytes() == whole, cut
+        assert read(tmp_path / "copy") == [*kept, record(7)], cut
+        shutil.rmtree(tmp_path / "copy")
 
 
-def test_damage_before_the_end_is_named_with_file_and_offset(tmp_path: Path) -> None:
-    records = written(tmp_path, segments=1, each=8)
+def test_what_is_taken_over_is_durable_and_marked_before_it_is_gone_on_from(tmp_path: Path) -> None:
+    """A whole frame that nobody was told of: from now on it counts, so it must not be lost and its damage must show."""
+    records, _ = written(tmp_path, segments=1, each=2)
     path = tmp_path / "journal-000001.log"
     whole = path.read_bytes()
+    path.write_bytes(whole[: -UNIT.size])
+    disk = Recording()
+    journal = JournalFiles(tmp_path, disk=disk)
+    assert journal.read(1) == records
+    assert journal.take_over() == []
+    journal.close()
+    assert path.read_bytes() == whole
+    assert disk.done[-2:] == [Step.JOURNAL_SYNC, Step.JOURNAL_MARK]
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 4, 100])
+def test_a_segment_that_its_maker_died_over_is_dropped_and_its_number_given_again(tmp_path: Path, size: int) -> None:
+    for zeros in (False, True):
+        folder = tmp_path / str(zeros)
+        records, places = written(folder, segments=2, each=2)
+        header = (folder / "journal-000002.log").read_bytes()[:size]
+        (folder / "journal-000003.log").write_bytes(bytes(size) if zeros else header)
+        journal = JournalFiles(folder)
+        assert journal.read(1) == records
+        assert len(journal.take_over()) == (size > 0)
+        journal.append([record(7)])
+        journal.flush()
+        journal.close()
+        assert JournalFiles(folder).segments() == [1, 2, 3]
+        assert read(folder, 2, places[1].chain) == [*records[2:], record(7)]
+
+
+def test_any_flipped_bit_is_damage_at_its_unit(tmp_path: Path) -> None:
+    """Of every segment: header, frames, marks.  Only the very last mark may pass for torn; then nothing is lost."""
+    records, places = written(tmp_path, segments=3, each=5)
     seed = random.randrange(1 << 30)
     dice = random.Random(seed)
-    starts = [0]
-    for each in records:
-        starts.append(starts[-1] + len(encode_record(each)))
-    for _ in range(150):
-        at, bit = dice.randrange(starts[-2]), dice.randrange(8)
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << bit)]) + whole[at + 1 :])
-        begin = max(start for start in starts if start <= at)
-        with pytest.raises(JournalError, match=f"{path}.*byte {begin} ") as raised:
-            read(tmp_path)
-        assert path.stat().st_size == len(whole), (seed, at, bit, raised.value)
+    for index in (1, 2, 3):
+        path = tmp_path / f"journal-{index:06d}.log"
+        whole = path.read_bytes()
+        found = read_file(path).found
+        assert found is not None
+        starts = [0, found.frames[0].offset - UNIT.size, len(whole) - UNIT.size]
+        starts += [frame.offset for frame in found.frames]
+        starts += [frame.offset + UNIT.size + len(frame.body) for frame in found.frames]
+        for _ in range(100):
+            at, bit = dice.randrange(len(whole)), dice.randrange(8)
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << bit)]) + whole[at + 1 :])
+            begin = max(start for start in starts if start <= at)
+            if index == 3 and begin == len(whole) - UNIT.size:
+                assert read(tmp_path, 1, places[0].chain) == records
+                continue
+            with pytest.raises(JournalError, match=rf"{path}.*byte {begin}\D"):
+                read(tmp_path, 1, places[0].chain)
+        path.write_bytes(whole)
+    assert read(tmp_path) == records, seed
 
 
-def test_a_segment_that_ends_in_a_torn_record_must_be_the_last(tmp_path: Path) -> None:
+def test_a_segment_that_ends_in_a_torn_unit_must_be_the_last(tmp_path: Path) -> None:
     written(tmp_path, segments=2, each=2)
     first = tmp_path / "journal-000001.log"
     os.truncate(first, first.stat().st_size - 1)
-    with pytest.raises(JournalError, match=f"{first} ends in the middle of a record at byte"):
+    with pytest.raises(JournalError, match=f"{first} ends in the middle of a unit at byte"):
         read(tmp_path)
     assert len(read(tmp_path, 2)) == 2
 
@@ -100,22 +174,77 @@ def test_a_missing_segment_is_named_wherever_it_is_missing(tmp_path: Path, lost:
         read(tmp_path, lost if lost == 4 else 1)
 
 
+def test_a_segment_from_elsewhere_is_not_taken_for_ours(tmp_path: Path) -> None:
+    _, places = written(tmp_path / "run", segments=3, each=2)
+    written(tmp_path / "other", segments=3, each=3)
+    ours = tmp_path / "run" / "journal-000002.log"
+    kept = ours.read_bytes()
+    ours.write_bytes((tmp_path / "other" / ours.name).read_bytes())
+    with pytest.raises(JournalError, match=f"{ours}: unit at byte 0 does not go on from what was written before"):
+        read(tmp_path / "run")
+    with pytest.raises(JournalError, match=f"{ours}: unit at byte 0 does not go on from what was written before"):
+        read(tmp_path / "run", 2, places[1].chain)
+    ours.write_bytes((tmp_path / "run" / "journal-000003.log").read_bytes())
+    with pytest.raises(JournalError, match=f"{ours}: unit at byte 0 says that this is segment 3"):
+        read(tmp_path / "run")
+    ours.write_bytes(b"")
+    with pytest.raises(JournalError, match=f"{ours}: unit at byte 0 is damaged: the segment has lost its header"):
+        read(tmp_path / "run")
+    ours.write_bytes(kept)
+    with closing(JournalFiles(tmp_path / "named", {"run_id": "a"})) as journal:
+        journal.begin()
+    of_another = JournalFiles(tmp_path / "named", {"run_id": "b"})
+    with pytest.raises(JournalError, match="has run_id 'a': it is of another run"):
+        of_another.read(1)
+
+
+def test_a_header_that_a_snapshot_names_is_missed(tmp_path: Path) -> None:
+    """Nothing is in that segment yet; but the snapshot was written behind it, so it has been there."""
+    _, places = written(tmp_path, segments=2, each=0)
+    (tmp_path / "journal-000002.log").write_bytes(b"")
+    assert read(tmp_path, 1, places[0].chain) == []
+    with pytest.raises(JournalError, match="has lost its header"):
+        read(tmp_path, 2, places[1].chain)
+
+
 def test_a_journal_without_any_segment_is_not_an_empty_one(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match=r"journal-000001.log is missing"):
         read(tmp_path)
 
 
-def test_nothing_is_durable_before_flush_and_everything_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = JournalFiles(tmp_path)
-    journal.rotate()
-    synced: list[int] = []
-    real = os.fdatasync
-    monkeypatch.setattr(os, "fdatasync", lambda handle: (synced.append(os.fstat(handle).st_size), real(handle)))
-    journal.append(record(1))
-    journal.append(record(2))
-    assert synced == []
+class Recording(Disk):
+    """Notes each step as it is done, and how long the journal was at each sync."""
+
+    def __init__(self) -> None:
+        self.done: list[Step] = []
+        self.synced: list[int] = []
+        self._inside = False
+
+    def reached(self, step: Step) -> None:
+        self._inside = not self._inside
+        if not self._inside:
+            self.done.append(step)
+
+    def sync(self, file: BinaryIO, step: Step) -> None:
+        super().sync(file, step)
+        self.synced.append(os.fstat(file.fileno()).st_size)
+
+
+def test_a_frame_is_durable_before_its_mark_and_all_of_a_segment_before_the_next_one(tmp_path: Path) -> None:
+    disk = Recording()
+    journal = JournalFiles(tmp_path, disk=disk)
+    journal.begin()
+    disk.done.clear()
+    turn = journal.append([record(1), record(2)])
+    assert disk.done == [Step.JOURNAL_WRITE]
     journal.flush()
-    assert synced == [len(encode_record(record(1)) + encode_record(record(2)))]
+    assert disk.done == [Step.JOURNAL_WRITE, Step.JOURNAL_SYNC, Step.JOURNAL_MARK]
+    assert disk.synced[-1] == turn.offset + len(turn.data)
+    disk.done.clear()
+    first = journal.path(1).stat().st_size
+    journal.rotate()
+    assert disk.done == [Step.JOURNAL_SYNC, *[Step.JOURNAL_BEGIN] * 4, Step.JOURNAL_MARK]
+    assert disk.synced[-2] == first, "the last mark with it"
     journal.close()
 
 
@@ -126,18 +255,158 @@ def test_a_segment_is_dropped_only_before_the_first_one_needed(tmp_path: Path) -
     assert journal.segments() == [1, 2, 3, 4]
     journal.prune(3)
     assert journal.segments() == [3, 4]
-    journal.close()
+    assert len(journal.read(3)) == 2, "what is left is read from its beginning, whatever was before it"
 
 
-def test_blank_means_that_no_byte_was_ever_written(tmp_path: Path) -> None:
+def test_blank_means_that_no_event_was_ever_written(tmp_path: Path) -> None:
     journal = JournalFiles(tmp_path)
     assert journal.is_blank()
-    journal.rotate()
+    journal.begin()
     assert journal.is_blank()
-    journal.append(record(1))
+    journal.append([record(1)])
     journal.flush()
     assert not journal.is_blank()
     journal.close()
-    os.truncate(tmp_path / "journal-000001.log", FRAME.size - 1)
-    with closing(JournalFiles(tmp_path)) as again:
-        assert not again.is_blank()
+    path = tmp_path / "journal-000001.log"
+    whole = path.read_bytes()
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        assert JournalFiles(tmp_path).is_blank() == (size < len(whole) - UNIT.size), size
+    old_segment(path, [record(1)])
+    os.truncate(path, FRAME.size - 1)
+    assert not JournalFiles(tmp_path).is_blank(), "who wrote format 1 wrote nothing before it had an event"
+
+
+# --- segments of format 1 --------------------------------------------------------------------------------------------
+
+
+def test_segments_of_format_1_are_read_and_gone_on_from_in_a_new_one(tmp_path: Path) -> None:
+    records = [record(number) for number in range(5)]
+    old_segment(tmp_path / "journal-000004.log", records[:2])
+    old_segment(tmp_path / "journal-000005.log", records[2:4])
+    whole = (tmp_path / "journal-000005.log").read_bytes()
+    (tmp_path / "journal-000005.log").write_bytes(whole + whole[:9])
+    journal = JournalFiles(tmp_path)
+    assert journal.read(4) == records[:4]
+    (note,) = journal.take_over()
+    assert f"cut off at byte {len(whole)}: 9 bytes" in note
+    journal.append(records[4:])
+    journal.flush()
+    journal.close()
+    assert (tmp_path / "journal-000005.log").read_bytes() == whole
+    assert JournalFiles(tmp_path).segments() == [4, 5, 6]
+    for first in (4, 5, 6):
+        assert read(tmp_path, first) == records[2 * (first - 4) :]
+    with pytest.raises(JournalError, match=r"journal-000005.log.*has lost its header"):
+        read(tmp_path, 5, "ab" * 32)
+
+
+@pytest.mark.parametrize("empty", [4, 5])
+def test_an_empty_segment_of_format_1_is_an_empty_segment(tmp_path: Path, empty: int) -> None:
+    for index in (4, 5):
+        old_segment(tmp_path / f"journal-{index:06d}.log", [] if index == empty else [record(index)])
+    journal = JournalFiles(tmp_path)
+    assert journal.read(4) == [record(9 - empty)]
+    assert journal.take_over() == []
+    journal.append([record(7)])
+    journal.flush()
+    journal.close()
+    assert read(tmp_path, 4) == [record(9 - empty), record(7)]
+
+
+def test_damage_in_a_segment_of_format_1_is_named_too(tmp_path: Path) -> None:
+    path = tmp_path / "journal-000001.log"
+    old_segment(path, [record(1), record(2)])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:30] + b"?" + whole[31:])
+    with pytest.raises(JournalError, match=f"{path}: journal record at byte 0 is damaged"):
+        read(tmp_path)
+
+
+# --- a full disk -----------------------------------------------------------------------------------------------------
+
+
+class FullDisk(Disk):
+    """Takes ``room`` bytes more of what is written to the journal, and then no more."""
+
+    def __init__(self) -> None:
+        self.room = 1 << 30
+        self.error = errno.ENOSPC
+
+    def write(self, file: BinaryIO, data: bytes | memoryview, step: Step) -> None:
+        fits = min(self.room, len(data))
+        super().write(file, data[:fits], step)
+        self.room -= fits
+        if fits < len(data):
+            raise OSError(self.error, os.strerror(self.error))
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
+def test_a_turn_that_finds_no_room_leaves_nothing_and_may_be_tried_again(tmp_path: Path, error: int) -> None:
+    disk = FullDisk()
+    disk.error = error
+    journal = JournalFiles(tmp_path, disk=disk)
+    journal.begin()
+    journal.append([record(0)])
+    journal.flush()
+    before = journal.path(1).read_bytes()
+    frame_bytes = len(journal.append([record(1)]).data)
+    journal.flush()
+    for room in range(frame_bytes):
+        disk.room = room
+        size = journal.path(1).stat().st_size
+        with pytest.raises(DiskFullError):
+            journal.append([record(2)])
+        assert journal.path(1).stat().st_size == size, room
+    disk.room = frame_bytes + 5
+    journal.append([record(2)])
+    for _ in range(2):
+        with pytest.raises(DiskFullError):
+            journal.flush()
+        disk.room = 5
+    disk.room = 1 << 20
+    journal.flush()
+    journal.flush()
+    journal.close()
+    assert read(tmp_path) == [record(0), record(1), record(2)]
+    assert journal.path(1).read_bytes().startswith(before)
+    found = read_file(journal.path(1)).found
+    assert found is not None
+    assert found.marked
+
+
+@pytest.mark.parametrize("room", [0, 10, 150])
+def test_a_new_segment_that_finds_no_room_leaves_the_old_one_in_use(tmp_path: Path, room: int) -> None:
+    disk = FullDisk()
+    journal = JournalFiles(tmp_path, disk=disk)
+    journal.begin()
+    journal.append([record(0)])
+    journal.flush()
+    disk.room = room
+    with pytest.raises(DiskFullError):
+        journal.rotate()
+    disk.room = 1 << 20
+    journal.append([record(1)])
+    journal.flush()
+    assert journal.segments() == [1]
+    assert journal.rotate().segment == 2
+    journal.append([record(2)])
+    journal.flush()
+    journal.close()
+    assert read(tmp_path) == [record(0), record(1), record(2)]
+
+
+def test_a_failed_sync_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it nobody knows what is on the disk, so that it must not be tried again."""
+    journal = JournalFiles(tmp_path)
+    journal.begin()
+    journal.append([record(0)])
+
+    def refuse(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fdatasync", refuse)
+    with pytest.raises(OSError, match="No space left") as raised:
+        journal.flush()
+    assert not isinstance(raised.value, DiskFullError)
+    journal.close()

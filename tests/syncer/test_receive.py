@@ -197,9 +197,9 @@ def test_the_payload_is_durable_before_the_machine_hears_of_it(tmp_path: Path, m
             steps.append("folder" if os.path.isdir(name) else "payload")
             real(handle)
 
-        append = syncer.store.append
+        append = syncer.store.journal.append
         monkeypatch.setattr(os, "fsync", noted)
-        monkeypatch.setattr(syncer.store, "append", lambda record: (steps.append("record"), append(record)))
+        monkeypatch.setattr(syncer.store.journal, "append", lambda turn: (steps.append("record"), append(turn))[1])
         assert push(syncer, header, payload).outcome is Outcome.ACCEPTED
         monkeypatch.undo()
     assert steps.index("payload") < steps.index("record")

@@ -101,6 +101,7 @@ def test_what_a_crash_left_half_written_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".00000002.tmp").mkdir()
     (tmp_path / ".00000002.tmp" / "fragment-0.safetensors").write_bytes(b"half")
     again = Snapshots(tmp_path)
+    again.sweep()
     assert again.numbers() == [1]
     assert [path.name for path in tmp_path.iterdir()] == ["00000001"]
     again.write(snapshot(2))
@@ -131,6 +132,7 @@ def test_a_crash_while_dropping_one_leaves_no_half_of_it(tmp_path: Path, monkeyp
         with pytest.raises(KeyboardInterrupt):
             snapshots.prune()
     again = Snapshots(tmp_path, keep=1)
+    again.sweep()
     assert again.numbers() == [2]
     assert [path.name for path in tmp_path.iterdir()] == ["00000002"]
 

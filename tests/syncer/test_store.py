@@ -108,10 +108,10 @@ def test_a_recovered_syncer_finishes_the_merges_that_were_under_way_to_the_same_
     again.close()
 
 
-def told(folder: Path, snapshots: int = 3) -> Desk:
+def told(folder: Path, snapshots: int = 3, seed: int = 8) -> Desk:
     desk = Desk(folder)
     desk.begin()
-    story = Story(desk, 8)
+    story = Story(desk, seed)
     for _ in range(snapshots):
         for _ in range(15):
             story.tell()
@@ -201,7 +201,7 @@ def damage_journal(folder: Path) -> str:
     path = max((folder / "journal").iterdir())
     whole = path.read_bytes()
     path.write_bytes(whole[:50] + b"?" + whole[51:])
-    return f"{path}: journal record at byte 0 is damaged"
+    return f"{path}: unit at byte 0 is damaged"
 
 
 def lose_segment(folder: Path) -> str:
@@ -273,8 +273,8 @@ def test_a_damaged_run_card_is_said(tmp_path: Path, content: bytes) -> None:
 def test_a_folder_of_another_format_is_refused(tmp_path: Path) -> None:
     Desk(tmp_path).close()
     card = json.loads((tmp_path / "run.json").read_bytes())
-    (tmp_path / "run.json").write_text(json.dumps({**card, "format": 2}))
-    with pytest.raises(StoreError, match=r"run\.json has format 2"):
+    (tmp_path / "run.json").write_text(json.dumps({**card, "format": 3}))
+    with pytest.raises(StoreError, match=r"run\.json has format 3, and this version reads up to 2"):
         Store(tmp_path, CARD)
 
 

@@ -1,0 +1,97 @@
+"""Everything that lies in a data folder, looked at and not touched: is it what was written?
+
+Three things are checked that a start does not need: the journal behind older snapshots, those snapshots' tensors, and
+payloads that are merged already.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from diloco.durable import ReadingDisk
+from diloco.sync.events import UpdateArrived
+from diloco.sync.journal import JournalError
+from diloco.syncer.journal_files import JournalFiles
+from diloco.syncer.snapshots import Snapshots
+from diloco.syncer.spool import SpoolError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from diloco.sync.journal import Record
+
+
+@dataclass(slots=True)
+class Verified:
+    """What was found whole; ``torn_bytes`` at the end of the journal were being written when their process died."""
+
+    segments: int = 0
+    records: int = 0
+    snapshots: int = 0
+    payloads: int = 0
+    torn_bytes: int = 0
+
+
+def verify(folder: Path) -> Verified:
+    """Check the data folder; the first damage raises ``JournalError``, ``SnapshotError`` or ``SpoolError``.
+
+    May be called beside a syncer that runs: what it is writing at that moment counts as torn.
+    """
+    found = Verified()
+    if not any((folder / "journal").glob("journal-*.log")):
+        raise JournalError(f"{folder / 'journal'} holds no journal")
+    disk = ReadingDisk()
+    journal, snapshots = JournalFiles(folder / "journal", disk=disk), Snapshots(folder / "snapshots", disk=disk)
+    numbers, segments = snapshots.numbers(), journal.segments()
+    chains: dict[int, str] = {}
+    wanted: dict[str, str] = {}
+    for read in journal.walk(segments[0]):
+        found.segments += 1
+        found.records += len(read.records)
+        found.torn_bytes += read.size - read.end
+        if read.found is not None and read.found.header is not None:
+            chains[read.index] = read.found.header.before
+        wanted |= _payloads(read.records)
+    for number in numbers:
+        snapshot = snapshots.load(number)
+        found.snapshots += 1
+        begins = f"snapshot {number:08d} goes on with segment {snapshot.journal_segment}"
+        if snapshot.journal_segment not in segments:
+            raise JournalError(f"{journal.path(snapshot.journal_segment)} is missing: {begins}")
+        if snapshot.journal_chain and chains.get(snapshot.journal_segment) != snapshot.journal_chain:
+            raise JournalError(
+                f"{journal.path(snapshot.journal_segment)}: unit at byte 0 is of another chain: {begins}"
+            )
+        wanted |= payloads_in(snapshot.state)
+    for reference, digest in sorted(wanted.items()):
+        _check_payload(folder / "spool" / reference, digest)
+        found.payloads += 1
+    return found
+
+
+def payloads_in(state: object) -> dict[str, str]:
+    """The payloads of the undecided updates in a machine's snapshot, with their digests."""
+    assert isinstance(state, dict)
+    return {
+        pending["payload"]: pending["digest"]
+        for site in state["sites"].values()
+        for line in site["lines"]
+        for pending in line["undecided"]
+    }
+
+
+def _payloads(records: list[Record]) -> dict[str, str]:
+    events = [record.event for record in records]
+    return {event.payload: event.digest for event in events if isinstance(event, UpdateArrived) and event.payload}
+
+
+def _check_payload(path: Path, digest: str) -> None:
+    try:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        raise SpoolError(f"{path} is missing: the journal names it") from None
+    if found != digest:
+        raise SpoolError(f"{path} is damaged: its digest is not the one that was acknowledged")

@@ -1,0 +1,125 @@
+"""The decision loop where something is wanting: it waits, says so, tells nothing, and goes on where it was."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from diloco.sync.effects import AnswerJoin, AnswerPush
+from diloco.sync.events import DrainRequested, Outcome
+from diloco.syncer.core import CoreHeld, CoreStopped
+from diloco.syncer.journal_files import Turn
+from diloco.wire.messages import Refusal
+from diloco.wire.messages import Status as WireStatus
+from tests.syncer.building import eventually
+from tests.syncer.test_core import arrived, running
+
+
+def background(work: Callable[[], object]) -> tuple[threading.Thread, list[object]]:
+    """``work`` in a thread; what it gave, or the refusal that it met, is in the list afterwards."""
+    got: list[object] = []
+
+    def run() -> None:
+        try:
+            got.append(work())
+        except Refusal as refusal:
+            got.append(refusal)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, got
+
+
+def test_a_full_disk_holds_everything_back_but_early_questions_and_heals() -> None:
+    held: list[str | None] = []
+    with running(on_held=held.append) as desk:
+        desk.join()
+        desk.disk.log.clear()
+        desk.disk.full = True
+        pushing, pushed = background(desk.push)
+        eventually(lambda: desk.core.held, "the loop says that it waits")
+        assert desk.core.held == "disk full: No space left on device"
+        pushing.join(10.0)
+        (refusal,) = pushed
+        assert isinstance(refusal, CoreHeld)
+        assert (refusal.status, refusal.text) == (WireStatus.UNAVAILABLE, "disk full: No space left on device")
+        with pytest.raises(CoreHeld, match="disk full"):
+            desk.core.ask(lambda machine: machine.state.live())
+        assert desk.core.ask(lambda machine: len(machine.state.sites), early=True) == 1
+        assert desk.disk.log == [], "nothing is written, told or begun"
+        desk.disk.full = False
+        eventually(lambda: desk.core.held is None, "the loop goes on")
+        again = desk.push()
+        assert again.outcome is Outcome.DUPLICATE, "what was handed in before stays handed in"
+        assert desk.disk.log[:2] == ["append", "flush"]
+        assert desk.disk.log.count("StartOuterStep") == 1
+    assert held == ["disk full: No space left on device", None]
+
+
+def test_what_is_durable_here_only_is_told_to_nobody() -> None:
+    """The place of a standby: it is asked about each turn until it has it."""
+    behind = [0]
+    asked: list[object] = []
+
+    def replicated(turn: Turn) -> str | None:
+        asked.append(turn)
+        return "the standby is behind" if behind[0] else None
+
+    with running(replicated=replicated) as desk:
+        desk.join("a")
+        turns = len(asked)
+        behind[0] = 1
+        joining, joined = background(lambda: desk.join("b"))
+        eventually(lambda: "flush" in desk.disk.log[2:] and len(asked) > turns + 1, "it is asked again")
+        assert not joined, "a short wait is everybody's"
+        assert desk.disk.log.count("append") == desk.disk.log.count("flush"), "written once, however long it takes"
+        behind[0] = 0
+        desk.core.nudge()
+        joining.join(10.0)
+        assert isinstance(joined[0], AnswerJoin)
+
+
+def test_a_process_that_is_stopped_while_it_waits_lets_the_turn_never_have_happened() -> None:
+    with running() as desk:
+        desk.join()
+        effects = list(desk.effects)
+        desk.disk.full = True
+        pushing, pushed = background(lambda: desk.push(cursor=1))
+        eventually(lambda: desk.core.held, "the loop says that it waits")
+        desk.core.stop(10.0)
+        assert not desk.core.alive
+        pushing.join(10.0)
+        assert isinstance(pushed[0], Refusal)
+        assert desk.effects == effects
+        assert desk.failures == []
+        assert desk.core.failed is None
+
+
+def test_an_answer_that_comes_too_late_is_given_to_who_was_named_for_it() -> None:
+    late: list[object] = []
+    with running() as desk:
+        desk.join()
+        desk.disk.gate.clear()
+        with pytest.raises(CoreStopped):
+            desk.core.call(lambda call: arrived(call), 0.05, late.append)
+        assert late == []
+        desk.disk.gate.set()
+        eventually(lambda: late, "the answer comes after all")
+        (answer,) = late
+        assert isinstance(answer, AnswerPush)
+        assert answer.outcome is Outcome.ACCEPTED
+
+
+def test_a_question_that_nobody_waits_for_any_more_is_not_asked() -> None:
+    asked: list[str] = []
+    with running() as desk:
+        desk.core.ask(lambda machine: None)
+        desk.disk.gate.clear()
+        desk.core.post(DrainRequested(99))
+        with pytest.raises(CoreStopped):
+            desk.core.ask(lambda machine: asked.append("late"), 0.05)
+        desk.disk.gate.set()
+        desk.core.ask(lambda machine: asked.append("in time"))
+    assert asked == ["in time"]

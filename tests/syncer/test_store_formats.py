@@ -1,0 +1,161 @@
+"""What earlier versions have left is read and gone on from; what later ones leave is refused in words.
+
+``tests/fixtures/v1`` was made by commit f4dc07c: a toy run with two sites, its syncer killed in the middle of it by
+SIGKILL, the checkpoints that its sites had at that moment, and what that version made of the syncer's folder.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diloco.inner import checkpoint
+from diloco.sync.frames import FORMAT
+from diloco.syncer.journal_files import read_file
+from diloco.syncer.snapshots import Snapshots
+from diloco.syncer.store import Recovered, RunCard, Store, StoreError
+from diloco.syncer.verifying import verify
+from tests.loopback.cluster import Log, serving
+from tests.loopback.toy import Toy, ToySite
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "v1"
+OUTER = {"grace": "fixed", "grace_ns": 30_000_000, "num_fragments": 2, "token_budget": 1_000_000, "quorum": 1}
+
+
+def toy_of(folder: Path) -> Toy:
+    return Toy(
+        folder=str(folder),
+        seed=7,
+        codec="int8",
+        inner_steps=6,
+        snapshot_every=6,
+        shapes=(("a", (6, 4)), ("b", (10,)), ("c", (7,))),
+        outer=dict(OUTER),
+        optimizer={"kind": "nesterov", "lr": 0.7, "momentum": 0.9},
+    )
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Toy:
+    shutil.copytree(FIXTURE, tmp_path / "run")
+    return toy_of(tmp_path / "run")
+
+
+def card_of(toy: Toy) -> RunCard:
+    return RunCard("toy", 1, toy.layout().fingerprint, "shared")
+
+
+def recovered(toy: Toy) -> Recovered:
+    rules, optimizer = toy.rules()
+    store = Store(Path(toy.folder) / "syncer", card_of(toy))
+    found = store.recover(rules, optimizer, toy.codec)
+    store.journal.close()
+    return found
+
+
+def assert_as_expected(found: Recovered) -> None:
+    expected: dict[str, Any] = json.loads((FIXTURE / "expected.json").read_bytes())
+    state = found.machine.state
+    values = found.holdings.values
+    assert [each.version for each in values] == expected["versions"]
+    assert [each.digest for each in values] == expected["digests"]
+    assert (state.now_ns, state.run_tokens()) == (expected["now_ns"], expected["run_tokens"])
+    sites = sorted(state.sites.items())
+    assert {name: [line.watermark for line in site.lines] for name, site in sites} == expected["watermarks"]
+    undecided = {name: [[each.sequence for each in line.undecided] for line in site.lines] for name, site in sites}
+    assert undecided == expected["undecided"]
+
+
+def test_the_folder_of_format_1_gives_the_same_bits(toy: Toy) -> None:
+    verify(Path(toy.folder) / "syncer")
+    for records in (json.loads((FIXTURE / "expected.json").read_bytes())["records"],) * 2:
+        found = recovered(toy)
+        assert found.records == records
+        assert found.notes == []
+        assert_as_expected(found)
+    card = json.loads((Path(toy.folder) / "syncer" / "run.json").read_bytes())
+    assert card["format"] == FORMAT, "a process of the earlier version must not touch it any more"
+
+
+def test_sites_with_checkpoints_of_format_1_go_on_with_it(toy: Toy) -> None:
+    """The syncer first, then each site with its checkpoint and outbox, and all of them merge again."""
+    before = json.loads((FIXTURE / "expected.json").read_bytes())
+    with serving(toy) as (syncer, address, log):
+        sites = []
+        for name in ("a", "b"):
+            kept = checkpoint.load(Path(toy.folder) / name / "checkpoints" / "00000001")
+            site = Restored(toy, name, address, kept)
+            sites.append(site)
+            finished = site.run(step_s=0.002, until_step=site.steps + 60)
+            assert finished.ledger["processed"] > kept.meta["steps"]
+        log.wait_for("published", 4, 30.0)
+        state = syncer.core.ask(lambda machine: machine.snapshot())
+    assert isinstance(state, dict)
+    for name in ("a", "b"):
+        marks = [line["watermark"] for line in state["sites"][name]["lines"]]
+        assert all(now > then for now, then in zip(marks, before["watermarks"][name], strict=True))
+    found = verify(Path(toy.folder) / "syncer")
+    assert found.records > 0
+    last = max((Path(toy.folder) / "syncer" / "journal").iterdir())
+    assert read_file(last).found is not None, "what is new is written in format 2"
+    kept_now = Snapshots(Path(toy.folder) / "syncer" / "snapshots")
+    assert all(kept_now.load(number).journal_chain for number in kept_now.numbers())
+
+
+class Restored(ToySite):
+    """A toy site that begins from a checkpoint of the trainer's own kind."""
+
+    def __init__(self, toy: Toy, site: str, address: str, kept: checkpoint.Checkpoint) -> None:
+        self._kept = kept
+        super().__init__(toy, site, address, Log().emit)
+
+    def _load(self) -> object:
+        for name, values in self._kept.part("model").items():
+            self.parameters[name].copy_(values)
+        self.steps = int(self._kept.meta["steps"])
+        return self._kept.part("outer"), self._kept.meta["outer"]
+
+
+def test_a_checkpoint_of_format_1_is_read_and_one_of_a_later_format_refused(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURE / "a" / "checkpoints" / "00000001", tmp_path / "00000001")
+    found = checkpoint.load(tmp_path / "00000001")
+    assert all(bool(torch.isfinite(values).all()) for values in found.part("model").values())
+    told = json.loads((tmp_path / "00000001" / "manifest.json").read_bytes())
+    del told["sha256"]
+    told["format"] = 2
+    told["sha256"] = checkpoint._digest(told)
+    (tmp_path / "00000001" / "manifest.json").write_text(json.dumps(told))
+    with pytest.raises(checkpoint.CheckpointError, match="has format 2, and this program reads 1"):
+        checkpoint.load(tmp_path / "00000001")
+
+
+def test_a_folder_of_a_later_format_is_refused_and_left_alone(toy: Toy) -> None:
+    path = Path(toy.folder) / "syncer" / "run.json"
+    card = json.loads(path.read_bytes())
+    path.write_text(json.dumps({**card, "format": FORMAT + 1}))
+    with pytest.raises(StoreError, match=f"has format {FORMAT + 1}, and this version reads up to {FORMAT}"):
+        Store(Path(toy.folder) / "syncer", card_of(toy))
+    assert json.loads(path.read_bytes())["format"] == FORMAT + 1
+
+
+def test_a_snapshot_of_a_later_format_is_refused_and_left_alone(toy: Toy) -> None:
+    snapshots = Path(toy.folder) / "syncer" / "snapshots"
+    newest = max(snapshots.iterdir())
+    manifest = json.loads((newest / "manifest.json").read_bytes())
+    (newest / "manifest.json").write_text(json.dumps({**manifest, "format": 3}))
+    with pytest.raises(StoreError, match=f"{newest} has format 3, and this version reads up to 2"):
+        recovered(toy)
+    assert newest.is_dir(), "it is not damaged"
+
+
+def test_damage_in_a_folder_of_format_1_is_named(toy: Toy) -> None:
+    path = max((Path(toy.folder) / "syncer" / "journal").iterdir())
+    whole = path.read_bytes()
+    path.write_bytes(whole[:40] + b"?" + whole[41:])
+    with pytest.raises(StoreError, match=f"{path}: journal record at byte 0 is damaged"):
+        recovered(toy)
