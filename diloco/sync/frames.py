@@ -16,8 +16,11 @@ little-endian.
 
 What is not whole at the end of the last segment was being written when its process died; it was never acknowledged and
 is cut off.  But where its mark or any other whole unit follows, it *was* acknowledged, and has been damaged since:
-``JournalError``.  Two things cannot be told from an end that was never acknowledged: damage to the very last frame
-after a power cut that took its mark along, and a last segment that somebody cut off between two units.
+``JournalError``.  One thing may follow and be cut off with it: a last frame without a mark, behind the hole of the mark
+before it.  The two are made durable by one sync, and a power cut before that may have kept the second alone.
+
+Two things cannot be told from an end that was never acknowledged: damage to the very last frame after a power cut that
+took its mark along, and a last segment that somebody cut off between two units.
 """
 
 from __future__ import annotations
@@ -147,7 +150,7 @@ def read_segment(data: bytes) -> Segment:
             frames.append(Frame(at, unit.body, unit.chain))
         at, chain = unit.end, unit.chain
     later = _later_unit(data, at + 1)
-    if later is not None:
+    if later is not None and (marked or not _was_beyond_its_mark(data, at, later)):
         raise JournalError(f"unit at byte {at} is damaged: the one at byte {later} after it is whole")
     if len(data) - at > UNIT.size + FRAME_BYTES_MAX:
         raise JournalError(f"unit at byte {at} is damaged: {len(data) - at} bytes from there on are none")
@@ -164,6 +167,16 @@ def _whole_unit(data: bytes, at: int) -> _Unit | None:
         return None
     body = data[at + UNIT.size : end]
     return _Unit(kind, chain, body, end) if _checksum(kind, chain, body) == checksum else None
+
+
+def _was_beyond_its_mark(data: bytes, at: int, later: int) -> bool:
+    """Whether all that follows the hole at ``at`` is one frame, where it would be had a mark stood in the hole.
+
+    A mark and the frame after it are made durable by one sync, and a power cut before that may keep the second alone.
+    """
+    unit = _whole_unit(data, later)
+    assert unit is not None
+    return later == at + UNIT.size and unit.kind == FRAME and _later_unit(data, unit.end) is None
 
 
 def _later_unit(data: bytes, start: int) -> int | None:

@@ -181,3 +181,19 @@ def test_a_body_that_is_not_records_is_named_by_the_place_of_its_frame() -> None
     for body in (b"{}", b"[]", encode_records(a_run().records) + b"\n"):
         with pytest.raises(JournalError, match="byte 77 is not an event"):
             decode_records(body, 77)
+
+
+def test_a_frame_that_outlived_the_mark_before_it_is_cut_off_with_the_hole() -> None:
+    """One sync makes both durable; before it a power cut may keep the second alone, and neither was acknowledged."""
+    pieces = units(turns()[:3])
+    kept = b"".join(pieces[:-3])
+    data = kept + bytes(UNIT.size) + pieces[-2]
+    found = read_segment(data)
+    assert (found.end, len(found.frames), found.marked) == (len(kept), 2, False)
+
+
+def test_a_hole_before_a_frame_that_has_its_mark_is_damage() -> None:
+    pieces = units(turns()[:3])
+    data = b"".join(pieces[:-3]) + bytes(UNIT.size) + pieces[-2] + pieces[-1]
+    with pytest.raises(JournalError, match=f"unit at byte {len(b''.join(pieces[:-3]))} is damaged"):
+        read_segment(data)
