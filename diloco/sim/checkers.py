@@ -15,7 +15,8 @@ from diloco.sync.weights import raw_weight
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from diloco.sim.outer_process import Kept, OuterPlan
+    from diloco.sim.outer_disk import Kept
+    from diloco.sim.outer_process import OuterPlan
     from diloco.sim.site_process import SiteProcess
     from diloco.sim.values import Value
     from diloco.sync.effects import LearnerEffect, OuterEffect
@@ -147,7 +148,7 @@ class Acknowledged(Checker):
     """Invariant 9: what a site was told is accepted is there after any crash of the syncer."""
 
     name = "acknowledged"
-    mutation = "the syncer answers before the record is on the disk"
+    mutation = "the syncer answers before the record is synced"
 
     def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
         super().__init__(plan, conserving=conserving)

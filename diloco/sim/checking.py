@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from diloco.sim.outer_process import Kept, OuterPlan
+    from diloco.sim.outer_disk import Kept
+    from diloco.sim.outer_process import OuterPlan
     from diloco.sim.site_process import SiteProcess
     from diloco.sim.values import Value
     from diloco.sync.effects import LearnerEffect, OuterEffect, Seal, StartOuterStep

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
-from diloco.sim import values
+from diloco.sim.checking import Violation
 from diloco.sim.network import MILLISECOND_NS, Direction, Heap, Link, Weather
-from diloco.sim.outer_process import CrashPoint, Kept, OuterDisk, OuterPlan, OuterProcess
+from diloco.sim.outer_disk import OuterDisk
+from diloco.sim.outer_process import CrashPoint, OuterPlan, OuterProcess
 from diloco.sim.site_process import SiteDisk, SitePlan, SiteProcess, Trouble
+from diloco.sim.storage import Damaged
 
 if TYPE_CHECKING:
     from diloco.sim.checking import Checkers
@@ -43,15 +45,20 @@ class Site:
 class Cluster:
     """The whole simulated run."""
 
-    def __init__(self, plan: OuterPlan, checkers: Checkers) -> None:
+    def __init__(self, plan: OuterPlan, checkers: Checkers, random: Random) -> None:
+        """``random`` is what becomes of the syncer's disk in a power cut."""
         self.heap = Heap()
         self.plan, self.checkers = plan, checkers
-        start = Kept(values.ZERO, values.ZERO, values.ZERO, values.ZERO)
-        self.outer_disk = OuterDisk([{0: start} for _ in range(plan.options.num_fragments)])
+        self._random = random
+        self.outer_disk = OuterDisk(plan.options, plan.rule)
         self.outer: OuterProcess | None = None
         self.outer_restart_ns = RESTART_NS
         self.sites: dict[str, Site] = {}
         self.restarts = 0
+        self.damage_found = 0
+        self.power_cuts = 0
+        self._power = False
+        self._versions = [0] * plan.options.num_fragments
 
     def add_site(self, name: str, plan: SitePlan, weather: Weather, random: Random) -> Site:
         """A place without a process yet."""
@@ -61,26 +68,50 @@ class Cluster:
     # --- the syncer --------------------------------------------------------------------------------------------
 
     def start_outer(self) -> None:
-        """A new process on the syncer's disk."""
-        if self.outer is None:
+        """A new process on the syncer's disk; where that is damaged, an operator brings the files from a copy."""
+        if self.outer is not None:
+            return
+        try:
             self.outer = OuterProcess(self.heap, self.outer_disk, self.plan, self.checkers, self._outer_died)
-            self.outer.start()
+        except Damaged as error:
+            if not self.outer_disk.storage.is_rotten():
+                raise Violation("storage", f"a disk on which nothing has rotted is damaged: {error}") from error
+            self.damage_found += 1
+            self.outer_disk.storage.mend()
+            self.heap.after(self.outer_restart_ns, self.start_outer)
+            return
+        self.outer.start()
 
-    def kill_outer(self) -> None:
-        """SIGKILL; the supervisor starts it again."""
+    def kill_outer(self, *, power: bool = False) -> None:
+        """SIGKILL, or the machine loses power; the supervisor starts it again."""
+        self._power = power
         if self.outer is not None:
             self.outer.kill()
             self._outer_died()
 
-    def doom_outer(self, point: CrashPoint) -> None:
+    def doom_outer(self, point: CrashPoint, *, power: bool = False) -> None:
         """Let the syncer die when it next comes to ``point``."""
+        self._power = power
         if self.outer is not None:
             self.outer.doom = point
 
     def _outer_died(self) -> None:
+        self._versions = self.versions()
         self.outer = None
         self.restarts += 1
+        if self._power:
+            self.power_cuts += 1
+            # What the journal does not claim to tell apart: rot in the last frame and a power cut that took its mark.
+            self.outer_disk.storage.mend()
+            self.outer_disk.storage.power_cut(self._random)
+        self._power = False
         self.heap.after(self.outer_restart_ns, self.start_outer)
+
+    def versions(self) -> list[int]:
+        """Every fragment's version, as the syncer has it or had it last."""
+        if self.outer is not None:
+            self._versions = [fragment.version for fragment in self.outer.machine.state.fragments]
+        return list(self._versions)
 
     def ended(self) -> bool:
         """Whether the run has ended, as the syncer says."""
@@ -168,6 +199,8 @@ class Cluster:
             for process in (site.process, *site.twins):
                 if process is not None:
                     process.thaw()
+        self._power = False
+        self.outer_disk.storage.mend()
         if self.outer is not None:
             self.outer.doom = None
             self.outer.thaw()

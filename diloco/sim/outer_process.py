@@ -1,19 +1,20 @@
 """The syncer as a process of the simulator: the outer machine, leases, a disk, and effects carried out in order.
 
-An event is on the disk before its first effect is carried out, an update before its event, a version before the event
-that announces it.  The process can be told to die at each of the instants between.
+An event is safe on the disk before its first effect is carried out, an update before its event.  The process can be
+told to die at each of the instants between.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from diloco.sim import values
 from diloco.sim.network import Direction, Heap
+from diloco.sim.outer_disk import Kept, digest, store
 from diloco.sim.process import Died, Process
+from diloco.sim.storage import Damaged
 from diloco.sim.values import OuterRule, Value
 from diloco.sync.effects import (
     AnnounceFinal,
@@ -47,54 +48,34 @@ from diloco.sync.events import (
     UpdateArrived,
     VersionPublished,
 )
-from diloco.sync.journal import Record, digest_effects, encode_record, read_records, replay
+from diloco.sync.journal import Record, digest_effects
 from diloco.sync.leases import Leases
 from diloco.sync.options import OuterOptions
-from diloco.sync.plain import canonical
 from diloco.sync.state import Phase, Status
-from diloco.sync.syncer import OuterSync
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from diloco.sim.checking import Checkers
     from diloco.sim.network import Link
-
-VERSIONS_KEPT = 4
+    from diloco.sim.outer_disk import OuterDisk, Versions
+    from diloco.sync.effects import Contribution
 
 
 class CrashPoint(Enum):
     """Where in the handling of an event the syncer dies."""
 
+    PAYLOAD_WRITTEN = "payload written"
+    PAYLOAD_RENAMED = "payload renamed"
     BEFORE_WRITE = "before the record"
     TORN_WRITE = "in the record"
-    AFTER_WRITE = "after the record, before its effects"
+    AFTER_WRITE = "record written"
+    AFTER_SYNC = "record synced"
     AMONG_EFFECTS = "among its effects"
-    STEP_STORED = "after an outer step is stored, before its record"
-    SNAPSHOT = "before a snapshot is in place"
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """One version on the disk.  ``link`` is the decoded down-link from the version before."""
-
-    theta: Value
-    momentum: Value
-    published: Value
-    link: Value
-
-
-@dataclass(slots=True)
-class OuterDisk:
-    """What of the syncer outlives its process."""
-
-    versions: list[dict[int, Kept]]
-    epoch: int = 0
-    journal: bytearray = field(default_factory=bytearray)
-    snapshot: bytes = b""
-    snapshot_end: int = 0
-    """How much of ``journal`` the snapshot holds."""
-    spool: dict[str, Value] = field(default_factory=dict)
+    STEP_MADE = "outer step made"
+    SNAPSHOT_WRITTEN = "snapshot written"
+    SNAPSHOT_RENAMED = "snapshot renamed"
+    SNAPSHOT_KEPT = "snapshot kept"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +156,7 @@ class OuterPlan:
 
 
 class OuterProcess(Process):
-    """One life of the syncer.  Making it is the recovery."""
+    """One life of the syncer.  Making it is the recovery; ``Damaged`` when the disk does not let it begin."""
 
     def __init__(
         self, heap: Heap, disk: OuterDisk, plan: OuterPlan, checkers: Checkers, on_death: Callable[[], None]
@@ -190,8 +171,10 @@ class OuterProcess(Process):
         self._call = 0
         self._armed_ns: int | None = None
         self._records = 0
-        disk.epoch += 1  # Durable before anything is done under it.
-        self.machine = self._recovered()
+        found = disk.recover(self._again)
+        self.machine, self.versions = found.machine, found.versions
+        self._settle(found.last)
+        checkers.recovered(self.machine)
         self._offset_ns = self.machine.state.now_ns - heap.now_ns
         self.leases = Leases(plan.options.site_timeout_ns)
         for name, site in sorted(self.machine.state.sites.items()):
@@ -200,64 +183,46 @@ class OuterProcess(Process):
 
     def start(self) -> None:
         """Take over: work that was under way is issued again."""
-        self.deliver(lambda: self._apply(SyncerStarted(self.disk.epoch)))
+        self.deliver(lambda: self._apply(SyncerStarted(self.machine.state.epoch + 1)))
 
     def now_ns(self) -> int:
         """The machine's own time, which stands still while no process lives."""
         return self.heap.now_ns + self._offset_ns
 
-    def _recovered(self) -> OuterSync:
-        disk, options = self.disk, self.plan.options
-        machine = OuterSync(options)
-        if disk.snapshot:
-            machine = OuterSync.restore(options, json.loads(disk.snapshot))
-        tail = bytes(disk.journal[disk.snapshot_end :])
-        records, end = read_records(tail)
-        del disk.journal[disk.snapshot_end + end :]
-        for _ in replay(machine, records):
-            pass
-        needed = {
-            pending.payload
-            for site in machine.state.sites.values()
-            for line in site.lines
-            for pending in line.undecided
-        }
-        for name in sorted(set(disk.spool) - needed):
-            del disk.spool[name]  # Accepted and decided, or never accepted: the crash came before the file was removed.
-        self.checkers.recovered(machine)
-        return machine
+    def _settle(self, last: Record | None) -> None:
+        """A record that the last process wrote and did not live to sync is either there or was never told."""
+        unsettled, self.disk.unsettled = self.disk.unsettled, None
+        if unsettled is not None and unsettled[0] == last:
+            record, effects = unsettled
+            self.checkers.outer(record.at_ns, record.event, effects, self.machine)
 
     # --- events ------------------------------------------------------------------------------------------------
 
     def _apply(self, event: OuterEvent) -> None:
         now_ns = self.now_ns()
         effects = self.machine.handle(event, now_ns)
-        record = encode_record(Record(now_ns, event, digest_effects(effects)))
-        self._meet_doom(CrashPoint.BEFORE_WRITE)
-        if self.doom is CrashPoint.TORN_WRITE:
-            self.disk.journal += record[: len(record) // 2]
-        self._meet_doom(CrashPoint.TORN_WRITE)
-        self.disk.journal += record
+        record = Record(now_ns, event, digest_effects(effects))
+        self.disk.unsettled = (record, effects)
+        self.disk.write(record, self._reached)
+        self.disk.unsettled = None
         self.checkers.outer(now_ns, event, effects, self.machine)
-        self._meet_doom(CrashPoint.AFTER_WRITE)
         for effect in effects:
             self._carry_out(effect)
             if len(effects) > 1:
-                self._meet_doom(CrashPoint.AMONG_EFFECTS)
+                self._reached(CrashPoint.AMONG_EFFECTS.value)
         self._records += 1
         if self._records >= self.plan.snapshot_records:
             self.snapshot()
         self._arm()
 
-    def _meet_doom(self, point: CrashPoint) -> None:
-        if self.doom is point:
-            raise Died(point.value)
+    def _reached(self, where: str) -> None:
+        if self.doom is not None and self.doom.value == where:
+            raise Died(where)
 
     def snapshot(self) -> None:
-        """Keep the machine's state, so that the next recovery replays less."""
-        self._meet_doom(CrashPoint.SNAPSHOT)
+        """Keep the machine's state and the versions, so that the next recovery replays less."""
         self._records = 0
-        self.disk.snapshot, self.disk.snapshot_end = canonical(self.machine.snapshot()), len(self.disk.journal)
+        self.disk.snapshot(self.machine, self.versions, self._reached)
 
     def _arm(self) -> None:
         """Plan to look at the deadlines again when the next one comes."""
@@ -311,9 +276,9 @@ class OuterProcess(Process):
 
     def _commit(self, push: Push, reply: Callable[[object], None]) -> None:
         """The whole payload is here: spool it, then decide."""
-        call = self._expect(reply)
-        payload = f"{push.site}-{push.fragment}-{push.sequence}-{self.disk.epoch}-{call}"
-        self.disk.spool[payload] = push.value
+        payload = _payload(push.site, push.fragment, push.sequence, push.digest)
+        call = self._expect(lambda answer: self._answer_push(answer, payload, reply))
+        self.disk.keep_payload(payload, push.value, self._reached)
         self._heard(push.site, push.incarnation)
         self._apply(
             UpdateArrived(
@@ -334,19 +299,20 @@ class OuterProcess(Process):
                 push.final,
             )
         )
-        if not self._undecided(push.site, push.fragment, push.sequence, payload):
-            self.disk.spool.pop(payload, None)
 
-    def _undecided(self, site: str, fragment: int, sequence: int, payload: str) -> bool:
-        member = self.machine.state.sites.get(site)
-        return member is not None and any(
-            pending.sequence == sequence and pending.payload == payload for pending in member.lines[fragment].undecided
-        )
+    def _answer_push(self, answer: object, payload: str, reply: Callable[[object], None]) -> None:
+        assert isinstance(answer, PushReply)
+        refused = answer.outcome is Outcome.REFUSED
+        if answer.outcome is Outcome.RETRY or (refused and answer.reason is not Reason.FORGOTTEN):
+            self.disk.drop_payload(payload)
+        elif refused or answer.fate is not None:
+            self.disk.release(payload)  # Decided long ago: only a replay could still want it.
+        reply(answer)
 
     def pull(self, site: str, fragment: int, have_version: int, reply: Callable[[object], None]) -> None:
         """Answer with the newest version and the site's fates, or None when there is none newer."""
         newest = self.machine.state.fragments[fragment].version
-        kept = self.disk.versions[fragment]
+        kept = self.versions[fragment]
         member = self.machine.state.sites.get(site)
         if newest <= have_version or member is None:
             reply(None)
@@ -399,7 +365,11 @@ class OuterProcess(Process):
                 self.heap.after(self.plan.merge_ns, lambda: self.deliver(lambda: self._step(effect)))
             case PublishVersion():
                 published = VersionPublished(
-                    self.disk.epoch, effect.fragment, effect.version, state.run_tokens(), self.machine.progress_ppm()
+                    self.machine.state.epoch,
+                    effect.fragment,
+                    effect.version,
+                    state.run_tokens(),
+                    self.machine.progress_ppm(),
                 )
                 for _, feed in sorted(self.feeds.items()):
                     feed.tell(published)
@@ -426,7 +396,7 @@ class OuterProcess(Process):
         reply(
             JoinReply(
                 JoinAnswered(
-                    self.disk.epoch,
+                    self.machine.state.epoch,
                     effect.incarnation,
                     effect.standings,
                     self.machine.state.run_tokens(),
@@ -441,26 +411,30 @@ class OuterProcess(Process):
         feed = self.feeds.get(effect.site)
         if feed is not None:
             feed.tell(FateTold(effect.fate))
-        prefix = f"{effect.site}-{effect.fate.fragment}-{effect.fate.sequence}-"
-        for name in [name for name in self.disk.spool if name.startswith(prefix)]:
-            del self.disk.spool[name]
+        fate = effect.fate
+        self.disk.release(_payload(effect.site, fate.fragment, fate.sequence, fate.digest))
 
     def _step(self, effect: StartOuterStep) -> None:
-        """Compute an outer step from what is on the disk; its result is there before its event."""
-        kept = self.disk.versions[effect.fragment]
-        before = kept[effect.version - 1]
-        contributions = [
-            (part.weight, [self.disk.spool[update.payload] for update in part.updates]) for part in effect.contributions
-        ]
+        """Compute an outer step; what it is made of is on the disk, and so it can be computed again."""
         if self._fails(effect):
             self._apply(OuterStepFailed(effect.fragment, effect.version))
             return
-        made = self.made(before, contributions)
+        try:
+            made = self._again(self.versions, effect)
+        except Damaged as error:
+            raise Died(str(error)) from error  # The next process does not get past it either, and says so.
         self.checkers.stored(effect, made)
-        kept[effect.version] = made
-        self._meet_doom(CrashPoint.STEP_STORED)
-        kept.pop(effect.version - VERSIONS_KEPT, None)
+        self._reached(CrashPoint.STEP_MADE.value)
+        store(self.versions, effect.fragment, effect.version, made)
         self._apply(OuterStepDone(effect.fragment, effect.version, digest(made.published), digest(made.link)))
+
+    def _again(self, versions: Versions, command: StartOuterStep) -> Kept:
+        """The outer step ``command``, also long after it was computed for the first time."""
+        contributions = [(part.weight, self._updates(part)) for part in command.contributions]
+        return self.made(versions[command.fragment][command.version - 1], contributions)
+
+    def _updates(self, part: Contribution) -> list[Value]:
+        return [self.disk.payload(update.payload) for update in part.updates]
 
     def made(self, before: Kept, contributions: list[tuple[float, list[Value]]]) -> Kept:
         """The version after ``before``."""
@@ -477,6 +451,5 @@ class OuterProcess(Process):
         return seen % 1000 < self.plan.fail_per_mille
 
 
-def digest(value: Value) -> str:
-    """What stands for the digest of a tensor."""
-    return f"{value[0]}:{value[1]}:{value[2]}"
+def _payload(site: str, fragment: int, sequence: int, digest: str) -> str:
+    return f"{site}-{fragment}-{sequence}-{digest}"

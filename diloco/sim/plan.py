@@ -11,7 +11,7 @@ from diloco.sim.site_process import SitePlan
 from diloco.sim.values import OuterRule
 from diloco.sync.options import ADOPT_RULES, GRACE_KINDS, SECOND_NS, WEIGHT_RULES, LearnerOptions, OuterOptions
 
-GENTLE = ("outer_crash", "outer_freeze", "freeze", "partition", "half_partition", "storm")
+GENTLE = ("outer_crash", "power_cut", "rot", "outer_freeze", "freeze", "partition", "half_partition", "storm")
 """Faults that throw no progress away, so that conservation can be checked to the last bit."""
 HARSH = ("kill", "wipe", "twin", "leave", "evict", "poison", "ruin", "drain")
 """Faults that may."""

@@ -39,6 +39,8 @@ class Outcome:
     events: int = 0
     simulated_ns: int = 0
     restarts: int = 0
+    power_cuts: int = 0
+    damage_found: int = 0
     staleness_worst: int = 0
     versions: int = 0
     faults: Counter[str] = field(default_factory=Counter)
@@ -59,7 +61,9 @@ class Swarm:
         self.history = History(plan.outer)
         self.staleness = Staleness(plan.outer)
         checkers = [kind(plan.outer, conserving=plan.conserving) for kind in only]
-        self.cluster = Cluster(plan.outer, Checkers([*checkers, self.staleness, self.history]))
+        self.cluster = Cluster(
+            plan.outer, Checkers([*checkers, self.staleness, self.history]), Random(f"{plan.seed}/disk")
+        )
         self.outcome = Outcome(plan.seed)
         self.calm = False
         for index, (site, weather) in enumerate(zip(plan.sites, plan.weathers, strict=True)):
@@ -81,9 +85,10 @@ class Swarm:
         outcome.digest = self.history.hexdigest()
         outcome.events, outcome.simulated_ns = heap.events, heap.now_ns
         outcome.restarts = self.cluster.restarts
+        outcome.power_cuts, outcome.damage_found = self.cluster.power_cuts, self.cluster.damage_found
         outcome.staleness_worst = self.staleness.worst
         outcome.fates.update(self.history.fates)
-        outcome.versions = sum(max(kept) for kept in self.cluster.outer_disk.versions)
+        outcome.versions = sum(self.cluster.versions())
         return outcome
 
     # --- the two phases ----------------------------------------------------------------------------------------
@@ -105,7 +110,7 @@ class Swarm:
         for site in cluster.sites.values():
             if site.wanted and not site.running():
                 cluster.start_site(site.name)
-        before = [max(kept) for kept in cluster.outer_disk.versions]
+        before = cluster.versions()
         if self._can_rise():
             # A site in lock-step gives up waiting for each of its fragments in turn before it is in step again.
             bound_ns = RISE_NS * (4 if self.plan.sites[0].options.lock_step else 1)
@@ -131,7 +136,7 @@ class Swarm:
         return sum(site.wanted for site in self.cluster.sites.values()) >= needed and not self.cluster.ended()
 
     def _rose(self, before: list[int]) -> bool:
-        now = [max(kept) for kept in self.cluster.outer_disk.versions]
+        now = self.cluster.versions()
         return all(version > was for version, was in zip(now, before, strict=True))
 
     def _gone(self) -> bool:
@@ -179,14 +184,22 @@ class Swarm:
     def _down_ns(self) -> int:
         return self.random.choice((50, 400, 2000, 6000)) * MILLISECOND_NS
 
-    def _outer_crash(self, name: str) -> None:
+    def _outer_crash(self, name: str, *, power: bool = False) -> None:
         del name
         self.cluster.outer_restart_ns = self._down_ns()
         point = self.random.choice((None, *CrashPoint))
         if point is None:
-            self.cluster.kill_outer()
+            self.cluster.kill_outer(power=power)
         else:
-            self.cluster.doom_outer(point)
+            self.cluster.doom_outer(point, power=power)
+
+    def _power_cut(self, name: str) -> None:
+        self._outer_crash(name, power=True)
+
+    def _rot(self, name: str) -> bool:
+        del name
+        # Not while no process lives: rot in a last frame whose mark a power cut took is not claimed to be found.
+        return self.cluster.outer is not None and self.cluster.outer_disk.storage.rot(self.random)
 
     def _outer_freeze(self, name: str) -> bool:
         del name

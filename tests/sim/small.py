@@ -21,7 +21,7 @@ class Small:
     def __init__(self, sites: int = 2, learner: dict[str, Any] | None = None, **outer: Any) -> None:
         options = OuterOptions(num_fragments=2, grace_ns=0, grace="fixed", **outer)
         plan = OuterPlan(options, OuterRule(), merge_ns=5 * MILLISECOND_NS)
-        self.cluster = Cluster(plan, Checkers([kind(plan) for kind in CHECKERS]))
+        self.cluster = Cluster(plan, Checkers([kind(plan) for kind in CHECKERS]), Random("disk"))
         self.cluster.start_outer()
         given = {"num_fragments": 2, "inner_steps": 4} | (learner or {})
         site = SitePlan(
@@ -46,4 +46,4 @@ class Small:
         heap.run_until(heap.now_ns + int(seconds * SECOND_NS), lambda: False)
 
     def versions(self) -> list[int]:
-        return [max(kept) for kept in self.cluster.outer_disk.versions]
+        return self.cluster.versions()

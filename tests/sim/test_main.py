@@ -5,7 +5,7 @@ import json
 import pytest
 
 from diloco.sim.__main__ import main
-from diloco.sync.syncer import OuterSync
+from diloco.sync import ending
 
 
 def test_last_line_is_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,7 +19,7 @@ def test_last_line_is_one_json_object(capsys: pytest.CaptureFixture[str]) -> Non
 def test_failing_seed_is_one_line_with_the_command_that_replays_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(OuterSync, "_all_final", lambda self, index: False)
+    monkeypatch.setattr(ending, "all_final", lambda turn, index: False)
     assert main(["--seeds", "1", "--first", "3"]) == 1
     line, summary = capsys.readouterr().out.splitlines()
     assert line.startswith("python -m diloco.sim --first 3 --seeds 1  # liveness: ")

@@ -7,22 +7,25 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from diloco.sim import outer_process
-from diloco.sim.outer_process import Kept, OuterProcess
+from diloco.sim.outer_disk import Kept, OuterDisk, Recovered
+from diloco.sim.outer_process import OuterProcess
 from diloco.sim.site_checkers import CHECKERS
 from diloco.sim.site_process import SiteProcess
+from diloco.sim.storage import Storage
 from diloco.sim.swarm import run_seed
 from diloco.sync import arrivals, ending, rounds, syncer
 from diloco.sync.effects import Adopt, Leave, Seal, SkipData
 from diloco.sync.events import Outcome, Reason
+from diloco.sync.frames import encode_frame, encode_mark
+from diloco.sync.journal import encode_records
 from diloco.sync.learner import LearnerSync
 from diloco.sync.state import FragmentState
 from diloco.sync.syncer import OuterSync
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-SEEDS_MAX = 150
+SEEDS_MAX = 400
 Patch = pytest.MonkeyPatch
 
 
@@ -46,31 +49,44 @@ def recover_an_older_version(patch: Patch) -> None:
 
 
 def after_recovery(patch: Patch, spoil: Callable[[OuterSync], None]) -> None:
-    right = outer_process.replay
+    right = OuterDisk.recover
 
-    def replay(machine: OuterSync, records: Any) -> Iterator[Any]:
-        yield from right(machine, records)
-        spoil(machine)
+    def recover(self: OuterDisk, again: Any) -> Recovered:
+        found = right(self, again)
+        spoil(found.machine)
+        return found
 
-    patch.setattr(outer_process, "replay", replay)
+    patch.setattr(OuterDisk, "recover", recover)
 
 
-def answer_before_writing(patch: Patch) -> None:
-    """The record of an event reaches the disk only with the next one, after the effects were carried out."""
-    encode, init = outer_process.encode_record, OuterProcess.__init__
-    waiting = [b""]
+def never_sync(patch: Patch, prefix: str) -> None:
+    right = Storage.sync
+    patch.setattr(Storage, "sync", lambda self, name: None if name.startswith(prefix) else right(self, name))
 
-    def late(record: Any) -> bytes:
-        before, waiting[0] = waiting[0], encode(record)
-        return before
 
-    def begin(self: OuterProcess, *given: Any) -> None:
-        waiting[0] = b""
-        init(self, *given)
+def answer_before_syncing(patch: Patch) -> None:
+    """A record is synced when the next one is written, after its effects were carried out."""
 
-    patch.setattr(outer_process, "encode_record", late)
-    patch.setattr(OuterProcess, "__init__", begin)
-    patch.setattr(OuterProcess, "snapshot", lambda self: None)
+    def write(self: OuterDisk, record: Any, reached: Any) -> None:
+        name = self.storage.names("journal-")[-1]
+        self.storage.sync(name)
+        frame, self._chain = encode_frame(encode_records([record]), self._chain)
+        reached("before the record")
+        self.storage.append(name, frame + encode_mark(self._chain))
+
+    patch.setattr(OuterDisk, "write", write)
+
+
+def name_files_before_syncing_them(patch: Patch) -> None:
+    never_sync(patch, "partial/")
+
+
+def never_sync_names(patch: Patch) -> None:
+    patch.setattr(Storage, "sync_names", lambda self: None)
+
+
+def drop_a_payload_with_its_fate(patch: Patch) -> None:
+    patch.setattr(OuterDisk, "release", OuterDisk.drop_payload)
 
 
 def forget_what_was_merging(patch: Patch) -> None:
@@ -208,7 +224,10 @@ def never_end(patch: Patch) -> None:
 MUTATIONS: tuple[tuple[str, Callable[[Patch], None]], ...] = (
     ("exactly_once", admit_again),
     ("versions", recover_an_older_version),
-    ("acknowledged", answer_before_writing),
+    ("acknowledged", answer_before_syncing),
+    ("storage", name_files_before_syncing_them),
+    ("storage", never_sync_names),
+    ("storage", drop_a_payload_with_its_fate),
     ("recovery", forget_what_was_merging),
     ("weights", leave_weights_as_they_are),
     ("staleness", judge_staleness_laxly),

@@ -1,34 +1,52 @@
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from diloco.sim.outer_process import CrashPoint
 from tests.sim.small import Small
 
 
+@pytest.mark.parametrize("power", [False, True], ids=["killed", "power cut"])
 @pytest.mark.parametrize("point", CrashPoint)
-def test_syncer_that_dies_comes_back_and_goes_on(point: CrashPoint) -> None:
+def test_syncer_that_dies_comes_back_and_goes_on(point: CrashPoint, power: bool) -> None:
     small = Small(site_timeout_ns=1_500_000_000)  # So reports are frequent and a dead syncer is soon noticed.
     small.run(3)
-    before, records = small.versions(), len(small.cluster.outer_disk.journal)
-    small.cluster.doom_outer(point)
-    if point is CrashPoint.SNAPSHOT:
+    before = small.versions()
+    small.cluster.doom_outer(point, power=power)
+    if point.value.startswith("snapshot"):
         assert small.cluster.outer is not None
         small.cluster.outer.deliver(small.cluster.outer.snapshot)
     small.run(5)
-    assert small.cluster.restarts == 1, point
-    assert small.cluster.outer_disk.epoch == 2
+    assert (small.cluster.restarts, small.cluster.power_cuts) == (1, int(power)), point
+    assert small.cluster.outer is not None
+    assert small.cluster.outer.machine.state.epoch == 2
     assert all(now > was for now, was in zip(small.versions(), before, strict=True)), (before, small.versions())
-    assert len(small.cluster.outer_disk.journal) > records
 
 
-def test_spool_holds_no_more_than_what_has_no_fate() -> None:
+def test_payloads_go_with_the_snapshots_that_need_them() -> None:
     small = Small()
     small.run(8)
     outer = small.cluster.outer
     assert outer is not None
+    for _ in range(3):
+        outer.snapshot()
     undecided = sum(len(line.undecided) for site in outer.machine.state.sites.values() for line in site.lines)
-    assert len(small.cluster.outer_disk.spool) == undecided
+    assert len(small.cluster.outer_disk.storage.names("spool/")) == undecided
+
+
+def test_rot_is_found_or_harmless() -> None:
+    found = 0
+    for seed in range(40):
+        small = Small(1)
+        small.run(3)
+        assert small.cluster.outer_disk.storage.rot(Random(seed))
+        small.cluster.kill_outer()
+        small.run(3)
+        assert small.cluster.outer is not None, seed
+        found += small.cluster.damage_found
+    assert found > 20
 
 
 def test_machine_time_stands_still_while_no_process_lives() -> None:
