@@ -221,12 +221,12 @@ class Trainer:
         """Move the data cursor forward to ``cursor``, never back; on all ranks alike."""
         self.cursor = max(self.cursor, cursor)
 
-    def resume(self) -> Resumed | None:
-        """Take up the newest whole checkpoint of the folder, on all ranks alike; None when there is none.
+    def resume(self, found: Checkpoint | None = None) -> Resumed | None:
+        """Take up ``found``, or the newest whole checkpoint of the folder, on all ranks alike; None if there is none.
 
         The folder must be readable by every rank.  CheckpointError when all are damaged or it is of another model.
         """
-        found = self._newest()
+        found = found or self._newest()
         if found is None:
             return None
         state.restore(found, self.model, self.optimizers, self.group, self.options.seed)

@@ -61,6 +61,10 @@ def check(config: RunConfig) -> None:
     link_options(config, "")
     for site in config.cluster.sites:
         link_options(config, site)
+    if not config.site.canary_every_s >= 0:
+        raise ConfigError(f"site.canary_every_s is {config.site.canary_every_s!r}: 0 (never) or more")
+    if config.site.canary_steps < 1:
+        raise ConfigError(f"site.canary_steps is {config.site.canary_steps!r}: at least 1")
     if config.data.validation_sequences < 1:
         raise ConfigError(f"data.validation_sequences is {config.data.validation_sequences!r}: at least 1")
 
@@ -219,6 +223,7 @@ def syncer_options(config: RunConfig, run_dir: RunDir) -> SyncerOptions:
             downlinks_kept=syncer.downlinks_kept,
             heartbeat_s=syncer.heartbeat_s,
             linger_s=syncer.linger_s,
+            memory_check_s=syncer.memory_check_s,
         )
 
 
@@ -364,7 +369,7 @@ def build_trainer(
     config: RunConfig,
     group: SiteGroup,
     share: tuple[int, int],
-    checkpoints: Path,
+    checkpoints: Path | None,
     log: Log,
     progress: Callable[[], float] | None,
     disk: Disk = PLAIN_DISK,

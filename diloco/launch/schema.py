@@ -225,6 +225,10 @@ class SiteSection:
     """A file with this site's token."""
     insecure_non_loopback: bool = False
     """Permit a token over an unencrypted link."""
+    canary_every_s: float = 0.0
+    """Between two looks, beside training, at whether this machine repeats steps to the bit; 0: never."""
+    canary_steps: int = 4
+    """Inner steps that a canary does twice."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -252,6 +256,8 @@ class SyncerSection:
     heartbeat_s: float = 1.0
     linger_s: float = 10.0
     """After the last version: longest wait for the sites to have heard of it."""
+    memory_check_s: float = 10.0
+    """Between two looks at whether a fragment in memory is still what it was; 0: never."""
     tls_cert: str = ""
     tls_key: str = ""
     tls_ca: str = ""

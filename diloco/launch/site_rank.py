@@ -17,6 +17,7 @@ from diloco.durable import write_file
 from diloco.launch import config as configs
 from diloco.launch.arguments import limit_threads
 from diloco.launch.arming import disk_from_environment
+from diloco.launch.canary import Canaries, command
 from diloco.launch.console import SiteLines, quietly
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import EventLog
@@ -127,6 +128,8 @@ def _run(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
         if place.rank == 0:
             agent = _build_agent(config, folder, model, emit, group, resumed, disk)
             agents.append(agent)
+            canary = command(folder.root, config.site.canary_steps)
+            stack.enter_context(Canaries(canary, config.site.canary_every_s, emit))
             return _lead(agent, trainer, config, stopping, resumed, emit)
         _follow(config, trainer, model, stopping)
         return ExitCode.OK, ""

@@ -69,6 +69,8 @@ def _of_the_whole(what: str, event: Event, why: str) -> str | None:
         case "syncer_started":
             again = f", {_whole(event, 'recovered')} journal records replayed" if event.get("recovered") else ""
             return f"syncer started: epoch {_whole(event, 'epoch')}{again}"
+        case "canary":
+            return _canary(event)
         case "final":
             return f"final versions {_listed(event.get('versions'))} ({event.get('ending')})"
         case "eval":
@@ -89,6 +91,15 @@ def _of_the_whole(what: str, event: Event, why: str) -> str | None:
         case "run" if why:
             return f"run {event.get('state')}: {why}"
     return None
+
+
+def _canary(event: Event) -> str | None:
+    """Nothing for a machine that repeats itself, as nearly all do."""
+    if event.get("same"):
+        return None
+    if event.get("same") is None:
+        return f"{event.get('who')}: its canary could not be run: {event.get('why')}"
+    return f"{event.get('who')} CORRUPTS DATA: the same {_whole(event, 'steps')} steps did not end in the same bits"
 
 
 def _whole(event: Event, name: str) -> int:

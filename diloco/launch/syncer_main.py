@@ -121,6 +121,8 @@ def _serve(
 
 
 def _wait(syncer: Syncer, stopping: Stopping) -> Ending | None:
+    from diloco.syncer.memory import MemoryDamaged
+
     asked = False
     wanted: list[bool] = []
     # The signal handler runs in this thread, which must not wait in there for the decision loop.
@@ -131,6 +133,8 @@ def _wait(syncer: Syncer, stopping: Stopping) -> Ending | None:
                 asked = True
                 syncer.drain()
         syncer.linger()
+    except MemoryDamaged as error:
+        raise VerbError(ExitCode.FAILED, str(error)) from error
     finally:
         syncer.stop()
     return ending

@@ -1,0 +1,165 @@
+"""A few inner steps of a site's recorded state, done again: the same machine must give the same bits each time.
+
+Memory with a weak cell, or a core that now and then adds wrongly, shows in no checksum: the wrong value is what was
+written down.  It shows when the same steps, in deterministic mode, do not end in the same bits twice, or not in those
+that another machine of the same kind finds.  Machines of different kinds round differently, and a comparison between
+them says nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.launch import config as configs
+from diloco.launch.errors import ConfigError
+from diloco.launch.tether import PARENT_VARIABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from torch import nn
+
+    from diloco.launch.schema import RunConfig
+
+NICE = 15
+"""How much precedence training has over a canary beside it."""
+WHY_CHARS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Where a site's state lies, and the configuration that it was trained with."""
+
+    checkpoint: Path
+    config: Path
+
+
+def recorded(target: Path) -> Recorded:
+    """What a user named: one checkpoint of a site, or the site's folder, whose newest checkpoint is meant."""
+    from diloco.inner import checkpoint
+
+    site = target if (target / "checkpoints").is_dir() else target.parent.parent
+    if not (site / "config.yaml").is_file():
+        raise ConfigError(f"{str(target)!r} is no site's folder and no checkpoint of one: no config.yaml there")
+    if site != target:
+        return Recorded(target, site / "config.yaml")
+    names = checkpoint.names(site / "checkpoints")
+    if not names:
+        raise ConfigError(f"{site / 'checkpoints'} holds no checkpoint yet")
+    return Recorded(site / "checkpoints" / names[-1], site / "config.yaml")
+
+
+def repeatable(path: Path) -> RunConfig:
+    """The site's configuration, for one process that repeats steps to the bit and writes nothing."""
+    config = configs.read(path)
+    config.inner.deterministic = True
+    config.inner.checkpoint_every_steps = 0
+    config.site.slowdown = 1.0
+    config.site.nproc = 1
+    return config
+
+
+def digest_after(config: RunConfig, path: Path, steps: int) -> tuple[str, int]:
+    """SHA-256 of every parameter and loss after ``steps`` steps from the checkpoint at ``path``, and its step.
+
+    Everything is read and built anew: training goes on in the very tensors that were read.
+    """
+    from diloco.inner import checkpoint
+    from diloco.inner.parallel import SiteGroup
+    from diloco.inner.trainer import StepInfo, Verdict
+    from diloco.launch import build
+
+    hashed = hashlib.sha256()
+
+    def note_loss(info: StepInfo) -> Verdict:
+        hashed.update(f"{info.step} {info.loss!r}\n".encode())
+        return Verdict()
+
+    group = SiteGroup(device=config.site.device)
+    with closing(group):
+        share = build.site_share(config)
+        trainer, model = build.build_trainer(config, group, share, None, lambda what, fields: None, None)
+        trainer.resume(checkpoint.load(path))
+        begun = trainer.step
+        trainer.run(until_step=begun + steps, after_step=note_loss)
+        _update(hashed, model)
+    return hashed.hexdigest(), begun
+
+
+def _update(hashed: hashlib._Hash, model: nn.Module) -> None:
+    import torch
+
+    for name, parameter in sorted(model.named_parameters()):
+        hashed.update(name.encode())
+        hashed.update(parameter.detach().to("cpu", torch.float32).contiguous().numpy().data)
+
+
+def command(folder: Path, steps: int) -> list[str]:
+    """A canary of the site in ``folder``, with a low priority that it asks for itself."""
+    options = ["--steps", str(steps), "--nice", str(NICE), "--json"]
+    return [sys.executable, "-m", "diloco", "canary", str(folder), *options]
+
+
+class Canaries:
+    """One canary after another in a process of low priority beside a site's training; each ends in an event."""
+
+    def __init__(self, command: Sequence[str], every_s: float, emit: Callable[[str, dict[str, object]], None]) -> None:
+        """``command`` prints one JSON object; ``every_s`` passes between two of them, and with 0 there is none."""
+        self._command = command
+        self._every_s = every_s
+        self._emit = emit
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="canary", daemon=True)
+
+    def __enter__(self) -> Canaries:
+        if self._every_s:
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._ended.set()
+        if self._every_s:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._every_s):
+            told = self._told()
+            if told is not None:
+                self._emit("canary", told)
+
+    def _told(self) -> dict[str, object] | None:
+        """What one canary said; None when the site ends before it."""
+        began_s = time.monotonic()
+        child = subprocess.Popen(
+            self._command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+        )
+        with child:
+            while True:
+                try:
+                    out, problem = child.communicate(timeout=0.5)
+                    break
+                except subprocess.TimeoutExpired:
+                    if self._ended.is_set():
+                        child.kill()
+        if self._ended.is_set():
+            return None
+        seconds = {"seconds": round(time.monotonic() - began_s, 3)}
+        try:
+            return {**json.loads(out), **seconds}
+        except ValueError:
+            return {"same": None, "why": " ".join(problem.split())[-WHY_CHARS:], **seconds}
