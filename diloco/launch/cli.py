@@ -42,7 +42,6 @@ VERBS = (
     Verb("report", "diloco.launch.report_main", "report.html and the closing table of a run, finished or not"),
     Verb("journal", "diloco.launch.journal_main", "the syncer's journal as lines; a check of everything it keeps"),
     Verb("canary", "diloco.launch.canary_main", "does this machine give the same bits when it repeats a site's steps?"),
-    Verb("journal", "diloco.launch.journal_main", "the syncer's journal as lines"),
     Verb(
         "replay",
         "diloco.launch.replay_main",
