@@ -72,6 +72,7 @@ HOMES = {
     "google.protobuf": "wire",
     "hydra": "launch",
     "omegaconf": "launch",
+    "cryptography": "launch",
     "torch.distributed": "inner",
 }
 ENVIRONMENT = frozenset({"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"})

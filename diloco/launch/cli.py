@@ -43,6 +43,10 @@ VERBS = (
     Verb("journal", "diloco.launch.journal_main", "the syncer's journal as lines; a check of everything it keeps"),
     Verb("canary", "diloco.launch.canary_main", "does this machine give the same bits when it repeats a site's steps?"),
     Verb(
+        "certs", "diloco.launch.certs_main", "certificates for mutual TLS: an authority, one for each site, revocation"
+    ),
+    Verb("journal", "diloco.launch.journal_main", "the syncer's journal as lines"),
+    Verb(
         "replay",
         "diloco.launch.replay_main",
         "the outer steps of a run once more, as they were or without some updates",

@@ -1,0 +1,190 @@
+"""The making of certificates: a private authority, and leaves whose only SPIFFE id says what their holder is.
+
+The only place that uses ``cryptography``; the verb imports it when it is needed.  Nothing here touches a file: what is
+made is returned as PEM.  Keys are EC P-256.  A leaf can do one thing only: that of the syncer (and of a standby, which
+may become one) proves a server by its names, all others prove a caller by their id, and TLS libraries refuse the one in
+the place of the other.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import ipaddress
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+AUTHORITY_DAYS = 3650
+LEAF_DAYS = 90
+SKEW = datetime.timedelta(minutes=5)
+"""Clocks differ: a certificate is good from a little before it was made."""
+TRUST_DOMAIN = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,61}[a-z0-9])?")
+_LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+HOST = re.compile(rf"(?:\*\.)?{_LABEL}(?:\.{_LABEL})*")
+
+
+class CertificateError(ValueError):
+    """What was asked for cannot be made, or what was read is no certificate; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A certificate and its private key, both PEM."""
+
+    certificate: bytes
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a certificate says, for people."""
+
+    subject: str
+    issuer: str
+    ids: tuple[str, ...]
+    hosts: tuple[str, ...]
+    is_authority: bool
+    begins: datetime.datetime
+    ends: datetime.datetime
+    fingerprint: str
+    """SHA-256 of the certificate itself, by which a revocation names it."""
+
+
+def make_authority(trust_domain: str, now: datetime.datetime) -> Pair:
+    """A new authority that signs leaves of ``trust_domain`` and no other authorities."""
+    if not TRUST_DOMAIN.fullmatch(trust_domain):
+        raise CertificateError(f"trust domain is {trust_domain!r}: lower-case letters, digits, '-' and '.', at most 63")
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = _name(f"diloco authority of {trust_domain}")
+    builder = _begun(name, name, key.public_key(), now, AUTHORITY_DAYS)
+    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)  # signs certificates and lists
+    certificate = (
+        builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"spiffe://{trust_domain}")]), critical=False
+        )
+        .sign(key, hashes.SHA256())
+    )
+    return _pair(certificate, key)
+
+
+def issue(authority: Pair, who: str, hosts: Sequence[str], days: int, now: datetime.datetime) -> Pair:
+    """A leaf for ``who`` (``site/a``, ``syncer``, ``observer`` ...), for a server too where ``hosts`` are given.
+
+    ``CertificateError`` for hosts that are none, and when the authority would end before the leaf.
+    """
+    signer, key = _opened(authority)
+    facts = _facts(signer)
+    if not facts.is_authority or len(facts.ids) != 1:
+        raise CertificateError("the authority's certificate is not one that `diloco certs init` has made")
+    if days < 1:
+        raise CertificateError(f"days is {days}: at least 1")
+    if now + datetime.timedelta(days=days) > facts.ends:
+        raise CertificateError(f"days is {days}: the authority itself ends on {facts.ends:%Y-%m-%d}")
+    own = ec.generate_private_key(ec.SECP256R1())
+    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(f"{facts.ids[0]}/{who}")]
+    names += [_host(host) for host in hosts]
+    purposes = [ExtendedKeyUsageOID.SERVER_AUTH] if hosts else []
+    if who != "syncer":
+        purposes.append(ExtendedKeyUsageOID.CLIENT_AUTH)
+    usage = x509.KeyUsage(True, False, False, False, False, False, False, False, False)  # signs handshakes
+    certificate = (
+        _begun(_name(who), signer.subject, own.public_key(), now, days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    return _pair(certificate, own)
+
+
+def describe(pem: bytes) -> Facts:
+    """What the first certificate of ``pem`` says; ``CertificateError`` when there is none."""
+    return _facts(_certificate(pem))
+
+
+def _opened(authority: Pair) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    try:
+        key = serialization.load_pem_private_key(authority.key, password=None)
+    except (ValueError, TypeError) as error:
+        raise CertificateError(f"the authority's key cannot be read: {error}") from error
+    signer = _certificate(authority.certificate)
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or signer.public_key() != key.public_key():
+        raise CertificateError("the authority's key is not that of its certificate")
+    return signer, key
+
+
+def _certificate(pem: bytes) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(pem)
+    except ValueError as error:
+        raise CertificateError(f"there is no certificate in it: {error}") from error
+
+
+def _facts(certificate: x509.Certificate) -> Facts:
+    try:
+        names = list(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
+    except x509.ExtensionNotFound:
+        names = []
+    try:
+        is_authority = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    except x509.ExtensionNotFound:
+        is_authority = False
+    return Facts(
+        subject=certificate.subject.rfc4514_string(),
+        issuer=certificate.issuer.rfc4514_string(),
+        ids=tuple(name.value for name in names if isinstance(name, x509.UniformResourceIdentifier)),
+        hosts=tuple(str(name.value) for name in names if isinstance(name, x509.DNSName | x509.IPAddress)),
+        is_authority=is_authority,
+        begins=certificate.not_valid_before_utc,
+        ends=certificate.not_valid_after_utc,
+        fingerprint=hashlib.sha256(certificate.public_bytes(serialization.Encoding.DER)).hexdigest(),
+    )
+
+
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    if not HOST.fullmatch(host) or len(host) > 253:
+        raise CertificateError(f"host is {host!r}: a DNS name or an IP address, without port")
+    return x509.DNSName(host)
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
+
+
+def _begun(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, now: datetime.datetime, days: int
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - SKEW)
+        .not_valid_after(now + datetime.timedelta(days=days))
+    )
+
+
+def _pair(certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> Pair:
+    return Pair(
+        certificate.public_bytes(serialization.Encoding.PEM),
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
+    )

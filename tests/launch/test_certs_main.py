@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import json
+import shlex
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from diloco.launch.cli import main
+from diloco.wire.client import AdminClient, SyncClient
+from diloco.wire.messages import Refused, Status, Unreachable
+from diloco.wire.options import ClientOptions, ServerOptions
+from diloco.wire.security import SecurityOptions
+from diloco.wire.server import serve
+from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Said = tuple[int, str, str]
+
+
+@pytest.fixture
+def certs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    """``diloco certs`` in a folder: the exit code, what was printed, and the complaint."""
+
+    def run(what: str, *arguments: str, target: str = "pki") -> Said:
+        code = main(["certs", what, str(tmp_path / target), *arguments])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+def mode(file: Path) -> int:
+    return stat.S_IMODE(file.stat().st_mode)
+
+
+def settings(said: str) -> dict[str, Any]:
+    """The last line that ``issue`` prints, as the options of one end."""
+    pairs = dict(text.split("=", 1) for text in shlex.split(said.splitlines()[-1]))
+    return {name.rpartition(".")[2]: value for name, value in pairs.items()}
+
+
+def security(said: str) -> SecurityOptions:
+    told = settings(said)
+    assert set(told) <= {"tls_cert", "tls_key", "tls_ca", "id"}
+    return SecurityOptions(tls_cert=told["tls_cert"], tls_key=told["tls_key"], tls_ca=told["tls_ca"])
+
+
+def test_keys_are_for_their_owner_alone_and_nothing_is_overwritten(certs: Callable[..., Said], tmp_path: Path) -> None:
+    assert certs("init")[0] == 0
+    assert certs("issue", "--site", "a", "--days", "1")[0] == 0
+    folder = tmp_path / "pki"
+    assert [mode(folder / name) for name in ("ca.key", "sites/a.key")] == [0o600, 0o600]
+    assert [mode(each) for each in (folder, folder / "sites")] == [0o700, 0o700]
+    before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    for command in (("init",), ("issue", "--site", "a")):
+        code, _, complaint = certs(*command)
+        assert (code, "is there already: --force" in complaint) == (1, True)
+    assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == before
+    assert certs("issue", "--site", "a", "--force")[0] == 0
+    assert (folder / "sites/a.key").read_bytes() != before[folder / "sites/a.key"]
+    assert mode(folder / "sites/a.key") == 0o600
+
+
+def test_what_a_certificate_is_can_be_read(certs: Callable[..., Said]) -> None:
+    certs("init", "--trust-domain", "example.org")
+    certs("issue", "--syncer", "--host", "sync.example.org", "--host", "127.0.0.1", "--days", "7")
+    code, said, _ = certs("show", target="pki/syncer.pem")
+    assert code == 0
+    assert "spiffe://example.org/syncer" in said
+    assert "sync.example.org, 127.0.0.1" in said
+    assert "(ends in 6 days)" in said
+    assert "may sign others yes" in certs("show", target="pki/ca.pem")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        ("say for whom", ["issue"]),
+        ("say for whom", ["issue", "--site", "a", "--admin"]),
+        ("--site is 'a/b'", ["issue", "--site", "a/b"]),
+        ("--syncer needs --host", ["issue", "--syncer"]),
+        ("only a syncer or a standby", ["issue", "--site", "a", "--host", "x"]),
+        ("--days is 0", ["issue", "--site", "a", "--days", "0"]),
+        ("--days is 9999", ["issue", "--site", "a", "--days", "9999"]),
+        ("host is 'x:1'", ["issue", "--syncer", "--host", "x:1"]),
+        ("--site says nothing to diloco certs init", ["init", "--site", "a"]),
+        ("--days says nothing to diloco certs revoke", ["revoke", "--site", "a", "--days", "3"]),
+        ("names no certificate of site/b", ["revoke", "--site", "b"]),
+    ],
+)
+def test_a_mistake_is_one_line(certs: Callable[..., Said], words: str, arguments: list[str]) -> None:
+    certs("init")
+    code, _, complaint = certs(*arguments)
+    assert code in (1, 2)
+    assert words in complaint
+    assert complaint.count("\n") == 1
+
+
+def test_without_an_authority_there_is_nothing_to_issue_or_show(certs: Callable[..., Said]) -> None:
+    assert "ca.pem is not there: diloco certs init" in certs("issue", "--site", "a")[2]
+    assert "revoked.json is not there: diloco certs init" in certs("revoke", "--site", "a")[2]
+    assert "is not there" in certs("show", target="nothing.pem")[2]
+
+
+def test_revoking_names_all_that_were_issued_and_a_new_one_is_good_again(
+    certs: Callable[..., Said], tmp_path: Path
+) -> None:
+    certs("init")
+    for arguments in (["a"], ["a", "--force"], ["b"]):
+        assert certs("issue", "--site", *arguments)[0] == 0
+    assert "names 2 more of site/a" in certs("revoke", "--site", "a")[1]
+    listed = json.loads((tmp_path / "pki/revoked.json").read_text())
+    issued = [json.loads(line) for line in (tmp_path / "pki/issued.jsonl").read_text().splitlines()]
+    assert listed == {"certificates": [each["fingerprint"] for each in issued[:2]], "ids": []}
+    certs("issue", "--site", "a", "--force")
+    assert certs("show", target="pki/sites/a.pem")[1].split()[-1] not in listed["certificates"]
+
+
+def test_what_was_issued_works_and_only_for_what_it_says(certs: Callable[..., Said]) -> None:
+    certs("init")
+    said = {who: certs("issue", f"--{who}")[1] for who in ("observer", "admin")}
+    said |= {site: certs("issue", "--site", site)[1] for site in ("site-a", "site-b")}
+    here = settings(certs("issue", "--syncer", "--host", "127.0.0.1")[1])
+    assert here["require_client_cert"] == "true"
+    files = {name: here[name] for name in ("tls_cert", "tls_key", "tls_ca")}
+    options, quick = ServerOptions(run_id=RUN), ClientOptions(control_timeout_s=10.0, join_timeout_s=10.0)
+    server = serve(FakeSyncer(), options, SecurityOptions(**files, require_client_cert=True))
+    try:
+        with SyncClient(server.address, "site-a", RUN, security(said["site-a"]), quick) as site:
+            assert site.join(join_ask()).incarnation == 1
+        with SyncClient(server.address, "site-a", RUN, security(said["site-b"]), quick) as site:
+            with pytest.raises(Refused) as caught:
+                site.join(join_ask())
+            assert caught.value.status is Status.PERMISSION_DENIED
+        with AdminClient(server.address, security(said["observer"])) as observer:
+            assert observer.status()
+            with pytest.raises(Refused):
+                observer.drain()
+        with AdminClient(server.address, security(said["admin"])) as admin:
+            admin.drain()
+        with AdminClient(server.address, SecurityOptions(**files)) as syncer, pytest.raises(Unreachable):
+            syncer.status()  # The syncer's own certificate says who serves, and opens nothing.
+    finally:
+        server.stop(0.2)
+
+
+def test_a_site_cannot_pass_for_the_syncer(certs: Callable[..., Said]) -> None:
+    certs("init")
+    files = settings(certs("issue", "--site", "site-b")[1])
+    site = security(certs("issue", "--site", "site-a")[1])
+    server = serve(
+        FakeSyncer(), ServerOptions(run_id=RUN), SecurityOptions(tls_cert=files["tls_cert"], tls_key=files["tls_key"])
+    )
+    try:
+        client = SyncClient(server.address, "site-a", RUN, site, ClientOptions(join_timeout_s=10.0))
+        with client, pytest.raises(Unreachable):
+            client.join(join_ask())
+    finally:
+        server.stop(0.2)
