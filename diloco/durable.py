@@ -14,6 +14,7 @@ import fcntl
 import os
 import shutil
 import signal
+import stat
 import threading
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -250,9 +251,12 @@ def _sync(path: Path, flags: int) -> None:
 def locked(folder: Path) -> Iterator[None]:
     """Hold ``folder`` for this process; ``LockedError`` at once when another process has it.
 
-    The lock is the kernel's and ends with the process, so that nothing is left behind by a crash.
+    The lock is the kernel's and ends with the process, so that nothing is left behind by a crash.  What lies in the
+    folder is its owner's alone (0700), also where it was not before.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if stat.S_IMODE(folder.stat().st_mode) & 0o077:
+        folder.chmod(0o700)
     with (folder / "lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -158,3 +159,10 @@ def test_a_disk_that_is_only_read_changes_nothing(tmp_path: Path) -> None:
         disk.rename(tmp_path / "kept", tmp_path / "gone", Step.FILE)
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
     assert (tmp_path / "kept").read_bytes() == b"123"
+
+
+def test_a_folder_that_is_held_is_its_owners_alone(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir(mode=0o755)
+    for name in ("old", "new"):
+        with locked(tmp_path / name):
+            assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o700
