@@ -31,7 +31,7 @@ from diloco.sync.options import LearnerOptions, OuterOptions
 from diloco.syncer.server import RunPlan, SyncerOptions
 from diloco.wan.link import LinkOptions
 from diloco.wire.options import ServerOptions
-from diloco.wire.security import SecurityOptions
+from diloco.wire.security import SecurityOptions, check_own_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from diloco.launch.schema import RunConfig
 
 SECOND_NS = 1_000_000_000
+SITE_FILES = ("token_file", "tls_cert", "tls_key", "tls_ca")
 LINEAGE = 1
 
 
@@ -245,25 +246,30 @@ def syncer_security(config: RunConfig) -> SecurityOptions:
             tls_ca=syncer.tls_ca,
             require_client_cert=syncer.require_client_cert,
             tokens_file=syncer.tokens_file,
+            permissions=syncer.permissions,
+            revoked_file=syncer.revoked_file,
+            trust_domain=syncer.trust_domain,
             insecure_non_loopback=syncer.insecure_non_loopback,
         )
 
 
 def site_security(config: RunConfig) -> SecurityOptions:
-    """How a site, or an operator, speaks to the syncer; reads the token's file."""
+    """How a site, or an operator, speaks to the syncer; what lies in its files is read once, to see that it is good."""
     site = config.site
-    try:
-        token = Path(site.token_file).read_text("utf-8").strip() if site.token_file else ""
-    except OSError as error:
-        raise ConfigError(f"site.token_file is {site.token_file!r}: {error.strerror}") from error
     with _section("site"):
-        return SecurityOptions(
+        security = SecurityOptions(
             tls_cert=site.tls_cert,
             tls_key=site.tls_key,
             tls_ca=site.tls_ca,
-            token=token,
+            token_file=site.token_file,
             insecure_non_loopback=site.insecure_non_loopback,
         )
+        try:
+            check_own_files(security)
+        except OSError as error:
+            name = next(each for each in SITE_FILES if getattr(site, each) == error.filename)
+            raise ConfigError(f"site.{name} is {error.filename!r}: {error.strerror}") from error
+    return security
 
 
 def link_options(config: RunConfig, site: str) -> LinkOptions:

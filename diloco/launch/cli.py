@@ -45,7 +45,6 @@ VERBS = (
     Verb(
         "certs", "diloco.launch.certs_main", "certificates for mutual TLS: an authority, one for each site, revocation"
     ),
-    Verb("journal", "diloco.launch.journal_main", "the syncer's journal as lines"),
     Verb(
         "replay",
         "diloco.launch.replay_main",

@@ -222,7 +222,7 @@ class SiteSection:
     tls_cert: str = ""
     tls_key: str = ""
     token_file: str = ""
-    """A file with this site's token."""
+    """A file with this site's token, mode 0600; read again when it changes, as certificate and key are."""
     insecure_non_loopback: bool = False
     """Permit a token over an unencrypted link."""
     canary_every_s: float = 0.0
@@ -264,7 +264,13 @@ class SyncerSection:
     """Who signed the sites' certificates."""
     require_client_cert: bool = False
     tokens_file: str = ""
-    """JSON: {"sites": {id: token}, "observer": token, "admin": token}, mode 0600."""
+    """JSON: {"sites": {id: token}, "observer": token, "admin": token}, mode 0600; [old, new] in place of a token."""
+    permissions: str = ""
+    """JSON: {"default": "deny", "sites": {id: {"pushes_per_s": 2}}}: what each may do; empty: what its role allows."""
+    revoked_file: str = ""
+    """Whom to let in no more, as `diloco certs revoke` writes it.  All these files are read again when they change."""
+    trust_domain: str = ""
+    """The one that sites' SPIFFE ids must be in; empty: any that tls_ca signs."""
     insecure_non_loopback: bool = False
     """Permit a reachable address without encryption or identities."""
 

@@ -32,6 +32,7 @@ DOES = """The syncer of a run: holds the fragments, merges what the sites send, 
 Prints the run's name and the line with which a site joins.  The same command with run.name=NAME goes on.
 Ctrl-C once: a last round, then exit 75; twice: at once.  Exit 0 when the run has reached its tokens or seconds."""
 WAIT_S = 0.2
+FROM_SETTINGS = ("address is", "tokens_file", "permissions", "revoked_file", "tls_")
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
@@ -111,7 +112,7 @@ def _serve(
         raise VerbError(ExitCode.FAILED, f"{error}: is this run's syncer running already?") from error
     except ValueError as error:
         # The wire names its own fields; what else went wrong is nothing that these settings say.
-        if not str(error).startswith(("address is", "tokens_file")):
+        if not str(error).startswith(FROM_SETTINGS):
             raise
         raise ConfigError(f"cluster.syncer.{str(error).replace('address is', 'listen is', 1)}") from error
     write_file(run_dir.address, address.encode())

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from diloco.syncer.feeds import Feed
     from diloco.syncer.holdings import Choice
     from diloco.syncer.server import Syncer
-    from diloco.wire.security import Identity
+    from diloco.wire.identity import Identity
     from diloco.wire.service import PullSource
 
 JOIN_REFUSALS = MappingProxyType(
@@ -274,6 +274,7 @@ class Api:
                 "up_seconds": round(now_s - self.tally.began_s, 1),
                 "refused_at_the_door": refusals,
                 "payloads_decoded": self.tally.payloads_decoded(),
+                "identity_complaints": self._syncer.complaints(),
                 **describe(machine, tally, now_s),
             }
         )

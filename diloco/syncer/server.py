@@ -168,7 +168,9 @@ class Syncer:
         if ended is not None:
             self.ending = ended
             self._ended.set()
-        self._server = serve(self.api, self.network, self._security)
+        self._server = serve(
+            self.api, self.network, self._security, lambda text: self._emit("note", {"note": "identity", "why": text})
+        )
         return self._server.address
 
     def _take_over(self) -> tuple[OuterSync, int]:
@@ -214,6 +216,10 @@ class Syncer:
     def _check(self) -> None:
         if self.failed is not None:
             raise self.failed
+
+    def complaints(self) -> list[str]:
+        """Files of identities and certificates that cannot be used as they are now."""
+        return self._server.complaints() if self._server is not None else []
 
     def linger(self) -> None:
         """After the last version: wait until every live site has left, at most ``linger_s``."""

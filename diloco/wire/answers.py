@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from diloco.wire.arrivals import Arrivals
     from diloco.wire.gates import Counters
-    from diloco.wire.security import Identity
+    from diloco.wire.identity import Identity
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -62,8 +62,8 @@ def unary(
     """What gRPC calls for a method that has one message each way, of which ``work`` makes the answer."""
 
     def answer(requests: Iterator[bytes], context: Any) -> bytes:
-        identity = arrivals.identify(context)
-        return work(arrivals.first(requests, context, identity, large=large), identity)
+        with arrivals.enter(method, context) as identity:
+            return work(arrivals.first(requests, context, identity, large=large), identity)
 
     return lambda requests, context: answered(lambda: answer(requests, context), context, method, counters)
 

@@ -1,4 +1,4 @@
-"""How a call comes in: who calls is asked before a byte of it is read, and its first message must come soon.
+"""How a call comes in: the door is passed before a byte of it is read, and its first message must come soon.
 
 gRPC itself reads the one message of a unary call in the handler's thread, before the handler is asked and without a
 bound: a few callers who open calls and never send anything would hold every thread, known or not.  So every method is
@@ -17,25 +17,27 @@ from diloco.wire.messages import MalformedMessage, Refusal, Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
+    from diloco.wire.door import Door
+    from diloco.wire.identity import Identity
     from diloco.wire.options import ServerOptions
-    from diloco.wire.security import Authenticator, Identity
     from diloco.wire.stall import StallWatch
 
 
 class Arrivals:
-    """The door of all services of one server."""
+    """The way in of all services of one server."""
 
-    def __init__(self, authenticator: Authenticator, stalls: StallWatch, options: ServerOptions) -> None:
-        self._authenticator = authenticator
+    def __init__(self, door: Door, stalls: StallWatch, options: ServerOptions) -> None:
+        self._door = door
         self._stalls = stalls
         self._header_timeout_s = options.header_timeout_s
         self._stall_s = options.stall_s
         self._silent = WaitingRoom(options.calls_max // 2)
 
-    def identify(self, context: Any) -> Identity:
-        """Who calls; refuses with UNAUTHENTICATED."""
-        return self._authenticator.identify(context)
+    def enter(self, method: str, context: Any) -> AbstractContextManager[Identity]:
+        """Be inside, as whom it is (``Door.enter``, which refuses in words)."""
+        return self._door.enter(method, context)
 
     @contextmanager
     def waiting(self, identity: Identity | None, context: Any) -> Iterator[None]:
@@ -61,7 +63,5 @@ class Arrivals:
         return raw
 
     def caller(self, identity: Identity | None, context: Any) -> str:
-        """By whom calls are counted: by connection where callers cannot be told apart."""
-        if identity is None or identity.anyone:
-            return f"peer {context.peer()}"
-        return identity.site or ("an admin" if identity.admin else "an observer")
+        """By whom calls are counted (``Identity.caller``); a stranger by connection too."""
+        return f"peer {context.peer()}" if identity is None else identity.caller(context)

@@ -12,6 +12,7 @@ from diloco.wire.v1 import admin_pb2, sync_pb2
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from diloco.wire.lines import Line
     from diloco.wire.stall import Guard
 
 SYNC_SERVICE: str = sync_pb2.DESCRIPTOR.services_by_name["SyncService"].full_name
@@ -33,19 +34,18 @@ _AGAIN = frozenset(
 
 
 class Calls:
-    """The methods of ``service`` on ``channel``; messages are bytes."""
+    """The methods of ``service`` on ``line``; messages are bytes."""
 
-    def __init__(self, channel: Any, service: str, metadata: tuple[tuple[str, str], ...]) -> None:
-        self._channel = channel
+    def __init__(self, line: Line, service: str) -> None:
+        self._line = line
         self._service = service
-        self._metadata = metadata
 
     def unary(self, method: str, request: bytes, timeout_s: float) -> bytes:
         """One message there, one back.  Raises ``Refused`` or ``Unreachable``."""
         try:
-            reply: bytes = self._open("unary_unary", method)(request, timeout=timeout_s, metadata=self._metadata)
+            reply: bytes = self._open("unary_unary", method)(request, timeout=timeout_s, metadata=self._line.metadata())
         except grpc.RpcError as error:
-            raise wire_error(method, error) from error
+            raise self.failed(method, error) from error
         except ValueError as error:
             raise Unreachable(f"{method}: {error}") from error
         return reply
@@ -53,24 +53,30 @@ class Calls:
     def stream(self, method: str, request: bytes, timeout_s: float | None) -> Any:
         """One message there, many back: gRPC's call, to be iterated and cancelled."""
         try:
-            return self._open("unary_stream", method)(request, timeout=timeout_s, metadata=self._metadata)
+            return self._open("unary_stream", method)(request, timeout=timeout_s, metadata=self._line.metadata())
         except ValueError as error:
             raise Unreachable(f"{method}: {error}") from error
 
     def exchange(self, method: str, requests: Iterator[bytes], timeout_s: float) -> Any:
         """Many messages both ways: gRPC's call, to be iterated and cancelled."""
         try:
-            return self._open("stream_stream", method)(requests, timeout=timeout_s, metadata=self._metadata)
+            return self._open("stream_stream", method)(requests, timeout=timeout_s, metadata=self._line.metadata())
         except ValueError as error:
             raise Unreachable(f"{method}: {error}") from error
 
     def close(self) -> None:
         """End everything under way."""
-        self._channel.close()
+        self._line.close()
+
+    def failed(self, method: str, error: Any, guard: Guard | None = None) -> WireError:
+        """What a failed call means to the caller (``wire_error``), after which this end may show something newer."""
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            self._line.lost()
+        return wire_error(method, error, guard)
 
     def _open(self, kind: str, method: str) -> Any:
         # gRPC raises ValueError for a channel that was closed, here or at the call.
-        return getattr(self._channel, kind)(f"/{self._service}/{method}")
+        return getattr(self._line.channel, kind)(f"/{self._service}/{method}")
 
 
 def wire_error(method: str, error: Any, guard: Guard | None = None) -> WireError:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 
 from diloco.wire import convert, convert_bulk
-from diloco.wire.calls import ADMIN_SERVICE, SYNC_SERVICE, Calls, wire_error
+from diloco.wire.calls import ADMIN_SERVICE, SYNC_SERVICE, Calls
 from diloco.wire.chunks import ChunkError, DamagedChunk
+from diloco.wire.lines import Line
 from diloco.wire.messages import (
     Chunk,
     EvictAsk,
@@ -37,7 +38,7 @@ from diloco.wire.messages import (
     WatchEvent,
 )
 from diloco.wire.options import ClientOptions
-from diloco.wire.security import SecurityOptions, call_metadata, open_channel
+from diloco.wire.security import SecurityOptions
 from diloco.wire.sending import Sending
 from diloco.wire.stall import Guard, StallWatch
 
@@ -71,13 +72,11 @@ class SyncClient:
         security = security or SecurityOptions()
         self._options = options or ClientOptions()
         self._site_id, self._run_id = site_id, run_id
-        self._metadata = call_metadata(security)
         self._stalls = StallWatch(f"stalls-{site_id or 'observer'}")
         arguments = self._options.channel_arguments()
-        self._control = Calls(open_channel(address, security, arguments), SYNC_SERVICE, self._metadata)
+        self._control = Calls(Line(address, security, arguments), SYNC_SERVICE)
         self._bulk = [
-            Calls(open_channel(address, security, arguments), SYNC_SERVICE, self._metadata)
-            for _ in range(self._options.data_channels)
+            Calls(Line(address, security, arguments), SYNC_SERVICE) for _ in range(self._options.data_channels)
         ]
         self._turn = itertools.count()
         self._bytes = threading.Lock()
@@ -125,7 +124,7 @@ class SyncClient:
         """The events of this site as they happen.  The first is an ``Alive``: the stream stands."""
         ask = WatchAsk(self._run_id, self._site_id, incarnation)
         guard = self._stalls.guard(self._options.stall_s)
-        return WatchStream(self._control.stream("Watch", convert.pack_watch(ask), None), guard)
+        return WatchStream(self._control.stream("Watch", convert.pack_watch(ask), None), guard, self._control)
 
     def push(self, header: PushHeader, payload: bytes | memoryview) -> PushResult:
         """One attempt to send an update; the next one goes on where the syncer's bytes end.
@@ -137,10 +136,11 @@ class SyncClient:
             raise MalformedMessage(f"payload_bytes is {header.payload_bytes}: the payload has {len(view)}")
         with self._stalls.guard(self._options.stall_s) as guard:
             sending = Sending(header, view, self._options, guard, self._count_up)
-            call = self._next_bulk().exchange("Push", sending.requests(), self._deadline_s(len(view)))
+            bulk = self._next_bulk()
+            call = bulk.exchange("Push", sending.requests(), self._deadline_s(len(view)))
             guard.arm(call.cancel)
             try:
-                return _push_answer(call, header, sending, guard)
+                return _push_answer(bulk, call, header, sending, guard)
             finally:
                 sending.stop()
                 call.cancel()
@@ -159,9 +159,8 @@ class SyncClient:
 
     def _pull(self, ask: PullAsk, sink: PullSink) -> PulledVersion:
         with self._stalls.guard(self._options.stall_s) as guard:
-            call = self._next_bulk().stream(
-                "Pull", convert_bulk.pack_pull(ask), self._deadline_s(sink.payload_bytes_max)
-            )
+            bulk = self._next_bulk()
+            call = bulk.stream("Pull", convert_bulk.pack_pull(ask), self._deadline_s(sink.payload_bytes_max))
             guard.arm(call.cancel)
             try:
                 for raw in call:
@@ -175,7 +174,7 @@ class SyncClient:
                 sink.clear()
                 raise Unreachable(f"Pull: the syncer's answer cannot be: {error}") from error
             except grpc.RpcError as error:
-                raise wire_error("Pull", error, guard) from error
+                raise bulk.failed("Pull", error, guard) from error
             finally:
                 call.cancel()
 
@@ -201,8 +200,9 @@ class WatchStream:
     cancel it.
     """
 
-    def __init__(self, call: Any, guard: Guard) -> None:
+    def __init__(self, call: Any, guard: Guard, calls: Calls) -> None:
         self._call = call
+        self._calls = calls
         self._guard = guard
         self._cancelled = False
         guard.arm(call.cancel)
@@ -228,7 +228,7 @@ class WatchStream:
             self.cancel()
             if cancelled:
                 raise StopIteration from error
-            raise wire_error("Watch", error, self._guard) from error
+            raise self._calls.failed("Watch", error, self._guard) from error
         except MalformedMessage as error:
             self.cancel()
             raise Unreachable(f"Watch: the syncer's answer cannot be: {error}") from error
@@ -250,8 +250,7 @@ class AdminClient:
     ) -> None:
         security = security or SecurityOptions()
         self._options = options or ClientOptions()
-        channel = open_channel(address, security, self._options.channel_arguments())
-        self._calls = Calls(channel, ADMIN_SERVICE, call_metadata(security))
+        self._calls = Calls(Line(address, security, self._options.channel_arguments()), ADMIN_SERVICE)
 
     def __enter__(self) -> AdminClient:
         return self
@@ -288,7 +287,7 @@ def _parsed(method: str, unpack: Callable[[bytes], T], raw: bytes) -> T:
         raise Unreachable(f"{method}: the syncer's answer cannot be: {error}") from error
 
 
-def _push_answer(call: Any, header: PushHeader, sending: Sending, guard: Guard) -> PushResult:
+def _push_answer(bulk: Calls, call: Any, header: PushHeader, sending: Sending, guard: Guard) -> PushResult:
     result: PushResult | None = None
     try:
         for raw in call:
@@ -305,7 +304,7 @@ def _push_answer(call: Any, header: PushHeader, sending: Sending, guard: Guard) 
         raise Unreachable(f"Push: the syncer's answer cannot be: {error}") from error
     except grpc.RpcError as error:
         if result is None:
-            raise wire_error("Push", error, guard) from error
+            raise bulk.failed("Push", error, guard) from error
     if result is None:
         raise Unreachable("Push: the stream ended without an answer")
     return result

@@ -1,8 +1,10 @@
 """The syncer's end of ``SyncService``.
 
 Messages come as raw bytes and are parsed here, so that bytes which are not a message are the sender's fault
-(INVALID_ARGUMENT) and not ours.  In each call the order is: who is it, is the message within its bounds, may this
-caller say this, is there room; only then the shell is asked.  ``arrivals`` says why all of them are streams.
+(INVALID_ARGUMENT) and not ours.  In each call the order is: who is it, may they call this method, have they called too
+often (``door``); is the message within its size and its bounds; may they speak for this site; is it this run; may they
+send this update; is there room.  Only then the shell is asked, and only then a byte of payload is read.  ``arrivals``
+says why all of them are streams.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from diloco.wire.calls import SYNC_SERVICE
 from diloco.wire.chunks import Assembler, DamagedChunk, cut
 from diloco.wire.gates import Counters, Gate, OneAtATime
 from diloco.wire.messages import (
+    CONTROL_BYTES_MAX,
     Alive,
     Chunk,
     Dropped,
@@ -35,9 +38,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from diloco.wire.arrivals import Arrivals
+    from diloco.wire.door import Door
+    from diloco.wire.identity import Identity
     from diloco.wire.messages import WatchEvent
     from diloco.wire.options import ServerOptions
-    from diloco.wire.security import Identity
     from diloco.wire.service import PushSession, SyncerApi, WatchFeed
     from diloco.wire.stall import Guard, StallWatch
 
@@ -52,6 +56,7 @@ class SyncHandlers:
         api: SyncerApi,
         options: ServerOptions,
         arrivals: Arrivals,
+        door: Door,
         stalls: StallWatch,
         counters: Counters,
         stopping: threading.Event,
@@ -59,6 +64,7 @@ class SyncHandlers:
         self._api = api
         self._options = options
         self._arrivals = arrivals
+        self._door = door
         self._stalls = stalls
         self._counters = counters
         self._stopping = stopping
@@ -87,10 +93,14 @@ class SyncHandlers:
         return unary(self._arrivals, self._counters, method, work, large=large)
 
     def _streaming(
-        self, method: str, work: Callable[[Iterator[bytes], Any], Iterator[bytes]]
+        self, method: str, work: Callable[[Iterator[bytes], Any, Identity], Iterator[bytes]]
     ) -> Callable[[Iterator[bytes], Any], Iterator[bytes]]:
+        def let_in(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+            with self._arrivals.enter(method, context) as identity:
+                yield from work(requests, context, identity)
+
         def handler(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-            return streamed(work(requests, context), context, method, self._counters)
+            return streamed(let_in(requests, context), context, method, self._counters)
 
         return handler
 
@@ -118,8 +128,7 @@ class SyncHandlers:
 
     # --- Push --------------------------------------------------------------------------------------------------
 
-    def _push(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        identity = self._arrivals.identify(context)
+    def _push(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
         with self._stalls.guard(self._options.header_timeout_s, context.cancel) as guard:
             with self._arrivals.waiting(identity, context):
                 header = self._declared(requests, identity)
@@ -136,13 +145,15 @@ class SyncHandlers:
                 else:
                     with closing(opened):
                         yield convert_bulk.pack_push_reply(PushAdmitted(opened.offset))
-                        result = self._received(header, opened, requests, guard)
+                        result = self._received(header, opened, requests, guard, identity)
             yield convert_bulk.pack_push_reply(result)
 
     def _declared(self, requests: Iterator[bytes], identity: Identity) -> PushHeader:
         raw = next(requests, None)
         if raw is None:
             raise DamagedChunk("the stream ended before the header")
+        if len(raw) > CONTROL_BYTES_MAX:  # A chunk may be longer, and is nothing to be parsed before the header.
+            raise MalformedMessage(f"header is {len(raw)} bytes long: at most {CONTROL_BYTES_MAX} wanted")
         header = convert_bulk.unpack_push(raw)
         if not isinstance(header, PushHeader):
             raise MalformedMessage("the first message of a push is not its header")
@@ -152,17 +163,18 @@ class SyncHandlers:
             raise MalformedMessage(
                 f"payload_bytes is {header.payload_bytes}: at most {self._options.payload_bytes_max} wanted"
             )
+        self._door.check_push(header, identity)
         return header
 
     def _received(
-        self, header: PushHeader, session: PushSession, requests: Iterator[bytes], guard: Guard
+        self, header: PushHeader, session: PushSession, requests: Iterator[bytes], guard: Guard, identity: Identity
     ) -> PushResult:
         assembler = Assembler(header.payload_bytes, session.write, session.offset)
         for raw in requests:
             guard.touch()
             part = convert_bulk.unpack_push(raw)
             if isinstance(part, Chunk):
-                self._counters.add("payload_bytes_in", len(part.data))
+                self._door.received(len(part.data), identity)
                 assembler.accept(part.offset, part.data, part.crc32)
             elif isinstance(part, PushHeader):
                 raise MalformedMessage("a push has one header")
@@ -180,8 +192,7 @@ class SyncHandlers:
 
     # --- Watch -------------------------------------------------------------------------------------------------
 
-    def _watch(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        identity = self._arrivals.identify(context)
+    def _watch(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
         raw = self._arrivals.first(requests, context, identity)
         ask = convert.unpack_watch(raw)
         identity.check_site(ask.site_id)
@@ -219,8 +230,7 @@ class SyncHandlers:
 
     # --- Pull --------------------------------------------------------------------------------------------------
 
-    def _pull(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        identity = self._arrivals.identify(context)
+    def _pull(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
         raw = self._arrivals.first(requests, context, identity)
         ask = convert_bulk.unpack_pull(raw)
         identity.check_reader(ask.site_id)

@@ -46,6 +46,10 @@ class ServerOptions:
     """0: four for each site, so that observers find room too."""
     pulls_per_site_max: int = 4
     watches_per_site_max: int = 2
+    calls_per_caller_max: int = 16
+    """Calls of one identity under way at once, of all kinds: two connections full of them."""
+    calls_per_s: float = 0.0
+    """Calls that one identity may begin; 0: as many as it can."""
     chunk_bytes: int = 256 * KIB
     payload_bytes_max: int = PAYLOAD_BYTES_MAX
     header_timeout_s: float = 5.0
@@ -63,7 +67,9 @@ class ServerOptions:
         require(self.sites_max >= 1, "sites_max", self.sites_max, "at least 1")
         require(self.pushes_max >= 0, "pushes_max", self.pushes_max, "not negative")
         require(self.pulls_max >= 0, "pulls_max", self.pulls_max, "not negative")
-        for field in ("pushes_per_site_max", "pulls_per_site_max", "watches_per_site_max", "pushback_ms"):
+        require(self.calls_per_s >= 0, "calls_per_s", self.calls_per_s, "not negative")
+        limits = ("pushes_per_site_max", "pulls_per_site_max", "watches_per_site_max", "calls_per_caller_max")
+        for field in (*limits, "pushback_ms"):
             require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
         _require_chunk_bytes(self.chunk_bytes)
         wanted = f"1 to {PAYLOAD_BYTES_MAX}"
@@ -88,9 +94,8 @@ class ServerOptions:
 
     @property
     def calls_max(self) -> int:
-        """Calls at once, which is also the number of threads: every kind of stream full leaves room for control."""
-        streams = self.push_credits + self.pull_credits + self.watch_credits + STANDARD_STREAMS_MAX
-        return streams + 2 * self.sites_max + 8
+        """Calls at once, which is also the number of threads: every site at its own bound leaves room for operators."""
+        return self.calls_per_caller_max * (self.sites_max + 2) + STANDARD_STREAMS_MAX
 
     def channel_arguments(self) -> list[tuple[str, int]]:
         """gRPC's own settings for the listening end."""
@@ -103,7 +108,7 @@ class ServerOptions:
             ("grpc.http2.max_ping_strikes", 2),
             ("grpc.server_handshake_timeout_ms", 5_000),
             ("grpc.so_reuseport", 0),
-            ("grpc.max_concurrent_streams", 16),
+            ("grpc.max_concurrent_streams", 8),
             ("grpc.compression_enabled_algorithms_bitset", 1),
             ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
         ]

@@ -10,13 +10,18 @@ import grpc
 
 from diloco.wire.admin import AdminHandlers
 from diloco.wire.arrivals import Arrivals
+from diloco.wire.door import Door
 from diloco.wire.gates import Counters
 from diloco.wire.handlers import SyncHandlers
-from diloco.wire.security import Authenticator, SecurityOptions, check_bind, server_credentials
+from diloco.wire.identity import Authenticator
+from diloco.wire.keeper import Keeper
+from diloco.wire.security import SecurityOptions, ServingCertificate, check_bind
 from diloco.wire.stall import StallWatch
 from diloco.wire.standard import StandardServices, StrictHandlers
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from diloco.wire.options import ServerOptions
     from diloco.wire.service import SyncerApi
 
@@ -33,6 +38,7 @@ class RunningServer:
         stalls: StallWatch,
         counters: Counters,
         stopping: threading.Event,
+        keeper: Keeper,
     ) -> None:
         self.address = address
         self._server = server
@@ -41,10 +47,15 @@ class RunningServer:
         self._stalls = stalls
         self._counters = counters
         self._stopping = stopping
+        self._keeper = keeper
 
     def counters(self) -> dict[str, int]:
         """Totals since the start: refusals by status, payload bytes, streams that broke off, defects (``internal``)."""
         return self._counters.totals()
+
+    def complaints(self) -> list[str]:
+        """What is wrong with the files of identities and certificates; nothing where all of them are in force."""
+        return self._keeper.complaints()
 
     def stop(self, grace_s: float) -> None:
         """Take no new calls, end every Watch at once, and give what is under way ``grace_s`` to finish."""
@@ -53,20 +64,28 @@ class RunningServer:
         self._server.stop(grace_s).wait(grace_s + 5.0)
         self._threads.shutdown(wait=False)
         self._stalls.close()
+        self._keeper.close()
 
 
-def serve(api: SyncerApi, options: ServerOptions, security: SecurityOptions | None = None) -> RunningServer:
-    """Listen at ``options.address`` and answer from now on.
+def serve(
+    api: SyncerApi,
+    options: ServerOptions,
+    security: SecurityOptions | None = None,
+    note: Callable[[str], None] = lambda text: None,
+) -> RunningServer:
+    """Listen at ``options.address`` and answer from now on; ``note`` is told what changes about who may come in.
 
     ``ValueError`` in words when the address cannot be bound, or must not be without TLS and identities.
     """
     security = security or SecurityOptions()
     check_bind(options.address, security)
-    credentials = server_credentials(security)
+    authenticator = Authenticator(security)
+    certificate = ServingCertificate(security) if security.tls_cert else None
     counters = Counters()
     stopping = threading.Event()
     stalls = StallWatch("stalls-syncer")
-    arrivals = Arrivals(Authenticator(security), stalls, options)
+    door = Door(authenticator, options, counters)
+    arrivals = Arrivals(door, stalls, options)
     threads = ThreadPoolExecutor(max_workers=options.calls_max, thread_name_prefix="syncer-rpc")
     server = grpc.server(
         threads,
@@ -74,14 +93,16 @@ def serve(api: SyncerApi, options: ServerOptions, security: SecurityOptions | No
         options=options.channel_arguments(),
         maximum_concurrent_rpcs=options.calls_max,
     )
-    sync = SyncHandlers(api, options, arrivals, stalls, counters, stopping)
+    sync = SyncHandlers(api, options, arrivals, door, stalls, counters, stopping)
     admin = AdminHandlers(api, arrivals, counters)
     server.add_generic_rpc_handlers((sync.generic_handler(), admin.generic_handler()))
     standard = StandardServices(server, options.run_id)
-    address = _bind(server, options.address, credentials)
+    address = _bind(server, options.address, certificate.credentials() if certificate is not None else None)
     server.start()
     standard.serving()
-    return RunningServer(server, threads, address, standard, stalls, counters, stopping)
+    watched = [*authenticator.watched, *([certificate.watched] if certificate is not None else [])]
+    keeper = Keeper(watched, door, note, stopping)
+    return RunningServer(server, threads, address, standard, stalls, counters, stopping, keeper)
 
 
 def _bind(server: Any, address: str, credentials: Any) -> str:

@@ -27,7 +27,7 @@ from diloco.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from diloco.wire.security import Identity
+    from diloco.wire.identity import Identity
 
 
 class PushSession(Protocol):

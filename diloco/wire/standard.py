@@ -7,6 +7,7 @@ strangers call nothing but Check and List of the health service, and bounds the 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
     from diloco.wire.arrivals import Arrivals
     from diloco.wire.gates import Counters
+    from diloco.wire.identity import Identity
     from diloco.wire.options import ServerOptions
-    from diloco.wire.security import Identity
     from diloco.wire.stall import StallWatch
 
 _FOR_STRANGERS = ("/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/List")
@@ -60,15 +61,15 @@ class StrictHandlers(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has 
             return grpc.stream_unary_rpc_method_handler(one, None, handler.response_serializer)
         return grpc.stream_stream_rpc_method_handler(work, None, handler.response_serializer)
 
-    def _identify(self, method: str, context: Any) -> Identity | None:
-        return None if method in _FOR_STRANGERS else self._arrivals.identify(context)
+    def _let_in(self, method: str, context: Any) -> AbstractContextManager[Identity | None]:
+        return nullcontext() if method in _FOR_STRANGERS else self._arrivals.enter(method, context)
 
     def _answering(self, method: str, behaviour: Any, parse: Callable[[bytes], Any]) -> Callable[[Any, Any], Any]:
         """One message each way."""
 
         def answer(requests: Iterator[bytes], context: Any) -> Any:
-            identity = self._identify(method, context)
-            return behaviour(parse(self._arrivals.first(requests, context, identity)), context)
+            with self._let_in(method, context) as identity:
+                return behaviour(parse(self._arrivals.first(requests, context, identity)), context)
 
         return lambda requests, context: answered(lambda: answer(requests, context), context, method, self._counters)
 
@@ -76,13 +77,13 @@ class StrictHandlers(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has 
         """One message there, many back: Watch of the health service."""
 
         def told(requests: Iterator[bytes], context: Any) -> Iterator[Any]:
-            identity = self._identify(method, context)
-            request = parse(self._arrivals.first(requests, context, identity))
-            if request.service not in self._names:
-                # Stock, it would be remembered for ever that somebody asked.
-                raise Refusal(Status.NOT_FOUND, "service is not one that is watched here")
-            with self._streams.enter(self._arrivals.caller(identity, context)):
-                yield from behaviour(request, context)
+            with self._let_in(method, context) as identity:
+                request = parse(self._arrivals.first(requests, context, identity))
+                if request.service not in self._names:
+                    # Stock, it would be remembered for ever that somebody asked.
+                    raise Refusal(Status.NOT_FOUND, "service is not one that is watched here")
+                with self._streams.enter(self._arrivals.caller(identity, context)):
+                    yield from behaviour(request, context)
 
         return lambda requests, context: streamed(told(requests, context), context, method, self._counters)
 
@@ -95,13 +96,13 @@ class StrictHandlers(grpc.ServerInterceptor):  # type: ignore[misc]  # grpc has 
                 yield parse(raw)
 
         def talked(requests: Iterator[bytes], context: Any) -> Iterator[Any]:
-            identity = self._identify(method, context)
-            first = self._arrivals.first(requests, context, identity)
-            with (
-                self._streams.enter(self._arrivals.caller(identity, context)),
-                self._stalls.guard(self._stall_s, context.cancel) as guard,
-            ):
-                yield from behaviour(parsed(chain((first,), requests), guard.touch), context)
+            with self._let_in(method, context) as identity:
+                first = self._arrivals.first(requests, context, identity)
+                with (
+                    self._streams.enter(self._arrivals.caller(identity, context)),
+                    self._stalls.guard(self._stall_s, context.cancel) as guard,
+                ):
+                    yield from behaviour(parsed(chain((first,), requests), guard.touch), context)
 
         return lambda requests, context: streamed(talked(requests, context), context, method, self._counters)
 

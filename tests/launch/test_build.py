@@ -145,9 +145,21 @@ def test_a_link_is_the_networks_but_for_what_the_site_says() -> None:
     assert plain.seed != far.seed
 
 
-def test_a_token_is_read_from_its_file(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("0123456789abcdef\n")
-    assert build.site_security(small(f"site.token_file={tmp_path / 'token'}")).token == "0123456789abcdef"
+def test_what_a_site_shows_is_looked_at_before_anything_starts(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    with pytest.raises(ConfigError, match=r"site\.token_file is '.*/token': No such file"):
+        build.site_security(small(f"site.token_file={token}"))
+    with pytest.raises(ConfigError, match=r"site\.tls_ca is '.*/ca': No such file"):
+        build.site_security(small(f"site.tls_ca={tmp_path / 'ca'}"))
+    token.write_text("0123456789abcdef\n")
+    token.chmod(0o644)
+    with pytest.raises(ConfigError, match=r"site\.token_file .* chmod 600 it"):
+        build.site_security(small(f"site.token_file={token}"))
+    token.chmod(0o600)
+    assert build.site_security(small(f"site.token_file={token}")).token_file == str(token)
+    token.write_text("two words\n")
+    with pytest.raises(ConfigError, match=r"holds a blank"):
+        build.site_security(small(f"site.token_file={token}"))
 
 
 def test_both_ends_agree_when_they_mean_the_same_run() -> None:

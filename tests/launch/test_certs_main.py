@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from diloco.launch.cli import main
+from diloco.launch.config import compose
 from diloco.wire.client import AdminClient, SyncClient
 from diloco.wire.messages import Refused, Status, Unreachable
 from diloco.wire.options import ClientOptions, ServerOptions
@@ -119,6 +120,13 @@ def test_revoking_names_all_that_were_issued_and_a_new_one_is_good_again(
     assert listed == {"certificates": [each["fingerprint"] for each in issued[:2]], "ids": []}
     certs("issue", "--site", "a", "--force")
     assert certs("show", target="pki/sites/a.pem")[1].split()[-1] not in listed["certificates"]
+
+
+def test_the_settings_that_are_printed_exist(certs: Callable[..., Said]) -> None:
+    certs("init")
+    for who in (["--syncer", "--host", "x"], ["--site", "a"], ["--admin"], ["--standby", "--host", "x"]):
+        said = certs("issue", *who)[1]
+        assert compose(shlex.split(said.splitlines()[-1]))
 
 
 def test_what_was_issued_works_and_only_for_what_it_says(certs: Callable[..., Said]) -> None:

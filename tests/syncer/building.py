@@ -20,9 +20,10 @@ from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import OuterOptions
 from diloco.syncer.server import RunPlan, Syncer, SyncerOptions
+from diloco.wire.identity import Identity
 from diloco.wire.messages import JoinAsk, JoinReply, PushHeader, PushResult
 from diloco.wire.options import ServerOptions
-from diloco.wire.security import Identity, SecurityOptions
+from diloco.wire.security import SecurityOptions
 
 LAYOUT = plan_layout((("a", (6, 4)), ("b", (10,)), ("c", (7,))), 2)
 NUMEL = tuple(fragment.numel for fragment in LAYOUT.fragments)

@@ -17,6 +17,7 @@ TOP = {
     "up_seconds",
     "refused_at_the_door",
     "payloads_decoded",
+    "identity_complaints",
     "epoch",
     "phase",
     "ending",

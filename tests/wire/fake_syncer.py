@@ -28,7 +28,7 @@ from diloco.wire.messages import (
 from diloco.wire.service import PullSource
 
 if TYPE_CHECKING:
-    from diloco.wire.security import Identity
+    from diloco.wire.identity import Identity
 
 RUN = "run-1"
 DIGEST = hashlib.sha256(b"values").hexdigest()

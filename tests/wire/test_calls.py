@@ -4,7 +4,9 @@ import grpc
 import pytest
 
 from diloco.wire.calls import ADMIN_SERVICE, PUSHBACK_KEY, SYNC_SERVICE, Calls, wire_error
+from diloco.wire.lines import Line
 from diloco.wire.messages import Refused, Status, Unreachable
+from diloco.wire.security import SecurityOptions
 
 RETRYABLE = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "DATA_LOSS", "INTERNAL", "UNKNOWN", "ABORTED"}
 
@@ -50,7 +52,7 @@ def test_pushback_that_is_no_number_is_ignored(pushback: str) -> None:
 
 
 def test_a_closed_channel_is_unreachable() -> None:
-    calls = Calls(grpc.insecure_channel("127.0.0.1:1"), SYNC_SERVICE, ())
+    calls = Calls(Line("127.0.0.1:1", SecurityOptions(), []), SYNC_SERVICE)
     calls.close()
     with pytest.raises(Unreachable, match="closed"):
         calls.unary("Join", b"", 1.0)
@@ -61,7 +63,7 @@ def test_a_closed_channel_is_unreachable() -> None:
 
 
 def test_nobody_there_is_unreachable_at_once() -> None:
-    calls = Calls(grpc.insecure_channel("127.0.0.1:1"), ADMIN_SERVICE, ())
+    calls = Calls(Line("127.0.0.1:1", SecurityOptions(), []), ADMIN_SERVICE)
     with pytest.raises(Unreachable, match="UNAVAILABLE"):
         calls.unary("Status", b"", 5.0)
     calls.close()

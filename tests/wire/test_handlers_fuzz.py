@@ -12,11 +12,13 @@ from diloco.wire.admin import AdminHandlers
 from diloco.wire.arrivals import Arrivals
 from diloco.wire.calls import ADMIN_SERVICE, SYNC_SERVICE
 from diloco.wire.convert_bulk import pack_push
+from diloco.wire.door import Door
 from diloco.wire.gates import Counters
 from diloco.wire.handlers import SyncHandlers
+from diloco.wire.identity import Authenticator
 from diloco.wire.messages import PushCommit
 from diloco.wire.options import ServerOptions
-from diloco.wire.security import Authenticator, SecurityOptions
+from diloco.wire.security import SecurityOptions
 from diloco.wire.stall import StallWatch
 from tests.wire.fake_syncer import RUN, FakeSyncer, push_header, sha256
 from tests.wire.samples import everything
@@ -81,9 +83,10 @@ class InProcess:
         self.counters = Counters()
         self._stalls = StallWatch("fuzz")
         options = ServerOptions(run_id=RUN, alive_s=0.001)
-        arrivals = Arrivals(Authenticator(SecurityOptions()), self._stalls, options)
+        door = Door(Authenticator(SecurityOptions()), options, self.counters)
+        arrivals = Arrivals(door, self._stalls, options)
         stopping = threading.Event()
-        sync = SyncHandlers(self.syncer, options, arrivals, self._stalls, self.counters, stopping)
+        sync = SyncHandlers(self.syncer, options, arrivals, door, self._stalls, self.counters, stopping)
         admin = AdminHandlers(self.syncer, arrivals, self.counters)
         self._handlers = (sync.generic_handler(), admin.generic_handler())
 

@@ -11,10 +11,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from diloco.wire.calls import SYNC_SERVICE
 from diloco.wire.client import AdminClient, SyncClient
 from diloco.wire.convert import pack_report
+from diloco.wire.identity import read_tokens
 from diloco.wire.messages import PullAsk, Refused, Status, Unreachable
 from diloco.wire.options import ClientOptions, ServerOptions
 from diloco.wire.pulled import PullSink
-from diloco.wire.security import SecurityOptions, is_loopback, read_tokens
+from diloco.wire.security import SecurityOptions, is_loopback
 from diloco.wire.server import RunningServer, serve
 from tests.wire.certificates import LOOPBACK, Authority
 from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, push_header, report_info

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from diloco.wire.lines import Line
+from diloco.wire.security import SecurityOptions
+from tests.wire.certificates import Authority
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TOKEN = "token-of-site-a-1"
+
+
+def test_a_token_is_that_of_its_file_now(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(f"{TOKEN}\n")
+    file.chmod(0o600)
+    line = Line("127.0.0.1:1", SecurityOptions(token_file=str(file)), [])
+    assert line.metadata() == (("authorization", f"Bearer {TOKEN}"),)
+    file.write_text("next-token-of-site-a")
+    assert line.metadata() == (("authorization", "Bearer next-token-of-site-a"),)
+    file.write_text("two words")
+    assert line.metadata() == (("authorization", "Bearer next-token-of-site-a"),)
+    line.close()
+    assert Line("127.0.0.1:1", SecurityOptions(), []).metadata() == ()
+
+
+def test_a_token_in_a_file_does_not_travel_unencrypted_either(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    file.chmod(0o600)
+    with pytest.raises(ValueError, match="unencrypted"):
+        Line("example.org:7000", SecurityOptions(token_file=str(file)), [])
+
+
+def test_a_channel_is_made_anew_only_when_the_files_have_changed(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    cert, key = authority.site("site/a")
+    line = Line("127.0.0.1:1", SecurityOptions(tls_ca=authority.ca, tls_cert=cert, tls_key=key), [])
+    first = line.channel
+    line.lost()
+    assert line.channel is first
+    authority.site("site/a")
+    line.lost()
+    assert line.channel is not first
+    (tmp_path / "authority.pem").write_text("nothing")
+    second = line.channel
+    line.lost()
+    assert line.channel is second, "what cannot be used changes nothing"
+    line.close()
+    line.lost()
+
+
+def test_files_that_cannot_work_are_refused_in_words(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    cert, key = authority.site("site/a")
+    (tmp_path / "empty").touch(mode=0o600)
+    empty = str(tmp_path / "empty")
+    for options, words in (
+        (SecurityOptions(tls_ca=empty), "tls_ca .*empty holds no certificate"),
+        (SecurityOptions(tls_ca=authority.ca, tls_cert=cert, tls_key=empty), "no certificate and its key"),
+        (SecurityOptions(tls_ca=authority.ca, tls_cert=cert, tls_key=cert), "chmod 600"),
+        (SecurityOptions(token_file=empty), "token_file .* is empty"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Line("127.0.0.1:1", options, [])
+    assert key
