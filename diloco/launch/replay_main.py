@@ -67,9 +67,9 @@ def _selections(texts: Sequence[str]) -> list[Selection]:
 def _replay(past: Past, rules: Rules, selections: Sequence[Selection], given: argparse.Namespace) -> dict[str, object]:
     """Do it; prints what people read unless JSON is wanted, and returns what the JSON says."""
     from diloco.launch import build
+    from diloco.syncer.exporting import full_parameters
     from diloco.syncer.images import Image, ImageError, write_image
     from diloco.syncer.kept import Kept, KeptError
-    from diloco.syncer.server import full_parameters
 
     notes: list[str] = []
     try:

@@ -143,6 +143,9 @@ class Api:
             result = PushResult(verdict.outcome, version, verdict.reason, verdict.fate)
             return protocols.push_result(result, self._protocol(header.site_id))
         self._check_shape(header)
+        if (wanting := self._syncer.room.wanting(header.payload_bytes)) is not None:
+            self.tally.refused("disk_full")
+            raise Refusal(Status.UNAVAILABLE, wanting)
         return Reception(
             core,
             self._syncer.store,
@@ -275,8 +278,10 @@ class Api:
                 "refused_at_the_door": refusals,
                 "payloads_decoded": self.tally.payloads_decoded(),
                 "identity_complaints": self._syncer.complaints(),
+                "wanting": self._syncer.room.wanting(),
                 **describe(machine, tally, now_s),
-            }
+            },
+            early=True,
         )
 
     def drain(self) -> None:

@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING
 from diloco.codec.contract import DecodeError, NonFinitePayload
 from diloco.codec.contract import digest as digest_of
 from diloco.codec.registry import make_codec
+from diloco.durable import is_full
 from diloco.sync.agreement import PROTOCOL
 from diloco.sync.effects import AnswerPush
 from diloco.sync.events import Outcome, Reason, UpdateArrived
 from diloco.syncer import protocols
+from diloco.syncer.spool import Settled
 from diloco.wire.messages import PushResult, Refusal, Status
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from diloco.syncer.core import Core
+    from diloco.syncer.core import Answer, Core
+    from diloco.syncer.spool import PartialUpdate
     from diloco.syncer.store import Store
     from diloco.syncer.tally import Tally
     from diloco.wire.messages import PushHeader
@@ -48,7 +51,10 @@ class Reception:
         self._tally = tally
         self._refused = refused
         self._protocol = protocol
-        self._partial = self._spool.open_partial(header)
+        try:
+            self._partial = self._spool.open_partial(header)
+        except OSError as error:
+            raise _refusal(error) from error
 
     @property
     def offset(self) -> int:
@@ -79,20 +85,26 @@ class Reception:
         finite, intact = self._looked_at(payload)
         if not (finite and intact):
             self._partial.discard()
-            return self._decided("", finite=finite, intact=intact)
+            return protocols.push_result(self._decided("", finite=finite, intact=intact), self._protocol)
         try:
             reference = self._spool.keep(self._partial, header)
         except OSError as error:
             # Discarded, never tried again with the same pages: after a failed fsync they count as written.
             raise self._no_room(error) from error
         result = self._decided(reference, finite=True, intact=True)
+        self._settle(reference, result, self._partial)
+        return protocols.push_result(result, self._protocol)
+
+    def _settle(self, reference: str, result: PushResult, partial: PartialUpdate | None = None) -> None:
+        """Let the payload go, or keep it, as the answer has it; without ``partial`` nobody would go on with it."""
         if result.outcome is Outcome.RETRY:
-            self._spool.give_back(reference, self._partial)
+            self._spool.settle(reference, Settled.GIVEN_BACK, partial)
         elif result.outcome is Outcome.REFUSED and result.reason is not Reason.FORGOTTEN:
-            self._spool.drop(reference)  # It was never accepted by this name, so nothing can need it.
-        elif result.fate is not None or result.outcome is Outcome.REFUSED:
-            self._store.release(reference)  # Decided long ago: only a replay could still want it.
-        return result
+            self._spool.settle(reference, Settled.DROPPED)  # It was never accepted by this name: nothing can need it.
+        else:
+            self._spool.settle(reference, Settled.KEPT)
+            if result.fate is not None or result.outcome is Outcome.REFUSED:
+                self._store.release(reference)  # Decided long ago: only a replay could still want it.
 
     def _decided(self, reference: str, *, finite: bool, intact: bool) -> PushResult:
         header = self._header
@@ -114,13 +126,13 @@ class Reception:
                 finite,
                 header.final,
                 intact=intact,
-            )
+            ),
+            late=lambda answer: self._settle(reference, _result(answer)) if reference else None,
         )
-        assert isinstance(answer, AnswerPush), answer
-        if answer.outcome is Outcome.REFUSED and answer.reason is not None:
-            self._refused(answer.reason)
-        result = PushResult(answer.outcome, answer.version, answer.reason, answer.fate)
-        return protocols.push_result(result, self._protocol)
+        result = _result(answer)
+        if result.outcome is Outcome.REFUSED and result.reason is not None:
+            self._refused(result.reason)
+        return result
 
     def _looked_at(self, payload: bytes) -> tuple[bool, bool]:
         """Whether the decoded values are finite, and whether they are those that the site has decoded itself."""
@@ -138,7 +150,7 @@ class Reception:
 
     def _no_room(self, error: OSError) -> Refusal:
         self._partial.discard()
-        return Refusal(Status.UNAVAILABLE, f"the update cannot be stored here now: {error.strerror or error}")
+        return _refusal(error)
 
     def close(self) -> None:
         """The push is over; without a commit its bytes wait for another attempt."""
@@ -146,3 +158,13 @@ class Reception:
             self._partial.close()
         except OSError:
             self._partial.discard()  # What is in the file now is not what was counted.
+
+
+def _result(answer: Answer) -> PushResult:
+    assert isinstance(answer, AnswerPush), answer
+    return PushResult(answer.outcome, answer.version, answer.reason, answer.fate)
+
+
+def _refusal(error: OSError) -> Refusal:
+    why = "disk full" if is_full(error) else "the update cannot be stored here now"
+    return Refusal(Status.UNAVAILABLE, f"{why}: {error.strerror or error}")

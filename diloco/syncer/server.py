@@ -6,21 +6,19 @@ effects.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import save_file
 
 from diloco.codec.contract import digest
 from diloco.codec.registry import make_codec
-from diloco.durable import PLAIN_DISK, Step, locked
-from diloco.outer.fragments import Layout, scatter
+from diloco.durable import PLAIN_DISK, DiskFullError, Step, locked
+from diloco.outer.fragments import Layout
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.agreement import Agreement
 from diloco.sync.effects import (
@@ -40,12 +38,15 @@ from diloco.sync.syncer import OuterSync
 from diloco.syncer.api import Api
 from diloco.syncer.core import Core, CoreStopped
 from diloco.syncer.executor import OuterResult, run_outer_step
+from diloco.syncer.exporting import export, full_parameters
 from diloco.syncer.feeds import Feeds
 from diloco.syncer.holdings import Holdings
+from diloco.syncer.keeping import Keeper
 from diloco.syncer.memory import MemoryCheck
+from diloco.syncer.room import LOOK_EVERY_S, Room
 from diloco.syncer.snapshots import FragmentValues
 from diloco.syncer.store import RunCard, Store, StoreError
-from diloco.wire.messages import PARTS_MAX, Published, Refusal, Status
+from diloco.wire.messages import PARTS_MAX, Published
 from diloco.wire.server import RunningServer, serve
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class SyncerOptions:
     heartbeat_s: float = 1.0
     linger_s: float = 10.0
     """After the last version: longest wait for the sites to have heard of it."""
+    disk_reserve_mb: int = 64
+    """Free space below which no update is taken in; 0: as long as the disk takes it."""
     memory_check_s: float = 10.0
     """Between two looks at whether a fragment in memory is still what it was; 0: never."""
 
@@ -85,7 +88,7 @@ class SyncerOptions:
             raise ValueError(f"downlinks_kept is {self.downlinks_kept!r}: 1 to {PARTS_MAX}")
         if self.heartbeat_s <= 0:
             raise ValueError(f"heartbeat_s is {self.heartbeat_s!r}: positive")
-        for name in ("linger_s", "memory_check_s"):
+        for name in ("linger_s", "memory_check_s", "disk_reserve_mb"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: not negative")
 
@@ -123,15 +126,13 @@ class Syncer:
         self._emit = emit
         self._disk = disk
         self._candidates: dict[tuple[int, int], OuterResult] = {}
-        self._steps_since_snapshot = 0
-        self._snapshot_thread: threading.Thread | None = None
         self._ended = threading.Event()
         self._export_thread: threading.Thread | None = None
         self.ending: Ending | None = None
         self.feeds = Feeds()
         self._taken = ExitStack()  # What a stop has to give back, the last first.
         self._server: RunningServer | None = None
-        self._snapshot_due = False
+        self._stopping = threading.Event()
         self.failed: BaseException | None = None
 
     # --- life --------------------------------------------------------------------------------------------------
@@ -157,7 +158,11 @@ class Syncer:
         self._taken.callback(self._close_journal)
         machine, recovered = self._take_over()
         self._begin_memory_check()
-        self.core = Core(machine, self.store, self._carry_out, on_failure=self._fail)
+        self.room = Room(Path(self.options.folder), self.options.disk_reserve_mb * 1_000_000, self._room_changed)
+        self.core = Core(machine, self.store, self._carry_out, on_failure=self._fail, on_held=self.room.held)
+        self.keeper = Keeper(
+            self.store, self.core, self.holdings, self._memory, self.options.snapshot_every, self._emit, self._fail
+        )
         self.api = Api(self)
         # Before the loop begins: a deadline that has passed would be acted on first, and its step issued twice.
         self.core.post(SyncerStarted(machine.state.epoch + 1))
@@ -171,6 +176,7 @@ class Syncer:
         self._server = serve(
             self.api, self.network, self._security, lambda text: self._emit("note", {"note": "identity", "why": text})
         )
+        self._in_thread("room", self.room.run)
         return self._server.address
 
     def _take_over(self) -> tuple[OuterSync, int]:
@@ -196,13 +202,21 @@ class Syncer:
     def _begin_memory_check(self) -> None:
         self._memory = MemoryCheck(self.holdings.values, self.options.memory_check_s)
         if self.options.memory_check_s:
-            stopping = threading.Event()
-            thread = threading.Thread(
-                target=self._memory.run, args=(stopping, self._fail), name="memory-check", daemon=True
-            )
-            thread.start()
-            self._taken.callback(thread.join)
-            self._taken.callback(stopping.set)
+            self._in_thread("memory-check", lambda stopping: self._memory.run(stopping, self._fail))
+
+    def _in_thread(self, name: str, work: Callable[[threading.Event], None]) -> None:
+        """Have ``work`` go on beside everything else until the stop, which it hears of by the event."""
+        stopping = threading.Event()
+        thread = threading.Thread(target=work, args=(stopping,), name=name, daemon=True)
+        thread.start()
+        self._taken.callback(thread.join)
+        self._taken.callback(stopping.set)
+
+    def _room_changed(self, why: str | None) -> None:
+        """From the decision loop's thread or the one that looks at the disk; each change is told once."""
+        if self._server is not None:
+            self._server.ready(why is None)
+        self._emit("note", {"note": "disk_full", "why": why} if why is not None else {"note": "disk_has_room"})
 
     def wait(self, timeout_s: float) -> Ending | None:
         """Wait for the last version, at most ``timeout_s``; the ending, or None when the run still goes on.
@@ -235,33 +249,23 @@ class Syncer:
 
     def stop(self, grace_s: float = 2.0) -> None:
         """Stop serving, keep a last snapshot, let go of the folder; also after a failure, then without the snapshot."""
+        self._stopping.set()
         try:
             if self._server is not None:
                 self._server.stop(grace_s)
-                self._last_snapshot()
+                if self.failed is None:
+                    self.keeper.last()
         finally:
             had_failed = self.failed is not None
             self._taken.close()
         if not had_failed:
             self._check()  # What went wrong in the last snapshot is nobody else's to tell.
 
-    def _last_snapshot(self) -> None:
-        # A site may still be answered meanwhile, so that this is one more snapshot and not an end of the journal.
-        if self.failed is None:
-            with suppress(CoreStopped):
-                self._finish_snapshot()
-                self.core.do(self._begin_snapshot)
-
-    def _finish_snapshot(self) -> None:
-        thread = self._snapshot_thread
-        if thread is not None:
-            thread.join()
-
     def _stop_core(self) -> None:
         self.core.stop()
         if self._export_thread is not None:
             self._export_thread.join()
-        self._finish_snapshot()  # The loop begins no other one now.
+        self.keeper.finish()  # The loop begins no other one now.
 
     def _close_journal(self) -> None:
         try:
@@ -329,11 +333,7 @@ class Syncer:
         tokens = {"run_tokens": machine.state.run_tokens(), "progress_ppm": machine.progress_ppm()}
         self._emit("published", {**facts, **tokens, "bytes": len(result.downlink)})
         self._disk.reached(Step.PUBLISH)
-        self._steps_since_snapshot += 1
-        if self._steps_since_snapshot >= self.options.snapshot_every and not self._snapshot_due:
-            # Not here: the machine may be ahead of the effects that are carried out, and a snapshot holds both.
-            self._snapshot_due = True
-            self.core.do_soon(self._begin_snapshot)
+        self.keeper.published()
 
     def published(self, machine: OuterSync, fragment: int, version: int, digest: str) -> Published:
         """The event that tells of a version, with how the run stands."""
@@ -345,37 +345,9 @@ class Syncer:
         """Say something about ``site`` that the machine does not know of; from any thread."""
         self._emit("note", {"note": what, "why": why, "site": site})
 
-    def _begin_snapshot(self, machine: OuterSync) -> bool:
-        """Write a snapshot beside the loop, unless one is being written."""
-        self._snapshot_due = False
-        if self._snapshot_thread is not None and self._snapshot_thread.is_alive():
-            return False
-        self._steps_since_snapshot = 0
-        values = list(self.holdings.values)
-        write = self.store.snapshot_writer(machine, values)
-        thread = threading.Thread(target=self._snapshot, args=(write, values), name="snapshot")
-        thread.start()
-        self._snapshot_thread = thread  # Only now: whoever stops the process joins it.
-        return True
-
-    def _snapshot(self, write: Callable[[], int], values: Sequence[FragmentValues]) -> None:
-        began = time.monotonic()
-        try:
-            for index, each in enumerate(values):
-                self._memory.check(index, each)
-            size = write()
-        except Exception as error:
-            self._fail(error)
-            return
-        self._emit("snapshot", {"seconds": round(time.monotonic() - began, 4), "bytes": size})
-
     def snapshot_now(self) -> None:
         """Write a snapshot and wait until it is durable; UNAVAILABLE when it cannot be."""
-        while not self.core.do(self._begin_snapshot):
-            time.sleep(0.02)
-        self._finish_snapshot()
-        if self.failed is not None:
-            raise Refusal(Status.UNAVAILABLE, f"the snapshot could not be kept: {self.failed}")
+        self.keeper.now(lambda: self.failed)
 
     def _mark_final(self, effect: MarkFinal) -> None:
         self.ending = effect.ending
@@ -389,34 +361,25 @@ class Syncer:
 
     def _exported(self, effect: MarkFinal) -> None:
         """In a thread of its own; the values of the last version are never written to again."""
-        try:
-            self._export(effect)
-        except Exception as error:
-            self._fail(error)
+        folder, told = Path(self.options.folder) / "final", False
+        while True:
+            try:
+                export(self._disk, folder, self.plan.layout, self.holdings.values, effect.versions)
+                break
+            except DiskFullError as error:
+                if not told:
+                    self._emit("note", {"note": "export_put_off", "why": f"disk full: {error.strerror}"})
+                told = True
+                if self._stopping.wait(LOOK_EVERY_S):
+                    break
+            except Exception as error:
+                self._fail(error)
+                break
         self._ended.set()
-
-    def _export(self, effect: MarkFinal) -> None:
-        """The final version as one safetensors file with the parameters' own names and shapes."""
-        folder = Path(self.options.folder) / "final"
-        self._disk.make_folder(folder, Step.EXPORT)
-        for leftover in folder.glob(".*.tmp"):  # Of a process that died while it wrote.
-            self._disk.remove(leftover, Step.EXPORT)
-        parameters = self.parameters()
-        self._disk.keep(folder / "model.safetensors", lambda beside: save_file(parameters, beside), Step.EXPORT)
-        facts = {"versions": list(effect.versions), "digests": [values.digest for values in self.holdings.values]}
-        self._disk.write_file(folder / "final.json", json.dumps(facts, indent=1).encode(), Step.EXPORT)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The published values as full parameters, fp32."""
         return full_parameters(self.plan.layout, [values.published for values in self.holdings.values])
-
-
-def full_parameters(layout: Layout, fragments: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Full fp32 parameters by name from the flat values of every fragment."""
-    parameters = {name: torch.empty(shape) for name, shape in layout.parameters}
-    for fragment, values in zip(layout.fragments, fragments, strict=True):
-        scatter(fragment, values, parameters)
-    return parameters
 
 
 def _facts(machine: OuterSync) -> tuple[dict[str, object], Ending | None]:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from diloco.durable import PLAIN_DISK, Step
+from diloco.durable import PLAIN_DISK, DiskFullError, Step, is_full
 from diloco.sync.plain import parse_json, shown
 
 if TYPE_CHECKING:
@@ -88,9 +88,21 @@ class Snapshots:
         return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdigit())
 
     def write(self, snapshot: Snapshot) -> int:
-        """Write ``snapshot`` durably; returns its size in bytes.  One fragment at a time is held as bytes."""
+        """Write ``snapshot`` durably; returns its size in bytes.  One fragment at a time is held as bytes.
+
+        ``DiskFullError`` when there is no room for it: nothing of it is left, and it may be tried again.
+        """
         number = max((int(path.name[:8]) for path in self.folder.glob("[0-9]*")), default=0) + 1
         beside = self.folder / f".{number:08d}.tmp"
+        try:
+            return self._write(snapshot, number, beside)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            self._disk.remove(beside, Step.SNAPSHOT_PRUNE)
+            raise DiskFullError(error.errno, error.strerror) from error
+
+    def _write(self, snapshot: Snapshot, number: int, beside: Path) -> int:
         self._disk.make_folder(beside, Step.SNAPSHOT_BEGIN)
         files: dict[str, dict[str, object]] = {}
         size = 0

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import threading
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from diloco.durable import PLAIN_DISK, Step
@@ -25,6 +27,14 @@ class SpoolError(ValueError):
     """A payload that the journal names is missing or not what it was."""
 
 
+class Settled(Enum):
+    """What became of a kept update: the journal names it, its bytes wait for another push, or nobody wants it."""
+
+    KEPT = 1
+    GIVEN_BACK = 2
+    DROPPED = 3
+
+
 class Spool:
     """The folder of updates."""
 
@@ -34,6 +44,8 @@ class Spool:
         self.partial = folder / ".partial"  # No site's name begins with a dot.
         disk.make_folder(self.partial, Step.FOLDER)
         self._sites: set[str] = set()
+        self._claims: dict[str, list[Settled | None]] = {}  # One for each attempt that is not over.
+        self._claims_lock = threading.Lock()
 
     def reference(self, header: PushHeader) -> str:
         """The name of the update's payload, the same for every attempt to send it."""
@@ -52,8 +64,22 @@ class Spool:
         return PartialUpdate(path, header.payload_bytes, self._disk)
 
     def keep(self, partial: PartialUpdate, header: PushHeader) -> str:
-        """Make a whole update durable and give it its name."""
+        """Make a whole update durable and give it its name; ``settle`` must follow.
+
+        Two attempts at the same update may be here at once, when a push was given up by its site and sent again: the
+        name is the same, and so is what is in it.
+        """
         reference = self.reference(header)
+        with self._claims_lock:
+            self._claims.setdefault(reference, []).append(None)
+        try:
+            self._keep(reference, partial, header)
+        except BaseException:
+            self.settle(reference, Settled.KEPT)  # What has that name may be of an earlier attempt, long accepted.
+            raise
+        return reference
+
+    def _keep(self, reference: str, partial: PartialUpdate, header: PushHeader) -> None:
         target = self.folder / reference
         # Another fragment may have made the folder a moment ago, not yet durably.
         if header.site_id not in self._sites:
@@ -63,11 +89,21 @@ class Spool:
         self._disk.sync_file(partial.path, Step.SPOOL_SYNC)
         self._disk.rename(partial.path, target, Step.SPOOL_RENAME)
         self._disk.sync_folder(target.parent, Step.SPOOL_FOLDER)
-        return reference
 
-    def give_back(self, reference: str, partial: PartialUpdate) -> None:
-        """The update was not taken yet: keep its bytes for the next attempt."""
-        self._disk.rename(self.folder / reference, partial.path, Step.SPOOL_BACK)
+    def settle(self, reference: str, settled: Settled, partial: PartialUpdate | None = None) -> None:
+        """Say what became of a kept update.  Nothing is taken from another attempt that has kept the same name."""
+        with self._claims_lock:
+            claims = self._claims[reference]
+            claims[claims.index(None)] = settled
+            if None in claims:
+                return
+            del self._claims[reference]
+            if Settled.KEPT in claims:
+                return
+            if settled is Settled.GIVEN_BACK and partial is not None:
+                self._disk.rename(self.folder / reference, partial.path, Step.SPOOL_BACK)
+            else:
+                self.drop(reference)
 
     def drop(self, reference: str) -> None:
         """Nobody needs this payload any more."""

@@ -57,6 +57,10 @@ class RunningServer:
         """What is wrong with the files of identities and certificates; nothing where all of them are in force."""
         return self._keeper.complaints()
 
+    def ready(self, ready: bool) -> None:
+        """Whether updates are taken in at present, for the health service; everything is answered all the same."""
+        self._standard.serving(ready)
+
     def stop(self, grace_s: float) -> None:
         """Take no new calls, end every Watch at once, and give what is under way ``grace_s`` to finish."""
         self._standard.stopping()

@@ -134,10 +134,11 @@ class StandardServices:
         listed = (SYNC_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(listed, server)
 
-    def serving(self) -> None:
-        """Answer SERVING from now on."""
+    def serving(self, ready: bool = True) -> None:
+        """Answer SERVING from now on; when not ``ready``, NOT_SERVING until it is."""
+        response = health_pb2.HealthCheckResponse
         for name in self._names:
-            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+            self._health.set(name, response.SERVING if ready else response.NOT_SERVING)
 
     def stopping(self) -> None:
         """Answer NOT_SERVING for good."""

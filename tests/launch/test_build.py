@@ -13,7 +13,7 @@ from diloco.launch.config import choices, compose
 from diloco.launch.errors import ConfigError
 from diloco.launch.schema import RunConfig
 from diloco.outer.fragments import named_parameters_once
-from diloco.syncer.server import full_parameters
+from diloco.syncer.exporting import full_parameters
 
 SMALL = ["model.layers=2", "model.dim=16", "model.heads=2", "run.name=x"]
 

@@ -16,8 +16,8 @@ from diloco.sync.effects import AnswerPush, PublishVersion, StartOuterStep, Tell
 from diloco.sync.events import Ending, Fate, Outcome, OuterStepDone, SyncerStarted, UpdateArrived
 from diloco.sync.journal import Record, replay
 from diloco.sync.syncer import OuterSync
+from diloco.syncer.exporting import full_parameters
 from diloco.syncer.journal_files import read_file
-from diloco.syncer.server import full_parameters
 from diloco.syncer.snapshots import FragmentValues, Snapshots
 from diloco.syncer.store import RunCard, Store
 from tests.loopback.cluster import Log

@@ -177,7 +177,7 @@ def test_a_full_disk_is_a_reason_to_come_back_and_no_defect(tmp_path: Path, monk
                 raise OSError(28, "No space left on device")
 
             patch.setattr(syncer.store.disk, "sync_file", full)
-            with pytest.raises(Refusal, match="cannot be stored here now: No space left on device") as raised:
+            with pytest.raises(Refusal, match="disk full: No space left on device") as raised:
                 push(syncer, header, payload)
             assert raised.value.status is Status.UNAVAILABLE
         assert spooled(tmp_path) == [], "pages whose fsync failed count as written: every byte is sent again"

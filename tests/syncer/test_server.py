@@ -16,17 +16,15 @@ from torch import Tensor
 
 from diloco.durable import LockedError
 from diloco.sync.events import Ending, Outcome, OuterStepDone
-from diloco.sync.options import OuterOptions
 from diloco.syncer.core import CoreStopped
-from diloco.syncer.server import Syncer, SyncerOptions, full_parameters
+from diloco.syncer.exporting import full_parameters
+from diloco.syncer.server import Syncer, SyncerOptions
 from diloco.syncer.snapshots import Snapshots
 from diloco.syncer.store import StoreError
 from diloco.wire.messages import Refusal, Status
 from tests.syncer.building import (
     ANYONE,
-    NO_WAIT,
     Events,
-    dice,
     eventually,
     files,
     join,
@@ -301,7 +299,7 @@ def test_a_snapshot_that_cannot_be_written_is_not_answered_as_if_it_were(
         assert_fails(syncer, "Input/output error")
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError("no room")])
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError("no room")])
 def test_a_snapshot_thread_never_dies_unseen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
@@ -361,7 +359,7 @@ def test_a_stop_finds_no_snapshot_that_has_not_begun(tmp_path: Path, monkeypatch
 
     with serving(tmp_path) as syncer:
         monkeypatch.setattr(threading.Thread, "start", slow)
-        syncer.core.do_soon(syncer._begin_snapshot)
+        syncer.core.do_soon(syncer.keeper.begin)
         time.sleep(0.05)
     assert ours() == []
 
@@ -452,14 +450,3 @@ def test_lingering_ends_when_every_site_has_left_and_is_bounded(tmp_path: Path) 
         began = time.monotonic()
         syncer.linger()
         assert time.monotonic() - began < 0.3
-
-
-def test_full_parameters_are_the_fragments_in_place() -> None:
-    from tests.syncer.building import LAYOUT
-
-    values = [dice("full", index) for index in (0, 1)]
-    found = full_parameters(LAYOUT, values)
-    for fragment, flat in zip(LAYOUT.fragments, values, strict=True):
-        pieces = [found[piece.name].reshape(-1)[piece.start : piece.stop] for piece in fragment.pieces]
-        assert torch.equal(torch.cat(pieces), flat)
-    assert OuterOptions(**NO_WAIT).num_fragments == len(values)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.syncer.spool import Spool, SpoolError
+from diloco.syncer.spool import Settled, Spool, SpoolError
 from tests.syncer.building import files, update
 
 
@@ -71,7 +71,7 @@ def test_what_was_not_taken_yet_is_there_for_the_next_attempt(tmp_path: Path) ->
     partial = spool.open_partial(header)
     partial.write(memoryview(payload))
     partial.digest()
-    spool.give_back(spool.keep(partial, header), partial)
+    spool.settle(spool.keep(partial, header), Settled.GIVEN_BACK, partial)
     partial.close()
     again = spool.open_partial(header)
     assert again.offset == len(payload)
@@ -148,3 +148,28 @@ def test_a_sweep_keeps_what_is_needed_and_what_is_on_its_way(tmp_path: Path) -> 
     partial.close()
     assert spool.sweep({references[1], "", "b/gone.update"}) == 2
     assert sorted(files(tmp_path)) == sorted([references[1], str(partial.path.relative_to(tmp_path))])
+
+
+@pytest.mark.parametrize("first", [Settled.GIVEN_BACK, Settled.DROPPED, Settled.KEPT])
+@pytest.mark.parametrize("second", [Settled.GIVEN_BACK, Settled.DROPPED, Settled.KEPT])
+def test_of_two_attempts_at_an_update_neither_takes_the_others_payload(
+    tmp_path: Path, first: Settled, second: Settled
+) -> None:
+    """A site that gave a push up sends it again, and the first is decided while the second is being so."""
+    header, payload = update()
+    spool = Spool(tmp_path)
+    attempts = []
+    for _ in range(2):
+        partial = spool.open_partial(header)
+        partial.write(memoryview(payload)[partial.offset :])
+        partial.digest()
+        attempts.append((spool.keep(partial, header), partial))
+        partial.close()
+    (reference, partial), (again, later) = attempts
+    assert reference == again
+    spool.settle(reference, first, partial)
+    assert spool.read(reference, header.digest) == payload, "the second attempt may be the one that is accepted"
+    spool.settle(reference, second, later)
+    kept = Settled.KEPT in (first, second)
+    assert (tmp_path / reference).exists() == kept
+    assert later.path.exists() == (not kept and second is Settled.GIVEN_BACK)

@@ -18,6 +18,7 @@ TOP = {
     "refused_at_the_door",
     "payloads_decoded",
     "identity_complaints",
+    "wanting",
     "epoch",
     "phase",
     "ending",
