@@ -48,6 +48,8 @@ def sentence(event: Event) -> str | None:
             return f"{site} reaches the syncer"
         case "disconnected":
             return f"{site} lost the syncer and trains on: {why}"
+        case "resumed" if "step" not in event:
+            return f"the run goes on: {why}"  # The syncer's word; a site's own says where it is.
         case "resumed":
             lost = _whole(event, "tokens_lost")
             return f"{site} goes on from step {_whole(event, 'step')}; {lost:,} tokens were lost"

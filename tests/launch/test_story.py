@@ -20,6 +20,7 @@ def test_every_fault_of_a_scenario_has_words() -> None:
             "FAULT site-b is killed (SIGKILL), for 6 s",
         ),
         ({"who": "up", "what": "healed", "fault": "kill", "target": "site-b"}, "HEALED site-b is started again"),
+        ({"who": "syncer", "what": "resumed", "why": "the run had been drained"}, "the run goes on: the run had been"),
         ({"who": "site-b", "what": "resumed", "step": 40, "tokens_lost": 10240}, "10,240 tokens were lost"),
         (
             {"who": "site-c", "what": "disconnected", "why": "no answer"},
