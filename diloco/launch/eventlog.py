@@ -34,11 +34,15 @@ class EventLog:
         self.path = path
         self.error: OSError | None = None
         self._who = who
-        self._also = also
+        self._followers = [also] if also is not None else []
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, name="event-log", daemon=True)
         self._thread.start()
+
+    def follow(self, take: Callable[[Event], None]) -> None:
+        """Call ``take`` with every event from now on, as ``also`` is."""
+        self._followers.append(take)
 
     def emit(self, what: str, fields: dict[str, object] | None = None) -> None:
         """Note that ``what`` happened now.  ``fields`` hold what JSON can carry; NaN and infinity become null."""
@@ -53,8 +57,8 @@ class EventLog:
     def _write_all(self) -> None:
         while (event := self._queue.get()) is not None:
             self._write(event)
-            if self._also is not None:
-                self._also(event)
+            for follow in list(self._followers):
+                follow(event)
         os.close(self._file)
 
     def _write(self, event: Event) -> None:

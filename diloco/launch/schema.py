@@ -225,6 +225,8 @@ class SiteSection:
     """A file with this site's token, mode 0600; read again when it changes, as certificate and key are."""
     insecure_non_loopback: bool = False
     """Permit a token over an unencrypted link."""
+    metrics: str = ""
+    """host:port of a page for Prometheus; a port alone: loopback; empty: none."""
     canary_every_s: float = 0.0
     """Between two looks, beside training, at whether this machine repeats steps to the bit; 0: never."""
     canary_steps: int = 4
@@ -256,6 +258,8 @@ class SyncerSection:
     heartbeat_s: float = 1.0
     linger_s: float = 10.0
     """After the last version: longest wait for the sites to have heard of it."""
+    metrics: str = ""
+    """host:port of a page for Prometheus, which asks nobody who they are; a port alone: loopback; empty: none."""
     memory_check_s: float = 10.0
     """Between two looks at whether a fragment in memory is still what it was; 0: never."""
     tls_cert: str = ""

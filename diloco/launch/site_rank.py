@@ -111,7 +111,12 @@ def _run(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
     disk = disk_from_environment()
     with ExitStack() as stack:
         stopping = stack.enter_context(Stopping(f"{config.site.id} sends what is unsent and leaves"))
-        emit = open_log(run_dir_of(config).events, folder.log, config.site.id, config, place, stack)
+        emit: Emit = silent
+        if place.rank == 0:
+            log = open_log(run_dir_of(config).events, folder.log, config.site.id, config, stack)
+            emit = log.emit
+            if config.site.metrics:
+                _show_metrics(config, folder, log, stack)
         group = join_group(config, place)
         stack.callback(group.close)
         agents: list[Agent] = []
@@ -246,15 +251,30 @@ def check_resume(config: RunConfig, folder: Path) -> None:
         raise ConfigError(f"run.resume is 'never': {folder} holds one; remove it, or take another run.name")
 
 
-def open_log(events: Path, lines: Path, who: str, config: RunConfig, place: Place, stack: ExitStack) -> Emit:
-    """Where events go: rank 0 writes them down, the others have nothing to say that it does not."""
-    if place.rank != 0:
-        return lambda what, fields=None: None
+def open_log(events: Path, lines: Path, who: str, config: RunConfig, stack: ExitStack) -> EventLog:
+    """Where rank 0 writes events down, with lines for people in ``lines`` and on the terminal."""
     lines.parent.mkdir(parents=True, exist_ok=True)
     file = stack.enter_context(lines.open("a"))
     log = EventLog(events, who, also=quietly(SiteLines(who, config.run.log_every, [file, sys.stdout])))
     stack.callback(log.close)
-    return log.emit
+    return log
+
+
+def silent(what: str, fields: dict[str, object] | None = None) -> None:
+    """The ``emit`` of the other ranks, which have nothing to say that rank 0 does not."""
+
+
+def _show_metrics(config: RunConfig, folder: SiteDir, log: EventLog, stack: ExitStack) -> None:
+    from diloco.launch import build
+    from diloco.launch.metrics import page_at
+    from diloco.launch.site_metrics import SiteMetrics
+
+    numels = [fragment.numel for fragment in build.layout_of(config).fragments]
+    metrics = SiteMetrics(config, numels, folder.checkpoints)
+    log.follow(metrics.take)
+    address = stack.enter_context(page_at("site.metrics", config.site.metrics, metrics.families))
+    if address:
+        log.emit("metrics", {"address": address})
 
 
 def _renamed(emit: Emit) -> Callable[[str, dict[str, object]], None]:

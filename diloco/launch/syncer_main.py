@@ -88,6 +88,8 @@ def _serve(
     import torch
 
     from diloco.launch import build
+    from diloco.launch.metrics import page_at
+    from diloco.launch.syncer_metrics import SyncerMetrics
     from diloco.syncer.server import Syncer
     from diloco.syncer.store import StoreError
 
@@ -103,6 +105,9 @@ def _serve(
         log.emit,
         disk_from_environment(),
     )
+    metrics = SyncerMetrics(config, syncer.status)
+    log.follow(metrics.take)
+    page = stack.enter_context(page_at("cluster.syncer.metrics", config.cluster.syncer.metrics, metrics.families))
     stopping = stack.enter_context(Stopping("a last round, then the syncer stops"))
     try:
         address = syncer.start()
@@ -118,6 +123,8 @@ def _serve(
     write_file(run_dir.address, address.encode())
     stack.callback(lambda: _forget(run_dir))
     _greet(config, run_dir, address, given)
+    if page:
+        print(f"metrics at {page}", flush=True)
     return _wait(syncer, stopping)
 
 

@@ -13,7 +13,7 @@ from diloco.launch import config as configs
 from diloco.launch.arguments import limit_threads, load_config, settings_parser
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.run_dir import held, name_run, point_latest, run_dir_of
-from diloco.launch.site_rank import Place, check_resume, in_words, join_group, open_log, place_from_environment
+from diloco.launch.site_rank import Place, check_resume, in_words, join_group, open_log, place_from_environment, silent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,7 +93,9 @@ def _train(config: RunConfig, place: Place) -> ExitCode:
         stopping = stack.enter_context(Stopping("training stops after this step, with a checkpoint"))
         if place.rank == 0:
             _take_folder(config, run_dir, stack)
-        emit = open_log(run_dir.events, run_dir.root / "train" / "train.log", WHO, config, place, stack)
+        emit = silent
+        if place.rank == 0:
+            emit = open_log(run_dir.events, run_dir.root / "train" / "train.log", WHO, config, stack).emit
         group = join_group(config, place)
         stack.callback(group.close)
         clock = _Clock(config, group, stopping)

@@ -276,6 +276,7 @@ class Api:
                 "lineage": plan.agreement.lineage,
                 "up_seconds": round(now_s - self.tally.began_s, 1),
                 "refused_at_the_door": refusals,
+                "calls": self._syncer.calls(),
                 "payloads_decoded": self.tally.payloads_decoded(),
                 "identity_complaints": self._syncer.complaints(),
                 "wanting": self._syncer.room.wanting(),

@@ -235,6 +235,16 @@ class Syncer:
         """Files of identities and certificates that cannot be used as they are now."""
         return self._server.complaints() if self._server is not None else []
 
+    def status(self) -> dict[str, object]:
+        """As the admin service tells it; ``CoreStopped`` before the start and after the end."""
+        if self._server is None:
+            raise CoreStopped
+        return self.api.status()
+
+    def calls(self) -> dict[str, int]:
+        """What the network's end has counted: refusals by status, bytes, streams that broke off, defects."""
+        return self._server.counters() if self._server is not None else {}
+
     def linger(self) -> None:
         """After the last version: wait until every live site has left, at most ``linger_s``."""
         until = time.monotonic() + self.options.linger_s

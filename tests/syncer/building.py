@@ -21,7 +21,7 @@ from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import OuterOptions
 from diloco.syncer.server import RunPlan, Syncer, SyncerOptions
 from diloco.wire.identity import Identity
-from diloco.wire.messages import JoinAsk, JoinReply, PushHeader, PushResult
+from diloco.wire.messages import JoinAsk, JoinReply, PushHeader, PushResult, ReportInfo
 from diloco.wire.options import ServerOptions
 from diloco.wire.security import SecurityOptions
 
@@ -110,6 +110,12 @@ def join_ask(site: str = "a", process: str = "0123abcd", **changes: Any) -> Join
 
 def join(syncer: Syncer, site: str = "a", process: str = "0123abcd") -> JoinReply:
     return syncer.api.join(join_ask(site, process), ANYONE)
+
+
+def report(site: str = "a", incarnation: int = 1, **changes: Any) -> ReportInfo:
+    fields: dict[str, Any] = dict.fromkeys(ReportInfo.__slots__, 0)
+    text = {"run_id": RUN, "site_id": site, "incarnation": incarnation, "loss": 1.5, "versions": (0, 0), "digests": ()}
+    return ReportInfo(**(fields | text | changes))
 
 
 def update(

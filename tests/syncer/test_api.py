@@ -14,7 +14,7 @@ from diloco.outer.fragments import plan_layout
 from diloco.sync.events import Ending, FateTold, FinalAnnounced, Outcome, Reason
 from diloco.syncer.api import TOKENS_MAX
 from diloco.syncer.server import Syncer
-from diloco.wire.messages import Published, PullAsk, PushHeader, PushResult, Refusal, ReportInfo, Status, short_digest
+from diloco.wire.messages import Published, PullAsk, PushHeader, PushResult, Refusal, Status, short_digest
 from tests.syncer.building import (
     ANYONE,
     LAYOUT,
@@ -27,17 +27,12 @@ from tests.syncer.building import (
     join,
     join_ask,
     push,
+    report,
     serving,
     update,
 )
 
 QUIET: dict[str, Any] = {"outer": {"quorum": 2, "quorum_min": 2}}
-
-
-def report(site: str = "a", incarnation: int = 1, **changes: Any) -> ReportInfo:
-    fields: dict[str, Any] = dict.fromkeys(ReportInfo.__slots__, 0)
-    text = {"run_id": RUN, "site_id": site, "incarnation": incarnation, "loss": 1.5, "versions": (0, 0), "digests": ()}
-    return ReportInfo(**(fields | text | changes))
 
 
 def memory(syncer: Syncer) -> object:

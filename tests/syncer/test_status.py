@@ -16,6 +16,7 @@ TOP = {
     "lineage",
     "up_seconds",
     "refused_at_the_door",
+    "calls",
     "payloads_decoded",
     "identity_complaints",
     "wanting",

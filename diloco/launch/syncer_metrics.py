@@ -1,0 +1,150 @@
+"""The syncer's page of metrics: its status at that moment, and spreads over the events since it started."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from diloco.launch.history import number
+from diloco.launch.metrics import SECONDS, VERSIONS, Spread, about, counter, gauge, histogram
+from diloco.wire.messages import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from prometheus_client.metrics_core import Metric
+
+    from diloco.launch.eventlog import Event
+    from diloco.launch.schema import RunConfig
+
+Status = dict[str, Any]
+
+SITE_GAUGES = (
+    ("site_staleness_versions", "staleness", "Versions that the site's oldest base is behind."),
+    ("site_loss_nats", "loss", "Loss of recent steps as the site last said it, in nats per token."),
+    ("site_tokens_per_second", "tokens_per_s", "Tokens a second since the site's process began."),
+    ("site_stall_ratio", "stall_share", "Share of the site's time spent for the outer world, 0 to 1."),
+    ("site_updates_undecided", "undecided", "Accepted updates of the site without a fate."),
+)
+SITE_COUNTERS = (
+    ("site_tokens", "tokens_processed", "Tokens that the site has trained on."),
+    ("site_tokens_merged", "tokens_merged", "Tokens of the site that are in the published model."),
+    ("site_steps", "step", "Inner steps of the site."),
+    ("updates_corrupt", "updates_corrupt", "Updates that decoded to other values here than at the site."),
+    ("bases_differed", "bases_differed", "Bases that the site held other values for than were published."),
+)
+
+
+class SyncerMetrics:
+    """Takes the syncer's events, and makes the page."""
+
+    def __init__(self, config: RunConfig, status: Callable[[], Status]) -> None:
+        self._config = config
+        self._status = status
+        self._lock = threading.Lock()
+        self._staleness: dict[str, Spread] = {}
+        self._weights: dict[str, float] = {}
+        self._norm: float | None = None
+        self._step_s = Spread(SECONDS)
+        self._snapshot_s = Spread(SECONDS)
+        self._snapshot: tuple[float, float] | None = None
+
+    def take(self, event: Event) -> None:
+        """The next event, from the log's thread."""
+        with self._lock:
+            if event["what"] == "outer_step":
+                self._outer_step(event)
+            elif event["what"] == "snapshot":
+                self._snapshot_s.add(number(event, "seconds") or 0.0)
+                self._snapshot = number(event, "at") or 0.0, number(event, "bytes") or 0.0
+
+    def _outer_step(self, event: Event) -> None:
+        self._step_s.add(number(event, "seconds") or 0.0)
+        self._norm = number(event, "norm")
+        for site, staleness in _items(event, "staleness"):
+            self._staleness.setdefault(site, Spread(VERSIONS)).add(staleness)
+        self._weights = dict(_items(event, "sites"))
+
+    def families(self) -> Iterator[Metric]:
+        """Everything there is to say now; of the run nothing while the syncer starts or stops."""
+        yield from about(self._config)
+        with self._lock:
+            yield from self._of_events()
+        try:
+            status = self._status()
+        except Refusal:
+            return
+        yield from _of_run(status)
+        yield from _of_sites(status["sites"])
+        yield from _of_calls(status["calls"])
+
+    def _of_events(self) -> Iterator[Metric]:
+        stale = {(site,): spread for site, spread in self._staleness.items()}
+        yield histogram("update_staleness_versions", "Versions that merged updates were old.", stale, "site")
+        weights = {(site,): weight for site, weight in self._weights.items()}
+        yield gauge("update_weight_ratio", "Weight in the latest outer step.", weights, "site")
+        yield histogram("outer_step_duration_seconds", "Time that an outer step took.", {(): self._step_s})
+        yield histogram("snapshot_duration_seconds", "Time that a snapshot took to be durable.", {(): self._snapshot_s})
+        if self._norm is not None:
+            yield gauge("merged_pseudo_gradient_norm", "Norm of what the latest outer step merged.", {(): self._norm})
+        if self._snapshot is not None:
+            at, size = self._snapshot
+            yield gauge("snapshot_timestamp_seconds", "When the latest snapshot was durable.", {(): at})
+            yield gauge("snapshot_bytes", "Its size.", {(): size})
+
+
+def _of_run(status: Status) -> Iterator[Metric]:
+    versions = sum(fragment["version"] for fragment in status["fragments"])
+    yield gauge("outer_version", "Outer steps published, over all fragments.", {(): versions})
+    yield gauge("syncer_epoch", "Starts of a syncer in this run.", {(): status["epoch"]})
+    yield gauge("run_lineage", "1, and one more for each time that the run was restored.", {(): status["lineage"]})
+    yield gauge("run_progress_ratio", "Share of the run that is done, 0 to 1.", {(): status["progress"]})
+    yield counter("run_tokens", "Tokens in the published model.", {(): status["run_tokens"]})
+    yield counter(
+        "refused_at_the_door",
+        "Updates refused before they were accepted; outcome is the reason, or the field that was wrong.",
+        {(why,): count for why, count in status["refused_at_the_door"].items()},
+        "outcome",
+    )
+
+
+def _of_sites(sites: Mapping[str, Status]) -> Iterator[Metric]:
+    states: dict[tuple[str, ...], float] = {}
+    fates: dict[tuple[str, ...], float] = {}
+    for name, site in sites.items():
+        states[site["status"],] = states.get((site["status"],), 0) + 1
+        fates[name, "merged"] = site["updates_merged"]
+        fates |= {(name, reason): count for reason, count in site["updates_refused"].items()}
+    yield gauge("sites", "Sites by their state.", states, "state")
+    yield counter("updates", "Accepted updates by their fate: merged, or the reason.", fates, "site", "outcome")
+    restarts = {(name,): site["incarnation"] - 1 for name, site in sites.items()}
+    yield counter("site_restarts", "Processes that have spoken for the site, less one.", restarts, "site")
+    for family, key, meaning in SITE_GAUGES:
+        yield gauge(family, meaning, _told(sites, key), "site")
+    for family, key, meaning in SITE_COUNTERS:
+        yield counter(family, meaning, _told(sites, key), "site")
+    now = time.time()
+    heard = {site: now - ago for site, ago in _told(sites, "heard_seconds_ago").items()}
+    yield gauge("site_heartbeat_timestamp_seconds", "When the site was last heard of.", heard, "site")
+
+
+def _told(sites: Mapping[str, Status], key: str) -> dict[tuple[str, ...], float]:
+    """One figure by site, of those that have said it."""
+    return {(name,): float(site[key]) for name, site in sites.items() if site[key] is not None}
+
+
+def _of_calls(calls: Mapping[str, int]) -> Iterator[Metric]:
+    refused = {
+        (name.removeprefix("refused_").upper(),): count for name, count in calls.items() if name.startswith("refused_")
+    }
+    yield counter("calls_refused", "Calls refused, by gRPC's code.", refused, "code")
+    yield counter("calls_failed", "Calls that met a defect of the syncer.", {(): calls.get("internal", 0)})
+    yield counter("calls_broken_off", "Streams whose other end went away.", {(): calls.get("broken_off", 0)})
+    moved = {("up",): calls.get("payload_bytes_in", 0), ("down",): calls.get("payload_bytes_out", 0)}
+    yield counter("syncer_payload_bytes", "Payload that came from sites (up) and went to them.", moved, "direction")
+
+
+def _items(event: Event, name: str) -> list[tuple[str, float]]:
+    value = event.get(name)
+    return list(value.items()) if isinstance(value, dict) else []

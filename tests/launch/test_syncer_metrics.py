@@ -1,0 +1,102 @@
+"""The syncer's page says what its status and its events say."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.metrics_core import Metric
+
+from diloco.launch.config import compose
+from diloco.launch.syncer_metrics import SyncerMetrics
+from diloco.sync.events import Reason
+from diloco.syncer.core import CoreStopped
+from tests.syncer.building import ANYONE, eventually, join, new_syncer, push, report, update
+
+OUTER_STEP = {"what": "outer_step", "sites": {"a": 0.75, "b": 0.25}, "staleness": {"a": 0, "b": 4}, "norm": 2.5}
+SNAPSHOT = {"what": "snapshot", "at": 1234.5, "seconds": 0.2, "bytes": 4096}
+
+
+def values(families: list[Metric]) -> dict[tuple[str, ...], float]:
+    return {
+        (sample.name.removeprefix("diloco_"), *sample.labels.values()): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def page_of_a_run(folder: Path) -> tuple[list[Metric], list[Metric]]:
+    """The families of a syncer after one merged update, one refused, and a heartbeat; and after it has stopped."""
+    told: list[dict[str, Any]] = []
+    syncer = new_syncer(folder, lambda what, fields: told.append({"at": time.time(), "what": what, **fields}))
+    metrics = SyncerMetrics(compose(["run.name=x"]), syncer.status)
+    assert {family.name for family in metrics.families()} >= {"diloco_run"}, "it can be asked before the start"
+    syncer.start()
+    try:
+        join(syncer)
+        push(syncer, *update())
+        eventually(lambda: syncer.holdings.values[0].version == 1, "a version")
+        push(syncer, *update(sequence=2, base_version=7))
+        syncer.api.report(report("a", tokens_processed=500, step=50, versions=(0, 0)), ANYONE)
+        syncer.snapshot_now()
+        eventually(lambda: any(event["what"] == "snapshot" for event in told), "a snapshot's event")
+        for event in [*told, {**OUTER_STEP, "at": 1.0, "seconds": 0.02}, SNAPSHOT]:
+            metrics.take(event)
+        running = list(metrics.families())
+    finally:
+        syncer.stop(0.1)
+    return running, list(metrics.families())
+
+
+def test_the_page_of_a_run(tmp_path: Path) -> None:
+    running, stopped = page_of_a_run(tmp_path)
+    found = values(running)
+    assert found["outer_version",] == 1
+    assert found["updates_total", "a", "merged"] == 1
+    assert found["refused_at_the_door_total", Reason.BAD_BASE.value] == 1
+    assert found["sites", "live"] == 1
+    assert (found["site_tokens_total", "a"], found["site_steps_total", "a"]) == (500, 50)
+    assert found["site_staleness_versions", "a"] == 1
+    assert 0 <= time.time() - found["site_heartbeat_timestamp_seconds", "a"] < 60
+    assert (found["update_weight_ratio", "a"], found["update_weight_ratio", "b"]) == (0.75, 0.25)
+    assert found["update_staleness_versions_bucket", "b", "3.0"] == 0
+    assert found["update_staleness_versions_bucket", "b", "5.0"] == 1
+    assert found["outer_step_duration_seconds_count",] == 2
+    assert (found["snapshot_timestamp_seconds",], found["snapshot_bytes",]) == (1234.5, 4096)
+    assert (found["syncer_epoch",], found["run_lineage",]) == (1, 1)
+    after = values(stopped)
+    assert after["outer_step_duration_seconds_count",] == 2
+    assert ("outer_version",) not in after, "what is not known is not said"
+
+
+def test_a_site_that_has_said_nothing_has_no_figures() -> None:
+    status: dict[str, Any] = {
+        "fragments": [],
+        "epoch": 1,
+        "lineage": 1,
+        "progress": 0.0,
+        "run_tokens": 0,
+        "refused_at_the_door": {},
+        "calls": {"refused_not_found": 3, "internal": 1, "payload_bytes_in": 7},
+        "sites": {
+            "quiet": {"status": "silent", "updates_merged": 0, "updates_refused": {"stale": 2}, "incarnation": 3}
+        },
+    }
+    keys = ("staleness", "loss", "tokens_per_s", "stall_share", "tokens_processed", "step", "heard_seconds_ago")
+    status["sites"]["quiet"] |= dict.fromkeys(keys)
+    status["sites"]["quiet"] |= {"undecided": 0, "tokens_merged": 0, "updates_corrupt": 1, "bases_differed": 2}
+    found = values(list(SyncerMetrics(compose(["run.name=x"]), lambda: status).families()))
+    assert not [key for key in found if key[0] in ("site_loss_nats", "site_heartbeat_timestamp_seconds")]
+    assert found["updates_total", "quiet", "stale"] == 2
+    assert found["site_restarts_total", "quiet"] == 2
+    assert (found["updates_corrupt_total", "quiet"], found["bases_differed_total", "quiet"]) == (1, 2)
+    assert (found["calls_refused_total", "NOT_FOUND"], found["calls_failed_total",]) == (3, 1)
+    assert found["syncer_payload_bytes_total", "up"] == 7
+
+
+def test_a_syncer_that_ends_is_no_error() -> None:
+    def gone() -> dict[str, Any]:
+        raise CoreStopped
+
+    assert ("run_info",) in {key[:1] for key in values(list(SyncerMetrics(compose(["run.name=x"]), gone).families()))}
