@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 SECOND_NS = 1_000_000_000
 SITE_FILES = ("token_file", "tls_cert", "tls_key", "tls_ca")
-LINEAGE = 1
 
 
 def check(config: RunConfig) -> None:
@@ -302,15 +301,15 @@ def layout_of(config: RunConfig) -> Layout:
         return plan_layout(parameters, config.outer.num_fragments)
 
 
-def agreement(config: RunConfig, layout: Layout, lineage: int = 0) -> Agreement:
-    """What this end says the run is; a site does not know the lineage and says 0."""
-    return Agreement(PROTOCOL, config.run.name or "", lineage, layout.fingerprint, shared_config(config))
+def agreement(config: RunConfig, layout: Layout) -> Agreement:
+    """What this end says the run is.  The lineage is no matter of configuration: both ends say what they remember."""
+    return Agreement(PROTOCOL, config.run.name or "", 0, layout.fingerprint, shared_config(config))
 
 
 def plan(config: RunConfig, layout: Layout) -> RunPlan:
     """The run as the syncer knows it."""
     return RunPlan(
-        agreement=agreement(config, layout, LINEAGE),
+        agreement=agreement(config, layout),
         layout=layout,
         shared_digest=shared_digest(config),
         outer=outer_options(config),

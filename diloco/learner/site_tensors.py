@@ -63,6 +63,10 @@ class SiteTensors:
         self.write(fragment, values)
         return values
 
+    def forget_latest(self, fragment: int) -> None:
+        """The run was restored: the version that was fetched last is one of another past."""
+        self.latest[fragment] = None
+
     def retake(self, fragment: int, version: int, keep: Sequence[int]) -> Tensor:
         """Throw unsent progress away: the model takes the version, less what is on its way; returns the new values."""
         latest = self.latest[fragment]

@@ -13,7 +13,7 @@ from diloco.sync.options import ADOPT_RULES, GRACE_KINDS, SECOND_NS, WEIGHT_RULE
 
 GENTLE = ("outer_crash", "power_cut", "rot", "outer_freeze", "freeze", "partition", "half_partition", "storm")
 """Faults that throw no progress away, so that conservation can be checked to the last bit."""
-HARSH = ("kill", "wipe", "twin", "leave", "evict", "poison", "ruin", "drain")
+HARSH = ("kill", "wipe", "twin", "leave", "evict", "poison", "ruin", "drain", "restore")
 """Faults that may."""
 
 

@@ -227,6 +227,16 @@ class Retake:
 
 
 @dataclass(frozen=True, slots=True)
+class StartOver:
+    """The run was restored: forget the latest version of ``fragment`` and whatever is being fetched of it.
+
+    The model keeps its values until the ``Retake`` that follows once a version of the new lineage is here.
+    """
+
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True)
 class SkipData:
     """Move the data cursor on to ``cursor`` batches: accepted updates have consumed what came before."""
 
@@ -250,4 +260,6 @@ class Leave:
     ending: Ending | None
 
 
-LearnerEffect = Join | Seal | Send | Forget | Release | Fetch | Adopt | Retake | SkipData | StopTraining | Leave | Note
+LearnerEffect = (
+    Join | Seal | Send | Forget | Release | Fetch | Adopt | Retake | StartOver | SkipData | StopTraining | Leave | Note
+)

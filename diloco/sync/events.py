@@ -289,12 +289,13 @@ class SealFailed:
 
 @dataclass(frozen=True, slots=True)
 class PushAnswered:
-    """The syncer gave its definite answer to a push."""
+    """The syncer gave its definite answer to a push, of the update with this ``digest`` (empty: not said)."""
 
     fragment: int
     sequence: int
     outcome: Outcome
     reason: Reason | None
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)

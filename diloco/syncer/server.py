@@ -153,7 +153,7 @@ class Syncer:
     def _start(self) -> str:
         self._taken.enter_context(locked(Path(self.options.folder)))
         agreement = self.plan.agreement
-        card = RunCard(agreement.run_id, agreement.lineage, agreement.layout_fingerprint, self.plan.shared_digest)
+        card = RunCard(agreement.run_id, agreement.layout_fingerprint, self.plan.shared_digest)
         self.store = Store(Path(self.options.folder), card, self._disk)
         self._taken.callback(self._close_journal)
         machine, recovered = self._take_over()
@@ -348,8 +348,8 @@ class Syncer:
     def published(self, machine: OuterSync, fragment: int, version: int, digest: str) -> Published:
         """The event that tells of a version, with how the run stands."""
         state = machine.state
-        lineage = self.plan.agreement.lineage
-        return Published(state.epoch, fragment, version, digest, state.run_tokens(), machine.progress_ppm(), lineage)
+        run = (state.run_tokens(), machine.progress_ppm(), state.lineage)
+        return Published(state.epoch, fragment, version, digest, *run)
 
     def note(self, what: str, why: str, site: str) -> None:
         """Say something about ``site`` that the machine does not know of; from any thread."""

@@ -49,10 +49,12 @@ class StoreError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RunCard:
-    """What a data folder is for; a process with another card does not touch it."""
+    """What a data folder is for; a process with another card does not touch it.
+
+    The file has the folder's lineage as well: a process goes on under the one that it finds.
+    """
 
     run_id: str
-    lineage: int
     layout_fingerprint: str
     shared_digest: str
 
@@ -88,7 +90,7 @@ class Store:
         path = self.folder / "run.json"
         ours = {"format": FORMAT, **asdict(card)}
         if not path.exists():
-            self._write_card(ours)
+            self._write_card({**ours, "lineage": 1})
             return
         try:
             theirs = dict(parse_json(path.read_bytes()))
@@ -103,7 +105,7 @@ class Store:
                     f"{path} has {name} {shown(theirs.get(name))} and this run has {value!r}: another folder, please"
                 )
         if found < FORMAT:
-            self._write_card(ours)
+            self._write_card({**theirs, **ours})
 
     def _write_card(self, card: dict[str, object]) -> None:
         text = json.dumps(card, indent=1, sort_keys=True).encode()

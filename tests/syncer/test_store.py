@@ -252,7 +252,7 @@ def test_another_optimizer_or_codec_is_noticed_in_words(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("run_id", "other"), ("lineage", 2), ("layout_fingerprint", "f" * 64), ("shared_digest", "else")],
+    [("run_id", "other"), ("layout_fingerprint", "f" * 64), ("shared_digest", "else")],
 )
 def test_the_folder_of_another_run_is_refused_with_the_field(tmp_path: Path, field: str, value: object) -> None:
     Desk(tmp_path).close()
