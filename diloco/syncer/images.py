@@ -13,7 +13,6 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from diloco.codec.contract import digest
@@ -104,5 +103,5 @@ def read_image(folder: Path) -> Image:
         raise ImageError(f"{folder} is no image: {error.filename} is missing") from error
     except ImageError:
         raise
-    except (OSError, LookupError, TypeError, ValueError, AttributeError, SafetensorError) as error:
+    except (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ImageError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
