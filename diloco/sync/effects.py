@@ -228,9 +228,10 @@ class Retake:
 
 @dataclass(frozen=True, slots=True)
 class StartOver:
-    """The run was restored: forget the latest version of ``fragment`` and whatever is being fetched of it.
+    """Forget the latest version of ``fragment`` and whatever is being fetched of it: the run was restored, or what is
+    held here is not what was published.
 
-    The model keeps its values until the ``Retake`` that follows once a version of the new lineage is here.
+    The model keeps its values until the ``Retake`` that follows once a whole version is here.
     """
 
     fragment: int

@@ -327,6 +327,14 @@ class VersionFetched:
 
 
 @dataclass(frozen=True, slots=True)
+class BaseDiffers:
+    """What this site holds for ``version`` of ``fragment`` is not that version: memory at this site has changed."""
+
+    fragment: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class FetchFailed:
     """A fetch ended without a version; the shell backs off before this event."""
 
@@ -355,6 +363,7 @@ LearnerEvent = (
     | FateTold
     | VersionPublished
     | VersionFetched
+    | BaseDiffers
     | FetchFailed
     | FinalAnnounced
     | LeaveAsked

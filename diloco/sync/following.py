@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from diloco.sync.effects import Join
+from diloco.sync.effects import Join, StartOver
+from diloco.sync.progress import Retaking
 from diloco.sync.sending import fate_told
 
 if TYPE_CHECKING:
-    from diloco.sync.events import VersionFetched, VersionPublished
+    from diloco.sync.events import BaseDiffers, VersionFetched, VersionPublished
     from diloco.sync.site_turn import SiteTurn
 
 
@@ -26,6 +27,20 @@ def published(turn: SiteTurn, event: VersionPublished) -> None:
     turn.state.run_tokens, turn.state.progress_ppm = event.run_tokens, event.progress_ppm
     part = turn.state.fragments[event.fragment]
     part.published = max(part.published, event.version)
+    turn.want(event.fragment)
+
+
+def differs(turn: SiteTurn, event: BaseDiffers) -> None:
+    """The base here is not the version that it stands for: nothing measured from it is worth anything."""
+    part = turn.state.fragments[event.fragment]
+    if part.base_version != event.version or part.retaking is not None:
+        return  # Another base lies there by now, or will soon: it is being put right.
+    why = f"version {event.version} in this site's memory is not what was published"
+    part.retaking = Retaking(event.version, why)
+    part.base_version = part.fetched = -1
+    part.published, part.fetching = max(part.published, event.version), False
+    turn.note("base_differs", why, event.fragment)
+    turn.effects.append(StartOver(event.fragment))
     turn.want(event.fragment)
 
 

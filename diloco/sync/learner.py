@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from diloco.sync.boundary import boundary, step_done
 from diloco.sync.effects import LearnerEffect, Leave
 from diloco.sync.events import (
+    BaseDiffers,
     BoundaryReached,
     FateTold,
     FetchFailed,
@@ -39,7 +40,7 @@ from diloco.sync.events import (
     VersionFetched,
     VersionPublished,
 )
-from diloco.sync.following import fetched, published
+from diloco.sync.following import differs, fetched, published
 from diloco.sync.joining import joined, settle
 from diloco.sync.plain import from_plain, to_plain
 from diloco.sync.progress import FragmentProgress, LearnerState, SentState
@@ -114,6 +115,8 @@ class LearnerSync:
                 published(turn, event)
             case VersionFetched():
                 fetched(turn, event)
+            case BaseDiffers():
+                differs(turn, event)
             case FetchFailed():
                 self.state.fragments[event.fragment].fetching = False
                 turn.want(event.fragment)
