@@ -28,6 +28,7 @@ from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_l
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import LearnerOptions, OuterOptions
+from diloco.syncer.backups import BackupOptions
 from diloco.syncer.server import RunPlan, SyncerOptions
 from diloco.wan.link import LinkOptions
 from diloco.wire.options import ServerOptions
@@ -224,6 +225,7 @@ def syncer_options(config: RunConfig, run_dir: RunDir) -> SyncerOptions:
             heartbeat_s=syncer.heartbeat_s,
             linger_s=syncer.linger_s,
             memory_check_s=syncer.memory_check_s,
+            backup=BackupOptions(url=syncer.backup, every_s=syncer.backup_every_s, keep=syncer.backup_keep),
         )
 
 

@@ -282,6 +282,7 @@ class Api:
                 "payloads_decoded": self.tally.payloads_decoded(),
                 "identity_complaints": self._syncer.complaints(),
                 "wanting": self._syncer.room.wanting(),
+                "backup": self._syncer.backups.status() if self._syncer.backups is not None else None,
                 **describe(machine, tally, now_s),
             },
             early=True,

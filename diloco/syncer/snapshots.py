@@ -150,6 +150,14 @@ class Snapshots:
         except SnapshotError:
             return 0  # Damaged where it lies: it is named if it is ever needed, and until it goes nothing else does.
 
+    def oldest_lineage(self) -> int:
+        """The lineage in which the oldest snapshot was taken; 0 when that cannot be read."""
+        try:
+            state = self.peek(self.numbers()[0])[0]
+        except SnapshotError:
+            return 0
+        return int(state.get("lineage", 1)) if isinstance(state, dict) else 0
+
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:08d}"
 
