@@ -252,9 +252,16 @@ class Agent:
         return self._machine.state.progress_ppm / 1e6
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
-        """What a checkpoint must hold so that a new process goes on from here."""
+        """What a checkpoint must hold so that a new process goes on from here; and what it holds of the run's versions,
+        so that a run can be restored from it."""
         with self._changed:
-            return self._tensors.tensors(), {"machine": self._machine.snapshot()}
+            published = {
+                "site": self._site_id,
+                "run_id": self._agreement.run_id,
+                "layout_fingerprint": self._agreement.layout_fingerprint,
+                "digests": list(self._tensors.told_base),
+            }
+            return self._tensors.tensors(), {"machine": self._machine.snapshot(), "published": published}
 
     def leave_soon(self) -> None:
         """The user asked this site to stop.  May be called from a signal handler."""
@@ -370,14 +377,12 @@ class Agent:
             adopted = self._carry_out(self._machine.handle(event, time.monotonic_ns()))
             assert not adopted, "values may change at a boundary only"
 
-    def _deliver(self, values: Tensor, event: VersionFetched, lineage: int) -> None:
+    def _deliver(self, values: Tensor, event: VersionFetched, lineage: int, told: str) -> None:
         """A version is here, fetched in ``lineage``: its values and the machine's knowledge change at one instant."""
         with self._changed:
             if lineage != self._machine.state.lineage:
                 return  # Of a run that is no more; the new lineage's fetch is in the queue.
-            latest = self._tensors.latest[event.fragment]
-            if latest is None or latest[0] <= event.version:  # Versions never go back, whoever answers the pull.
-                self._tensors.latest[event.fragment] = (event.version, values)
+            self._tensors.arrived(event.fragment, event.version, values, told)
             self._tell(event)
 
     def _incarnation(self) -> int:

@@ -153,11 +153,11 @@ class Fetcher:
         site_id: str,
         site_tensors: SiteTensors,
         lineage: Callable[[], int],
-        deliver: Callable[[Tensor, VersionFetched, int], None],
+        deliver: Callable[[Tensor, VersionFetched, int, str], None],
         emit: Callable[[str, dict[str, object]], None],
         stopping: threading.Event,
     ) -> None:
-        """``deliver`` gets a version together with the lineage that it was asked for in."""
+        """``deliver`` gets a version, the lineage that it was asked for in, and the digest that was told with it."""
         self._lineage = lineage
         self._client = client
         self._run_id = run_id
@@ -201,7 +201,8 @@ class Fetcher:
                 pause.wait()  # We were told of a newer one that the syncer does not have: do not ask without end.
             facts: dict[str, object] = {"fragment": fragment, "version": pulled.header.version}
             self._emit("fetched", {**facts, "bytes": pulled.header.payload_bytes, "whole": pulled.header.whole})
-            self._deliver(values, VersionFetched(fragment, pulled.header.version, pulled.header.fates), lineage)
+            event = VersionFetched(fragment, pulled.header.version, pulled.header.fates)
+            self._deliver(values, event, lineage, pulled.header.digest)
             return
 
     def _sink(self, fragment: int, lineage: int) -> PullSink:

@@ -39,15 +39,13 @@ TINY = [
 class Verb:
     """One ``diloco`` process; its output goes to a file."""
 
-    def __init__(
-        self, folder: Path, name: str, arguments: list[str], module: str = "diloco", source: Path = ROOT
-    ) -> None:
+    def __init__(self, folder: Path, name: str, arguments: list[str], module: str = "diloco") -> None:
         self.name = name
         self.out = folder / f"{name}.out"
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(source),
+            "PYTHONPATH": str(ROOT),
             "PYTHONFAULTHANDLER": "1",
         }
         with self.out.open("ab") as out:
@@ -91,9 +89,8 @@ class Place:
             lines = [f"{number} {line} {SENTENCES[line % 3]}" for line in range(number, number + 60)]
             (text / f"{number}.txt").write_text("\n".join(lines))
 
-    def start(self, name: str, *arguments: str, source: Path = ROOT) -> Verb:
-        """One verb of the program whose code lies in ``source``."""
-        verb = Verb(self.folder, name, list(arguments), source=source)
+    def start(self, name: str, *arguments: str) -> Verb:
+        verb = Verb(self.folder, name, list(arguments))
         self.verbs.append(verb)
         return verb
 

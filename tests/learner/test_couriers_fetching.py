@@ -46,7 +46,7 @@ class Shelf:
             "a",
             self.site_tensors,
             lambda: self.lineage,
-            lambda values, event, lineage: self.delivered.append((values, event)),
+            lambda values, event, lineage, told: self.delivered.append((values, event)),
             self.events.emit,
             self.stopping,
         )
