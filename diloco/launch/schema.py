@@ -262,10 +262,6 @@ class SyncerSection:
     """host:port of a page for Prometheus, which asks nobody who they are; a port alone: loopback; empty: none."""
     memory_check_s: float = 10.0
     """Between two looks at whether a fragment in memory is still what it was; 0: never."""
-    backup: str = ""
-    """Where copies of its data go: a folder, or a URL that fsspec knows (s3://..., gs://...); empty: none are made."""
-    backup_every_s: float = 600.0
-    backup_keep: int = 3
     tls_cert: str = ""
     tls_key: str = ""
     tls_ca: str = ""
@@ -277,6 +273,8 @@ class SyncerSection:
     """JSON: {"default": "deny", "sites": {id: {"pushes_per_s": 2}}}: what each may do; empty: what its role allows."""
     revoked_file: str = ""
     """Whom to let in no more, as `diloco certs revoke` writes it.  All these files are read again when they change."""
+    calls_per_s: float = 100.0
+    """Calls that one site or operator may begin; more are kept waiting, then refused; 0: no bound."""
     trust_domain: str = ""
     """The one that sites' SPIFFE ids must be in; empty: any that tls_ca signs."""
     insecure_non_loopback: bool = False

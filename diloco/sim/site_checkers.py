@@ -11,7 +11,6 @@ from diloco.sim.checkers import (
     Bounds,
     ExactlyOnce,
     Grace,
-    Lineages,
     Merging,
     Recovery,
     Staleness,
@@ -192,7 +191,6 @@ class Conservation(Checker):
 
     name = "conservation"
     mutation = "an adopt forgets that the version contains an update of the site's own"
-    of_the_disk = ("under_way",)
 
     def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
         super().__init__(plan, conserving=conserving)
@@ -334,7 +332,6 @@ CHECKERS: tuple[type[Checker], ...] = (
     Staleness,
     Grace,
     Merging,
-    Lineages,
     Bounds,
     Ledger,
     Carried,

@@ -27,7 +27,6 @@ from diloco.sync.effects import (
     Seal,
     Send,
     SkipData,
-    StartOver,
     StopTraining,
 )
 from diloco.sync.events import (
@@ -315,8 +314,6 @@ class SiteProcess(Process):
             case Release():
                 self.sent.pop((effect.fragment, effect.sequence), None)
                 self.sealing.pop((effect.fragment, effect.sequence), None)
-            case StartOver():
-                self.arrived.pop(effect.fragment, None)
             case Fetch():
                 self.courier.fetch(effect)
             case Adopt():

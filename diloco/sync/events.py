@@ -289,13 +289,12 @@ class SealFailed:
 
 @dataclass(frozen=True, slots=True)
 class PushAnswered:
-    """The syncer gave its definite answer to a push, of the update with this ``digest`` (empty: not said)."""
+    """The syncer gave its definite answer to a push."""
 
     fragment: int
     sequence: int
     outcome: Outcome
     reason: Reason | None
-    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,14 +326,6 @@ class VersionFetched:
 
 
 @dataclass(frozen=True, slots=True)
-class BaseDiffers:
-    """What this site holds for ``version`` of ``fragment`` is not that version: memory at this site has changed."""
-
-    fragment: int
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
 class FetchFailed:
     """A fetch ended without a version; the shell backs off before this event."""
 
@@ -363,7 +354,6 @@ LearnerEvent = (
     | FateTold
     | VersionPublished
     | VersionFetched
-    | BaseDiffers
     | FetchFailed
     | FinalAnnounced
     | LeaveAsked

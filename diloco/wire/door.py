@@ -24,12 +24,16 @@ if TYPE_CHECKING:
     from diloco.wire.messages import PushHeader
     from diloco.wire.options import ServerOptions
 
+WAIT_MAX_S = 1.0
+"""Longest that a call is kept waiting for its turn."""
+
 
 @dataclass(eq=False, slots=True)
 class _Inside:
     method: str
-    identity: Identity
     cancel: Callable[[], object]
+    identity: Identity | None = None
+    """None: not let in yet, or on the way out."""
 
 
 class Door:
@@ -49,14 +53,28 @@ class Door:
     def enter(self, method: str, context: Any) -> Iterator[Identity]:
         """Be inside.
 
-        Refuses, in this order: UNAUTHENTICATED for somebody unknown, PERMISSION_DENIED for a method that is not theirs,
-        RESOURCE_EXHAUSTED with a time to come back when they call too often or are inside too many times.
+        Refuses with UNAUTHENTICATED somebody unknown, with RESOURCE_EXHAUSTED and a time to come back who is inside too
+        many times or calls far too often, and with PERMISSION_DENIED a method that is not theirs.  Who calls a little
+        too often is kept waiting, also for a refusal: that costs the syncer nearly as much as an answer, and whoever
+        waits does not ask again meanwhile.
         """
-        identity = self._authenticator.identify(context)
-        identity.check_role(method)
+        try:
+            identity = self._authenticator.identify(context)
+        except Refusal:
+            # Strangers share one place among them: what they can take up is what one caller can.
+            with self._place("", _Inside(method, context.cancel)):
+                self._wait_for_turn("", self._options.calls_per_s)
+            raise
         caller = identity.caller(context)
-        self._check_rate(caller, identity)
-        entry = _Inside(method, identity, context.cancel)
+        entry = _Inside(method, context.cancel)
+        with self._place(caller, entry):
+            self._wait_for_turn(caller, identity.grant.calls_per_s or self._options.calls_per_s)
+            identity.check_role(method)
+            entry.identity = identity
+            yield identity
+
+    @contextmanager
+    def _place(self, caller: str, entry: _Inside) -> Iterator[None]:
         with self._lock:
             entries = self._inside.setdefault(caller, set())
             if len(entries) >= self._options.calls_per_caller_max:
@@ -67,7 +85,7 @@ class Door:
                 )
             entries.add(entry)
         try:
-            yield identity
+            yield
         finally:
             with self._lock:
                 entries.discard(entry)
@@ -94,20 +112,27 @@ class Door:
     def put_out(self) -> list[str]:
         """End every call of those who would not be let in any more; why, one text for each identity."""
         with self._lock:
-            entries = [entry for inside in self._inside.values() for entry in inside]
+            entries = [(entry, entry.identity) for inside in self._inside.values() for entry in inside]
         reasons: dict[str, str] = {}
-        for entry in entries:
+        for entry, identity in entries:
+            if identity is None:
+                continue
             try:
-                self._authenticator.check_still(entry.identity, entry.method)
+                self._authenticator.check_still(identity, entry.method)
             except Refusal as refusal:
-                reasons[entry.identity.name] = f"calls of {entry.identity.name} were ended: {refusal.text}"
+                reasons[identity.name] = f"calls of {identity.name} were ended: {refusal.text}"
                 entry.cancel()
         return [reasons[name] for name in sorted(reasons)]
 
-    def _check_rate(self, caller: str, identity: Identity) -> None:
-        per_s = identity.grant.calls_per_s or self._options.calls_per_s
-        if per_s:
-            self._come_back("calls_per_s", self._calls.spend(caller, 1.0, per_s, time.monotonic()))
+    def _wait_for_turn(self, caller: str, per_s: float) -> None:
+        if not per_s:
+            return
+        wait_s = self._calls.reserve(caller, 1.0, per_s, time.monotonic(), WAIT_MAX_S)
+        if wait_s is None:
+            self._come_back("calls_per_s", WAIT_MAX_S)
+        elif wait_s > 0:
+            self._counters.add("kept_waiting")
+            time.sleep(wait_s)
 
     def _come_back(self, what: str, wait_s: float) -> None:
         if wait_s > 0:

@@ -1,8 +1,8 @@
 """The syncer's end of ``SyncService``.
 
 Messages come as raw bytes and are parsed here, so that bytes which are not a message are the sender's fault
-(INVALID_ARGUMENT) and not ours.  In each call the order is: who is it, may they call this method, have they called too
-often (``door``); is the message within its size and its bounds; may they speak for this site; is it this run; may they
+(INVALID_ARGUMENT) and not ours.  In each call the order is: who is it, have they called too often, may they call this
+method (``door``); is the message within its size and its bounds; may they speak for this site; is it this run; may they
 send this update; is there room.  Only then the shell is asked, and only then a byte of payload is read.  ``arrivals``
 says why all of them are streams.
 """

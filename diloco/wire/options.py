@@ -49,7 +49,7 @@ class ServerOptions:
     calls_per_caller_max: int = 16
     """Calls of one identity under way at once, of all kinds: two connections full of them."""
     calls_per_s: float = 0.0
-    """Calls that one identity may begin; 0: as many as it can."""
+    """Calls that one identity may begin, after a burst of two seconds' worth; 0: as many as it can."""
     chunk_bytes: int = 256 * KIB
     payload_bytes_max: int = PAYLOAD_BYTES_MAX
     header_timeout_s: float = 5.0

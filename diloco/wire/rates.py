@@ -29,6 +29,17 @@ class Rates:
             self._keep(caller, credit - amount if credit >= wanted else credit, now_s)
         return max(0.0, (wanted - credit) / per_s)
 
+    def reserve(self, caller: str, amount: float, per_s: float, now_s: float, wait_max_s: float) -> float | None:
+        """Take ``amount`` now for later: the seconds to wait until it is due, or None (and nothing taken) when that is
+        more than ``wait_max_s``."""
+        with self._lock:
+            credit = self._credit(caller, per_s, now_s)
+            wait_s = max(0.0, (min(amount, self._full(per_s)) - 1e-9 - credit) / per_s)
+            if wait_s <= wait_max_s:
+                self._keep(caller, credit - amount, now_s)
+                return wait_s
+        return None
+
     def charge(self, caller: str, amount: float, per_s: float, now_s: float) -> None:
         """Take ``amount`` whatever is there."""
         with self._lock:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +51,7 @@ class Front:
         tokens.write_text(json.dumps({"sites": {"site-a": A, "site-b": B}, "observer": OBSERVER, "admin": ADMIN}))
         tokens.chmod(0o600)
         table.write_text(json.dumps(permissions or {"default": "allow"}))
+        self.over = threading.Event()
         self.syncer = FakeSyncer()
         self.server: RunningServer = serve(
             self.syncer,
@@ -57,12 +60,16 @@ class Front:
         )
         self.channel = grpc.insecure_channel(self.server.address, [("grpc.use_local_subchannel_pool", 1)])
 
-    def ask(self, method: str, message: bytes, token: str) -> Any:
-        """gRPC's call, before anything of it was read."""
+    def ask(self, method: str, message: bytes, token: str, *, held: bool = False) -> Any:
+        """gRPC's call, before anything of it was read; ``held``: it does not end its stream."""
         service = ADMIN_SERVICE if method in OPERATORS else SYNC_SERVICE
         metadata = (("authorization", f"Bearer {token}"),) if token else ()
         call = self.channel.stream_stream(f"/{service}/{method}")
-        return call(iter((message,)), timeout=WAIT_S, metadata=metadata)
+        return call(self._messages(message) if held else iter((message,)), timeout=WAIT_S, metadata=metadata)
+
+    def _messages(self, message: bytes) -> Iterator[bytes]:
+        yield message
+        self.over.wait(WAIT_S)
 
     def status(self, method: str, message: bytes, token: str) -> tuple[str, str]:
         try:
@@ -70,6 +77,15 @@ class Front:
         except grpc.RpcError as error:
             return error.code().name, error.details()
         return "OK", ""
+
+
+def ended(call: Any) -> str:
+    """The status of a call, when it has ended."""
+    try:
+        list(call)
+    except grpc.RpcError as error:
+        return str(error.code().name)
+    return "OK"
 
 
 @pytest.fixture
@@ -80,6 +96,7 @@ def front(tmp_path: Path) -> Iterator[Callable[..., Front]]:
             found = Front(tmp_path, **options)
             stack.callback(found.server.stop, 0.2)
             stack.callback(found.channel.close)
+            stack.callback(found.over.set)
             return found
 
         yield open_front
@@ -125,7 +142,7 @@ def test_what_a_site_may_never_send_is_said_before_there_is_talk_of_room(front: 
     grants = {"site-a": {"fragments": [0], "pushes_per_s": 0.001}, "site-b": {"may_push": False}}
     here = front(permissions={"default": "deny", "sites": grants}, pushes_max=1, pushback_ms=1234)
     push = lambda **changes: pack_push(push_header(PAYLOAD, **changes))  # noqa: E731
-    held = here.ask("Push", push(), A)
+    held = here.ask("Push", push(), A, held=True)
     assert unpack_push_reply(next(held)) == PushAdmitted(0)
     assert here.status("Push", push(fragment=1), A) == (
         "PERMISSION_DENIED",
@@ -161,7 +178,7 @@ def test_bytes_are_charged_as_they_come_and_owed_by_the_next_push(front: Callabl
 def test_one_caller_has_so_much_room_and_another_has_its_own(front: Callable[..., Front]) -> None:
     here = front(calls_per_caller_max=2, watches_per_site_max=8)
     streams = [here.ask("Watch", ASKS["Watch"]("site-a", RUN), A)]
-    streams.append(here.ask("Push", ASKS["Push"]("site-a", RUN), A))
+    streams.append(here.ask("Push", ASKS["Push"]("site-a", RUN), A, held=True))
     for stream in streams:
         next(stream)
     said = here.status("Report", ASKS["Report"]("site-a", RUN), A)
@@ -171,10 +188,30 @@ def test_one_caller_has_so_much_room_and_another_has_its_own(front: Callable[...
         stream.cancel()
 
 
-def test_calls_have_a_rate_for_each_caller(front: Callable[..., Front]) -> None:
-    here = front(permissions={"default": "allow", "sites": {"site-b": {"calls_per_s": 1000}}}, calls_per_s=0.5)
+def test_calls_have_a_rate_for_each_caller_and_wait_for_their_turn(front: Callable[..., Front]) -> None:
+    here = front(permissions={"default": "allow", "sites": {"site-b": {"calls_per_s": 1000}}}, calls_per_s=2.0)
     report = ASKS["Report"]
-    said = [here.status("Report", report("site-a", RUN), A)[0] for _ in range(5)]
-    assert said[0] == "OK"
-    assert set(said[2:]) == {"RESOURCE_EXHAUSTED"}
-    assert [here.status("Report", report("site-b", RUN), B)[0] for _ in range(5)] == ["OK"] * 5
+    began_s = time.monotonic()
+    for _ in range(6):  # A burst of four, and then one each half second, a call that is refused like any other.
+        assert here.status("Report", report("site-a", RUN), A)[0] == "OK"
+    assert time.monotonic() - began_s > 0.9
+    began_s = time.monotonic()
+    assert here.status("Drain", b"", A)[0] == "PERMISSION_DENIED"
+    assert time.monotonic() - began_s > 0.4
+    assert here.server.counters()["kept_waiting"] == 3
+    calls = [here.ask("Report", report("site-a", RUN), A) for _ in range(6)]
+    said = [ended(call) for call in calls]
+    assert set(said) == {"OK", "RESOURCE_EXHAUSTED"}
+    assert said.count("OK") <= 4, "what would have to wait for more than a second is refused"
+    assert [here.status("Report", report("site-b", RUN), B)[0] for _ in range(6)] == ["OK"] * 6
+
+
+def test_strangers_wait_in_one_line_and_in_nobodys_way(front: Callable[..., Front]) -> None:
+    here = front(calls_per_s=2.0, calls_per_caller_max=2)
+    calls = [here.ask("Report", b"", f"token-of-stranger-{number}") for number in range(8)]
+    codes = {ended(call) for call in calls}
+    assert codes <= {"UNAUTHENTICATED", "RESOURCE_EXHAUSTED"}
+    assert "UNAUTHENTICATED" in codes
+    began_s = time.monotonic()
+    assert here.status("Report", ASKS["Report"]("site-a", RUN), A)[0] == "OK"
+    assert time.monotonic() - began_s < 5

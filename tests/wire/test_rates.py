@@ -46,3 +46,11 @@ def test_callers_are_remembered_up_to_a_bound() -> None:
     assert rates.spend("caller 99", 1.0, 1.0, 0.0) > 0
     assert rates.spend("caller 0", 1.0, 1.0, 0.0) == 0.0
     assert len(rates._buckets) == 3
+
+
+def test_what_is_reserved_comes_due_one_after_the_other_up_to_a_bound() -> None:
+    rates = Rates(burst_s=1.0, least=1.0)
+    waits = [rates.reserve("a", 1.0, 2.0, 7.0, 1.0) for _ in range(6)]
+    assert waits[:4] == [0.0, 0.0, pytest.approx(0.5), pytest.approx(1.0)]
+    assert waits[4:] == [None, None]
+    assert rates.reserve("a", 1.0, 2.0, 7.5, 1.0) == pytest.approx(1.0), "what was not taken is not owed"
