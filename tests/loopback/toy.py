@@ -65,6 +65,7 @@ class Toy:
     tokens: str = ""
     """The file of tokens by which the syncer tells callers apart."""
     token: str = ""
+    permissions: str = ""
     client: dict[str, object] = field(default_factory=lambda: {"stall_s": 3.0, "control_timeout_s": 2.0})
     server: dict[str, object] = field(default_factory=dict)
 
@@ -97,7 +98,15 @@ class Toy:
         )
         plan = RunPlan(self.agreement(), self.layout(), "shared", outer, optimizer)
         network = ServerOptions(run_id=RUN, address=f"127.0.0.1:{self.port}", **self.server)  # type: ignore[arg-type]
-        return Syncer(options, plan, self.version_zero, network, SecurityOptions(tokens_file=self.tokens), emit, disk)
+        return Syncer(
+            options,
+            plan,
+            self.version_zero,
+            network,
+            SecurityOptions(tokens_file=self.tokens, permissions=self.permissions),
+            emit,
+            disk,
+        )
 
     def agent(
         self,

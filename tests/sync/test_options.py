@@ -31,8 +31,7 @@ def test_defaults_work() -> None:
         ("final_wait_ns", 0),
         ("token_budget", -1),
         ("run_ns", -1),
-        ("fates_kept_max", 19),
-        ("fates_kept_max", 1025),
+        ("fates_kept_max", 1),
         ("sites_max", 0),
     ],
 )
