@@ -28,6 +28,7 @@ from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_l
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import LearnerOptions, OuterOptions
+from diloco.syncer.backups import BackupOptions
 from diloco.syncer.server import RunPlan, SyncerOptions
 from diloco.wan.link import LinkOptions
 from diloco.wire.options import ServerOptions
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 
 SECOND_NS = 1_000_000_000
 SITE_FILES = ("token_file", "tls_cert", "tls_key", "tls_ca")
-LINEAGE = 1
 
 
 def check(config: RunConfig) -> None:
@@ -225,6 +225,7 @@ def syncer_options(config: RunConfig, run_dir: RunDir) -> SyncerOptions:
             heartbeat_s=syncer.heartbeat_s,
             linger_s=syncer.linger_s,
             memory_check_s=syncer.memory_check_s,
+            backup=BackupOptions(url=syncer.backup, every_s=syncer.backup_every_s, keep=syncer.backup_keep),
         )
 
 
@@ -305,15 +306,15 @@ def layout_of(config: RunConfig) -> Layout:
         return plan_layout(parameters, config.outer.num_fragments)
 
 
-def agreement(config: RunConfig, layout: Layout, lineage: int = 0) -> Agreement:
-    """What this end says the run is; a site does not know the lineage and says 0."""
-    return Agreement(PROTOCOL, config.run.name or "", lineage, layout.fingerprint, shared_config(config))
+def agreement(config: RunConfig, layout: Layout) -> Agreement:
+    """What this end says the run is.  The lineage is no matter of configuration: both ends say what they remember."""
+    return Agreement(PROTOCOL, config.run.name or "", 0, layout.fingerprint, shared_config(config))
 
 
 def plan(config: RunConfig, layout: Layout) -> RunPlan:
     """The run as the syncer knows it."""
     return RunPlan(
-        agreement=agreement(config, layout, LINEAGE),
+        agreement=agreement(config, layout),
         layout=layout,
         shared_digest=shared_digest(config),
         outer=outer_options(config),

@@ -40,6 +40,9 @@ VERBS = (
     Verb("eval", "diloco.launch.eval_main", "loss of the published model on the validation text"),
     Verb("status", "diloco.launch.status_main", "how a running syncer stands: sites, versions, tokens, bytes"),
     Verb("report", "diloco.launch.report_main", "report.html and the closing table of a run, finished or not"),
+    Verb(
+        "restore", "diloco.launch.restore_main", "a stopped run taken up again: from a replay, a backup or a warm site"
+    ),
     Verb("journal", "diloco.launch.journal_main", "the syncer's journal as lines; a check of everything it keeps"),
     Verb("canary", "diloco.launch.canary_main", "does this machine give the same bits when it repeats a site's steps?"),
     Verb(

@@ -81,7 +81,7 @@ def _replay(past: Past, rules: Rules, selections: Sequence[Selection], given: ar
     if given.out is not None:
         parameters = full_parameters(build.layout_of(past.config), [values.published for values in rebuilt.values])
         try:
-            write_image(given.out, Image(kept.card, tuple(rebuilt.values), rebuilt.held, facts), parameters)
+            write_image(given.out, Image(asdict(kept.card), tuple(rebuilt.values), rebuilt.held, facts), parameters)
         except ImageError as error:
             raise VerbError(ExitCode.FAILED, str(error)) from error
         facts["out"] = str(given.out)

@@ -262,6 +262,10 @@ class SyncerSection:
     """host:port of a page for Prometheus, which asks nobody who they are; a port alone: loopback; empty: none."""
     memory_check_s: float = 10.0
     """Between two looks at whether a fragment in memory is still what it was; 0: never."""
+    backup: str = ""
+    """Where copies of its data go: a folder, or a URL that fsspec knows (s3://..., gs://...); empty: none are made."""
+    backup_every_s: float = 600.0
+    backup_keep: int = 3
     tls_cert: str = ""
     tls_key: str = ""
     tls_ca: str = ""

@@ -46,6 +46,7 @@ from diloco.sync.effects import (
     Seal,
     Send,
     SkipData,
+    StartOver,
     StopTraining,
 )
 from diloco.sync.events import BoundaryReached, JoinAnswered, LeaveAsked, Sealed, SealFailed, StepDone
@@ -141,7 +142,9 @@ class Agent:
             emit,
             self._stopping,
         )
-        self._fetcher = Fetcher(client, agreement.run_id, site_id, self._tensors, self._deliver, emit, self._stopping)
+        self._fetcher = Fetcher(
+            client, agreement.run_id, site_id, self._tensors, self._lineage, self._deliver, emit, self._stopping
+        )
         self._listener = Listener(
             client,
             self._incarnation,
@@ -249,9 +252,16 @@ class Agent:
         return self._machine.state.progress_ppm / 1e6
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
-        """What a checkpoint must hold so that a new process goes on from here."""
+        """What a checkpoint must hold so that a new process goes on from here; and what it holds of the run's versions,
+        so that a run can be restored from it."""
         with self._changed:
-            return self._tensors.tensors(), {"machine": self._machine.snapshot()}
+            published = {
+                "site": self._site_id,
+                "run_id": self._agreement.run_id,
+                "layout_fingerprint": self._agreement.layout_fingerprint,
+                "digests": list(self._tensors.told_base),
+            }
+            return self._tensors.tensors(), {"machine": self._machine.snapshot(), "published": published}
 
     def leave_soon(self) -> None:
         """The user asked this site to stop.  May be called from a signal handler."""
@@ -341,6 +351,9 @@ class Agent:
                     self._seals.put((effect.fragment, effect.sequence))
                 case Release():
                     self._tensors.release(effect.fragment, effect.sequence)
+                case StartOver():
+                    self._tensors.forget_latest(effect.fragment)
+                    self._emit("started_over", {"fragment": effect.fragment})
                 case Fetch():
                     self._fetcher.queue.put(effect.fragment)
                 case Join():
@@ -364,16 +377,19 @@ class Agent:
             adopted = self._carry_out(self._machine.handle(event, time.monotonic_ns()))
             assert not adopted, "values may change at a boundary only"
 
-    def _deliver(self, values: Tensor, event: VersionFetched) -> None:
-        """A version is here: its values and the machine's knowledge of it change at one instant."""
+    def _deliver(self, values: Tensor, event: VersionFetched, lineage: int, told: str) -> None:
+        """A version is here, fetched in ``lineage``: its values and the machine's knowledge change at one instant."""
         with self._changed:
-            latest = self._tensors.latest[event.fragment]
-            if latest is None or latest[0] <= event.version:  # Versions never go back, whoever answers the pull.
-                self._tensors.latest[event.fragment] = (event.version, values)
+            if lineage != self._machine.state.lineage:
+                return  # Of a run that is no more; the new lineage's fetch is in the queue.
+            self._tensors.arrived(event.fragment, event.version, values, told)
             self._tell(event)
 
     def _incarnation(self) -> int:
         return self._machine.state.incarnation
+
+    def _lineage(self) -> int:
+        return self._machine.state.lineage
 
     def _wanted(self, fragment: int, sequence: int) -> str | None:
         """The digest of an update that waits to be sent and answered; None when there is none by that number."""
@@ -389,7 +405,7 @@ class Agent:
             JoinAsk(
                 agreement.protocol,
                 agreement.run_id,
-                agreement.lineage,
+                self._machine.state.lineage,
                 self._site_id,
                 self._process,
                 agreement.layout_fingerprint,
@@ -402,7 +418,13 @@ class Agent:
         self._emit("joined", {"incarnation": reply.incarnation, "epoch": reply.epoch, "versions": versions})
         self._tell(
             JoinAnswered(
-                reply.epoch, reply.incarnation, reply.standings, reply.run_tokens, reply.progress_ppm, reply.ending
+                reply.epoch,
+                reply.incarnation,
+                reply.standings,
+                reply.run_tokens,
+                reply.progress_ppm,
+                reply.ending,
+                reply.lineage,
             )
         )
 

@@ -118,7 +118,7 @@ class Sender:
             if result.outcome is Outcome.RETRY:
                 pause.wait()
                 continue
-            self._answered(fragment, sequence, result)
+            self._answered(header, result)
             return
 
     def _found(self, fragment: int, sequence: int) -> tuple[PushHeader, memoryview] | None:
@@ -137,8 +137,8 @@ class Sender:
             return None  # A join or a fate has answered it at this very moment.
         return (header, payload) if header.digest == wanted else None
 
-    def _answered(self, fragment: int, sequence: int, result: PushResult) -> None:
-        self._tell(PushAnswered(fragment, sequence, result.outcome, result.reason))
+    def _answered(self, header: PushHeader, result: PushResult) -> None:
+        self._tell(PushAnswered(header.fragment, header.sequence, result.outcome, result.reason, header.digest))
         if result.fate is not None:
             self._tell(FateTold(result.fate))
 
@@ -152,10 +152,13 @@ class Fetcher:
         run_id: str,
         site_id: str,
         site_tensors: SiteTensors,
-        deliver: Callable[[Tensor, VersionFetched], None],
+        lineage: Callable[[], int],
+        deliver: Callable[[Tensor, VersionFetched, int, str], None],
         emit: Callable[[str, dict[str, object]], None],
         stopping: threading.Event,
     ) -> None:
+        """``deliver`` gets a version, the lineage that it was asked for in, and the digest that was told with it."""
+        self._lineage = lineage
         self._client = client
         self._run_id = run_id
         self._site_id = site_id
@@ -163,7 +166,7 @@ class Fetcher:
         self._deliver = deliver
         self._emit = emit
         self._stopping = stopping
-        self._sinks: dict[int, PullSink] = {}
+        self._sinks: dict[int, tuple[int, PullSink]] = {}
         self.queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
 
     def run(self) -> None:
@@ -173,10 +176,12 @@ class Fetcher:
 
     def _fetch(self, fragment: int) -> None:
         pause = Pause(self._stopping)
+        lineage = self._lineage()  # Asked first: what is read after it may be of a later one, never of an earlier.
         latest = self._tensors.latest[fragment]
         have = latest[0] if latest is not None else -1
-        sink = self._sinks.setdefault(fragment, PullSink())
-        while not self._stopping.is_set():
+        sink = self._sink(fragment, lineage)
+        # Once the run was restored another order is in the queue, and this one leads nowhere.
+        while not self._stopping.is_set() and self._lineage() == lineage:
             ask = PullAsk(self._run_id, self._site_id, fragment, have)
             try:
                 pulled = self._client.pull(ask, sink)
@@ -196,8 +201,16 @@ class Fetcher:
                 pause.wait()  # We were told of a newer one that the syncer does not have: do not ask without end.
             facts: dict[str, object] = {"fragment": fragment, "version": pulled.header.version}
             self._emit("fetched", {**facts, "bytes": pulled.header.payload_bytes, "whole": pulled.header.whole})
-            self._deliver(values, VersionFetched(fragment, pulled.header.version, pulled.header.fates))
+            event = VersionFetched(fragment, pulled.header.version, pulled.header.fates)
+            self._deliver(values, event, lineage, pulled.header.digest)
             return
+
+    def _sink(self, fragment: int, lineage: int) -> PullSink:
+        """What has arrived of a pull that broke off, if it is of this lineage."""
+        known = self._sinks.get(fragment)
+        if known is None or known[0] != lineage:
+            known = self._sinks[fragment] = (lineage, PullSink())
+        return known[1]
 
     def _values(self, fragment: int, pulled: PulledVersion) -> Tensor | None:
         """The values that were pulled; None when they cannot be had from these bytes."""
@@ -299,7 +312,9 @@ class Listener:
     def _take(self, event: WatchEvent) -> None:
         if isinstance(event, Published):
             self._tell(
-                VersionPublished(event.epoch, event.fragment, event.version, event.run_tokens, event.progress_ppm)
+                VersionPublished(
+                    event.epoch, event.fragment, event.version, event.run_tokens, event.progress_ppm, event.lineage
+                )
             )
         elif isinstance(event, FateTold | FinalAnnounced):
             self._tell(event)

@@ -45,7 +45,7 @@ def restored_machine(
     if redo is not None and odometer_step >= redo.step:
         tokens -= redo.tokens  # It is counted when the machine hears of it.
     machine = _restored(options, meta, outbox, tokens)
-    site_tensors.restore(tensors, [part.base_version for part in machine.state.fragments])
+    site_tensors.restore(tensors, [part.base_version for part in machine.state.fragments], _told(meta))
     listed = {(index, sent.sequence) for index, part in enumerate(machine.state.fragments) for sent in part.in_flight}
     for fragment, sequence in [key for key in site_tensors.sent if key not in listed]:
         site_tensors.release(fragment, sequence)
@@ -54,6 +54,12 @@ def restored_machine(
         effects = machine.handle(StepDone(redo.step, redo.tokens, redo.step_ns, redo.cursor), time.monotonic_ns())
         assert not effects, "before it has joined, a machine decides nothing"
     return machine
+
+
+def _told(meta: Mapping[str, object]) -> list[str] | None:
+    """The digests that were told with the bases; None in a checkpoint of an earlier version, which does not say."""
+    published = meta.get("published")
+    return [str(each) for each in published["digests"]] if isinstance(published, dict) else None
 
 
 def _restored(options: LearnerOptions, meta: Mapping[str, object], outbox: Outbox, tokens: int) -> LearnerSync:

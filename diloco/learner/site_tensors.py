@@ -34,6 +34,9 @@ class SiteTensors:
         self.base: list[Tensor | None] = [None] * count
         self.reference: list[Tensor | None] = [None] * count
         self.latest: list[tuple[int, Tensor] | None] = [None] * count
+        self.told_latest = [""] * count
+        self.told_base = [""] * count
+        """The digests that the syncer told with these versions, as it told them; empty where nobody knows."""
         self.sent: dict[tuple[int, int], Tensor] = {}
 
     def local(self, fragment: int) -> Tensor:
@@ -60,8 +63,19 @@ class SiteTensors:
         for sequence in merged:
             del self.sent[fragment, sequence]
         self.base[fragment], self.reference[fragment] = new_base, reference
+        self.told_base[fragment] = self.told_latest[fragment]
         self.write(fragment, values)
         return values
+
+    def arrived(self, fragment: int, version: int, values: Tensor, told: str) -> None:
+        """A version is here, and its digest is the one that was told with it.  Versions never go back."""
+        latest = self.latest[fragment]
+        if latest is None or latest[0] <= version:
+            self.latest[fragment], self.told_latest[fragment] = (version, values), told
+
+    def forget_latest(self, fragment: int) -> None:
+        """The run was restored: the version that was fetched last is one of another past."""
+        self.latest[fragment] = None
 
     def retake(self, fragment: int, version: int, keep: Sequence[int]) -> Tensor:
         """Throw unsent progress away: the model takes the version, less what is on its way; returns the new values."""
@@ -75,6 +89,8 @@ class SiteTensors:
                 values = torch.sub(values, self.sent[fragment, sequence])
         for held in [key for key in self.sent if key[0] == fragment and key[1] not in keep]:
             del self.sent[held]
+        if base is not self.base[fragment]:
+            self.told_base[fragment] = self.told_latest[fragment]
         self.base[fragment] = base
         self.reference[fragment] = base if self.adopt_rule == "rebase" else values
         self.write(fragment, values)
@@ -108,8 +124,12 @@ class SiteTensors:
             found[f"sent.{fragment}.{sequence}"] = values
         return found
 
-    def restore(self, tensors: Mapping[str, Tensor], base_versions: Sequence[int]) -> None:
-        """Take back what ``tensors`` gave."""
+    def restore(
+        self, tensors: Mapping[str, Tensor], base_versions: Sequence[int], told: Sequence[str] | None = None
+    ) -> None:
+        """Take back what ``tensors`` gave, and the digests that were told with the bases."""
+        self.told_base = list(told) if told is not None else self.told_base
+        self.told_latest = list(self.told_base)
         for index, version in enumerate(base_versions):
             if version < 0:
                 continue

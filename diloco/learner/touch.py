@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from diloco.learner.echo import Echo
 from diloco.learner.reporting import meter_fields, report_info
-from diloco.sync.events import LeaveAsked
+from diloco.sync.events import BaseDiffers, LeaveAsked
 from diloco.wire.messages import Refused, Unreachable
 
 if TYPE_CHECKING:
@@ -110,6 +110,9 @@ class Touch:
             return  # The Watch stream notices as well, and joins again when the syncer is back.
         if not reply.known:
             self._rejoin("the syncer does not know this process")
+        for fragment in reply.retake:
+            if fragment < len(info.versions) and info.digests[fragment]:
+                self._tell(BaseDiffers(fragment, info.versions[fragment]))
 
     def emit_meter(self) -> None:
         """Emit the totals of this process as an event."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from diloco.sim import values
 from diloco.sim.checking import Checker
 from diloco.sync.effects import AnswerPush, PublishVersion, StartOuterStep, TellFate
-from diloco.sync.events import Outcome, OuterStepDone, OuterStepFailed, PushAnswered, UpdateArrived
+from diloco.sync.events import LineageBegan, Outcome, OuterStepDone, OuterStepFailed, PushAnswered, UpdateArrived
 from diloco.sync.membership import PROCESSES_REMEMBERED_MAX
 from diloco.sync.syncer import OuterSync
 from diloco.sync.weights import raw_weight
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from diloco.sim.outer_process import OuterPlan
     from diloco.sim.site_process import SiteProcess
     from diloco.sim.values import Value
-    from diloco.sync.effects import LearnerEffect, OuterEffect
+    from diloco.sync.effects import LearnerEffect, OuterEffect, Seal
     from diloco.sync.events import Fate, LearnerEvent, OuterEvent
 
 Id = tuple[str, int, int]
@@ -45,6 +45,7 @@ class ExactlyOnce(Checker):
 
     name = "exactly_once"
     mutation = "an update that was accepted before is admitted again"
+    of_the_disk = ("accepted", "fates", "under_way")
 
     def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
         super().__init__(plan, conserving=conserving)
@@ -56,7 +57,9 @@ class ExactlyOnce(Checker):
         """Follow every update from its acceptance to its fate."""
         del now_ns, machine
         merged: set[Id] = set()
-        if isinstance(event, OuterStepDone):
+        if isinstance(event, LineageBegan):
+            self.under_way.clear()
+        elif isinstance(event, OuterStepDone):
             merged = ids_of(self.under_way.pop(event.fragment))
         elif isinstance(event, OuterStepFailed):
             self.under_way.pop(event.fragment)
@@ -97,6 +100,8 @@ class ExactlyOnce(Checker):
         lost = sorted(set(self.accepted) - set(self.fates))
         self.require(not lost, "the run has ended and these have no fate:", lost)
         for site in sites:
+            if site.machine.state.lineage != machine.state.lineage:
+                continue  # It ended before the run was restored.
             for index, part in enumerate(site.machine.state.fragments):
                 known = sum(
                     sent.tokens
@@ -117,14 +122,16 @@ class ExactlyOnce(Checker):
 
 
 class Versions(Checker):
-    """Invariant 9: versions rise by one, are announced as they rise, and never go back."""
+    """Invariant 9: versions rise by one, are announced as they rise, and (lineage, version) never goes back."""
 
     name = "versions"
     mutation = "a restarted syncer begins from the version before its newest"
+    of_the_disk = ("version",)
 
     def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
         super().__init__(plan, conserving=conserving)
         self.version = [0] * plan.options.num_fragments
+        self.based: dict[tuple[str, int], tuple[int, int]] = {}
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """Exactly the outer step that is done is announced."""
@@ -134,9 +141,22 @@ class Versions(Checker):
         if isinstance(event, OuterStepDone):
             self.version[event.fragment] += 1
             expected = [(event.fragment, self.version[event.fragment])]
+        elif isinstance(event, LineageBegan):
+            self.version = [version + 1 for version in self.version]
+            expected = list(enumerate(self.version))
         self.require(published == expected, "published", published, "and not", expected)
         found = [fragment.version for fragment in machine.state.fragments]
         self.require(found == self.version, "versions are", found, "and should be", self.version)
+
+    def carried_out(self, site: SiteProcess, event: LearnerEvent) -> None:
+        """The base of a process is never one of before."""
+        del event
+        for index, part in enumerate(site.machine.state.fragments):
+            if part.base_version >= 0:
+                now = (site.machine.state.lineage, part.base_version)
+                before = self.based.get((site.name, index), now)
+                self.require(now >= before, site.name, f"fragment {index} stood on", before, "and now on", now)
+                self.based[site.name, index] = now
 
     def recovered(self, machine: OuterSync) -> None:
         """A restart changes no version."""
@@ -149,15 +169,23 @@ class Acknowledged(Checker):
 
     name = "acknowledged"
     mutation = "the syncer answers before the record is synced"
+    of_the_disk = ("told",)
 
     def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
         super().__init__(plan, conserving=conserving)
         self.told: dict[tuple[str, int], int] = {}
+        self.lineage = 1
+
+    def restored(self, lineage: int, made: Sequence[Kept]) -> None:
+        """What is acknowledged from now on is known in this lineage."""
+        del made
+        self.lineage = lineage
 
     def learner(self, site: SiteProcess, event: LearnerEvent, effects: Sequence[LearnerEffect]) -> None:
         """Remember the last sequence of a fragment that its site was told is accepted."""
         del effects
-        if isinstance(event, PushAnswered) and event.outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE):
+        answered = isinstance(event, PushAnswered) and site.machine.state.lineage == self.lineage
+        if isinstance(event, PushAnswered) and answered and event.outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE):
             key = (site.site, event.fragment)
             self.told[key] = max(self.told.get(key, 0), event.sequence)
 
@@ -174,6 +202,7 @@ class Recovery(Checker):
 
     name = "recovery"
     mutation = "a recovered syncer does not know what was merging"
+    of_the_disk = ("twin", "made")
 
     def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
         super().__init__(plan, conserving=conserving)
@@ -263,6 +292,7 @@ class Grace(Checker):
 
     name = "grace"
     mutation = "the grace is twice as long as allowed"
+    of_the_disk = ("met_ns",)
 
     def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
         super().__init__(plan, conserving=conserving)
@@ -296,12 +326,24 @@ class Merging(Checker):
 
     name = "same_versions"
     mutation = "the syncer publishes a version without what its codec rounded off"
+    of_the_disk = ("theta", "newest")
 
     def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
         super().__init__(plan, conserving=conserving)
         self.value: dict[tuple[int, str], Value] = {}
         self.theta = {(index, 0): (values.ZERO, values.ZERO) for index in range(plan.options.num_fragments)}
-        self.published = {(index, 0): values.ZERO for index in range(plan.options.num_fragments)}
+        self.published = {(1, index, 0): values.ZERO for index in range(plan.options.num_fragments)}
+        """By lineage, fragment and version: who has not joined again gets what it gets from the lineage before."""
+        self.newest = [0] * plan.options.num_fragments
+        self.lineage = 1
+
+    def restored(self, lineage: int, made: Sequence[Kept]) -> None:
+        """A lineage begins with whole versions."""
+        self.lineage = lineage
+        for index, kept in enumerate(made):
+            self.newest[index] += 1
+            self.theta[index, self.newest[index]] = (kept.theta, kept.momentum)
+            self.published[lineage, index, self.newest[index]] = kept.published
 
     def encoded(self, site: SiteProcess, fragment: int, digest: str, decoded: Value) -> None:
         """Remember what each update says."""
@@ -319,14 +361,45 @@ class Merging(Checker):
         expected = values.outer_step(theta, momentum, values.merged(contributions), self.plan.rule)
         self.require((made.theta, made.momentum) == expected, effect, "made", made, "and not", expected)
         self.theta[index, version] = expected
-        self.published[index, version] = made.published
+        self.published[self.lineage, index, version] = made.published
+        self.newest[index] = version
 
     def fetched(self, site: SiteProcess, fragment: int, version: int, value: Value) -> None:
         """Compare what a site has followed to with what was published."""
-        published = self.published[fragment, version]
+        published = self.published[site.machine.state.lineage, fragment, version]
         self.require(
             value == published, site.name, "has", value, f"of fragment {fragment} version {version} and not", published
         )
+
+
+class Lineages(Checker):
+    """Nothing that was measured before the run was restored is taken in afterwards."""
+
+    name = "lineages"
+    mutation = "a site goes on after a restore as if the syncer had only been away"
+
+    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
+        super().__init__(plan, conserving=conserving)
+        self.sealing: dict[tuple[str, int], int] = {}
+        self.measured: dict[tuple[int, str], int] = {}
+
+    def sealed(self, site: SiteProcess, seal: Seal, gradient: Value) -> None:
+        """One update of a fragment is encoded at a time."""
+        del gradient
+        self.sealing[site.name, seal.fragment] = site.machine.state.lineage
+
+    def encoded(self, site: SiteProcess, fragment: int, digest: str, decoded: Value) -> None:
+        """Remember the lineage of the base."""
+        del decoded
+        self.measured[fragment, digest] = self.sealing[site.name, fragment]
+
+    def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
+        """Look at everything that is taken in."""
+        del now_ns
+        update = accepted(event, effects)
+        if update is not None:
+            measured = self.measured[update.fragment, update.digest]
+            self.require(measured == machine.state.lineage, update, "is of lineage", measured)
 
 
 class Bounds(Checker):

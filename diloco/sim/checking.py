@@ -6,6 +6,7 @@ product that it must notice; ``tests/sim/test_mutants.py`` makes that change and
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -33,10 +34,13 @@ class Checker:
 
     name: ClassVar[str]
     mutation: ClassVar[str]
+    of_the_disk: ClassVar[tuple[str, ...]] = ()
+    """The attributes that are a book of what lies on the syncer's disk: a restore sets them back with it."""
 
     def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
         """``conserving``: nothing in this run throws progress away, and the outer step is the plain mean."""
         self.plan, self.conserving = plan, conserving
+        self._backup: dict[str, object] = {}
 
     def require(self, holds: bool, *parts: object) -> None:
         """Raise ``Violation`` with ``parts`` unless it ``holds``."""
@@ -48,6 +52,18 @@ class Checker:
 
     def recovered(self, machine: OuterSync) -> None:
         """A new process of the syncer has read the disk."""
+
+    def backed_up(self) -> None:
+        """The syncer's disk was copied."""
+        self._backup = {name: copy.deepcopy(getattr(self, name)) for name in self.of_the_disk}
+
+    def set_back(self) -> None:
+        """The syncer's disk is the copy again, and no process has read it yet."""
+        for name, book in self._backup.items():
+            setattr(self, name, copy.deepcopy(book))
+
+    def restored(self, lineage: int, made: Sequence[Kept]) -> None:
+        """``made`` are going to be the first versions of ``lineage``, by fragment."""
 
     def stored(self, effect: StartOuterStep, made: Kept) -> None:
         """An outer step was computed."""
@@ -87,6 +103,7 @@ class Checkers(Checker):
         self.all = tuple(checkers)
         self._outer = self._having("outer")
         self._recovered = self._having("recovered")
+        self._restored = self._having("restored")
         self._stored = self._having("stored")
         self._process_started = self._having("process_started")
         self._learner = self._having("learner")
@@ -109,6 +126,21 @@ class Checkers(Checker):
         """Tell those who have this hook."""
         for each in self._recovered:
             each.recovered(machine)
+
+    def backed_up(self) -> None:
+        """Tell all."""
+        for each in self.all:
+            each.backed_up()
+
+    def set_back(self) -> None:
+        """Tell all."""
+        for each in self.all:
+            each.set_back()
+
+    def restored(self, lineage: int, made: Sequence[Kept]) -> None:
+        """Tell those who have this hook."""
+        for each in self._restored:
+            each.restored(lineage, made)
 
     def stored(self, effect: StartOuterStep, made: Kept) -> None:
         """Tell those who have this hook."""

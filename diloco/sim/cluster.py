@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
@@ -53,6 +54,8 @@ class Cluster:
         self.outer_disk = OuterDisk(plan.options, plan.rule)
         self.outer: OuterProcess | None = None
         self.outer_restart_ns = RESTART_NS
+        self.backup: OuterDisk | None = None
+        self.lineage = 1
         self.sites: dict[str, Site] = {}
         self.restarts = 0
         self.damage_found = 0
@@ -94,6 +97,26 @@ class Cluster:
         self._power = power
         if self.outer is not None:
             self.outer.doom = point
+
+    def back_up_outer(self) -> None:
+        """Copy the syncer's disk to where nothing happens to it."""
+        self.backup = copy.deepcopy(self.outer_disk)
+        self.backup.storage.mend()  # Who makes a copy reads what is there, and compares it.
+        self.checkers.backed_up()
+
+    def restore_outer(self) -> None:
+        """Set the syncer's disk back to the backup; a new process begins a new lineage there."""
+        assert self.backup is not None
+        if self.outer is not None:
+            self.outer.kill()
+        self._power = False
+        self.outer_disk = copy.deepcopy(self.backup)
+        self.checkers.set_back()
+        self.lineage += 1
+        self.restarts += 1
+        self.outer = OuterProcess(self.heap, self.outer_disk, self.plan, self.checkers, self._outer_died)
+        self.outer.begin_lineage(self.lineage)
+        self.outer.start()
 
     def _outer_died(self) -> None:
         self._versions = self.versions()

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diloco.sim import values
+from diloco.sim.messages import Feed, JoinReply, Pulled, Push, PushReply
 from diloco.sim.network import MILLISECOND_NS, Direction
-from diloco.sim.outer_process import Feed, JoinReply, OuterProcess, Pulled, Push, PushReply
+from diloco.sim.outer_process import OuterProcess
 from diloco.sync.effects import DropSite, Fetch
 from diloco.sync.events import FateTold, FetchFailed, LearnerEvent, Outcome, PushAnswered, Reason, VersionFetched
 
@@ -211,12 +212,12 @@ class Courier:
         self._ask(
             lambda: session.outer,
             lambda outer, reply: outer.push(push, reply),
-            lambda answer: self._pushed(key, session, answer, again),
+            lambda answer: self._pushed(key, session, stored.digest, answer, again),
             again,
             CALL_DEADLINE_NS + self.process.plan.transfer_ns,
         )
 
-    def _pushed(self, key: Key, session: Session, answer: object, again: Callable[[], None]) -> None:
+    def _pushed(self, key: Key, session: Session, digest: str, answer: object, again: Callable[[], None]) -> None:
         assert isinstance(answer, PushReply)
         if self._tasks.get(key) is not session:
             return
@@ -224,22 +225,26 @@ class Courier:
             again()
             return
         del self._tasks[key]
-        self.process.handle(PushAnswered(*key, answer.outcome, answer.reason))
+        self.process.handle(PushAnswered(*key, answer.outcome, answer.reason, digest))
         if answer.fate is not None and self.process.alive:
             self.process.handle(FateTold(answer.fate))
 
     def fetch(self, effect: Fetch) -> None:
         """Ask once for a newer version."""
-        index = effect.fragment
+        index, lineage = effect.fragment, self.process.machine.state.lineage
+
+        def current() -> bool:
+            """Otherwise the machine has started over and asked again."""
+            return self.process.machine.state.lineage == lineage
 
         def failed() -> None:
-            self.later(BACKOFF_FIRST_NS, lambda: self.process.handle(FetchFailed(index)))
+            self.later(BACKOFF_FIRST_NS, lambda: self.process.handle(FetchFailed(index)) if current() else None)
 
         def request(outer: OuterProcess, reply: Callable[[object], None]) -> None:
             outer.pull(self.process.site, index, effect.have_version, reply)
 
         def answered(answer: object) -> None:
-            if isinstance(answer, Pulled):
+            if isinstance(answer, Pulled) and current():
                 self._fetched(index, answer)
             else:
                 failed()

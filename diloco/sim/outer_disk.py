@@ -16,7 +16,7 @@ from diloco.sim import values
 from diloco.sim.storage import Damaged, Storage, sealed, unsealed
 from diloco.sim.values import Value
 from diloco.sync.effects import StartOuterStep
-from diloco.sync.events import OuterStepDone, OuterStepFailed, UpdateArrived
+from diloco.sync.events import LineageBegan, OuterStepDone, OuterStepFailed, UpdateArrived
 from diloco.sync.frames import CHAIN_START, encode_frame, encode_header, encode_mark, read_segment
 from diloco.sync.journal import JournalError, Record, decide_again, decode_records, encode_records
 from diloco.sync.plain import canonical
@@ -214,6 +214,8 @@ class OuterDisk:
                     store(versions, event.fragment, event.version, made)
                 elif isinstance(event, OuterStepFailed):
                     del under_way[event.fragment]
+                elif isinstance(event, LineageBegan):
+                    versions, under_way = restored(versions), {}
                 under_way |= {effect.fragment: effect for effect in effects if isinstance(effect, StartOuterStep)}
         except JournalError as error:
             raise Damaged(str(error)) from error
@@ -275,6 +277,15 @@ def store(versions: Versions, fragment: int, version: int, made: Kept) -> None:
     """``made`` is the newest version; the oldest one of too many goes."""
     versions[fragment][version] = made
     versions[fragment].pop(version - VERSIONS_KEPT, None)
+
+
+def restored(versions: Versions) -> Versions:
+    """The first versions of a new lineage: the newest values again, and nothing of the momentum.
+
+    No site can follow a down-link to them: whoever has the version before has it from another lineage.
+    """
+    newest = [(max(kept), kept[max(kept)]) for kept in versions]
+    return [{version + 1: Kept(kept.theta, values.ZERO, kept.published, values.ZERO)} for version, kept in newest]
 
 
 def digest(value: Value) -> str:

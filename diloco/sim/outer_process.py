@@ -11,8 +11,8 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from diloco.sim import values
-from diloco.sim.network import Direction, Heap
-from diloco.sim.outer_disk import Kept, digest, store
+from diloco.sim.messages import Feed, JoinReply, Pulled, Push, PushReply
+from diloco.sim.outer_disk import Kept, digest, restored, store
 from diloco.sim.process import Died, Process
 from diloco.sim.storage import Damaged
 from diloco.sim.values import OuterRule, Value
@@ -31,12 +31,11 @@ from diloco.sync.effects import (
 from diloco.sync.events import (
     DeadlinePassed,
     DrainRequested,
-    Fate,
     FateTold,
     FinalAnnounced,
     JoinAnswered,
     JoinRequested,
-    LearnerEvent,
+    LineageBegan,
     Outcome,
     OuterEvent,
     OuterStepDone,
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from diloco.sim.checking import Checkers
-    from diloco.sim.network import Link
+    from diloco.sim.network import Heap
     from diloco.sim.outer_disk import OuterDisk, Versions
     from diloco.sync.effects import Contribution
 
@@ -76,71 +75,6 @@ class CrashPoint(Enum):
     SNAPSHOT_WRITTEN = "snapshot written"
     SNAPSHOT_RENAMED = "snapshot renamed"
     SNAPSHOT_KEPT = "snapshot kept"
-
-
-@dataclass(frozen=True, slots=True)
-class Push:
-    """An update as it is on its way.  ``finite`` is what the syncer will find when it decodes the payload."""
-
-    site: str
-    incarnation: int
-    fragment: int
-    sequence: int
-    base_version: int
-    tokens: int
-    steps: int
-    step_ns: int
-    cursor: int
-    digest: str
-    final: bool
-    finite: bool
-    value: Value
-    transfer_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class PushReply:
-    """The answer to a push."""
-
-    outcome: Outcome
-    reason: Reason | None
-    fate: Fate | None
-
-
-@dataclass(frozen=True, slots=True)
-class JoinReply:
-    """The answer to a join: refused with a ``reason``, or ``answered``."""
-
-    answered: JoinAnswered | None
-    reason: Reason | None
-
-
-@dataclass(frozen=True, slots=True)
-class Pulled:
-    """A version: the down-links that lead to it from the version asked about, or (``whole``) its values."""
-
-    version: int
-    whole: bool
-    parts: tuple[Value, ...]
-    fates: tuple[Fate, ...]
-
-
-class Feed:
-    """The stream of small events to one site's process; a message that is lost breaks it."""
-
-    def __init__(
-        self,
-        incarnation: int,
-        link: Link,
-        told: Callable[[LearnerEvent | DropSite], None],
-        broken: Callable[[], None],
-    ) -> None:
-        self.incarnation = incarnation
-        self._link, self._told, self._broken = link, told, broken
-
-    def tell(self, what: LearnerEvent | DropSite) -> None:
-        """Send ``what`` down the site's link."""
-        self._link.send(Direction.DOWN, lambda: self._told(what), lost=self._broken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +118,14 @@ class OuterProcess(Process):
     def start(self) -> None:
         """Take over: work that was under way is issued again."""
         self.deliver(lambda: self._apply(SyncerStarted(self.machine.state.epoch + 1)))
+
+    def begin_lineage(self, lineage: int) -> None:
+        """The disk is a copy of before: its newest values become the next versions, and the momentum is lost."""
+        made = restored(self.versions)
+        self.checkers.restored(lineage, [kept[max(kept)] for kept in made])
+        self.versions[:] = made
+        digests = tuple(digest(kept[max(kept)].published) for kept in made)
+        self.deliver(lambda: self._apply(LineageBegan(lineage, digests, "a backup was restored")))
 
     def now_ns(self) -> int:
         """The machine's own time, which stands still while no process lives."""
@@ -370,6 +312,7 @@ class OuterProcess(Process):
                     effect.version,
                     state.run_tokens(),
                     self.machine.progress_ppm(),
+                    state.lineage,
                 )
                 for _, feed in sorted(self.feeds.items()):
                     feed.tell(published)
@@ -402,6 +345,7 @@ class OuterProcess(Process):
                     self.machine.state.run_tokens(),
                     self.machine.progress_ppm(),
                     effect.ending,
+                    self.machine.state.lineage,
                 ),
                 None,
             )

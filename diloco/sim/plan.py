@@ -13,7 +13,7 @@ from diloco.sync.options import ADOPT_RULES, GRACE_KINDS, SECOND_NS, WEIGHT_RULE
 
 GENTLE = ("outer_crash", "power_cut", "rot", "outer_freeze", "freeze", "partition", "half_partition", "storm")
 """Faults that throw no progress away, so that conservation can be checked to the last bit."""
-HARSH = ("kill", "wipe", "twin", "leave", "evict", "poison", "ruin", "drain")
+HARSH = ("kill", "wipe", "twin", "leave", "evict", "poison", "ruin", "drain", "restore")
 """Faults that may."""
 
 
@@ -89,13 +89,13 @@ def _options(
         grace_share_percent=random.choice((50, 80, 99)),
         overlap_steps=random.randint(0, 6),
         weights=random.choice(WEIGHT_RULES),
-        staleness_max=random.randint(0, 6),
+        staleness_max=(staleness_max := random.randint(0, 6)),
         updates_in_flight_max=in_flight_max,
         site_timeout_ns=random.randint(2000, 4000) * MILLISECOND_NS,
         final_wait_ns=random.randint(2000, 6000) * MILLISECOND_NS,
         token_budget=random.randint(500, 20_000) if ends < 0.25 else 0,
         run_ns=random.randint(8, 40) * SECOND_NS if 0.25 <= ends < 0.4 else 0,
-        fates_kept_max=in_flight_max + random.choice((0, 0, 4, 60)),
+        fates_kept_max=in_flight_max * (staleness_max + 2) + random.choice((0, 0, 4, 60)),
         sites_max=num_sites,
     )
 

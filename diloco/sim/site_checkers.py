@@ -11,6 +11,7 @@ from diloco.sim.checkers import (
     Bounds,
     ExactlyOnce,
     Grace,
+    Lineages,
     Merging,
     Recovery,
     Staleness,
@@ -191,6 +192,7 @@ class Conservation(Checker):
 
     name = "conservation"
     mutation = "an adopt forgets that the version contains an update of the site's own"
+    of_the_disk = ("under_way",)
 
     def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
         super().__init__(plan, conserving=conserving)
@@ -332,6 +334,7 @@ CHECKERS: tuple[type[Checker], ...] = (
     Staleness,
     Grace,
     Merging,
+    Lineages,
     Bounds,
     Ledger,
     Carried,

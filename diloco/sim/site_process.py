@@ -27,6 +27,7 @@ from diloco.sync.effects import (
     Seal,
     Send,
     SkipData,
+    StartOver,
     StopTraining,
 )
 from diloco.sync.events import (
@@ -314,6 +315,8 @@ class SiteProcess(Process):
             case Release():
                 self.sent.pop((effect.fragment, effect.sequence), None)
                 self.sealing.pop((effect.fragment, effect.sequence), None)
+            case StartOver():
+                self.arrived.pop(effect.fragment, None)
             case Fetch():
                 self.courier.fetch(effect)
             case Adopt():

@@ -26,6 +26,7 @@ RISE_NS = 30 * SECOND_NS
 END_NS = 60 * SECOND_NS
 """Within this, after the operator's word, the run has ended and every site has left."""
 EVENTS_MAX = 60_000
+LINEAGES_MAX = 4
 
 
 @dataclass(slots=True)
@@ -258,6 +259,18 @@ class Swarm:
         if outer is None or self.outcome.faults["evict"] or self.random.random() < 0.5:
             return False
         outer.deliver(lambda: outer.evict(name))
+        return True
+
+    def _restore(self, name: str) -> bool:
+        """The syncer's disk is copied, and some time later set back to the copy, with a new lineage."""
+        del name
+        outer = self.cluster.outer
+        if outer is None or self.cluster.lineage > LINEAGES_MAX:
+            return False
+        if self.cluster.backup is None or self.random.random() < 0.5:
+            self.cluster.back_up_outer()
+            return False
+        self.cluster.restore_outer()
         return True
 
     def _poison(self, name: str) -> None:

@@ -227,6 +227,17 @@ class Retake:
 
 
 @dataclass(frozen=True, slots=True)
+class StartOver:
+    """Forget the latest version of ``fragment`` and whatever is being fetched of it: the run was restored, or what is
+    held here is not what was published.
+
+    The model keeps its values until the ``Retake`` that follows once a whole version is here.
+    """
+
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True)
 class SkipData:
     """Move the data cursor on to ``cursor`` batches: accepted updates have consumed what came before."""
 
@@ -250,4 +261,6 @@ class Leave:
     ending: Ending | None
 
 
-LearnerEffect = Join | Seal | Send | Forget | Release | Fetch | Adopt | Retake | SkipData | StopTraining | Leave | Note
+LearnerEffect = (
+    Join | Seal | Send | Forget | Release | Fetch | Adopt | Retake | StartOver | SkipData | StopTraining | Leave | Note
+)

@@ -289,12 +289,13 @@ class SealFailed:
 
 @dataclass(frozen=True, slots=True)
 class PushAnswered:
-    """The syncer gave its definite answer to a push."""
+    """The syncer gave its definite answer to a push, of the update with this ``digest`` (empty: not said)."""
 
     fragment: int
     sequence: int
     outcome: Outcome
     reason: Reason | None
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +327,14 @@ class VersionFetched:
 
 
 @dataclass(frozen=True, slots=True)
+class BaseDiffers:
+    """What this site holds for ``version`` of ``fragment`` is not that version: memory at this site has changed."""
+
+    fragment: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class FetchFailed:
     """A fetch ended without a version; the shell backs off before this event."""
 
@@ -354,6 +363,7 @@ LearnerEvent = (
     | FateTold
     | VersionPublished
     | VersionFetched
+    | BaseDiffers
     | FetchFailed
     | FinalAnnounced
     | LeaveAsked

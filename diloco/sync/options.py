@@ -14,6 +14,9 @@ WEIGHT_RULES = ("tokens2_per_step", "tokens", "uniform")
 GRACE_KINDS = ("fixed", "adaptive")
 ADOPT_RULES = ("rebase", "overwrite", "blend")
 
+FATES_KEPT_LIMIT = 1024
+"""Of ``fates_kept_max``: what one message to a site may carry."""
+
 
 def require(condition: bool, field: str, value: object, wanted: str) -> None:
     """Raise ``ValueError`` naming ``field``, the ``value`` it has and what was ``wanted``."""
@@ -47,6 +50,7 @@ class OuterOptions:
     run_ns: int = 0
     """Machine time from the first join to the last round; 0 for no bound."""
     fates_kept_max: int = 64
+    """Of each site and fragment, for who missed one: at least those of the updates that can still be asked for."""
     sites_max: int = 256
 
     def __post_init__(self) -> None:
@@ -68,11 +72,12 @@ class OuterOptions:
         require(self.final_wait_ns > 0, "final_wait_ns", self.final_wait_ns, "positive")
         require(self.token_budget >= 0, "token_budget", self.token_budget, "not negative")
         require(self.run_ns >= 0, "run_ns", self.run_ns, "not negative")
+        least = self.updates_in_flight_max * (self.staleness_max + 2)
         require(
-            self.fates_kept_max >= self.updates_in_flight_max,
+            least <= self.fates_kept_max <= FATES_KEPT_LIMIT,
             "fates_kept_max",
             self.fates_kept_max,
-            f"at least updates_in_flight_max={self.updates_in_flight_max}",
+            f"from updates_in_flight_max x (staleness_max + 2) = {least} to {FATES_KEPT_LIMIT}",
         )
         require(self.sites_max >= 1, "sites_max", self.sites_max, "at least 1")
 

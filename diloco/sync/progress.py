@@ -26,6 +26,7 @@ class Sent:
 
     ``merged_version`` is set once it is known to be merged; it leaves the list when that version is adopted.
     ``since_adopt``: it was measured from the values of the latest adopt (matters to overwrite and blend only).
+    ``void``: it was still being encoded when the run was restored; its number is free once that is over.
     """
 
     sequence: int
@@ -36,6 +37,7 @@ class Sent:
     state: SentState = SentState.SEALING
     merged_version: int | None = None
     since_adopt: bool = True
+    void: bool = False
 
 
 @dataclass(slots=True)
@@ -66,10 +68,14 @@ class Ledger:
 
 @dataclass(slots=True)
 class Retaking:
-    """Unsent progress is to be thrown away as soon as ``version`` or a later one is here."""
+    """Unsent progress is to be thrown away as soon as ``version`` or a later one is here.
+
+    ``cold``: the site has its own initialisation until then, and must not train on it.
+    """
 
     version: int
     why: str
+    cold: bool = False
 
 
 @dataclass(slots=True)
@@ -84,7 +90,8 @@ class Doubt:
 class FragmentProgress:
     """A site's place in one fragment.
 
-    ``base_version`` is -1 until the first version is here; an update measured from ``stale_base`` was too old.
+    ``base_version`` is -1 until the first version of the lineage is here; an update measured from ``stale_base`` was
+    too old.
     """
 
     base_version: int = -1
@@ -144,6 +151,7 @@ class LearnerState:
     """
 
     fragments: list[FragmentProgress]
+    lineage: int = 1
     epoch: int = 0
     incarnation: int = 0
     step: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -77,13 +78,13 @@ class Api:
         if answer.reason is not None:
             status, text = JOIN_REFUSALS[answer.reason]
             raise Refusal(status, text.format(site=request.site_id))
-        epoch, run_tokens, progress_ppm = core.ask(_standing_of_run)
+        epoch, lineage, run_tokens, progress_ppm = core.ask(_standing_of_run)
         options = syncer.plan.outer
         self._protocols[request.site_id] = request.protocol
         reply = JoinReply(
             epoch=epoch,
             incarnation=answer.incarnation,
-            lineage=syncer.plan.agreement.lineage,
+            lineage=lineage,
             standings=answer.standings,
             run_tokens=run_tokens,
             progress_ppm=progress_ppm,
@@ -102,7 +103,8 @@ class Api:
         return self._protocols.get(site, PROTOCOL_OLDEST)
 
     def _agree(self, request: JoinAsk) -> None:
-        ours = self._syncer.plan.agreement
+        lineage = self._syncer.core.ask(lambda machine: machine.state.lineage)
+        ours = replace(self._syncer.plan.agreement, lineage=lineage)
         theirs = Agreement(
             request.protocol, request.run_id, request.lineage, request.layout_fingerprint, request.shared_config
         )
@@ -273,13 +275,14 @@ class Api:
         return self._syncer.core.ask(
             lambda machine: {
                 "run_id": plan.agreement.run_id,
-                "lineage": plan.agreement.lineage,
+                "lineage": machine.state.lineage,
                 "up_seconds": round(now_s - self.tally.began_s, 1),
                 "refused_at_the_door": refusals,
                 "calls": self._syncer.calls(),
                 "payloads_decoded": self.tally.payloads_decoded(),
                 "identity_complaints": self._syncer.complaints(),
                 "wanting": self._syncer.room.wanting(),
+                "backup": self._syncer.backups.status() if self._syncer.backups is not None else None,
                 **describe(machine, tally, now_s),
             },
             early=True,
@@ -306,8 +309,9 @@ class Api:
             raise Refusal(Status.FAILED_PRECONDITION, f"site {site}: {answer.reason.value}")
 
 
-def _standing_of_run(machine: OuterSync) -> tuple[int, int, int]:
-    return machine.state.epoch, machine.state.run_tokens(), machine.progress_ppm()
+def _standing_of_run(machine: OuterSync) -> tuple[int, int, int, int]:
+    state = machine.state
+    return state.epoch, state.lineage, state.run_tokens(), machine.progress_ppm()
 
 
 def _version(machine: OuterSync, fragment: int) -> int:

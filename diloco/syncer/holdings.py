@@ -65,6 +65,13 @@ class Holdings:
                 found[fragment] = version
         return found
 
+    def begin_again(self, values: Sequence[FragmentValues]) -> None:
+        """A new lineage begins with ``values``: no chain leads to them from what was published before."""
+        assert [held.version + 1 for held in self.values] == [first.version for first in values], "a version is missing"
+        self.values = list(values)
+        for links in self._downlinks:
+            links.clear()
+
     def choose(self, ask: PullAsk, fates: tuple[Fate, ...]) -> Choice:
         """What a pull gets: a chain of down-links where that is shorter, else the whole fragment in fp32."""
         held = self.values[ask.fragment]

@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from diloco.codec.contract import digest
 from diloco.durable import PLAIN_DISK, Step
 from diloco.sync.plain import parse_json
-from diloco.syncer.leaving_out import Held
 from diloco.syncer.snapshots import FragmentValues, pack, unpack
-from diloco.syncer.store import RunCard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,6 +28,8 @@ if TYPE_CHECKING:
 
     from diloco.durable import Disk
 
+Held = dict[tuple[str, int], tuple[int, int]]
+"""(site, fragment) to the tokens and updates of it that some values hold."""
 FORMAT = 1
 MANIFEST = "image.json"
 MODEL = "model.safetensors"
@@ -42,9 +41,9 @@ class ImageError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """The values, whose they are, and what they hold of each site.  ``facts`` say where they come from."""
+    """The values, what they hold of each site, and the ``card`` of their run.  ``facts`` say where they come from."""
 
-    card: RunCard
+    card: dict[str, str | int]
     fragments: tuple[FragmentValues, ...]
     held: Held = field(default_factory=dict)
     facts: dict[str, object] = field(default_factory=dict)
@@ -68,7 +67,7 @@ def write_image(
         disk.keep(beside / MODEL, lambda path: save_file(dict(parameters), path), Step.FILE)
     manifest = {
         "format": FORMAT,
-        "card": asdict(image.card),
+        "card": image.card,
         "versions": [values.version for values in image.fragments],
         "digests": [values.digest for values in image.fragments],
         "momentum": all(values.momentum is not None for values in image.fragments),
@@ -87,7 +86,6 @@ def read_image(folder: Path) -> Image:
         manifest = parse_json((folder / MANIFEST).read_bytes())
         if manifest["format"] != FORMAT:
             raise ImageError(f"{folder} has format {manifest['format']!r}: {FORMAT} wanted")
-        card = RunCard(**{name: manifest["card"][name] for name in RunCard.__dataclass_fields__})
         fragments = []
         for index, (version, told) in enumerate(zip(manifest["versions"], manifest["digests"], strict=True)):
             path = folder / f"fragment-{index}.safetensors"
@@ -99,10 +97,10 @@ def read_image(folder: Path) -> Image:
                 raise ImageError(f"{path} is not the version {version} that {MANIFEST} speaks of")
             fragments.append(values)
         held = {(str(site), int(at)): (int(tokens), int(updates)) for site, at, tokens, updates in manifest["held"]}
-        return Image(card, tuple(fragments), held, dict(manifest["facts"]))
+        return Image(dict(manifest["card"]), tuple(fragments), held, dict(manifest["facts"]))
     except FileNotFoundError as error:
         raise ImageError(f"{folder} is no image: {error.filename} is missing") from error
     except ImageError:
         raise
-    except (OSError, LookupError, TypeError, ValueError, AttributeError, SafetensorError) as error:
+    except (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ImageError(f"{folder} is damaged: {type(error).__name__}: {error}") from error

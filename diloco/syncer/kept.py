@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING
 
 from diloco.durable import ReadingDisk
 from diloco.outer.optimizer import OuterOptimizerOptions
-from diloco.sync.frames import is_framed, read_segment
-from diloco.sync.journal import JournalError, decode_records, read_records
+from diloco.sync.journal import JournalError
 from diloco.sync.options import OuterOptions
 from diloco.sync.plain import PlainError, from_plain, parse_json
 from diloco.sync.state import OuterState
 from diloco.sync.syncer import OuterSync
-from diloco.syncer.leaving_out import Held, LeaveOutError, LeftOut, ReplayerWithout
+from diloco.syncer.images import Held
+from diloco.syncer.journal_files import JournalFiles, SegmentRead
+from diloco.syncer.leaving_out import LeaveOutError, LeftOut, ReplayerWithout
+from diloco.syncer.lineages import Lineages
 from diloco.syncer.snapshots import FragmentValues, Snapshot, SnapshotError, Snapshots, same_values
 from diloco.syncer.spool import Spool, SpoolError
 from diloco.syncer.store import RunCard
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from diloco.sync.journal import Record
     from diloco.sync.selection import Selection
 
 ATTEMPTS = 5
@@ -86,6 +87,7 @@ class Kept:
         self.card = _card(folder / "run.json")
         self.spool = Spool(folder / "spool", ReadingDisk())
         self.snapshots = Snapshots(folder / "snapshots", disk=ReadingDisk())
+        self.lineages = Lineages(folder / "lineages", ReadingDisk())
 
     def points(self) -> list[Point]:
         """The whole snapshots, oldest first."""
@@ -102,23 +104,15 @@ class Kept:
             raise KeptError(f"{self.folder / 'snapshots'} has no whole snapshot: there is nothing to start from")
         return found
 
-    def segments(self, first: int) -> list[tuple[int, list[Record]]]:
-        """The journal from segment ``first`` on, by segment; a record that is being written is not there yet."""
-        paths = {int(path.stem.removeprefix("journal-")): path for path in self.folder.glob("journal/journal-*.log")}
-        wanted = [number for number in sorted(paths) if number >= first]
-        if wanted != list(range(first, first + len(wanted))) or not wanted:
-            raise KeptError(f"{self.folder / 'journal'} lacks a segment: it is needed from number {first} on")
-        found: list[tuple[int, list[Record]]] = []
-        chain: bytes | None = None
-        for number in wanted:
-            data = paths[number].read_bytes()
-            try:
-                records, end, chain = _read(data, chain)
-            except JournalError as error:
-                raise KeptError(f"{paths[number]}: {error}") from error
-            if end < len(data) and number != wanted[-1]:
-                raise KeptError(f"{paths[number]} ends in the middle of a record at byte {end}, and is not the last")
-            found.append((number, records))
+    def segments(self, first: int, chain: str = "") -> list[SegmentRead]:
+        """The journal from a snapshot's segment on; a record that is being written is not there yet."""
+        journal = JournalFiles(self.folder / "journal", {"run_id": self.card.run_id}, ReadingDisk())
+        try:
+            found = list(journal.walk(first, chain))
+        except JournalError as error:
+            raise KeptError(str(error)) from error
+        if not found:
+            raise KeptError(f"{journal.path(first)} is missing: the journal is needed from there on")
         return found
 
     def replay(
@@ -142,9 +136,9 @@ class Kept:
 
     def _replay(self, rules: Rules, selections: Sequence[Selection], last: int | None, verify: bool) -> Rebuilt:
         points = self.points()
-        _check_sites(points[-1], selections)
         fit = [point for point in points if _old_enough(point, selections, last)]
         if not fit:
+            _check_sites(points[-1].state, selections)
             wanted = " and ".join([*map(str, selections), *([] if last is None else [f"version {last}"])])
             raise KeptError(f"{wanted}: outside what is kept; {_kept_words(points)}")
         from_oldest = verify or not selections
@@ -171,16 +165,24 @@ class Kept:
     ) -> Rebuilt:
         machine = OuterSync.restore(rules.outer, snapshot.state)
         replayer = ReplayerWithout(
-            machine, snapshot.fragments, self.spool, rules.optimizer, rules.down_codec, selections, last
+            machine,
+            snapshot.fragments,
+            self.spool,
+            rules.optimizer,
+            rules.down_codec,
+            selections,
+            last,
+            self.lineages,
         )
         rebuilt = Rebuilt(machine, [], [values.version for values in snapshot.fragments])
-        for number, records in self.segments(snapshot.journal_segment):
+        for read in self.segments(snapshot.journal_segment, snapshot.journal_chain):
             for point in compare:
-                if point.segment == number > snapshot.journal_segment and not replayer.left_out and last is None:
+                if point.segment == read.index > snapshot.journal_segment and not replayer.left_out and last is None:
                     self._compare(point, replayer)
                     rebuilt.snapshots += 1
-            for record in records:
+            for record in read.records:
                 replayer.apply(record)
+        _check_sites(machine.state, selections)
         for chosen in selections:
             if not any(chosen.takes(out.site, out.fragment, out.sequence, out.version) for out in replayer.left_out):
                 merged = ", ".join(
@@ -212,17 +214,6 @@ class Kept:
                 )
 
 
-def _read(data: bytes, before: bytes | None) -> tuple[list[Record], int, bytes | None]:
-    """The records of a segment of either format, where they end, and its last chain value if it has one."""
-    if not is_framed(data):
-        return *read_records(data), None
-    segment = read_segment(data)
-    if segment.header is not None and before is not None and segment.header.before != before.hex():
-        raise JournalError("it does not go on from the segment before it: one of them was changed")
-    records = [record for frame in segment.frames for record in decode_records(frame.body, frame.offset)]
-    return records, segment.end, segment.chain
-
-
 def _card(path: Path) -> RunCard:
     try:
         facts = parse_json(path.read_bytes())
@@ -237,10 +228,9 @@ def _in_words(error: KeptError | FileNotFoundError) -> KeptError:
     return error if isinstance(error, KeptError) else KeptError(f"{error.filename} is missing")
 
 
-def _check_sites(newest: Point, selections: Sequence[Selection]) -> None:
-    known = newest.state
+def _check_sites(known: OuterState, selections: Sequence[Selection]) -> None:
     for chosen in selections:
-        if known.sites and chosen.site not in known.sites:
+        if chosen.site not in known.sites:
             raise KeptError(f"{chosen}: the run has no site {chosen.site}; it has {', '.join(sorted(known.sites))}")
         if chosen.fragment is not None and chosen.fragment >= len(known.fragments):
             raise KeptError(f"{chosen}: the run has no fragment {chosen.fragment}, only {len(known.fragments)}")

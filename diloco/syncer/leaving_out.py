@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from diloco.sync.events import OuterStepDone
+from diloco.sync.events import LineageBegan, OuterStepDone
 from diloco.sync.rounds import outer_step, under_merge
 from diloco.syncer.executor import OuterResult, run_outer_step
 from diloco.syncer.replaying import Replayer
@@ -30,12 +30,10 @@ if TYPE_CHECKING:
     from diloco.sync.selection import Selection
     from diloco.sync.state import OuterState, Pending
     from diloco.sync.syncer import OuterSync
+    from diloco.syncer.images import Held
+    from diloco.syncer.lineages import Lineages
     from diloco.syncer.snapshots import FragmentValues
     from diloco.syncer.spool import Spool
-
-
-Held = dict[tuple[str, int], tuple[int, int]]
-"""(site, fragment) to the tokens and updates of it that some values hold."""
 
 
 class LeaveOutError(ValueError):
@@ -69,8 +67,9 @@ class ReplayerWithout(Replayer):
         down_codec: str,
         selections: Sequence[Selection] = (),
         last: int | None = None,
+        lineages: Lineages | None = None,
     ) -> None:
-        super().__init__(machine, values, spool, optimizer, down_codec, downlinks_kept=1)
+        super().__init__(machine, values, spool, optimizer, down_codec, 1, lineages)
         self.selections = tuple(selections)
         self.last = last
         self.left_out: list[LeftOut] = []
@@ -109,6 +108,22 @@ class ReplayerWithout(Replayer):
                 f"version {event.version} of fragment {event.fragment} has no finite result without what is left out"
             )
         return lacking
+
+    def began(self, event: LineageBegan) -> Sequence[FragmentValues]:
+        """The values that the lineage began with; ``LeaveOutError`` when something of an earlier one was left out."""
+        if self.left_out:
+            raise LeaveOutError(
+                f"lineage {event.lineage} began after what is left out, with values that were given to it; leaving "
+                "something out of an earlier lineage changes nothing of it"
+            )
+        values = super().began(event)
+        if self.last is None or all(first.version <= self.last for first in values):
+            self.held = held_of(self.machine.state)
+            return values
+        return [
+            first if first.version <= self.last else _unchanged(held).values
+            for first, held in zip(values, self.values, strict=True)
+        ]
 
     def old_base_waiting(self) -> int:
         """Updates that wait, or are being merged, at the end, and were measured from a base with one left out in it."""

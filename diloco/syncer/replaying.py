@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from diloco.sync.effects import StartOuterStep
-from diloco.sync.events import OuterStepDone, OuterStepFailed
+from diloco.sync.events import LineageBegan, OuterStepDone, OuterStepFailed
 from diloco.sync.journal import JournalError, decide_again
 from diloco.syncer.executor import OuterResult, run_outer_step
 from diloco.syncer.holdings import Holdings
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from diloco.sync.effects import OuterEffect
     from diloco.sync.journal import Record
     from diloco.sync.syncer import OuterSync
+    from diloco.syncer.lineages import Lineages
     from diloco.syncer.snapshots import FragmentValues
     from diloco.syncer.spool import Spool
 
@@ -44,11 +45,14 @@ class Replayer:
         optimizer: OuterOptimizerOptions,
         down_codec: str,
         downlinks_kept: int = 32,
+        lineages: Lineages | None = None,
     ) -> None:
+        """``lineages`` are the values that the lineages began with which begin in these records, if any does."""
         self.machine = machine
         self.holdings = Holdings(values, down_codec, downlinks_kept)
         self.spool = spool
         self.optimizer = optimizer
+        self.lineages = lineages
         self.records = 0
         self._under_way = {
             index: machine.outer_step(index)
@@ -74,10 +78,19 @@ class Replayer:
             self.holdings.take(event.fragment, self.step(event, self._under_way.pop(event.fragment)))
         elif isinstance(event, OuterStepFailed):
             del self._under_way[event.fragment]
+        elif isinstance(event, LineageBegan):
+            self._under_way.clear()
+            self.holdings.begin_again(self.began(event))
         for effect in effects:
             if isinstance(effect, StartOuterStep):
                 self._under_way[effect.fragment] = effect
         return effects
+
+    def began(self, event: LineageBegan) -> Sequence[FragmentValues]:
+        """The values that the lineage began with: nothing before it gives them."""
+        if self.lineages is None:
+            raise JournalError(f"lineage {event.lineage} began here, and its values are not kept")
+        return self.lineages.values(event)
 
     def step(self, event: OuterStepDone, command: StartOuterStep) -> OuterResult:
         """Compute the outer step that ended in ``event`` again; ``JournalError`` unless it gives the same bits."""

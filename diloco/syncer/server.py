@@ -33,9 +33,10 @@ from diloco.sync.effects import (
 )
 from diloco.sync.events import Ending, FateTold, FinalAnnounced, OuterStepDone, OuterStepFailed, SyncerStarted
 from diloco.sync.options import OuterOptions
-from diloco.sync.state import Phase
+from diloco.sync.state import OuterState, Phase
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.api import Api
+from diloco.syncer.backups import BackupOptions, Backups
 from diloco.syncer.core import Core, CoreStopped
 from diloco.syncer.executor import OuterResult, run_outer_step
 from diloco.syncer.exporting import export, full_parameters
@@ -78,6 +79,7 @@ class SyncerOptions:
     """Free space below which no update is taken in; 0: as long as the disk takes it."""
     memory_check_s: float = 10.0
     """Between two looks at whether a fragment in memory is still what it was; 0: never."""
+    backup: BackupOptions = field(default_factory=BackupOptions)
 
     def __post_init__(self) -> None:
         for name in [*self.up_codecs, self.down_codec]:
@@ -134,6 +136,7 @@ class Syncer:
         self._server: RunningServer | None = None
         self._stopping = threading.Event()
         self.failed: BaseException | None = None
+        self.backups: Backups | None = None
 
     # --- life --------------------------------------------------------------------------------------------------
 
@@ -153,7 +156,7 @@ class Syncer:
     def _start(self) -> str:
         self._taken.enter_context(locked(Path(self.options.folder)))
         agreement = self.plan.agreement
-        card = RunCard(agreement.run_id, agreement.lineage, agreement.layout_fingerprint, self.plan.shared_digest)
+        card = RunCard(agreement.run_id, agreement.layout_fingerprint, self.plan.shared_digest)
         self.store = Store(Path(self.options.folder), card, self._disk)
         self._taken.callback(self._close_journal)
         machine, recovered = self._take_over()
@@ -177,6 +180,10 @@ class Syncer:
             self.api, self.network, self._security, lambda text: self._emit("note", {"note": "identity", "why": text})
         )
         self._in_thread("room", self.room.run)
+        if self.options.backup.url:
+            self.backups = Backups(self.options.backup, Path(self.options.folder), agreement.run_id, self._emit)
+            self.backups.start()
+            self._taken.callback(self.backups.stop)
         return self._server.address
 
     def _take_over(self) -> tuple[OuterSync, int]:
@@ -340,6 +347,10 @@ class Syncer:
         machine = self.core.machine
         self.feeds.tell(self.published(machine, effect.fragment, effect.version, effect.digest))
         facts = {"fragment": effect.fragment, "version": effect.version, "digest": effect.digest}
+        facts |= {
+            "lineage": machine.state.lineage,
+            "merged": merged_into(machine.state, effect.fragment, effect.version),
+        }
         tokens = {"run_tokens": machine.state.run_tokens(), "progress_ppm": machine.progress_ppm()}
         self._emit("published", {**facts, **tokens, "bytes": len(result.downlink)})
         self._disk.reached(Step.PUBLISH)
@@ -348,8 +359,8 @@ class Syncer:
     def published(self, machine: OuterSync, fragment: int, version: int, digest: str) -> Published:
         """The event that tells of a version, with how the run stands."""
         state = machine.state
-        lineage = self.plan.agreement.lineage
-        return Published(state.epoch, fragment, version, digest, state.run_tokens(), machine.progress_ppm(), lineage)
+        run = (state.run_tokens(), machine.progress_ppm(), state.lineage)
+        return Published(state.epoch, fragment, version, digest, *run)
 
     def note(self, what: str, why: str, site: str) -> None:
         """Say something about ``site`` that the machine does not know of; from any thread."""
@@ -390,6 +401,13 @@ class Syncer:
     def parameters(self) -> dict[str, torch.Tensor]:
         """The published values as full parameters, fp32."""
         return full_parameters(self.plan.layout, [values.published for values in self.holdings.values])
+
+
+def merged_into(state: OuterState, fragment: int, version: int) -> dict[str, tuple[int, int]]:
+    """Tokens and updates of each site that a version of a moment ago holds and the one before it did not."""
+    fates = {name: site.lines[fragment].fates for name, site in sorted(state.sites.items())}
+    tokens = {name: [f.tokens for f in each if f.merged and f.version == version] for name, each in fates.items()}
+    return {name: (sum(each), len(each)) for name, each in tokens.items() if each}
 
 
 def _facts(machine: OuterSync) -> tuple[dict[str, object], Ending | None]:

@@ -15,12 +15,13 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from diloco.durable import PLAIN_DISK, DiskFullError, Step, is_full
-from diloco.sync.plain import parse_json, shown
+from diloco.sync.plain import from_plain, parse_json, shown
+from diloco.syncer.reading import NotAsWritten, read_verified
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -122,11 +123,9 @@ class Snapshots:
         with self._reading(number) as facts:
             folder = self._path(number)
             state, segment, chain = _state(folder, facts)
-            fragments = tuple(
-                unpack(_verified(folder / name, facts[name]))
-                for name in (f"fragment-{index}.safetensors" for index in range(len(facts) - 1))
-            )
-            return Snapshot(state, fragments, segment, chain)
+            names = [f"fragment-{index}.safetensors" for index in range(len(facts) - 1)]
+            files = [(folder / name, int(str(facts[name]["bytes"])), str(facts[name]["sha256"])) for name in names]
+            return Snapshot(state, tuple(unpack(data) for data in read_verified(files)), segment, chain)
 
     def peek(self, number: int) -> tuple[object, int]:
         """The state and the journal segment of one snapshot, verified; its tensors are not looked at."""
@@ -151,6 +150,14 @@ class Snapshots:
         except SnapshotError:
             return 0  # Damaged where it lies: it is named if it is ever needed, and until it goes nothing else does.
 
+    def oldest_lineage(self) -> int:
+        """The lineage in which the oldest snapshot was taken; 0 when that cannot be read."""
+        try:
+            state = self.peek(self.numbers()[0])[0]
+        except SnapshotError:
+            return 0
+        return int(state.get("lineage", 1)) if isinstance(state, dict) else 0
+
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:08d}"
 
@@ -173,7 +180,9 @@ class Snapshots:
             yield files
         except SnapshotError:
             raise
-        except (OSError, LookupError, TypeError, ValueError, AttributeError, SafetensorError) as error:
+        except NotAsWritten as error:
+            raise SnapshotError(str(error)) from error
+        except (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise SnapshotError(f"{folder} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
 
 
@@ -222,11 +231,22 @@ def pack(values: FragmentValues) -> bytes:
     return save(tensors, metadata={"version": str(values.version), "digest": values.digest})
 
 
-def unpack(data: bytes) -> FragmentValues:
-    """What ``pack`` made of a fragment."""
-    tensors = load(data)
-    length = int.from_bytes(data[:8], "little")
-    facts = parse_json(data[8 : 8 + length])["__metadata__"]
+def unpack(data: bytes | Tensor) -> FragmentValues:
+    """What ``pack`` made of a fragment.  The values lie where ``data`` does if that is a tensor, and are not copied."""
+    held = torch.frombuffer(bytearray(data), dtype=torch.uint8) if isinstance(data, bytes) else data
+    begin = 8 + int.from_bytes(held[:8].numpy().tobytes(), "little")
+    if not 8 < begin <= len(held):
+        raise ValueError(f"the header is said to end at byte {begin} of {len(held)}")
+    header = parse_json(held[8:begin].numpy().tobytes())
+    facts = header.pop("__metadata__")
+    tensors = {name: _values(held[begin:], told) for name, told in header.items()}
     return FragmentValues(
         int(facts["version"]), tensors["theta"], tensors["published"], tensors.get("momentum"), facts["digest"]
     )
+
+
+def _values(held: Tensor, told: dict[str, object]) -> Tensor:
+    begin, end = from_plain(list[int], told["data_offsets"], "data_offsets")
+    if told["dtype"] != "F32" or told["shape"] != [(end - begin) // 4] or not 0 <= begin < end <= len(held):
+        raise ValueError(f"no flat fp32 values within the file: {shown(told)}")
+    return held[begin:end].view(torch.float32)

@@ -25,6 +25,7 @@ from diloco.sync.plain import PlainError, parse_json, shown
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.holdings import Holdings
 from diloco.syncer.journal_files import JournalFiles
+from diloco.syncer.lineages import Lineages
 from diloco.syncer.replaying import Replayer
 from diloco.syncer.snapshots import FragmentValues, NewerSnapshotError, Snapshot, SnapshotError, Snapshots
 from diloco.syncer.spool import Spool, SpoolError
@@ -43,16 +44,22 @@ FORMAT = 2
 """Of ``run.json``, and so of the folder: an earlier version refuses a folder of a later one.  1 is still read."""
 
 
+STAGING = ".restoring"
+"""Where ``restoring.py`` makes what it then moves into the folder."""
+
+
 class StoreError(ValueError):
     """The folder holds no state that may be continued; the text says which file and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunCard:
-    """What a data folder is for; a process with another card does not touch it."""
+    """What a data folder is for; a process with another card does not touch it.
+
+    The file has the folder's lineage as well: a process goes on under the one that it finds.
+    """
 
     run_id: str
-    lineage: int
     layout_fingerprint: str
     shared_digest: str
 
@@ -72,23 +79,34 @@ class Store:
 
     def __init__(self, folder: Path, card: RunCard, disk: Disk = PLAIN_DISK) -> None:
         self.folder = folder
+        self.card = card
         self.disk = disk
         disk.make_folder(folder, Step.FOLDER)
+        self._check_staging()
         self._check_card(card)
         self.spool = Spool(folder / "spool", disk)
         run = {"run_id": card.run_id, "layout_fingerprint": card.layout_fingerprint}
         self.journal = JournalFiles(folder / "journal", run, disk)
         self.snapshots = Snapshots(folder / "snapshots", disk=disk)
         self.snapshots.sweep()
+        self.lineages = Lineages(folder / "lineages", disk)
         disk.sync_folder(folder, Step.FOLDER)
         disk.sync_folder(folder.parent, Step.FOLDER)
         self._decided: deque[tuple[int, str]] = deque()
+
+    def _check_staging(self) -> None:
+        """A restore that was cut short has left nothing that a run may begin on; after its last move it was whole."""
+        staging = self.folder / STAGING
+        if staging.exists():
+            if not any(self.folder.glob("snapshots/[0-9]*")):
+                raise StoreError(f"{self.folder} is being restored, or was when that was cut short: restore it again")
+            self.disk.remove(staging, Step.FOLDER)
 
     def _check_card(self, card: RunCard) -> None:
         path = self.folder / "run.json"
         ours = {"format": FORMAT, **asdict(card)}
         if not path.exists():
-            self._write_card(ours)
+            self._write_card({**ours, "lineage": 1})
             return
         try:
             theirs = dict(parse_json(path.read_bytes()))
@@ -103,11 +121,15 @@ class Store:
                     f"{path} has {name} {shown(theirs.get(name))} and this run has {value!r}: another folder, please"
                 )
         if found < FORMAT:
-            self._write_card(ours)
+            self._write_card({**theirs, **ours})
 
     def _write_card(self, card: dict[str, object]) -> None:
         text = json.dumps(card, indent=1, sort_keys=True).encode()
         self.disk.write_file(self.folder / "run.json", text, Step.CARD)
+
+    def write_lineage(self, lineage: int) -> None:
+        """Say in ``run.json`` which lineage the run is in now."""
+        self._write_card({"format": FORMAT, **asdict(self.card), "lineage": lineage})
 
     def is_new(self) -> bool:
         """Whether no process ever got as far as to acknowledge something here."""
@@ -160,7 +182,9 @@ class Store:
         downlinks_kept: int,
     ) -> Replayer:
         machine = OuterSync.restore(options, snapshot.state)
-        replayer = Replayer(machine, snapshot.fragments, self.spool, optimizer, down_codec, downlinks_kept)
+        replayer = Replayer(
+            machine, snapshot.fragments, self.spool, optimizer, down_codec, downlinks_kept, self.lineages
+        )
         for record in self.journal.read(snapshot.journal_segment, snapshot.journal_chain):
             replayer.apply(record)
         return replayer
@@ -187,6 +211,7 @@ class Store:
             size = self.snapshots.write(snapshot)
             first = self.snapshots.prune()
             self.journal.prune(first)
+            self.lineages.prune(self.snapshots.oldest_lineage())
             while self._decided and self._decided[0][0] < first:
                 self.spool.drop(self._decided.popleft()[1])
             return size

@@ -27,10 +27,32 @@ _log = logging.getLogger(__name__)
 
 
 def refusal_of(error: Exception, method: str, counters: Counters) -> Refusal:
-    """What ``error`` means to the caller; a defect is logged and counted as ``internal``."""
+    """What ``error`` means to the caller; a defect is logged and counted as ``internal``.
+
+    The error itself is let go of.
+    """
+    try:
+        return _refusal_of(error, method, counters)
+    finally:
+        forget(error)
+
+
+def forget(error: BaseException) -> None:
+    """Let go of where ``error`` comes from.
+
+    Its traceback holds every frame of the call and they hold it, so that the call would live until somebody collects
+    garbage; and as long as it lives, gRPC counts it among the few streams that a connection may have.
+    """
+    held: BaseException | None = error
+    while held is not None:
+        held.__traceback__ = None
+        held = held.__cause__ or held.__context__
+
+
+def _refusal_of(error: Exception, method: str, counters: Counters) -> Refusal:
     match error:
         case Refusal():
-            refusal = error
+            refusal = Refusal(error.status, error.text, error.retry_ms)
         case DamagedChunk():
             refusal = Refusal(Status.DATA_LOSS, str(error))
         case MalformedMessage() | ChunkError():
@@ -72,9 +94,10 @@ def answered(work: Callable[[], T], context: Any, method: str, counters: Counter
     """The answer of a call that has one message each way.  A client that went away is told nothing."""
     try:
         return work()
-    except grpc.RpcError:
+    except grpc.RpcError as error:
         counters.add("broken_off")
-        raise
+        forget(error)
+        refusal = Refusal(Status.CANCELLED, "the call is over")
     except Exception as error:
         refusal = refusal_of(error, method, counters)
     abort(context, refusal)
@@ -86,8 +109,9 @@ def streamed(messages: Iterator[T], context: Any, method: str, counters: Counter
     try:
         yield from messages
         return
-    except grpc.RpcError:
+    except grpc.RpcError as error:
         counters.add("broken_off")
+        forget(error)
         return
     except Exception as error:
         refusal = refusal_of(error, method, counters)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from diloco.wire.answers import forget
 from diloco.wire.gates import WaitingRoom
 from diloco.wire.messages import MalformedMessage, Refusal, Status
 
@@ -53,7 +54,8 @@ class Arrivals:
         with self.waiting(identity, context), self._stalls.guard(limit_s, context.cancel) as guard:
             try:
                 raw = next(requests, None)
-            except grpc.RpcError:
+            except grpc.RpcError as error:
+                forget(error)
                 if not guard.stalled:
                     raise
         if guard.stalled:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, FragmentStanding, Outcome, Reason
+from diloco.sync.options import FATES_KEPT_LIMIT
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -28,7 +29,7 @@ PAYLOAD_BYTES_MAX = 1 << 36
 NUMEL_MAX = 1 << 36
 NUMBER_MAX = 1 << 62
 FRAGMENTS_MAX = 4096
-FATES_MAX = 1024
+FATES_MAX = FATES_KEPT_LIMIT
 UNDECIDED_MAX = 1024
 PARTS_MAX = 1024
 SHARED_CONFIG_MAX = 1024

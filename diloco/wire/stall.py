@@ -107,7 +107,12 @@ class StallWatch:
                     self._changed.wait(_TICK_S)
                 if self._closed:
                     return
-                guards = list(self._guards.values())
-            now_s = time.monotonic()
-            for guard in guards:
-                guard.check(now_s)
+            self._look()
+
+    def _look(self) -> None:
+        # A call of its own, so that nothing of a stream that is over is held until the next look.
+        with self._changed:
+            guards = list(self._guards.values())
+        now_s = time.monotonic()
+        for guard in guards:
+            guard.check(now_s)

@@ -124,12 +124,24 @@ def service_names(run_id: str) -> tuple[str, ...]:
     return "", SYNC_SERVICE, ADMIN_SERVICE, run_id
 
 
+class _Health(health.HealthServicer):  # type: ignore[misc]  # grpc_health has no types
+    """With List, which the stock one leaves out."""
+
+    def List(self, request: Any, context: Any) -> Any:  # noqa: N802 — gRPC's name
+        """Every name with its status."""
+        del request, context
+        with self._lock:
+            statuses = dict(self._server_status)
+        answers = {name: health_pb2.HealthCheckResponse(status=status) for name, status in statuses.items()}
+        return health_pb2.HealthListResponse(statuses=answers)
+
+
 class StandardServices:
     """Health (of the server, of each service and of the run by its id) and reflection on ``server``."""
 
     def __init__(self, server: Any, run_id: str) -> None:
         self._names = service_names(run_id)
-        self._health = health.HealthServicer()
+        self._health = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         listed = (SYNC_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(listed, server)

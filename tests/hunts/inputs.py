@@ -285,7 +285,7 @@ class _Certified:
 
 def files(folder: Path) -> Iterator[tuple[str, Reader]]:
     """What lies in a folder of ours; ``folder`` should be in memory."""
-    card = RunCard("small", 1, "f" * 64, "shared")
+    card = RunCard("small", "f" * 64, "shared")
     run = folder / "run"
     Store(run, card).journal.close()
 

@@ -15,12 +15,13 @@ from diloco.launch.schema import RunConfig
 from diloco.sync.events import Outcome
 from diloco.syncer.server import Syncer
 from diloco.wire.messages import JoinAsk, PushHeader, PushResult
-from diloco.wire.security import Identity
 from tests.launch.processes import TINY
+from tests.syncer.building import ANYONE
 
-ANYONE = Identity(site=None, anyone=True)
 SETTINGS = (
     "outer.num_fragments=2",
+    "outer.kind=nesterov",
+    "outer.momentum=0.9",
     "outer.quorum=1",
     "outer.grace=fixed",
     "outer.grace_s=0",

@@ -48,7 +48,7 @@ def test_without_an_update_it_says_what_is_gone_and_keeps_an_image(
     assert f"diloco restore {run} --from {out}" in said
     image = read_image(out)
     assert [values.version for values in image.fragments] == [8, 8]
-    assert image.card.run_id == "past"
+    assert image.card["run_id"] == "past"
     assert main(["replay", str(run), *chosen, "--json"]) == 0
     facts = told(capsys)
     assert facts["digests"] == [values.digest for values in image.fragments]

@@ -10,29 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from diloco.codec.contract import digest
-from diloco.codec.registry import make_codec
-from diloco.learner.couriers import MALFORMED_MAX, Fetcher, Listener, Pause, Sender
+from diloco.learner.couriers import MALFORMED_MAX, Listener, Pause, Sender
 from diloco.learner.outbox import Outbox, OutboxError
-from diloco.learner.site_tensors import SiteTensors
-from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, Outcome, PushAnswered, Reason, VersionFetched
-from diloco.wire.chunks import checksum
+from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, Outcome, PushAnswered, Reason
 from diloco.wire.messages import (
     Alive,
     Dropped,
-    PullAsk,
-    PullHeader,
     PushHeader,
     PushResult,
     Refused,
     Status,
     Unreachable,
 )
-from diloco.wire.pulled import PulledVersion, PullSink
-from tests.syncer.building import LAYOUT, RUN, Events, dice, eventually, update
+from tests.syncer.building import Events, dice, eventually, update
 
 BOUND_S = 10.0
 
@@ -138,7 +129,7 @@ def test_an_update_is_sent_until_it_has_its_definite_answer(tmp_path: Path) -> N
         desk.sender.queue.put((0, 1))
         eventually(lambda: desk.told, "it is answered")
     assert time.monotonic() - began >= 0.3, "the syncer's own word on when to come back"
-    assert desk.told == [PushAnswered(0, 1, Outcome.ACCEPTED, None)]
+    assert desk.told == [PushAnswered(0, 1, Outcome.ACCEPTED, None, header.digest)]
     assert desk.rejoins == ["a push was refused: fenced"], "what the syncer says at a join is clearer"
     assert [pushed.incarnation for pushed in desk.pushed] == [3] * 5
     assert {pushed.digest for pushed in desk.pushed} == {header.digest}
@@ -152,7 +143,7 @@ def test_a_fate_that_comes_with_the_answer_is_told_after_it(tmp_path: Path) -> N
     with thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)):
         desk.sender.queue.put((0, 1))
         eventually(lambda: len(desk.told) == 2, "both are told")
-    assert desk.told == [PushAnswered(0, 1, Outcome.DUPLICATE, None), FateTold(fate)]
+    assert desk.told == [PushAnswered(0, 1, Outcome.DUPLICATE, None, fate.digest), FateTold(fate)]
 
 
 def test_an_order_that_has_outlived_its_update_sends_nothing(tmp_path: Path) -> None:
@@ -222,112 +213,6 @@ def test_an_update_that_the_syncer_cannot_read_ends_in_words_and_not_in_endless_
         eventually(lambda: desk.gave_up, "it gives up", 20.0)
     assert desk.gave_up == ["the syncer cannot read update 1 of fragment 0: payload is no int8"]
     assert len(desk.pushed) == MALFORMED_MAX
-
-
-# --- Fetcher ---------------------------------------------------------------------------------------------------------
-
-
-class Shelf:
-    """A fetcher, and a syncer whose answers to pulls are written down here."""
-
-    def __init__(self) -> None:
-        parameters = {name: torch.zeros(shape) for name, shape in LAYOUT.parameters}
-        self.site_tensors = SiteTensors(LAYOUT, parameters, "rebase", 0.5)
-        self.stopping = threading.Event()
-        self.events = Events()
-        self.answers: list[Callable[[PullAsk], PulledVersion]] = []
-        self.asks: list[PullAsk] = []
-        self.delivered: list[tuple[Tensor, VersionFetched]] = []
-        self.fetcher = Fetcher(
-            self,  # type: ignore[arg-type]
-            RUN,
-            "a",
-            self.site_tensors,
-            lambda values, event: self.delivered.append((values, event)),
-            self.events.emit,
-            self.stopping,
-        )
-
-    def pull(self, ask: PullAsk, sink: PullSink) -> PulledVersion:
-        self.asks.append(ask)
-        return self.answers[0](ask) if len(self.answers) == 1 else self.answers.pop(0)(ask)
-
-    def fetch(self, until: Callable[[], object]) -> None:
-        with thread(self.fetcher.run, self.stopping, lambda: self.fetcher.queue.put(None)):
-            self.fetcher.queue.put(0)
-            eventually(until, "fetched")
-
-
-def pulled(values: Tensor, version: int, have: int, parts: list[bytes], whole: bool, encoding: str) -> PulledVersion:
-    header = PullHeader(
-        0,
-        version if whole else have,
-        version,
-        whole,
-        encoding,
-        values.numel(),
-        sum(map(len, parts)),
-        tuple(map(len, parts)),
-        digest(values),
-        checksum(parts),
-        (),
-    )
-    return PulledVersion(header, tuple(memoryview(part) for part in parts))
-
-
-def whole(values: Tensor, version: int, sent: Tensor | None = None) -> PulledVersion:
-    return pulled(values, version, 0, [(values if sent is None else sent).numpy().tobytes()], True, "fp32")
-
-
-@pytest.mark.parametrize("payload", [b"\x00" * 7, None])
-def test_a_difference_that_does_not_give_the_version_is_said_and_the_whole_is_fetched(payload: bytes | None) -> None:
-    shelf, old, new = Shelf(), dice("old", 0), dice("new", 0)
-    shelf.site_tensors.latest[0] = (3, old)
-    wrong = payload or make_codec("int8").encode(dice("elsewhere", 0))
-    shelf.answers = [lambda ask: pulled(new, 4, ask.have_version, [wrong], False, "int8"), lambda ask: whole(new, 4)]
-    shelf.fetch(lambda: shelf.delivered)
-    assert [ask.have_version for ask in shelf.asks] == [3, -1]
-    (note,) = shelf.events.of("note")
-    assert note["note"] == "digest_differs"
-    assert "fetching it whole" in note["why"]
-    values, event = shelf.delivered[0]
-    assert torch.equal(values, new)
-    assert event == VersionFetched(0, 4, ())
-    assert [fetched["whole"] for fetched in shelf.events.of("fetched")] == [True]
-
-
-@pytest.mark.parametrize("sent", [dice("else", 0), torch.full_like(dice("x", 0), float("nan")), dice("x", 0)[:-1]])
-def test_a_whole_fragment_that_is_not_the_version_is_asked_for_again_but_not_in_a_hot_loop(sent: Tensor) -> None:
-    shelf = Shelf()
-    shelf.answers = [lambda ask: whole(dice("new", 0), 4, sent)]
-    with thread(shelf.fetcher.run, shelf.stopping, lambda: shelf.fetcher.queue.put(None)):
-        shelf.fetcher.queue.put(0)
-        time.sleep(0.6)
-    assert shelf.delivered == []
-    assert 2 <= len(shelf.asks) <= 6, len(shelf.asks)
-
-
-def test_a_version_that_the_syncer_does_not_have_is_not_asked_for_in_a_hot_loop() -> None:
-    shelf = Shelf()
-    shelf.site_tensors.latest[0] = (4, dice("old", 0))
-    shelf.answers = [lambda ask: pulled(dice("old", 0), 4, 4, [], False, "int8")]
-    with thread(shelf.fetcher.run, shelf.stopping, lambda: shelf.fetcher.queue.put(None)):
-        for _ in range(1000):
-            shelf.fetcher.queue.put(0)
-        time.sleep(0.6)
-    assert 1 <= len(shelf.asks) <= 12, len(shelf.asks)
-    assert all(event == VersionFetched(0, 4, ()) for _, event in shelf.delivered)
-
-
-def test_a_fetch_goes_on_until_the_line_is_back() -> None:
-    shelf = Shelf()
-
-    def cut(ask: PullAsk) -> PulledVersion:
-        raise Unreachable("cut") if len(shelf.asks) < 2 else Refused(Status.NOT_FOUND, "not yet")
-
-    shelf.answers = [cut, cut, lambda ask: whole(dice("new", 0), 1)]
-    shelf.fetch(lambda: shelf.delivered)
-    assert len(shelf.asks) == 3
 
 
 # --- Listener --------------------------------------------------------------------------------------------------------

@@ -128,3 +128,21 @@ def test_parameters_of_other_kinds_are_written_in_place() -> None:
     wanted = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     scatter(FRAGMENT, dice("base", 0), wanted)
     assert torch.equal(found.local(0), gather(FRAGMENT, {n: v.bfloat16() for n, v in wanted.items()}))
+
+
+def test_the_digest_that_was_told_goes_with_its_version_into_the_base_and_through_a_checkpoint() -> None:
+    found = site_tensors("rebase")
+    found.arrived(0, 4, dice("new", 0), "four")
+    assert found.told_base == ["", ""], "it is here and not adopted"
+    found.arrived(0, 3, dice("old", 0), "three")
+    found.adopt(0, 4, [5])
+    assert found.told_base == ["four", ""]
+    found.arrived(0, 5, dice("newer", 0), "five")
+    again = SiteTensors(LAYOUT, {name: values.clone() for name, values in found.parameters.items()}, "rebase", 0.25)
+    again.restore(found.tensors(), [4, -1], found.told_base)
+    assert again.told_base == ["four", ""]
+    again.retake(0, 4, [])
+    assert again.told_base == ["four", ""], "the same version once more"
+    again.arrived(0, 5, dice("newer", 0), "five")
+    again.retake(0, 5, [])
+    assert again.told_base == ["five", ""]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
+from diloco.sync.progress import site_ledger
 from diloco.syncer.server import Syncer
 from diloco.wire.messages import ReportInfo, ReportReply, short_digest
 from tests.learner.direct import DirectClient, Site, started
-from tests.syncer.building import eventually, serving
+from tests.syncer.building import Events, eventually, serving
 
 
 class Overheard(DirectClient):
@@ -48,3 +51,28 @@ def test_a_heartbeat_that_fails_ends_nothing(tmp_path: Path) -> None:
         site.client.down.clear()
         assert not site.step().stop
         assert len(site.events.wait_for("meter")) > 0
+
+
+def test_a_bit_that_flips_in_a_base_is_found_and_the_fragment_taken_whole(tmp_path: Path) -> None:
+    said, waiting = Events(), {"quorum": 2, "quorum_min": 2}  # No version takes the place of the damaged base.
+    with (
+        serving(tmp_path / "syncer", said, outer=waiting) as syncer,
+        started(tmp_path / "site", syncer, learner={"inner_steps": 100_000}) as site,
+    ):
+        site.train(2)
+        held = site.agent._tensors.base[1]
+        assert held is not None
+        held.numpy().view("uint32")[2] ^= 1 << 30
+        site.train_until(lambda: [e for e in site.events.of("retaken") if "memory" in e["why"]], "the fragment whole")
+        (note,) = [event for event in said.of("note") if event["note"] == "base_differs"]
+        assert (note["site"], "fragment 1" in note["why"]) == ("a", True)
+        assert site.events.of("started_over") == [{"what": "started_over", "fragment": 1}]
+        assert [event["whole"] for event in site.events.of("fetched")] == [True] * 3
+        assert torch.equal(site.values(1), syncer.holdings.values[1].published)
+        site.train(2)
+        status = syncer.api.status()["sites"]
+        assert isinstance(status, dict)
+        assert status["a"]["bases_differed"] == 1
+        ledger = site_ledger(site.agent._machine.state)
+        assert ledger.balanced()
+        assert ledger.overwritten > 0

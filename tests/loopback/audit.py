@@ -105,7 +105,7 @@ def version_zero(toy: Toy) -> tuple[OuterSync, list[FragmentValues]]:
 def computed_again(toy: Toy) -> list[FragmentValues]:
     """Every outer step again, from version 0 and the payloads alone, by the product's own recovery."""
     folder = Path(toy.folder) / "computed-again"
-    card = RunCard(RUN, 1, toy.layout().fingerprint, "")
+    card = RunCard(RUN, toy.layout().fingerprint, "")
     store = Store(folder, card)
     store.begin(*version_zero(toy))
     store.journal.close()

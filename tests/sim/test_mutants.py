@@ -13,9 +13,9 @@ from diloco.sim.site_checkers import CHECKERS
 from diloco.sim.site_process import SiteProcess
 from diloco.sim.storage import Storage
 from diloco.sim.swarm import run_seed
-from diloco.sync import arrivals, ending, rounds, syncer
+from diloco.sync import arrivals, boundary, ending, following, joining, learner, rounds, sending, syncer
 from diloco.sync.effects import Adopt, Leave, Seal, SkipData
-from diloco.sync.events import Outcome, Reason
+from diloco.sync.events import JoinAnswered, Outcome, Reason
 from diloco.sync.frames import encode_frame, encode_mark
 from diloco.sync.journal import encode_records
 from diloco.sync.learner import LearnerSync
@@ -136,21 +136,21 @@ def merge_only_the_first_update_of_a_site(patch: Patch) -> None:
 
 
 def seal_without_a_window(patch: Patch) -> None:
-    right = LearnerSync._may_seal
+    right = boundary.may_seal
 
-    def may_seal(self: LearnerSync, part: Any) -> bool:
+    def may_seal(turn: Any, part: Any) -> bool:
         orphans, in_flight = part.orphans, part.in_flight
         part.orphans, part.in_flight = [], [sent for sent in in_flight if sent.state != "accepted"]
         try:
-            return right(self, part)
+            return right(turn, part)
         finally:
             part.orphans, part.in_flight = orphans, in_flight
 
-    patch.setattr(LearnerSync, "_may_seal", may_seal)
+    patch.setattr(boundary, "may_seal", may_seal)
 
 
 def lose_refused_tokens(patch: Patch) -> None:
-    patch.setattr(LearnerSync, "_give_back", lambda self, part, sent: part.in_flight.remove(sent))
+    patch.setattr(sending, "give_back", lambda options, part, sent: part.in_flight.remove(sent))
 
 
 def change_effects(patch: Patch, change: Callable[[Any], Any]) -> None:
@@ -189,12 +189,12 @@ def wait_for_fates(patch: Patch) -> None:
 
 
 def leave_in_the_middle_of_a_step(patch: Patch) -> None:
-    def maybe_leave(self: LearnerSync) -> None:
-        if self.state.stopping and not self.state.left and self.state.incarnation:
-            self.state.left = True
-            self._effects.append(Leave(self.state.ending))
+    def maybe_leave(turn: Any) -> None:
+        if turn.state.stopping and not turn.state.left and turn.state.incarnation:
+            turn.state.left = True
+            turn.effects.append(Leave(turn.state.ending))
 
-    patch.setattr(LearnerSync, "_maybe_leave", maybe_leave)
+    patch.setattr(learner, "_maybe_leave", maybe_leave)
 
 
 def skip_no_data(patch: Patch) -> None:
@@ -209,12 +209,24 @@ def adopt_as_if_nothing_were_merged(patch: Patch) -> None:
 
 def take_stale_for_merged(patch: Patch) -> None:
     """Only the sum over all sites sees it: the site believes that its progress is in the version."""
-    right = LearnerSync._fate
+    right = sending.fate_told
 
-    def fate(self: LearnerSync, told: Any) -> None:
-        right(self, dataclasses.replace(told, reason=None) if told.reason is Reason.STALE else told)
+    def fate_told(turn: Any, told: Any) -> None:
+        right(turn, dataclasses.replace(told, reason=None) if told.reason is Reason.STALE else told)
 
-    patch.setattr(LearnerSync, "_fate", fate)
+    for module in (learner, joining, following):
+        patch.setattr(module, "fate_told", fate_told)
+
+
+def go_on_in_a_new_lineage(patch: Patch) -> None:
+    right = LearnerSync.handle
+
+    def handle(self: LearnerSync, event: Any, now_ns: int) -> list[Any]:
+        if isinstance(event, JoinAnswered):
+            self.state.lineage, self.state.epoch = event.lineage, event.epoch
+        return right(self, event, now_ns)
+
+    patch.setattr(LearnerSync, "handle", handle)
 
 
 def never_end(patch: Patch) -> None:
@@ -234,6 +246,7 @@ MUTATIONS: tuple[tuple[str, Callable[[Patch], None]], ...] = (
     ("grace", double_the_grace),
     ("same_versions", publish_unrounded),
     ("same_versions", merge_only_the_first_update_of_a_site),
+    ("lineages", go_on_in_a_new_lineage),
     ("bounds", seal_without_a_window),
     ("ledger", lose_refused_tokens),
     ("carried", measure_what_is_in_flight_again),

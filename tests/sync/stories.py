@@ -91,6 +91,9 @@ def to_syncer(syncer: Syncer, name: str, given: dict[str, Any], at_ns: int) -> S
             return syncer.deadline()
         case "join":
             return syncer.join(**given)
+        case "restored":
+            digests = tuple(f"r{index}" for index in range(syncer.options.num_fragments))
+            return syncer.handle(ev.LineageBegan(given["lineage"], digests, "a backup"))
     kinds = {"silent": ev.SiteSilent, "heard": ev.SiteHeard}
     if name in kinds:
         return syncer.handle(kinds[name](**given))

@@ -24,7 +24,7 @@ def test_restart_with_a_smaller_staleness_bound_judges_again() -> None:
 
 
 def test_fates_are_counted_by_reason_and_the_newest_are_kept() -> None:
-    syncer = running("a", fates_kept_max=2)
+    syncer = running("a", staleness_max=0, updates_in_flight_max=1, fates_kept_max=2)
     for number in range(1, 4):
         syncer.push("a", number, base_version=number - 1)
         syncer.done()

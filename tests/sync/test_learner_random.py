@@ -68,6 +68,7 @@ def strange(world: World) -> None:
         ev.FateTold(ev.Fate(index, number, 1, 10, "another")),
         ev.VersionPublished(0, index, 999, 0, 0),
         ev.BoundaryReached(),
+        ev.BaseDiffers(index, draw.choice([part.base_version, 999])),
         *[ev.FateTold(fate) for fate in told],
     ]
     if number not in sealed:

@@ -31,7 +31,8 @@ def test_defaults_work() -> None:
         ("final_wait_ns", 0),
         ("token_budget", -1),
         ("run_ns", -1),
-        ("fates_kept_max", 1),
+        ("fates_kept_max", 19),
+        ("fates_kept_max", 1025),
         ("sites_max", 0),
     ],
 )

@@ -9,7 +9,7 @@ from tests.sync.driving import Syncer, only
 
 
 def test_grace_of_the_last_round_runs_while_a_merge_is_under_way_and_all_windows_are_full() -> None:
-    syncer = Syncer(quorum=1, grace="fixed", grace_ns=SECOND_NS, updates_in_flight_max=1, fates_kept_max=1)
+    syncer = Syncer(quorum=1, grace="fixed", grace_ns=SECOND_NS, updates_in_flight_max=1)
     syncer.join("a")
     syncer.join("b")
     syncer.push("a")

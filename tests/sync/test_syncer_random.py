@@ -136,12 +136,12 @@ def options_of(draw: random.Random) -> dict[str, Any]:
         "grace_ns": draw.choice([0, SECOND_NS]),
         "overlap_steps": draw.randint(0, 20),
         "weights": draw.choice(["tokens2_per_step", "tokens", "uniform"]),
-        "staleness_max": draw.choice([0, 1, 8]),
-        "updates_in_flight_max": draw.randint(1, 3),
+        "staleness_max": (stale := draw.choice([0, 1, 8])),
+        "updates_in_flight_max": (window := draw.randint(1, 3)),
         "final_wait_ns": 5 * SECOND_NS,
         "token_budget": draw.choice([0, 5000]),
         "run_ns": draw.choice([0, 60 * SECOND_NS]),
-        "fates_kept_max": draw.choice([4, 64]),
+        "fates_kept_max": draw.choice([window * (stale + 2), 64]),
         "sites_max": 4,
     }
 

@@ -25,7 +25,7 @@ from tests.syncer.building import LAYOUT, NO_WAIT, RUN, version_zero
 
 OUTER = OuterOptions(**NO_WAIT)  # type: ignore[arg-type]
 OPTIMIZER = OuterOptimizerOptions()
-CARD = RunCard(RUN, 1, LAYOUT.fingerprint, "shared")
+CARD = RunCard(RUN, LAYOUT.fingerprint, "shared")
 
 
 class Desk:

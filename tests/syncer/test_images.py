@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,7 @@ def image(folder: Path) -> Image:
         story.tell()
     desk.close()
     assert all(values.momentum is not None for values in desk.values)
-    return Image(CARD, tuple(desk.values), {("a", 1): (300, 3)}, {"from": "a test", "left_out": [1, 2]})
+    return Image(asdict(CARD), tuple(desk.values), {("a", 1): (300, 3)}, {"from": "a test", "left_out": [1, 2]})
 
 
 def test_it_comes_back_to_the_bit(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
         ({"digests": [told["digests"][0], "0" * 64]}, "is not the version"),
         ({"versions": [told["versions"][0], 99]}, "is not the version 99"),
         ({"format": 7}, "has format 7"),
-        ({"card": {}}, "is damaged: KeyError"),
+        ({"card": 1}, "is damaged: TypeError"),
         ({"files": []}, "is damaged: TypeError"),
     ):
         manifest.write_text(json.dumps({**told, **changed}))

@@ -119,7 +119,7 @@ def test_a_damaged_snapshot_is_passed_over_and_damaged_history_is_named(tmp_path
     with pytest.raises(KeptError, match=r"fragment-1\.safetensors is damaged"):
         kept.replay(RULES, verify=True)
     (tmp_path / "run" / "journal" / "journal-000002.log").unlink()
-    with pytest.raises(KeptError, match="lacks a segment: it is needed from number 1 on"):
+    with pytest.raises(KeptError, match=r"journal-000002\.log is missing: the journal is needed from segment 1 on"):
         kept.replay(RULES)
 
 

@@ -89,7 +89,9 @@ def fresh_syncer(folder: Path, told: Told, chosen: Sequence[Selection]) -> list[
     Its rounds are the journal's: a grace that only this test ends.  Numbers of updates and versions are its own, since
     it never heard of what was left out.
     """
-    patient = OuterOptions(num_fragments=2, grace="fixed", grace_ns=10**9, quorum=1, updates_in_flight_max=64)
+    patient = OuterOptions(
+        num_fragments=2, grace="fixed", grace_ns=10**9, quorum=1, updates_in_flight_max=64, fates_kept_max=640
+    )
     desk = Desk(folder, told.desk.codec, patient)
     desk.begin()
     for site in [*SITES, "never-sends"]:

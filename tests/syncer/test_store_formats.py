@@ -47,7 +47,7 @@ def toy(tmp_path: Path) -> Toy:
 
 
 def card_of(toy: Toy) -> RunCard:
-    return RunCard("toy", 1, toy.layout().fingerprint, "shared")
+    return RunCard("toy", toy.layout().fingerprint, "shared")
 
 
 def recovered(toy: Toy) -> Recovered:

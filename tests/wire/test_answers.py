@@ -1,12 +1,23 @@
 from __future__ import annotations
 
+import gc
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
 import grpc
 import pytest
 
 from diloco.wire.answers import abort, answered, refusal_of, streamed
+from diloco.wire.calls import SYNC_SERVICE
 from diloco.wire.chunks import ChunkError, DamagedChunk
+from diloco.wire.convert import pack_leave, pack_watch
+from diloco.wire.convert_bulk import pack_pull, pack_push
 from diloco.wire.gates import Counters
-from diloco.wire.messages import MalformedMessage, Refusal, Status
+from diloco.wire.messages import LeaveAsk, MalformedMessage, PullAsk, Refusal, Status, WatchAsk
+from tests.wire.fake_syncer import push_header
+
+if TYPE_CHECKING:
+    from tests.wire.conftest import Wired
 
 
 class Ended(Exception):
@@ -75,3 +86,33 @@ def test_a_client_that_is_gone_ends_a_stream_silently() -> None:
 
     assert list(streamed(broken(), Context(), "Push", counters)) == [b"a"]  # type: ignore[arg-type]
     assert counters.totals() == {"broken_off": 1}
+
+
+def refusals() -> list[tuple[str, bytes, dict[str, Any]]]:
+    """Method, message, and what else: each is refused at another place."""
+    other_run = pack_push(replace(push_header(b"abc"), run_id="other"))
+    watch, pull = pack_watch(WatchAsk("other", "site-a", 1)), pack_pull(PullAsk("other", "site-a", 0, -1))
+    return [
+        (f"/{SYNC_SERVICE}/Push", other_run, {}),
+        (f"/{SYNC_SERVICE}/Watch", watch, {}),
+        (f"/{SYNC_SERVICE}/Pull", pull, {}),
+        (f"/{SYNC_SERVICE}/Watch", watch, {"compression": grpc.Compression.Gzip}),
+        (f"/{SYNC_SERVICE}/Leave", pack_leave(LeaveAsk("other", "site-a", 1)), {}),
+        ("/grpc.health.v1.Health/Watch", b"\x0a\x05other", {}),
+    ]
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_call_that_was_refused_takes_up_no_place_in_its_connection(wired: Wired, number: int) -> None:
+    """Seen: after sixteen refusals a connection was of no more use until the syncer next collected garbage."""
+    method, message, options = refusals()[number]
+    call = wired.channel().unary_stream(method)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(60):
+            with pytest.raises(grpc.RpcError) as caught:
+                list(call(message, timeout=20, **options))
+            assert caught.value.code() is not grpc.StatusCode.UNAVAILABLE, caught.value.details()
+    finally:
+        gc.enable()

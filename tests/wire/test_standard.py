@@ -24,6 +24,13 @@ def test_health_answers_for_the_server_its_services_and_its_run(wired: Wired, na
     assert stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=10).status == SERVING
 
 
+def test_health_lists_every_name(wired: Wired) -> None:
+    found = health_pb2_grpc.HealthStub(wired.channel()).List(health_pb2.HealthListRequest(), timeout=10).statuses
+    assert {name: answer.status for name, answer in found.items()} == dict.fromkeys(
+        ("", SYNC_SERVICE, ADMIN_SERVICE, RUN), SERVING
+    )
+
+
 def test_health_knows_no_other_run(wired: Wired) -> None:
     stub = health_pb2_grpc.HealthStub(wired.channel())
     with pytest.raises(grpc.RpcError) as caught:

@@ -1,0 +1,183 @@
+"""How long does a syncer with a run's state take from start to serving, beside a plain read of the same files?
+
+A syncer with Nesterov momentum keeps three fp32 copies of the model: 1.2 GB for 100 million parameters.  Each start is
+a new process.  Timed from its first line of Python with everything imported to the moment that it serves, with the
+page cache warm and, where the kernel lets go of it (``posix_fadvise``), cold; beside it a plain ``read`` of the
+snapshot in use, into one buffer, in the same state of the cache, just before.  Nothing else runs; nothing is replayed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.record import add_arguments, finish, percentile, record
+from diloco.outer.fragments import Layout, plan_layout
+from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.sync.agreement import PROTOCOL, Agreement
+from diloco.sync.options import OuterOptions
+from diloco.syncer.server import RunPlan, Syncer, SyncerOptions
+from diloco.syncer.snapshots import FragmentValues, Snapshot, Snapshots
+from diloco.wire.options import ServerOptions
+from diloco.wire.security import SecurityOptions
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+NUM_TENSORS = 20
+
+
+def layout_of(numel: int, fragments: int) -> Layout:
+    """Equal parameters."""
+    shapes = [(f"w{index:02d}", (numel // NUM_TENSORS,)) for index in range(NUM_TENSORS)]
+    return plan_layout(tuple(shapes), fragments)
+
+
+def syncer_of(folder: str, layout: Layout, seed: int) -> Syncer:
+    """A syncer whose version 0 is drawn from ``seed``."""
+    dice = torch.Generator().manual_seed(seed)
+    fragments = len(layout.fragments)
+    plan = RunPlan(
+        Agreement(PROTOCOL, "restart", 1, layout.fingerprint, {}),
+        layout,
+        "shared",
+        OuterOptions(num_fragments=fragments),
+        OuterOptimizerOptions(kind="nesterov", lr=0.7, momentum=0.9),
+    )
+    return Syncer(
+        SyncerOptions(folder=folder),
+        plan,
+        lambda: [torch.randn(fragment.numel, generator=dice) for fragment in layout.fragments],
+        ServerOptions(run_id="restart", address="127.0.0.1:0"),
+        SecurityOptions(),
+        lambda what, fields: None,
+    )
+
+
+def make(folder: Path, numel: int, fragments: int, seed: int) -> None:
+    """A run of which the last snapshot has a momentum."""
+    layout = layout_of(numel, fragments)
+    syncer = syncer_of(str(folder), layout, seed)
+    syncer.start()
+    syncer.stop(0.1)
+    kept = Snapshots(folder / "snapshots")
+    last = kept.load(kept.numbers()[-1])
+    moved = tuple(
+        FragmentValues(each.version, each.theta, each.published, torch.randn_like(each.theta), each.digest)
+        for each in last.fragments
+    )
+    kept.write(Snapshot(last.state, moved, last.journal_segment, last.journal_chain))
+
+
+def snapshot_files(folder: Path) -> list[Path]:
+    """What the start will read."""
+    kept = Snapshots(folder / "snapshots")
+    return sorted((kept.folder / f"{kept.numbers()[-1]:08d}").iterdir())
+
+
+def let_go(folder: Path) -> None:
+    """Take the folder's files out of the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(handle)
+
+
+def plain_read_s(folder: Path) -> float:
+    """Seconds to read the snapshot into a buffer that is there already."""
+    files = snapshot_files(folder)
+    buffer = memoryview(bytearray(max(path.stat().st_size for path in files)))
+    began = time.perf_counter()
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    return time.perf_counter() - began
+
+
+def serve_once(folder: str, numel: int, fragments: int, told: Connection) -> None:
+    """In a new process: start, say how long it took and how much memory it had at most, stop."""
+    syncer = syncer_of(folder, layout_of(numel, fragments), 0)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.perf_counter()
+    syncer.start()
+    seconds = time.perf_counter() - began
+    told.send((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+    os._exit(0)  # A stop would write one more snapshot.
+
+
+def started(folder: Path, numel: int, fragments: int) -> tuple[float, int]:
+    """Seconds and KiB of one start."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=serve_once, args=(str(folder), numel, fragments, theirs))
+    process.start()
+    seconds, kib = ours.recv()
+    process.join(60.0)
+    return seconds, kib
+
+
+def measure(folder: Path, numel: int, fragments: int, cold: bool, repeats: int) -> dict[str, Any]:
+    """One row."""
+    size = sum(path.stat().st_size for path in snapshot_files(folder))
+    starts, reads, kib = [], [], 0
+    for _ in range(repeats):
+        for take in (
+            lambda: reads.append(plain_read_s(folder)),
+            lambda: starts.append(started(folder, numel, fragments)),
+        ):
+            if cold:
+                let_go(folder)
+            take()
+    seconds = [each for each, _ in starts]
+    kib = max(each for _, each in starts)
+    start_s, read_s = percentile(seconds, 50), percentile(reads, 50)
+    return {
+        "parameters": numel,
+        "fragments": fragments,
+        "cache": "cold" if cold else "warm",
+        "state_mb": round(size / 1e6, 1),
+        "start_to_serving_s": round(start_s, 3),
+        "slowest_s": round(max(seconds), 3),
+        "plain_read_s": round(read_s, 3),
+        "share_of_read_rate": round(read_s / start_s, 3),
+        "memory_over_state": round(kib * 1024 / size, 3),
+        "bound_s": round(5 + 2 * read_s, 3),
+        "within_bound": max(seconds) < 5 + 2 * read_s,
+    }
+
+
+def main() -> None:
+    """Measure and print the record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--folder", default=None, help="where the run is made (default: a temporary folder)")
+    given = parser.parse_args()
+    numel = 1_000_000 if given.quick else 100_000_000
+    repeats = 2 if given.quick else given.repeats
+    rows = []
+    for fragments in (1, 4):
+        with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+            make(Path(folder) / "run", numel, fragments, given.seed)
+            rows += [measure(Path(folder) / "run", numel, fragments, cold, repeats) for cold in (False, True)]
+        for row in rows[-2:]:
+            print(json.dumps(row))
+    finish(
+        record("restart", {"parameters": numel, "repeats": repeats}, rows, given.seed, repeats=repeats), save=given.save
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""``diloco restore``: a stopped run taken up again, from a replay, from a backup or from what a warm site holds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.launch.arguments import OneLineParser, limit_threads
+from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.launch.past import past_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from diloco.launch.evidence import Evidence
+    from diloco.launch.past import Past
+    from diloco.syncer.restoring import Known, Restored
+    from diloco.syncer.store import RunCard
+    from diloco.syncer.vault import Vault
+
+DOES = """Takes a run up again whose syncer is stopped.  What it is restored to becomes each fragment's next version, in
+a new lineage; sites come back by themselves, drop what they had in flight, and count what is lost.
+
+  diloco restore runs/nimble-otter --from without-b           what `diloco replay --without ... --out without-b` gave
+  diloco restore runs/nimble-otter --from s3://bucket/backups the newest backup there, into a data folder that is lost
+  diloco restore runs/nimble-otter --list                     the backups that there are
+  diloco restore runs/nimble-otter --from-site runs/nimble-otter/sites/site-b
+                                                              the published version that a warm site has as its base,
+                                                              without the outer optimizer's momentum"""
+
+
+def main(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    parser = OneLineParser(
+        prog="diloco restore", description=DOES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN_DIR", help="the run's folder, or its name below runs/")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        metavar="IMAGE|BACKUP",
+        help="an image's folder; a folder or URL of backups, or one of them",
+    )
+    parser.add_argument("--from-site", type=Path, metavar="FOLDER", help="the folder of a warm site")
+    parser.add_argument("--evidence", action="append", default=[], type=Path, metavar="PATH",
+        help="what must agree with a site: an events.jsonl, another site's folder, an old data folder")  # fmt: skip
+    parser.add_argument(
+        "--above",
+        type=int,
+        default=0,
+        metavar="LINEAGE",
+        help="begin a lineage above this one: what a site names when it refuses",
+    )
+    parser.add_argument("--why", default="", metavar="TEXT", help="the reason, for the journal")
+    parser.add_argument("--list", action="store_true", help="say which backups there are, and do nothing")
+    parser.add_argument("--json", action="store_true", help="say it as one JSON object")
+    given = parser.parse_args(arguments)
+    past = past_of(given.run)
+    limit_threads(past.config.cluster.syncer.threads)
+    if given.list:
+        return _list(past, given)
+    if (given.source is None) == (given.from_site is None):
+        raise ConfigError("give --from IMAGE|BACKUP or --from-site FOLDER, one of them (--list shows the backups)")
+    _say(past, given, *_restore(past, given))
+    return ExitCode.OK
+
+
+def _restore(past: Past, given: argparse.Namespace) -> tuple[Restored, list[str]]:
+    """Do it under the folder's lock; what came of it, and what is to be said of the source."""
+    from diloco.durable import LockedError, locked
+    from diloco.launch import build
+    from diloco.launch.warm_site import ColdError
+    from diloco.syncer.images import ImageError
+    from diloco.syncer.restoring import RestoreError
+    from diloco.syncer.store import RunCard, StoreError
+    from diloco.syncer.vault import BackupError
+
+    plan = build.plan(past.config, build.layout_of(past.config))
+    card = RunCard(plan.agreement.run_id, plan.agreement.layout_fingerprint, plan.shared_digest)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(locked(past.data))
+            if given.from_site is not None:
+                return _from_site(past, card, given)
+            if (Path(given.source) / "image.json").is_file():
+                return _from_image(past, card, given)
+            return _from_backup(past, card, given)
+    except LockedError as error:
+        raise VerbError(ExitCode.FAILED, f"{error}: stop this run's syncer first") from error
+    except (RestoreError, StoreError, ImageError, BackupError, ColdError) as error:
+        raise VerbError(ExitCode.FAILED, str(error)) from error
+
+
+def _from_image(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Restored, list[str]]:
+    from diloco.syncer.images import read_image
+    from diloco.syncer.restoring import restore_in_place
+
+    image = read_image(Path(given.source))
+    why = given.why or f"restored from the image {given.source}"
+    restored = restore_in_place(past.data, card, past.rules(), image, why, _known(given, _evidence(past, given)))
+    momentum = all(values.momentum is not None for values in image.fragments)
+    without = image.facts.get("without") or []
+    said = [f"without {text}" for text in without] if isinstance(without, list) else []
+    return restored, [*said, "momentum as it was then" if momentum else "no momentum: there was none"]
+
+
+def _from_backup(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Restored, list[str]]:
+    from diloco.syncer.restoring import restore_backup
+
+    vault, name = _backup(given.source, card.run_id)
+    facts = vault.facts(card.run_id, name)
+    why = given.why or f"restored from the backup {name} of {facts.at}"
+    known = _known(given, _evidence(past, given))
+    fetch = lambda folder: vault.fetch(card.run_id, name, folder)  # noqa: E731
+    restored = restore_backup(past.data, card, past.rules(), fetch, why, known)
+    return restored, [f"backup {name} of {facts.at}", "momentum as it was then"]
+
+
+def _backup(source: str, run_id: str) -> tuple[Vault, str]:
+    """The backup that ``source`` names: itself, or the newest of the run below it."""
+    from diloco.syncer.vault import BackupError, Vault
+
+    vault = Vault(source)
+    if names := vault.names(run_id):
+        return vault, names[-1]
+    above, _, name = source.rstrip("/").rpartition("/")
+    for url, wanted in ((above.rpartition("/")[0], name), (above, "")):
+        if not url or url.endswith(":/"):
+            continue
+        names = Vault(url).names(run_id)
+        if wanted in names:
+            return Vault(url), wanted
+        if not wanted and name == run_id and names:
+            return Vault(url), names[-1]
+    raise BackupError(f"{source!r} holds neither an image nor a backup of run {run_id}")
+
+
+def _from_site(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Restored, list[str]]:
+    from diloco.launch.warm_site import ColdError, read_site
+    from diloco.sync.state import Line
+    from diloco.syncer.restoring import restore_values
+    from diloco.syncer.snapshots import FragmentValues
+
+    site = read_site(given.from_site)
+    for name in ("run_id", "layout_fingerprint"):
+        if getattr(site, name) != getattr(card, name):
+            raise ColdError(f"{given.from_site} is of another run: its {name} is {getattr(site, name)!r}")
+    evidence = _evidence(past, given)
+    if site.lineage < evidence.lineage:
+        raise ColdError(
+            f"{given.from_site} is of lineage {site.lineage}, and lineage {evidence.lineage} has begun since"
+        )
+    alone = []
+    for index, (version, digest) in enumerate(zip(site.versions, site.digests, strict=True)):
+        known = evidence.digests.get((site.lineage, index, version))
+        if known is None:
+            alone.append(index)
+        elif known[0] != digest:
+            raise ColdError(
+                f"version {version} of fragment {index} is {digest[:12]} at site {site.site} and {known[0][:12]} in "
+                f"{known[1]}: it is not what was published"
+            )
+    held = evidence.held(site.lineage, site.versions)
+    lines = {site.site: list(site.lines)}
+    for (name, index), (tokens, updates) in (held or {}).items():
+        line = lines.setdefault(name, [Line() for _ in site.versions])[index]
+        line.tokens_merged, line.updates_merged = tokens, updates
+    values = [
+        FragmentValues(version, base, base.clone(), None, digest)
+        for version, base, digest in zip(site.versions, site.bases, site.digests, strict=True)
+    ]
+    why = given.why or f"restored from what site {site.site} held at its step {site.step}"
+    numbers = _known(given, evidence, site.lineage, site.epoch)
+    restored = restore_values(past.data, card, past.rules(), values, lines, why, numbers)
+    said = [f"from site {site.site}, step {site.step}; the outer optimizer's momentum is lost"]
+    said += [f"nothing else knows its version of fragment {index}" for index in alone]
+    if held is None:
+        said.append(f"which tokens of other sites are in it is not known: only those of {site.site} count as merged")
+    return restored, said
+
+
+def _known(given: argparse.Namespace, evidence: Evidence, lineage: int = 0, epoch: int = 0) -> Known:
+    from diloco.syncer.restoring import Known
+
+    return Known(int(time.time()), max(given.above, evidence.lineage, lineage), max(evidence.epoch, epoch))
+
+
+def _evidence(past: Past, given: argparse.Namespace) -> Evidence:
+    """What the run's own events and what the user names remember."""
+    from diloco.launch.evidence import read_evidence
+
+    own = [past.run_dir.events] if past.run_dir.events.is_file() else []
+    found = read_evidence([*own, *given.evidence])
+    if found.contradictions:
+        raise ConfigError(f"the evidence contradicts itself: {found.contradictions[0]}")
+    return found
+
+
+def _list(past: Past, given: argparse.Namespace) -> ExitCode:
+    from diloco.syncer.vault import BackupError, Vault
+
+    url = given.source or past.config.cluster.syncer.backup
+    if not url:
+        raise ConfigError("cluster.syncer.backup is '': the run makes no backups; --from names another place")
+    run_id = past.config.run.name or ""
+    try:
+        vault = Vault(url)
+        found = {name: vault.facts(run_id, name) for name in vault.names(run_id)}
+    except BackupError as error:
+        raise VerbError(ExitCode.FAILED, str(error)) from error
+    if given.json:
+        print(json.dumps({name: {**asdict(facts), "files": len(facts.files)} for name, facts in found.items()}))
+        return ExitCode.OK
+    for name, facts in found.items():
+        size = sum(each.bytes for each in facts.files.values())
+        versions = " ".join(map(str, facts.versions))
+        print(f"{name}  lineage {facts.lineage}, versions {versions} or later, {size:,} bytes")
+    print(f"{len(found)} backups of {run_id} in {url}; the last one is taken unless --from {url}/{run_id}/NAME says")
+    return ExitCode.OK
+
+
+def _say(past: Past, given: argparse.Namespace, restored: Restored, said: list[str]) -> None:
+    """Print what came of it, and leave it in the run's events."""
+    from diloco.launch.eventlog import EventLog
+
+    facts = {**asdict(restored), "said": said}
+    log = EventLog(past.run_dir.events, "restore")
+    log.emit("restored", facts)
+    log.close()
+    if given.json:
+        print(json.dumps({"run": past.config.run.name, **facts}))
+        return
+    versions = " ".join(map(str, restored.versions))
+    print(f"{past.config.run.name} is restored: lineage {restored.lineage} begins with versions {versions}")
+    for line in said:
+        print(f"  {line}")
+    print(f"  {restored.refused} updates had no fate and are refused; {restored.run_tokens:,} tokens are merged")
+    print("start the syncer with the command it was started with: the sites come back by themselves")

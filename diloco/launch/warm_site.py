@@ -1,0 +1,87 @@
+"""What a site's newest checkpoint holds of the run: its bases, which are versions that the syncer had published.
+
+A site is warm when it has a base for every fragment, and its checkpoint says which digest was told with each when it
+was published.  A cold one, which has only what the seed gives, is never a source of anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from diloco.codec.contract import digest
+from diloco.inner import checkpoint
+from diloco.sync.plain import PlainError, from_plain
+from diloco.sync.progress import FragmentProgress, LearnerState
+from diloco.sync.state import Line
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class ColdError(ValueError):
+    """The site can be no source; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmSite:
+    """``bases`` are Θ̂ of ``versions``, flat fp32, and ``digests`` what was told with them.  ``lines`` is how far the
+    site's own updates are in them; ``step`` that of the checkpoint."""
+
+    site: str
+    run_id: str
+    layout_fingerprint: str
+    lineage: int
+    epoch: int
+    step: int
+    versions: tuple[int, ...]
+    digests: tuple[str, ...]
+    bases: tuple[Tensor, ...]
+    lines: tuple[Line, ...]
+
+
+def read_site(folder: Path) -> WarmSite:
+    """The site whose folder this is, every base compared with its digest; ``ColdError`` when it can be no source."""
+    try:
+        found = checkpoint.latest(folder / "checkpoints")
+    except checkpoint.CheckpointError as error:
+        raise ColdError(str(error)) from error
+    if found is None:
+        raise ColdError(f"{folder} has no checkpoint: a cold site is never a source")
+    told = found.meta.get("extra", {})
+    try:
+        state: LearnerState = from_plain(LearnerState, told["machine"], "machine")
+        published = told["published"]
+        digests = tuple(str(each) for each in published["digests"])
+        who = (str(published["site"]), str(published["run_id"]), str(published["layout_fingerprint"]))
+    except (LookupError, TypeError, PlainError) as error:
+        raise ColdError(
+            f"{found.path} does not say what was published (it is of an earlier version, or of no site): {error!r}"
+        ) from error
+    versions = tuple(part.base_version for part in state.fragments)
+    if min(versions) < 0 or max(versions) == 0:
+        raise ColdError(f"{found.path} has versions {' '.join(map(str, versions))}: a cold site is never a source")
+    bases = []
+    for index, (version, wanted) in enumerate(zip(versions, digests, strict=True)):
+        base = found.tensors[f"extra/base.{index}"]
+        if digest(base) != wanted:
+            raise ColdError(
+                f"{found.path}: what it holds as version {version} of fragment {index} is {digest(base)[:12]}, and "
+                f"{wanted[:12] or 'nothing'} was told when that was published"
+            )
+        bases.append(base)
+    lines = tuple(_line(part) for part in state.fragments)
+    return WarmSite(*who, state.lineage, state.epoch, state.step, versions, digests, tuple(bases), lines)
+
+
+def _line(part: FragmentProgress) -> Line:
+    """What the syncer may know of the site's own updates: those that are inside its base are merged."""
+    ahead = [sent for sent in part.in_flight if sent.merged_version is not None]
+    accepted = part.next_sequence - 1
+    return Line(
+        watermark=accepted,
+        tokens_merged=part.tokens_merged - sum(sent.tokens for sent in ahead),
+        updates_merged=part.updates_merged - len(ahead),
+    )

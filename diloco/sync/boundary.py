@@ -1,0 +1,94 @@
+"""Between two inner steps: account for the step, take what was published, seal what is due."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diloco.sync.effects import Adopt, Retake, Seal
+from diloco.sync.progress import FragmentProgress, Retaking, Sent
+from diloco.sync.quorum import smoothed
+from diloco.sync.schedule import is_due
+
+if TYPE_CHECKING:
+    from diloco.sync.events import StepDone
+    from diloco.sync.site_turn import SiteTurn
+
+
+def step_done(turn: SiteTurn, event: StepDone) -> None:
+    """Account for an inner step."""
+    state, options = turn.state, turn.options
+    based = [part.base_version >= 0 or (part.retaking and not part.retaking.cold) for part in state.fragments]
+    assert all(based), "a step was trained without a base"
+    state.step, state.cursor = event.step, event.cursor
+    state.tokens_processed += event.tokens
+    state.step_ns = smoothed(state.step_ns, event.step_ns)
+    for index, part in enumerate(state.fragments):
+        part.unsent_tokens += event.tokens
+        part.unsent_steps += 1
+        part.due = part.due or is_due(event.step, index, options.num_fragments, options.inner_steps)
+    boundary(turn)
+
+
+def boundary(turn: SiteTurn) -> None:
+    """The site stands between two steps."""
+    turn.state.at_rest = turn.state.stopping
+    if turn.state.incarnation == 0:  # Nothing is decided before it is known what an earlier process has sent.
+        return
+    for index, part in enumerate(turn.state.fragments):
+        if part.retaking is not None:
+            here = max(part.fetched, part.base_version) >= max(part.retaking.version, 0)
+            if here and not part.encoding():  # What is kept is subtracted, so it must be known.
+                _retake(turn, index, part, part.retaking)
+        elif part.fetched > part.base_version:
+            _adopt(turn, index, part)
+        if may_seal(turn, part):
+            _seal(turn, index, part)
+
+
+def _adopt(turn: SiteTurn, index: int, part: FragmentProgress) -> None:
+    version = part.fetched
+    merged = [s for s in part.in_flight if s.merged_version is not None and s.merged_version <= version]
+    part.in_flight = [sent for sent in part.in_flight if sent not in merged]
+    for sent in part.in_flight:
+        sent.since_adopt = False
+    if turn.options.adopt != "rebase":
+        # The next update begins at the value right after this adopt, so what was trained and not sent is given up.
+        part.tokens_overwritten += part.unsent_tokens
+        part.unsent_tokens = part.unsent_steps = 0
+    part.base_version = version
+    turn.effects.append(Adopt(index, version, tuple(sent.sequence for sent in merged)))
+
+
+def _retake(turn: SiteTurn, index: int, part: FragmentProgress, retaking: Retaking) -> None:
+    version = max(part.fetched, part.base_version)
+    part.in_flight = [s for s in part.in_flight if s.merged_version is None or s.merged_version > version]
+    for sent in part.in_flight:
+        sent.since_adopt = False
+    part.tokens_overwritten += part.unsent_tokens
+    part.unsent_tokens = part.unsent_steps = 0
+    part.base_version, part.retaking, part.due = version, None, False
+    turn.effects.append(Retake(index, version, tuple(s.sequence for s in part.in_flight), retaking.why))
+
+
+def may_seal(turn: SiteTurn, part: FragmentProgress) -> bool:
+    """Whether an update of the fragment may be made now."""
+    if not (part.due or turn.state.stopping) or part.unsent_tokens == 0:
+        return False
+    if part.base_version <= part.stale_base or part.retaking is not None or part.unanswered():
+        return False
+    if turn.state.incarnation == 0 or turn.state.closed or turn.state.left:
+        return False
+    allowed = 1 if turn.options.lock_step else turn.options.updates_in_flight_max
+    return len(part.undecided()) + len(part.orphans) < allowed
+
+
+def _seal(turn: SiteTurn, index: int, part: FragmentProgress) -> None:
+    sent = Sent(part.next_sequence, part.base_version, part.unsent_tokens, part.unsent_steps)
+    subtract = tuple(other.sequence for other in part.in_flight if other.since_adopt or turn.options.adopt == "rebase")
+    part.in_flight.append(sent)
+    part.next_sequence += 1
+    part.unsent_tokens = part.unsent_steps = 0
+    part.due = False
+    site = turn.state
+    where = (index, sent.sequence, sent.base_version, subtract)
+    turn.effects.append(Seal(*where, sent.tokens, sent.steps, site.step_ns, site.cursor, final=site.stopping))

@@ -1,0 +1,152 @@
+"""Copies of the syncer's state to another place, made beside the run and never in its way.
+
+A backup is the newest whole snapshot, the journal from it on as far as it reads at that instant, and every payload that
+snapshot or journal name: what a recovery needs, and as new as the moment in which it was made.  It is read from the
+data folder; the decision loop is never asked for anything.
+
+A failure is told and tried again; it ends nothing.  How old the last good backup is stands in the status.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from diloco.sync.events import UpdateArrived
+from diloco.syncer.kept import Kept
+from diloco.syncer.vault import FORMAT, BackupFacts, Vault
+from diloco.syncer.verifying import payloads_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+RETRY_S = 30.0
+"""Longest wait after a failure before the next attempt."""
+STOP_S = 5.0
+"""Longest wait, when the process stops, for a copy that is under way; what is left of it is no backup."""
+
+
+@dataclass(kw_only=True, slots=True)
+class BackupOptions:
+    """``url`` is a folder or what fsspec makes of it; empty: no backups."""
+
+    url: str = ""
+    every_s: float = 600.0
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        if self.every_s <= 0:
+            raise ValueError(f"backup_every_s is {self.every_s!r}: positive")
+        if self.keep < 1:
+            raise ValueError(f"backup_keep is {self.keep!r}: at least 1")
+        if self.url:
+            Vault(self.url)
+
+
+def back_up(folder: Path, vault: Vault, name: str) -> tuple[BackupFacts, tuple[int, int]]:
+    """Copy the data folder as it is now; what the backup says of itself, and how far it goes (snapshot, journal bytes).
+
+    ``KeptError``, ``BackupError`` or an error of the place itself when it cannot be done, or when what is copied goes
+    meanwhile.
+    """
+    kept = Kept(folder)
+    point = kept.points()[-1]
+    files: dict[str, Path | bytes] = {"run.json": (folder / "run.json").read_bytes()}
+    for path in sorted((folder / "snapshots" / f"{point.number:08d}").iterdir()):
+        files[path.relative_to(folder).as_posix()] = path
+    payloads = set(payloads_in(kept.snapshots.peek(point.number)[0]))
+    journal_bytes = 0
+    for read in kept.segments(point.segment):
+        path = folder / "journal" / f"journal-{read.index:06d}.log"
+        files[path.relative_to(folder).as_posix()] = path.read_bytes()[: read.end]
+        journal_bytes += read.end
+        payloads |= {record.event.payload for record in read.records if isinstance(record.event, UpdateArrived)}
+    files |= {f"spool/{payload}": kept.spool.folder / payload for payload in sorted(payloads)}
+    for began in kept.lineages.numbers():
+        if began > point.state.lineage:
+            for path in sorted((kept.lineages.folder / str(began)).iterdir()):
+                files[path.relative_to(folder).as_posix()] = path
+    state = point.state
+    facts = BackupFacts(
+        format=FORMAT,
+        run_id=kept.card.run_id,
+        lineage=state.lineage,
+        epoch=state.epoch,
+        versions=tuple(fragment.version for fragment in state.fragments),
+        run_tokens=state.run_tokens(),
+        at=datetime.now(UTC).isoformat(timespec="seconds"),
+        files={},
+    )
+    return vault.put(kept.card.run_id, name, files, facts), (point.number, journal_bytes)
+
+
+def name_now() -> str:
+    """The name of a backup that is made now; names sort by age."""
+    return datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+
+
+class Backups:
+    """Makes them, one every ``every_s``, in a thread of its own."""
+
+    def __init__(
+        self, options: BackupOptions, folder: Path, run_id: str, emit: Callable[[str, dict[str, object]], None]
+    ) -> None:
+        self._options, self._folder, self._run_id, self._emit = options, folder, run_id, emit
+        self._vault = Vault(options.url)
+        self._stopping = threading.Event()
+        self._good_s: float | None = None
+        self._last = ""
+        self._failing = ""
+        self._copied: tuple[int, int] | None = None
+        # A place that never answers must not keep the process alive.
+        self._thread = threading.Thread(target=self._run, name="backups", daemon=True)
+
+    def start(self) -> None:
+        """Begin; the first one is made after ``every_s``."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Begin no other one."""
+        self._stopping.set()
+        self._thread.join(STOP_S)
+
+    def status(self) -> dict[str, object]:
+        """For ``diloco status``: ``age_s`` is that of the last good one of this process, None before it."""
+        good_s = self._good_s
+        age_s = None if good_s is None else round(time.monotonic() - good_s, 1)
+        return {"url": self._options.url, "age_s": age_s, "last": self._last, "failing": self._failing}
+
+    def _run(self) -> None:
+        wait_s = self._options.every_s
+        while not self._stopping.wait(wait_s):
+            try:
+                self._once()
+                self._failing = ""
+                wait_s = self._options.every_s
+            except Exception as error:  # Libraries of object stores raise what they like, and nothing here may end.
+                self._failing = str(error) or repr(error)
+                if self._stopping.is_set():
+                    return
+                self._emit("note", {"note": "backup_failed", "why": self._failing})
+                wait_s = min(self._options.every_s, RETRY_S)
+
+    def _once(self) -> None:
+        began = time.monotonic()
+        kept = Kept(self._folder)
+        newest = kept.points()[-1]
+        reach = (newest.number, sum(read.end for read in kept.segments(newest.segment)))
+        if reach == self._copied:
+            self._good_s = began  # Nothing has happened: the last one is as good as another.
+            return
+        name = name_now()
+        facts, self._copied = back_up(self._folder, self._vault, name)
+        self._good_s, self._last = began, name
+        for old in [*self._vault.names(self._run_id)[: -self._options.keep], *self._vault.leftovers(self._run_id)]:
+            self._vault.drop(self._run_id, old)
+        size = sum(each.bytes for each in facts.files.values())
+        seconds = round(time.monotonic() - began, 3)
+        self._emit("backup", {"name": name, "versions": list(facts.versions), "bytes": size, "seconds": seconds})

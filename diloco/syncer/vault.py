@@ -1,0 +1,193 @@
+"""The place where backups lie: a folder or any object store that fsspec knows, in one form for all of them.
+
+    URL/RUN/20261121T040317Z/  run.json  snapshots/...  journal/...  spool/...  backup.json
+
+An object store cannot rename, so ``backup.json`` is what makes a backup one: it is written last, when every other file
+has been read back and has the digest that it names.  A folder without it is what an attempt left that died.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from diloco.durable import PLAIN_DISK, Step
+from diloco.sync.plain import PlainError, from_plain, parse_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from diloco.durable import Disk
+
+FORMAT = 1
+MARKER = "backup.json"
+PIECE_BYTES = 4 << 20
+
+
+class BackupError(ValueError):
+    """A backup cannot be made or read; the text names the file and says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """What a file of a backup must be."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class BackupFacts:
+    """What ``backup.json`` says.  ``versions`` and ``run_tokens`` are those of the snapshot in it; more is in the
+    journal behind it.  ``at`` is wall time, for people."""
+
+    format: int
+    run_id: str
+    lineage: int
+    epoch: int
+    versions: tuple[int, ...]
+    run_tokens: int
+    at: str
+    files: dict[str, FileFacts]
+
+
+class Vault:
+    """All backups below one URL."""
+
+    def __init__(self, url: str) -> None:
+        """``BackupError`` where no library on this machine can reach ``url``."""
+        import fsspec.implementations.local  # type: ignore[import-untyped]  # Slow, and most runs need none.
+
+        self.url = url.rstrip("/") or "/"
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(self.url)
+        except (ValueError, ImportError, OSError) as error:
+            raise BackupError(f"{url!r} cannot be reached from here: {error}") from error
+        self._is_folder = isinstance(self._files, fsspec.implementations.local.LocalFileSystem)
+
+    def names(self, run_id: str) -> list[str]:
+        """The whole backups of a run, oldest first."""
+        return [name for name in self._folders(run_id) if self._files.exists(self._at(run_id, name, MARKER))]
+
+    def leftovers(self, run_id: str) -> list[str]:
+        """What attempts left that came to nothing."""
+        return [name for name in self._folders(run_id) if not self._files.exists(self._at(run_id, name, MARKER))]
+
+    def facts(self, run_id: str, name: str) -> BackupFacts:
+        """What a backup says of itself."""
+        where = f"{self.url}/{run_id}/{name}/{MARKER}"
+        try:
+            found: BackupFacts = from_plain(BackupFacts, parse_json(self._read(run_id, name, MARKER)), "backup")
+        except (ValueError, PlainError) as error:
+            raise BackupError(f"{where} is damaged: {error}") from error
+        if found.format != FORMAT:
+            raise BackupError(f"{where} has format {found.format}: {FORMAT} wanted")
+        return found
+
+    def put(self, run_id: str, name: str, files: Mapping[str, Path | bytes], facts: BackupFacts) -> BackupFacts:
+        """Copy ``files`` there and make them a backup; ``facts`` without files.  Everything is read back first."""
+        told: dict[str, FileFacts] = {}
+        for relative, content in files.items():
+            path = self._at(run_id, name, relative)
+            self._files.makedirs(self._files._parent(path), exist_ok=True)
+            told[relative] = self._copy(content, path)
+            found = self._facts_of(path)
+            if found != told[relative]:
+                raise BackupError(f"{self.url}/{run_id}/{name}/{relative} is not what was written there a moment ago")
+        whole = BackupFacts(**{**{each: getattr(facts, each) for each in facts.__slots__}, "files": told})
+        self._copy(json.dumps(asdict(whole), indent=1, sort_keys=True).encode(), self._at(run_id, name, MARKER))
+        return whole
+
+    def drop(self, run_id: str, name: str) -> None:
+        """Remove a backup, its marker first."""
+        marker = self._at(run_id, name, MARKER)
+        if self._files.exists(marker):
+            self._files.rm(marker)
+        self._files.rm(self._at(run_id, name), recursive=True)
+
+    def fetch(self, run_id: str, name: str, folder: Path, disk: Disk = PLAIN_DISK) -> BackupFacts:
+        """Copy a backup into ``folder``, verified and durable; ``BackupError`` names a file that is not what it was."""
+        facts = self.facts(run_id, name)
+        for relative, wanted in sorted(facts.files.items()):
+            parts = PurePosixPath(relative).parts
+            if not parts or ".." in parts or relative.startswith("/"):
+                raise BackupError(f"{self.url}/{run_id}/{name}/{MARKER} names {relative!r}: outside of it")
+            target = folder.joinpath(*parts)
+            disk.make_folder(target.parent, Step.FILE)
+            disk.keep(target, lambda path, at=relative: self._fetch(run_id, name, at, path), Step.FILE)  # type: ignore[misc]
+            if (found := _facts_of_local(target)) != wanted:
+                raise BackupError(
+                    f"{self.url}/{run_id}/{name}/{relative} is damaged: {found.bytes} bytes with SHA-256 "
+                    f"{found.sha256[:12]}, and {wanted.bytes} with {wanted.sha256[:12]} were written"
+                )
+        return facts
+
+    # --- files there ---------------------------------------------------------------------------------------------
+
+    def _at(self, *parts: str) -> str:
+        return "/".join([self._root.rstrip("/"), *parts])
+
+    def _folders(self, run_id: str) -> list[str]:
+        self._files.invalidate_cache()
+        try:
+            found = self._files.ls(self._at(run_id), detail=True)
+        except FileNotFoundError:
+            return []
+        return sorted(entry["name"].rstrip("/").rpartition("/")[2] for entry in found if entry["type"] == "directory")
+
+    def _read(self, *parts: str) -> bytes:
+        try:
+            data: bytes = self._files.cat_file(self._at(*parts))
+        except FileNotFoundError as error:
+            raise BackupError(f"{self.url}/{'/'.join(parts)} is missing") from error
+        return data
+
+    def _copy(self, content: Path | bytes, path: str) -> FileFacts:
+        """Write a file there; what it was here."""
+        hashed, size = hashlib.sha256(), 0
+        with self._files.open(path, "wb") as there:
+            for piece in _pieces(content):
+                there.write(piece)
+                hashed.update(piece)
+                size += len(piece)
+        if self._is_folder:  # A power cut must not take what is called whole.
+            PLAIN_DISK.sync_file(Path(path), Step.FILE)
+            PLAIN_DISK.sync_folder(Path(path).parent, Step.FILE)
+        return FileFacts(size, hashed.hexdigest())
+
+    def _facts_of(self, path: str) -> FileFacts:
+        with self._files.open(path, "rb") as there:
+            return _facts_of_open(there)
+
+    def _fetch(self, run_id: str, name: str, relative: str, path: Path) -> None:
+        try:
+            with self._files.open(self._at(run_id, name, relative), "rb") as there, path.open("wb") as here:
+                while piece := there.read(PIECE_BYTES):
+                    here.write(piece)
+        except FileNotFoundError as error:
+            raise BackupError(f"{self.url}/{run_id}/{name}/{relative} is missing") from error
+
+
+def _pieces(content: Path | bytes) -> Any:
+    if isinstance(content, bytes):
+        yield content
+        return
+    with content.open("rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            yield piece
+
+
+def _facts_of_local(path: Path) -> FileFacts:
+    with path.open("rb") as file:
+        return _facts_of_open(file)
+
+
+def _facts_of_open(file: Any) -> FileFacts:
+    hashed, size = hashlib.sha256(), 0
+    while piece := file.read(PIECE_BYTES):
+        hashed.update(piece)
+        size += len(piece)
+    return FileFacts(size, hashed.hexdigest())

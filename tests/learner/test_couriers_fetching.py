@@ -1,0 +1,147 @@
+"""The thread that fetches versions."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco.codec.contract import digest
+from diloco.codec.registry import make_codec
+from diloco.learner.couriers import Fetcher
+from diloco.learner.site_tensors import SiteTensors
+from diloco.sync.events import VersionFetched
+from diloco.wire.chunks import checksum
+from diloco.wire.messages import (
+    PullAsk,
+    PullHeader,
+    Refused,
+    Status,
+    Unreachable,
+)
+from diloco.wire.pulled import PulledVersion, PullSink
+from tests.learner.test_couriers import thread
+from tests.syncer.building import LAYOUT, RUN, Events, dice, eventually
+
+
+class Shelf:
+    """A fetcher, and a syncer whose answers to pulls are written down here."""
+
+    def __init__(self) -> None:
+        parameters = {name: torch.zeros(shape) for name, shape in LAYOUT.parameters}
+        self.site_tensors = SiteTensors(LAYOUT, parameters, "rebase", 0.5)
+        self.stopping = threading.Event()
+        self.events = Events()
+        self.answers: list[Callable[[PullAsk], PulledVersion]] = []
+        self.asks: list[PullAsk] = []
+        self.lineage = 1
+        self.delivered: list[tuple[Tensor, VersionFetched]] = []
+        self.fetcher = Fetcher(
+            self,  # type: ignore[arg-type]
+            RUN,
+            "a",
+            self.site_tensors,
+            lambda: self.lineage,
+            lambda values, event, lineage, told: self.delivered.append((values, event)),
+            self.events.emit,
+            self.stopping,
+        )
+
+    def pull(self, ask: PullAsk, sink: PullSink) -> PulledVersion:
+        self.asks.append(ask)
+        return self.answers[0](ask) if len(self.answers) == 1 else self.answers.pop(0)(ask)
+
+    def fetch(self, until: Callable[[], object]) -> None:
+        with thread(self.fetcher.run, self.stopping, lambda: self.fetcher.queue.put(None)):
+            self.fetcher.queue.put(0)
+            eventually(until, "fetched")
+
+
+def pulled(values: Tensor, version: int, have: int, parts: list[bytes], whole: bool, encoding: str) -> PulledVersion:
+    header = PullHeader(
+        0,
+        version if whole else have,
+        version,
+        whole,
+        encoding,
+        values.numel(),
+        sum(map(len, parts)),
+        tuple(map(len, parts)),
+        digest(values),
+        checksum(parts),
+        (),
+    )
+    return PulledVersion(header, tuple(memoryview(part) for part in parts))
+
+
+def whole(values: Tensor, version: int, sent: Tensor | None = None) -> PulledVersion:
+    return pulled(values, version, 0, [(values if sent is None else sent).numpy().tobytes()], True, "fp32")
+
+
+@pytest.mark.parametrize("payload", [b"\x00" * 7, None])
+def test_a_difference_that_does_not_give_the_version_is_said_and_the_whole_is_fetched(payload: bytes | None) -> None:
+    shelf, old, new = Shelf(), dice("old", 0), dice("new", 0)
+    shelf.site_tensors.latest[0] = (3, old)
+    wrong = payload or make_codec("int8").encode(dice("elsewhere", 0))
+    shelf.answers = [lambda ask: pulled(new, 4, ask.have_version, [wrong], False, "int8"), lambda ask: whole(new, 4)]
+    shelf.fetch(lambda: shelf.delivered)
+    assert [ask.have_version for ask in shelf.asks] == [3, -1]
+    (note,) = shelf.events.of("note")
+    assert note["note"] == "digest_differs"
+    assert "fetching it whole" in note["why"]
+    values, event = shelf.delivered[0]
+    assert torch.equal(values, new)
+    assert event == VersionFetched(0, 4, ())
+    assert [fetched["whole"] for fetched in shelf.events.of("fetched")] == [True]
+
+
+@pytest.mark.parametrize("sent", [dice("else", 0), torch.full_like(dice("x", 0), float("nan")), dice("x", 0)[:-1]])
+def test_a_whole_fragment_that_is_not_the_version_is_asked_for_again_but_not_in_a_hot_loop(sent: Tensor) -> None:
+    shelf = Shelf()
+    shelf.answers = [lambda ask: whole(dice("new", 0), 4, sent)]
+    with thread(shelf.fetcher.run, shelf.stopping, lambda: shelf.fetcher.queue.put(None)):
+        shelf.fetcher.queue.put(0)
+        time.sleep(0.6)
+    assert shelf.delivered == []
+    assert 2 <= len(shelf.asks) <= 6, len(shelf.asks)
+
+
+def test_a_version_that_the_syncer_does_not_have_is_not_asked_for_in_a_hot_loop() -> None:
+    shelf = Shelf()
+    shelf.site_tensors.latest[0] = (4, dice("old", 0))
+    shelf.answers = [lambda ask: pulled(dice("old", 0), 4, 4, [], False, "int8")]
+    with thread(shelf.fetcher.run, shelf.stopping, lambda: shelf.fetcher.queue.put(None)):
+        for _ in range(1000):
+            shelf.fetcher.queue.put(0)
+        time.sleep(0.6)
+    assert 1 <= len(shelf.asks) <= 12, len(shelf.asks)
+    assert all(event == VersionFetched(0, 4, ()) for _, event in shelf.delivered)
+
+
+def test_a_fetch_goes_on_until_the_line_is_back() -> None:
+    shelf = Shelf()
+
+    def cut(ask: PullAsk) -> PulledVersion:
+        raise Unreachable("cut") if len(shelf.asks) < 2 else Refused(Status.NOT_FOUND, "not yet")
+
+    shelf.answers = [cut, cut, lambda ask: whole(dice("new", 0), 1)]
+    shelf.fetch(lambda: shelf.delivered)
+    assert len(shelf.asks) == 3
+
+
+def test_a_fetch_of_a_run_that_was_restored_meanwhile_leads_nowhere() -> None:
+    shelf = Shelf()
+
+    def restored(ask: PullAsk) -> PulledVersion:
+        del ask
+        shelf.lineage = 2
+        raise Unreachable("the syncer is being restored")
+
+    shelf.answers = [restored]
+    shelf.fetch(lambda: shelf.lineage == 2 and shelf.fetcher.queue.empty())
+    assert len(shelf.asks) == 1, "who asked for the old run goes on asking"
+    assert not shelf.delivered

@@ -1,0 +1,88 @@
+"""A site joins a run that was restored while it was away, or while it trained."""
+
+from __future__ import annotations
+
+from diloco.sync import effects as fx
+from diloco.sync import events as ev
+from diloco.sync.events import Reason
+from diloco.sync.progress import ledger_of
+from tests.sync.driving import notes, of, only
+from tests.sync.driving_site import Site, known
+
+
+def restored(site: Site, *standings: ev.FragmentStanding, lineage: int = 2) -> list[fx.LearnerEffect]:
+    return site.join(*standings, lineage=lineage, epoch=1)
+
+
+def told(sequence: int, version: int, reason: Reason | None, digest: str = "") -> ev.Fate:
+    return ev.Fate(0, sequence, version, 150, digest or f"u{sequence}", reason)
+
+
+def test_what_was_in_flight_is_refused_and_every_fragment_is_taken_whole() -> None:
+    site = Site(updates_in_flight_max=3)
+    site.join(epoch=7)
+    site.send(1)
+    site.send(2)
+    site.train(15)
+    site.seal(3)
+    effects = restored(site, known(version=1))
+    assert of(fx.StartOver, effects) == [fx.StartOver(0)]
+    assert of(fx.Release, effects) == [fx.Release(0, 1), fx.Release(0, 2), fx.Release(0, 3)]
+    assert of(fx.Forget, effects) == [fx.Forget(0, 3)]
+    assert of(fx.Fetch, effects) == [fx.Fetch(0, -1)]
+    assert not of(fx.Send, effects)
+    assert ledger_of(site.machine.state, 0).refused == 450
+    assert site.machine.state.fragments[0].next_sequence == 1
+    assert (site.machine.state.lineage, site.machine.state.epoch) == (2, 1), "a lineage counts more than an epoch"
+
+
+def test_the_syncer_knows_best_what_is_merged_and_the_rest_is_lost() -> None:
+    site = Site(updates_in_flight_max=3)
+    for sequence in (1, 2, 3):
+        site.send(sequence)
+    site.fate(1, 1)
+    fates = (told(1, 1, None), told(2, 2, None), told(3, 2, Reason.RESTORED))
+    restored(site, known(version=3, watermark=3, tokens_merged=300, tokens_discarded=150, fates=fates))
+    ledger = ledger_of(site.machine.state, 0)
+    assert (ledger.merged, ledger.refused, ledger.lost) == (300, 150, 0)
+    assert site.machine.state.fragments[0].next_sequence == 4
+    restored(site, known(version=1), lineage=3)
+    ledger = ledger_of(site.machine.state, 0)
+    assert (ledger.merged, ledger.refused, ledger.lost) == (0, 150, 300), "an older backup has none of it"
+
+
+def test_the_number_of_an_update_that_is_being_encoded_is_not_given_again_before_its_bytes_are_gone() -> None:
+    site = Site()
+    site.train(15)  # Sealing number 1.
+    effects = restored(site, known(version=1))
+    assert not of(fx.Release, effects)
+    site.handle(ev.VersionFetched(0, 1, ()))
+    assert not site.train(15), "the retake waits for it as well"
+    assert site.seal(1) == [fx.Forget(0, 1), fx.Release(0, 1)]
+    assert ledger_of(site.machine.state, 0).refused == 150
+    assert only(fx.Retake, site.boundary()).keep == ()
+    assert only(fx.Seal, site.train(15)).sequence == 1
+
+
+def test_a_checkpoint_of_before_the_restore_holds_nothing_that_may_be_sent() -> None:
+    site = Site()
+    site.train(15)
+    restored(site, known(version=1))
+    site.restart(site.machine.snapshot())
+    assert ledger_of(site.machine.state, 0).refused == 150
+    assert not site.machine.state.fragments[0].in_flight
+
+
+def test_what_an_earlier_process_sent_in_this_lineage_is_waited_for() -> None:
+    site = Site(cold=True)
+    site.join(known(version=4, watermark=1, undecided=((1, 70),)), lineage=4)
+    assert ledger_of(site.machine.state, 0).in_flight == 70
+    site.handle(ev.FateTold(told(1, 5, None, "of another process")))
+    assert ledger_of(site.machine.state, 0).merged == 70
+
+
+def test_an_answer_of_an_older_lineage_is_a_late_one() -> None:
+    site = Site()
+    restored(site, lineage=3)
+    assert notes(site.join(epoch=9, lineage=2)) == ["join_ignored"]
+    assert site.machine.state.lineage == 3

@@ -1,0 +1,268 @@
+"""A run that begins again: the values that were wanted, a larger lineage, and nothing half done wherever it is cut."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from diloco.durable import Disk, Step
+from diloco.sync.events import Reason
+from diloco.sync.selection import Selection
+from diloco.sync.state import Line
+from diloco.syncer.backups import back_up
+from diloco.syncer.images import Image
+from diloco.syncer.kept import Kept, KeptError
+from diloco.syncer.leaving_out import held_of
+from diloco.syncer.restoring import Known, RestoreError, restore_backup, restore_in_place, restore_values
+from diloco.syncer.snapshots import FragmentValues, same_values
+from diloco.syncer.store import StoreError
+from diloco.syncer.vault import Vault
+from tests.syncer.building import RUN, update
+from tests.syncer.desk import CARD, Desk
+from tests.syncer.test_kept import RULES, run, versions
+from tests.syncer.test_store import Story
+
+CLOCK_S = 1_800_000_000
+LEFT_OPEN = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+"""A process that ends closes nothing."""
+CHOSEN = [Selection("b", "versions", 1, 3)]
+
+
+class Crash(Exception):
+    """The process would have ended here."""
+
+
+class CrashingDisk(Disk):
+    """Ends in the operation of this number; ``cleanly`` before it does anything."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def reached(self, step: Step) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise Crash(step.value)
+
+
+def stopped(folder: Path, seed: int = 6) -> Desk:
+    """A run that ended with something under way and something waiting."""
+    desk = run(folder, seed)
+    story = Story(desk, 11)
+    while not desk.under_way:
+        story.tell()
+    desk.close()
+    return desk
+
+
+def image_of(folder: Path) -> Image:
+    kept = Kept(folder)
+    rebuilt = kept.replay(RULES, CHOSEN)
+    card = {"run_id": CARD.run_id, "layout_fingerprint": CARD.layout_fingerprint, "shared_digest": CARD.shared_digest}
+    return Image(card, tuple(rebuilt.values), rebuilt.held, {})
+
+
+def assert_goes_on(folder: Path, wanted: tuple[FragmentValues, ...], expected: list[int]) -> Desk:
+    """The folder is a run of a later lineage with ``wanted`` as its present values, and takes updates."""
+    desk = Desk(folder)
+    assert versions(desk) == expected
+    for mine, other in zip(desk.values, wanted, strict=True):
+        assert same_values(
+            mine, FragmentValues(mine.version, other.theta, other.published, other.momentum, other.digest)
+        )
+    assert [fragment.digest for fragment in desk.machine.state.fragments] == [values.digest for values in wanted]
+    assert desk.machine.state.lineage >= CLOCK_S
+    desk.begin()
+    story = Story(desk, 5)
+    for site in desk.machine.state.sites.values():
+        site.process = "0123abcd"
+    before = versions(desk)
+    for _ in range(30):
+        line = desk.machine.state.sites["a"].lines[0]
+        if desk.under_way:
+            desk.finish(sorted(desk.under_way)[0])
+        elif not line.undecided:
+            site = desk.machine.state.sites["a"]
+            desk.push(*update("a", line.watermark + 1, 0, incarnation=site.incarnation, base_version=versions(desk)[0]))
+    assert story.desk is desk
+    assert versions(desk)[0] > before[0], "no version came of it"
+    return desk
+
+
+def test_an_image_becomes_the_next_version_of_every_fragment(tmp_path: Path) -> None:
+    desk = stopped(tmp_path / "run")
+    image = image_of(tmp_path / "run")
+    undecided = sum(len(line.undecided) for site in desk.machine.state.sites.values() for line in site.lines)
+    restored = restore_in_place(tmp_path / "run", CARD, RULES, image, "b was poisoned", Known(CLOCK_S))
+    assert (restored.lineage, restored.refused) == (CLOCK_S, undecided)
+    assert restored.refused > 0, "nothing was in flight: the dice prove nothing"
+    assert restored.versions == tuple(version + 1 for version in versions(desk))
+    again = assert_goes_on(tmp_path / "run", image.fragments, list(restored.versions))
+    reasons = set()
+    for name, site in again.machine.state.sites.items():
+        for index, line in enumerate(site.lines):
+            reasons |= {fate.reason for fate in line.fates}
+            later = sum(fate.tokens for fate in line.fates if fate.version > restored.versions[index] and fate.merged)
+            assert line.tokens_merged == image.held[name, index][0] + later
+    assert Reason.RESTORED in reasons
+    again.close()
+
+
+def test_a_replay_goes_across_the_beginning_of_a_lineage(tmp_path: Path) -> None:
+    stopped(tmp_path / "run")
+    image = image_of(tmp_path / "run")
+    restored = restore_in_place(tmp_path / "run", CARD, RULES, image, "b was poisoned", Known(CLOCK_S))
+    again = assert_goes_on(tmp_path / "run", image.fragments, list(restored.versions))
+    again.close()
+    kept = Kept(tmp_path / "run")
+    assert kept.points()[0].state.lineage == 1, "the oldest snapshot is of the time before"
+    rebuilt = kept.replay(RULES, verify=True)
+    assert rebuilt.machine.state.lineage == CLOCK_S
+    assert all(same_values(one, other) for one, other in zip(rebuilt.values, again.values, strict=True))
+    assert rebuilt.held == held_of(again.machine.state)
+    with pytest.raises(KeptError, match=f"lineage {CLOCK_S} began after what is left out"):
+        kept.replay(RULES, [Selection("a", "versions", kept.points()[0].state.fragments[0].version + 1, 10**6)])
+
+
+def test_what_a_lineage_began_with_is_kept_as_long_as_a_snapshot_is_older(tmp_path: Path) -> None:
+    stopped(tmp_path / "run")
+    restore_in_place(tmp_path / "run", CARD, RULES, image_of(tmp_path / "run"), "why", Known(CLOCK_S))
+    again = Desk(tmp_path / "run")
+    assert again.store.lineages.numbers() == [CLOCK_S]
+    again.snapshot()
+    assert again.store.lineages.numbers() == []
+    again.close()
+
+
+def crash_everywhere(attempt: Callable[[Disk], object], after: Callable[[bool], None], stride: int) -> int:
+    """Run ``attempt`` with a crash at every ``stride``-th disk operation; ``after`` looks at what is left each time."""
+    number = 1 - stride
+    while True:
+        number += stride
+        try:
+            attempt(CrashingDisk(number))
+        except Crash:
+            after(False)
+            continue
+        after(True)
+        return number
+
+
+@LEFT_OPEN
+def test_a_restore_in_place_that_is_cut_short_has_happened_or_has_not(tmp_path: Path) -> None:
+    desk = stopped(tmp_path / "first")
+    image = image_of(tmp_path / "first")
+    before, seen = versions(desk), set()
+
+    def attempt(disk: Disk) -> None:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        shutil.copytree(tmp_path / "first", tmp_path / "run")
+        restore_in_place(tmp_path / "run", CARD, RULES, image, "why", Known(CLOCK_S), disk)
+
+    def after(done: bool) -> None:
+        again = Desk(tmp_path / "run")
+        happened = again.machine.state.lineage == CLOCK_S
+        seen.add(happened)
+        assert happened or not done
+        if happened:
+            assert versions(again) == [version + 1 for version in before]
+            wanted = [each.digest for each in image.fragments]
+        else:
+            assert versions(again) == before
+            wanted = [each.digest for each in desk.values]
+        assert [each.digest for each in again.values] == wanted
+        again.close()
+        once_more = restore_in_place(tmp_path / "run", CARD, RULES, image, "why", Known(CLOCK_S + 1))
+        assert once_more.lineage == CLOCK_S + 1
+        assert Kept(tmp_path / "run").replay(RULES).machine.state.lineage == CLOCK_S + 1
+
+    assert crash_everywhere(attempt, after, 7) > 60
+    assert seen == {True, False}
+
+
+@LEFT_OPEN
+def test_a_backup_becomes_a_run_again_or_the_folder_is_refused(tmp_path: Path) -> None:
+    desk = stopped(tmp_path / "lost")
+    vault = Vault(str(tmp_path / "vault"))
+    back_up(tmp_path / "lost", vault, "one")
+    refused = 0
+
+    def restore(disk: Disk) -> None:
+        restore_backup(
+            tmp_path / "run", CARD, RULES, lambda to: vault.fetch(RUN, "one", to), "lost", Known(CLOCK_S), disk
+        )
+
+    def attempt(disk: Disk) -> None:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        (tmp_path / "run").mkdir()
+        restore(disk)
+
+    def after(done: bool) -> None:
+        nonlocal refused
+        wanted = [version + 1 for version in versions(desk)]
+        if any((tmp_path / "run").iterdir()):
+            try:
+                again = Desk(tmp_path / "run")
+            except StoreError as error:
+                refused += "restore it again" in str(error)
+                assert not done
+            else:
+                assert versions(again) == wanted
+                assert again.machine.state.lineage == CLOCK_S
+                again.close()
+                return
+        assert not done
+        restore(Disk())
+        again = Desk(tmp_path / "run")
+        assert versions(again) == wanted
+        again.close()
+
+    assert crash_everywhere(attempt, after, 7) > 60
+    assert refused > 4
+    assert_goes_on(tmp_path / "run", tuple(desk.values), [version + 1 for version in versions(desk)]).close()
+
+
+def test_a_folder_that_holds_anything_is_not_overwritten(tmp_path: Path) -> None:
+    desk = stopped(tmp_path / "run")
+    vault = Vault(str(tmp_path / "vault"))
+    back_up(tmp_path / "run", vault, "one")
+    with pytest.raises(RestoreError, match=r"is not empty .* move it away first"):
+        restore_backup(tmp_path / "run", CARD, RULES, lambda to: vault.fetch(RUN, "one", to), "lost", Known(CLOCK_S))
+    again = Desk(tmp_path / "run")
+    assert versions(again) == versions(desk)
+    again.close()
+
+
+def test_values_of_a_site_become_a_run(tmp_path: Path) -> None:
+    desk = stopped(tmp_path / "lost")
+    values = tuple(
+        FragmentValues(each.version, each.published, each.published.clone(), None, each.digest) for each in desk.values
+    )
+    (tmp_path / "run").mkdir()
+    lines = {"a": [Line(watermark=9, tokens_merged=300, updates_merged=3), Line(watermark=8)]}
+    restored = restore_values(
+        tmp_path / "run", CARD, RULES, values, lines, "from site a", Known(CLOCK_S, lineage=CLOCK_S + 5, epoch=41)
+    )
+    assert restored.lineage == CLOCK_S + 6, "above what is known, whatever the clock says"
+    assert restored.versions == tuple(each.version + 1 for each in values)
+    again = Desk(tmp_path / "run")
+    assert again.machine.state.epoch == 41
+    assert again.machine.state.sites["a"].lines[0].watermark == 9
+    assert again.machine.state.sites["a"].lines[0].tokens_merged == 300
+    again.close()
+    assert_goes_on(tmp_path / "run", values, list(restored.versions)).close()
+
+
+def test_an_image_of_another_run_and_a_folder_without_one_are_refused(tmp_path: Path) -> None:
+    desk = stopped(tmp_path / "run")
+    image = image_of(tmp_path / "run")
+    other = Image({**image.card, "run_id": "other"}, image.fragments, image.held)
+    with pytest.raises(RestoreError, match="of another run: its run_id is 'other', and here it is 'small'"):
+        restore_in_place(tmp_path / "run", CARD, RULES, other, "why", Known(CLOCK_S))
+    with pytest.raises(RestoreError, match="holds no run"):
+        restore_in_place(tmp_path / "none", CARD, RULES, image, "why", Known(CLOCK_S))
+    again = Desk(tmp_path / "run")
+    assert versions(again) == versions(desk)
+    again.close()

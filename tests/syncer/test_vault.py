@@ -1,0 +1,92 @@
+"""Backups where they lie: whole or not there, and every byte what it was."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from diloco.syncer.vault import BackupError, BackupFacts, Vault
+from tests.syncer.building import files
+
+FACTS = BackupFacts(1, "run", 3, 7, (4, 5), 1000, "2026-11-21T04:00:00+00:00", {})
+
+
+def content(folder: Path) -> dict[str, Path | bytes]:
+    (folder / "large").write_bytes(bytes(range(256)) * 40_000)
+    return {"run.json": b"{}", "snapshots/00000001/large": folder / "large"}
+
+
+@pytest.mark.parametrize("kind", ["folder", "memory"])
+def test_what_is_put_there_comes_back(tmp_path: Path, kind: str) -> None:
+    vault = Vault(str(tmp_path / "vault") if kind == "folder" else f"memory://{uuid.uuid4()}")
+    assert vault.names("run") == []
+    told = vault.put("run", "first", content(tmp_path), FACTS)
+    vault.put("run", "second", {"run.json": b"2"}, FACTS)
+    assert vault.names("run") == ["first", "second"]
+    assert vault.names("another") == []
+    assert vault.facts("run", "first") == told
+    assert (told.versions, told.files["run.json"].bytes) == ((4, 5), 2)
+    assert vault.fetch("run", "first", tmp_path / "back") == told
+    assert set(files(tmp_path / "back")) == {"run.json", "snapshots/00000001/large"}
+    assert (tmp_path / "back/snapshots/00000001/large").read_bytes() == (tmp_path / "large").read_bytes()
+    vault.drop("run", "first")
+    assert vault.names("run") == ["second"]
+    assert vault.leftovers("run") == []
+
+
+def test_without_its_marker_it_is_none(tmp_path: Path) -> None:
+    vault = Vault(str(tmp_path / "vault"))
+    vault.put("run", "first", content(tmp_path), FACTS)
+    (tmp_path / "vault/run/first/backup.json").unlink()
+    assert vault.names("run") == []
+    assert vault.leftovers("run") == ["first"]
+    with pytest.raises(BackupError, match=r"run/first/backup\.json is missing"):
+        vault.fetch("run", "first", tmp_path / "back")
+    vault.drop("run", "first")
+    assert vault.leftovers("run") == []
+
+
+def test_damage_is_named_and_nothing_is_written_outside(tmp_path: Path) -> None:
+    vault = Vault(str(tmp_path / "vault"))
+    vault.put("run", "first", content(tmp_path), FACTS)
+    there = tmp_path / "vault/run/first"
+    marker = (there / "backup.json").read_text()
+    (there / "run.json").write_bytes(b"[]")
+    with pytest.raises(BackupError, match=r"first/run\.json is damaged: 2 bytes with SHA-256"):
+        vault.fetch("run", "first", tmp_path / "back")
+    (there / "run.json").unlink()
+    with pytest.raises(BackupError, match=r"first/run\.json is missing"):
+        vault.fetch("run", "first", tmp_path / "back")
+    for changed, said in (
+        (marker.replace('"format": 1', '"format": 9'), "has format 9"),
+        (marker.replace("run.json", "../out.json"), "names '../out.json': outside of it"),
+        (marker.replace("run.json", "/out.json"), "names '/out.json': outside of it"),
+        (marker[:-9], "is damaged"),
+    ):
+        (there / "backup.json").write_text(changed)
+        with pytest.raises(BackupError, match=said):
+            vault.fetch("run", "first", tmp_path / "back")
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_a_place_that_changes_what_is_written_gets_no_backup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vault = Vault(str(tmp_path / "vault"))
+    copy = Vault._copy
+
+    def rots(self: Vault, content: Path | bytes, path: str) -> object:
+        told = copy(self, content, path)
+        Path(path).write_bytes(Path(path).read_bytes()[:-1] + b"?")
+        return told
+
+    monkeypatch.setattr(Vault, "_copy", rots)
+    with pytest.raises(BackupError, match="is not what was written there a moment ago"):
+        vault.put("run", "first", content(tmp_path), FACTS)
+    assert vault.names("run") == []
+
+
+@pytest.mark.parametrize(("url", "said"), [("zz://place", "Protocol not known: zz"), ("s3://bucket/x", "s3fs")])
+def test_a_place_that_cannot_be_reached_from_here_is_said(url: str, said: str) -> None:
+    with pytest.raises(BackupError, match=said):
+        Vault(url)
