@@ -26,6 +26,7 @@ from torch import Tensor
 
 from diloco.codec.contract import digest
 from diloco.durable import PLAIN_DISK, Disk, KillingDisk, Step
+from diloco.inner import checkpoint
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo
 from diloco.learner.agent import Agent, AgentOptions, Finished
@@ -117,6 +118,7 @@ class Toy:
         restored: object = None,
         group: SiteGroup | None = None,
         disk: Disk = PLAIN_DISK,
+        redo: StepInfo | None = None,
     ) -> Agent:
         learner = LearnerOptions(
             num_fragments=self.fragments, inner_steps=self.inner_steps, adopt=self.adopt, lock_step=self.lock_step
@@ -127,7 +129,7 @@ class Toy:
         client = SyncClient(address, site, RUN, SecurityOptions(token=self.token), ClientOptions(**self.client))  # type: ignore[arg-type]
         group = group or SiteGroup()
         layout, agreement = self.layout(), self.agreement()
-        return Agent(options, learner, layout, parameters, agreement, client, site, emit, group, restored, disk=disk)
+        return Agent(options, learner, layout, parameters, agreement, client, site, emit, group, restored, redo, disk)
 
 
 def generator(seed: int, name: str, step: int) -> torch.Generator:
@@ -188,8 +190,10 @@ class ToySite:
         self.steps = 0
         self.trained = 0
         self.halt = threading.Event()
+        self.disk = disk
+        self.redo: StepInfo | None = None
         restored = self._load()
-        self.agent = toy.agent(site, address, self.parameters, emit, restored, disk=disk)
+        self.agent = toy.agent(site, address, self.parameters, emit, restored, disk=disk, redo=self.redo)
 
     def run(
         self,
@@ -200,44 +204,47 @@ class ToySite:
     ) -> Finished:
         """Train until the agent says stop; ``after`` is told at each boundary how many steps this process has made."""
         cursor = self.agent.start()
+        # The step of a checkpoint, which its machine had not heard of.
+        stop = self.redo is not None and self.agent.after_step(self.redo).stop
         self.steps = max(self.steps, cursor)
-        while self.steps < until_step:
+        while self.steps < until_step and not stop:
             if self.halt.is_set():
                 return Finished("halted", "the test is over", {})
             self.steps += 1
             if step_s:
                 time.sleep(step_s)
             train(self.parameters, self.toy.seed, self.site, self.steps)
-            if checkpoint_every and self.steps % checkpoint_every == 0:
-                self._save()
             info = StepInfo(
                 self.steps, 1.0, TOKENS_PER_STEP, 0, max(1, int(step_s * 1e9)), self.steps, 1.0, 0.1, applied=True
             )
-            verdict = self.agent.after_step(info)
+            if checkpoint_every and self.steps % checkpoint_every == 0:
+                self._save(info)
+            stop = self.agent.after_step(info).stop
             self.trained += 1
             if after is not None:
                 after(self.trained)
-            if verdict.stop:
-                break
         return self.agent.finish()
 
-    def _path(self) -> Path:
-        return Path(self.toy.folder) / self.site / "checkpoint.pt"
+    def _folder(self) -> Path:
+        return Path(self.toy.folder) / self.site / "checkpoints"
 
-    def _save(self) -> None:
+    def _save(self, info: StepInfo) -> None:
+        """As the inner trainer does it: after the step, before the agent hears of it."""
         tensors, meta = self.agent.state()
-        beside = self._path().with_suffix(".tmp")
-        torch.save({"parameters": self.parameters, "tensors": tensors, "meta": meta, "steps": self.steps}, beside)
-        beside.replace(self._path())
+        named = {f"parameters/{name}": values for name, values in self.parameters.items()}
+        named |= {f"agent/{name}": values.clone() for name, values in tensors.items()}
+        facts = {"agent": meta, "last": asdict(info)}
+        checkpoint.save(self._folder(), f"step-{info.step:08d}", named, facts, keep=2, disk=self.disk)
 
     def _load(self) -> object:
-        if not self._path().exists():
+        found = checkpoint.latest(self._folder())
+        if found is None:
             return None
-        found = torch.load(self._path(), weights_only=True)
-        for name, values in found["parameters"].items():
+        for name, values in found.part("parameters").items():
             self.parameters[name].copy_(values)
-        self.steps = found["steps"]
-        return found["tensors"], found["meta"]
+        self.redo = StepInfo(**found.meta["last"])
+        self.steps = self.redo.step
+        return found.part("agent"), found.meta["agent"]
 
 
 # --- dying on purpose ------------------------------------------------------------------------------------------
