@@ -6,25 +6,45 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from diloco.codec.contract import digest
 from diloco.learner.agent import Finished
+from diloco.outer.fragments import Layout
+from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.effects import AnswerPush, PublishVersion, StartOuterStep, TellFate
 from diloco.sync.events import Ending, Fate, Outcome, OuterStepDone, SyncerStarted, UpdateArrived
 from diloco.sync.journal import Record, replay
+from diloco.sync.options import OuterOptions
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.exporting import full_parameters
-from diloco.syncer.journal_files import read_file
+from diloco.syncer.journal_files import JournalFiles
 from diloco.syncer.snapshots import FragmentValues, Snapshots
 from diloco.syncer.store import RunCard, Store
 from tests.loopback.cluster import Log
-from tests.loopback.toy import RUN, Toy
 
 Key = tuple[str, int, int]
 """Site, fragment, sequence."""
+
+
+class Run(Protocol):
+    """What an audit must know of a run.  ``folder`` has ``syncer`` in it, and ``archive`` if anything was pruned."""
+
+    @property
+    def folder(self) -> str: ...
+    @property
+    def run_id(self) -> str: ...
+    @property
+    def codec(self) -> str: ...
+    @property
+    def fragments(self) -> int: ...
+    def layout(self) -> Layout: ...
+    def version_zero(self) -> list[Tensor]: ...
+    def rules(self) -> tuple[OuterOptions, OuterOptimizerOptions]: ...
 
 
 @dataclass(frozen=True)
@@ -37,25 +57,31 @@ class History:
     published: dict[tuple[int, int], str]
 
 
-def segments(toy: Toy) -> dict[str, Path]:
-    """Every journal segment there ever was, by name."""
-    folders = (Path(toy.folder) / "archive" / "journal", Path(toy.folder) / "syncer" / "journal")
-    return {path.name: path for folder in folders for path in sorted(folder.glob("journal-*.log"))}
+def gather_journal(run: Run, folder: Path) -> None:
+    """Copy every journal segment there ever was into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for source in (Path(run.folder) / "archive" / "journal", Path(run.folder) / "syncer" / "journal"):
+        for path in source.glob("journal-*.log"):
+            shutil.copyfile(path, folder / path.name)
 
 
-def all_records(toy: Toy) -> list[Record]:
-    found = segments(toy)
-    assert sorted(found) == [f"journal-{index:06d}.log" for index in range(1, len(found) + 1)], sorted(found)
-    return [record for name in sorted(found) for record in read_file(found[name]).records]
+def all_records(run: Run) -> list[Record]:
+    """Every record there ever was, read from copies by the product's own reader."""
+    folder = Path(run.folder) / "gathered"
+    gather_journal(run, folder)
+    journal = JournalFiles(folder)
+    journal.close()
+    assert min(journal.segments()) == 1, journal.segments()
+    return journal.read(1)
 
 
-def history(toy: Toy) -> History:
+def history(run: Run) -> History:
     """Replay everything from version 0 and look at each decision: once each, and versions that rise by one."""
-    machine, _ = version_zero(toy)
+    machine, _ = version_zero(run)
     told = History(machine, {}, {}, {})
     steps: dict[tuple[int, int], StartOuterStep] = {}
     epoch = 0
-    for record, effects in replay(machine, all_records(toy)):
+    for record, effects in replay(machine, all_records(run)):
         event = record.event
         if isinstance(event, SyncerStarted):
             assert event.epoch > epoch, "an epoch came twice"
@@ -93,37 +119,36 @@ def _merged_once(step: StartOuterStep, told: History, told_now: set[int]) -> Non
             assert key not in told.fates or told.fates[key].version == step.version, f"{key} was merged twice"
 
 
-def version_zero(toy: Toy) -> tuple[OuterSync, list[FragmentValues]]:
-    rules, _ = toy.rules()
+def version_zero(run: Run) -> tuple[OuterSync, list[FragmentValues]]:
+    rules, _ = run.rules()
     machine = OuterSync(rules)
-    values = [FragmentValues(0, first, first.clone(), None, digest(first)) for first in toy.version_zero()]
+    values = [FragmentValues(0, first, first.clone(), None, digest(first)) for first in run.version_zero()]
     for fragment, first in zip(machine.state.fragments, values, strict=True):
         fragment.digest = first.digest
     return machine, values
 
 
-def computed_again(toy: Toy) -> list[FragmentValues]:
+def computed_again(run: Run) -> list[FragmentValues]:
     """Every outer step again, from version 0 and the payloads alone, by the product's own recovery."""
-    folder = Path(toy.folder) / "computed-again"
-    card = RunCard(RUN, toy.layout().fingerprint, "")
+    folder = Path(run.folder) / "computed-again"
+    card = RunCard(run.run_id, run.layout().fingerprint, "")
     store = Store(folder, card)
-    store.begin(*version_zero(toy))
+    store.begin(*version_zero(run))
     store.journal.close()
-    for name, path in segments(toy).items():
-        shutil.copyfile(path, folder / "journal" / name)
-    for spool in (Path(toy.folder) / "archive" / "spool", Path(toy.folder) / "syncer" / "spool"):
+    gather_journal(run, folder / "journal")
+    for spool in (Path(run.folder) / "archive" / "spool", Path(run.folder) / "syncer" / "spool"):
         if spool.exists():
             shutil.copytree(spool, folder / "spool", dirs_exist_ok=True)
-    rules, optimizer = toy.rules()
+    rules, optimizer = run.rules()
     store = Store(folder, card)
-    found = store.recover(rules, optimizer, toy.codec)
+    found = store.recover(rules, optimizer, run.codec)
     store.journal.close()
     return found.holdings.values
 
 
-def audit(toy: Toy, syncers: Sequence[Log], sites: dict[str, Sequence[Log]], finished: dict[str, Finished]) -> History:
+def audit(run: Run, syncers: Sequence[Log], sites: dict[str, Sequence[Log]], finished: dict[str, Finished]) -> History:
     """Check a run that has ended.  ``syncers`` and ``sites`` are the logs of all processes, in order."""
-    told = history(toy)
+    told = history(run)
     _versions_never_go_back(told, syncers, sites)
     for site, logs in sites.items():
         for log in logs:
@@ -135,35 +160,36 @@ def audit(toy: Toy, syncers: Sequence[Log], sites: dict[str, Sequence[Log]], fin
         ledger = done.ledger
         assert ledger["processed"] == sum(ledger[part] for part in ledger if part != "processed"), (site, ledger)
         lines = told.machine.state.sites[site].lines
-        merged = sum(line.tokens_merged for line in lines) // toy.fragments
+        merged = sum(line.tokens_merged for line in lines) // run.fragments
         assert ledger["merged"] == merged, (site, ledger, merged)
-        assert merged == sum(f.tokens for key, f in told.fates.items() if key[0] == site and f.merged) // toy.fragments
-    again = computed_again(toy)
-    for values, kept in zip(again, last_snapshot(toy), strict=True):
+        assert merged == sum(f.tokens for key, f in told.fates.items() if key[0] == site and f.merged) // run.fragments
+    again = computed_again(run)
+    for values, kept in zip(again, last_snapshot(run), strict=True):
         assert values.digest == kept.digest == digest(kept.published), "the last snapshot is not the journal's"
         assert torch.equal(values.theta, kept.theta)
     if told.machine.state.ending is Ending.FINISHED:
-        final = load_file(Path(toy.folder) / "syncer" / "final" / "model.safetensors")
-        wanted = full_parameters(toy.layout(), [values.published for values in again])
+        final = load_file(Path(run.folder) / "syncer" / "final" / "model.safetensors")
+        wanted = full_parameters(run.layout(), [values.published for values in again])
         assert all(torch.equal(final[name], wanted[name]) for name in wanted), "the final state is not the journal's"
     return told
 
 
-def last_snapshot(toy: Toy) -> tuple[FragmentValues, ...]:
-    kept = Snapshots(Path(toy.folder) / "syncer" / "snapshots")
+def last_snapshot(run: Run) -> tuple[FragmentValues, ...]:
+    kept = Snapshots(Path(run.folder) / "syncer" / "snapshots")
     return kept.load(kept.numbers()[-1]).fragments
 
 
 def _versions_never_go_back(told: History, syncers: Sequence[Log], sites: dict[str, Sequence[Log]]) -> None:
     latest: dict[int, int] = {}
     for log in syncers:
+        before = dict(latest)  # A process may publish before it has said that it started.
         for event in log.events:
             if event["what"] == "syncer_started":
                 versions = event["versions"]
                 assert isinstance(versions, list)
                 for fragment, version in enumerate(versions):
-                    assert version >= latest.get(fragment, 0), f"the syncer came back older: {event}"
-                    latest[fragment] = version
+                    assert version >= before.get(fragment, 0), f"the syncer came back older: {event}"
+                    latest[fragment] = max(version, latest.get(fragment, 0))
             elif event["what"] == "published":
                 place = (int(str(event["fragment"])), int(str(event["version"])))
                 assert place[1] > latest.get(place[0], 0), event
