@@ -8,7 +8,7 @@ PYTHON := $(shell for p in python3.12 python3.11 python3; do \
 endif
 VENV = $(or $(PYTHON),$(error Python 3.11 or newer with venv is needed: make PYTHON=/path/to/python3)) -m venv
 BIN := .venv/bin
-.PHONY: demo test check protos bench swarm soak flood fuzz-inputs
+.PHONY: demo test check protos bench swarm soak flood upgrade crash fuzz-inputs
 
 demo: .venv/.ready
 	$(BIN)/diloco up $(ARGS)
@@ -28,12 +28,19 @@ bench: .venv/.ready
 HUNT = $(BIN)/python -m tests.hunts
 SEEDS ?= 200
 MINUTES ?= 1
+KILLS ?= 100
 
 swarm: .venv/.ready
 	$(HUNT).swarm --seeds $(SEEDS) $(ARGS)
 
 soak: .venv/.ready
 	$(HUNT).soak --minutes $(MINUTES) $(ARGS)
+
+upgrade: .venv/.ready
+	$(HUNT).upgrade $(if $(FROM),--from $(FROM)) $(ARGS)
+
+crash: .venv/.ready
+	$(HUNT).crash --kills $(KILLS) $(ARGS)
 
 flood: .venv/.ready
 	$(HUNT).flood $(ARGS)

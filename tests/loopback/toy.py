@@ -71,6 +71,10 @@ class Toy:
     server: dict[str, object] = field(default_factory=dict)
 
     @property
+    def run_id(self) -> str:
+        return RUN
+
+    @property
     def fragments(self) -> int:
         return int(str(self.outer.get("num_fragments", 1)))
 
@@ -252,7 +256,8 @@ class ToySite:
 
 def _half_removed(folder: str) -> None:
     """What rmtree has done when it is interrupted."""
-    sorted(Path(folder).iterdir())[-1].unlink()
+    for path in sorted(Path(folder).iterdir())[-1:]:
+        path.unlink()
 
 
 PLACES: dict[str, tuple[object, str, bool | Callable[..., None]]] = {
@@ -347,11 +352,12 @@ def main(role: str, toy: Toy, death: tuple[str, int] | None, mine: dict[str, Any
 
 
 def run_syncer(toy: Toy, emit: Emit, mine: dict[str, Any], disk: Disk) -> None:
-    del mine
     syncer = toy.syncer(emit, disk)
     emit("listening", {"address": syncer.start()})
     while (ending := syncer.wait(0.2)) is None:
         pass
+    while mine.get("stay"):  # Until it is killed: for sites that ask after the end.
+        time.sleep(0.1)
     syncer.linger()
     syncer.stop()
     emit("ended", {"ending": ending.value})

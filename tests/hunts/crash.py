@@ -1,0 +1,323 @@
+"""``make crash KILLS=100``: kill -9 at every named durable step of syncer and sites, again and again in one run.
+
+Real processes over real gRPC.  Every life of a process but the last has its death: at a passage of a step of
+``diloco.durable.Step``, at a place in ``tests/loopback/toy.py``, or at an instant.  The step that was killed at least
+often comes next.  When the run has ended its books are audited, and in every second run, which is in lock-step, every
+update and the final parameters must be those of the twin that nobody killed, bit for bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from diloco.durable import Step
+from diloco.learner.agent import Finished
+from tests.hunts.reporting import Hunt
+from tests.loopback.audit import History, audit
+from tests.loopback.cluster import Log, Process, free_port
+from tests.loopback.stranger import Stranger
+from tests.loopback.toy import Toy
+
+BOUND_S = 120.0
+SITES = ("a", "b")
+STEP_S = 0.003
+ENOUGH = 10
+"""So many kills for each case, and every case has come at least once."""
+INSTANT = "instant"
+"""A death that no place has: SIGKILL from outside, some time after the process began."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Where a process is killed: at one of the first ``passages`` of a step, in a life of ``role``.
+
+    ``before`` brings about what the step is for, and says whether it could.  ``when`` is the part of the run in which
+    the step is passed at all: "first" lives only, or after the "last" version.
+    """
+
+    role: str
+    passages: int
+    before: Callable[[Path], bool] = lambda folder: True
+    when: str = ""
+    asynchronous: bool = False
+    """Only in runs that are not in lock-step, where a stranger may push as well."""
+
+
+def torn_journal(folder: Path) -> bool:
+    """What a power cut may leave behind the last frame."""
+    segments = sorted((folder / "journal").glob("journal-*.log"))
+    if not segments or segments[-1].stat().st_size == 0:
+        return False
+    with segments[-1].open("ab") as file:
+        file.write(bytes(37))
+    return True
+
+
+def damaged_snapshot(folder: Path) -> bool:
+    """A bit is flipped in the newest of several snapshots; the one before it and the journal have all that it had."""
+    found = sorted(path for path in (folder / "snapshots").glob("*") if path.name.isdigit())
+    if len(found) < 2:
+        return False
+    data = bytearray((found[-1] / "state.json").read_bytes())
+    data[len(data) // 2] ^= 1
+    (found[-1] / "state.json").write_bytes(data)
+    return True
+
+
+CASES: Mapping[Step | str, Case] = {
+    Step.CARD: Case("syncer", 8, when="first"),
+    Step.FOLDER: Case("syncer", 12),
+    Step.SPOOL_WRITE: Case("syncer", 16),
+    Step.SPOOL_SITE: Case("syncer", 8),
+    Step.SPOOL_SYNC: Case("syncer", 8),
+    Step.SPOOL_RENAME: Case("syncer", 8),
+    Step.SPOOL_FOLDER: Case("syncer", 8),
+    Step.SPOOL_DROP: Case("syncer", 4),
+    Step.SPOOL_DISCARD: Case("syncer", 2, asynchronous=True),
+    Step.JOURNAL_BEGIN: Case("syncer", 8),
+    Step.JOURNAL_WRITE: Case("syncer", 24),
+    Step.JOURNAL_SYNC: Case("syncer", 24),
+    Step.JOURNAL_MARK: Case("syncer", 24),
+    Step.JOURNAL_CUT: Case("syncer", 2, before=torn_journal),
+    Step.JOURNAL_PRUNE: Case("syncer", 4),
+    Step.SNAPSHOT_BEGIN: Case("syncer", 4),
+    Step.SNAPSHOT_FILE: Case("syncer", 64),
+    Step.SNAPSHOT_RENAME: Case("syncer", 4),
+    Step.SNAPSHOT_FOLDER: Case("syncer", 4),
+    Step.SNAPSHOT_PRUNE: Case("syncer", 6),
+    Step.SNAPSHOT_ASIDE: Case("syncer", 2, before=damaged_snapshot),
+    Step.MERGE: Case("syncer", 12),
+    Step.ACK: Case("syncer", 16),
+    Step.FATE: Case("syncer", 12),
+    Step.PUBLISH: Case("syncer", 12),
+    Step.EXPORT: Case("syncer", 18, when="last"),
+    Step.OUTBOX_PUT: Case("site", 24),
+    Step.OUTBOX_DROP: Case("site", 4),
+    Step.ODOMETER: Case("site", 40),
+    Step.CHECKPOINT_BEGIN: Case("site", 8),
+    Step.CHECKPOINT_FILE: Case("site", 24),
+    Step.CHECKPOINT_RENAME: Case("site", 8),
+    Step.CHECKPOINT_FOLDER: Case("site", 16),
+    Step.CHECKPOINT_PRUNE: Case("site", 8),
+    "merged": Case("syncer", 4),
+    "snapshot_half_pruned": Case("syncer", 2),
+    "push": Case("site", 6),
+    "pushed": Case("site", 6),
+    "adopt": Case("site", 6),
+    "adopted": Case("site", 6),
+    "pulled": Case("site", 6),
+}
+BY_HAND: Mapping[Step, str] = {
+    Step.FILE: "nothing acknowledged rests on it, and its writers take no other disk",
+    Step.SPOOL_BACK: "needs two pushes that overtake each other; killed in test_crash.py",
+}
+
+
+@dataclass
+class Actor:
+    """One of the run's processes through all its lives."""
+
+    name: str
+    process: Process | None = None
+    death: tuple[str, int] | None = None
+    kill_at_s: float | None = None
+    began_s: float = 0.0
+    logs: list[Log] = field(default_factory=list)
+    done: bool = False
+
+    @property
+    def role(self) -> str:
+        return "syncer" if self.name == "syncer" else "site"
+
+
+class Killing:
+    """One run, from its first process to its audit."""
+
+    def __init__(self, folder: Path, seed: int, killed: Counter[str], kills_max: int, *, lock_step: bool) -> None:
+        self.dice = random.Random(f"crash/{seed}")
+        self.killed = killed
+        self.kills_left = kills_max
+        self.lock_step = lock_step
+        self.toy = the_toy(folder, lock_step=lock_step)
+        self.actors = {name: Actor(name) for name in ("syncer", *SITES)}
+        self.kills = 0
+        self.over = False
+
+    @property
+    def data(self) -> Path:
+        return Path(self.toy.folder) / "syncer"
+
+    def run(self) -> History:
+        address = f"127.0.0.1:{self.toy.port}"
+        with ExitStack() as alive:
+            if not self.lock_step:
+                alive.enter_context(Stranger(self.toy, address))
+            for actor in self.actors.values():
+                self._begin(actor, alive)
+            while not all(actor.done for actor in self.actors.values()):
+                for actor in self.actors.values():
+                    self._look_at(actor, alive)
+                time.sleep(0.005)
+        return self._audited()
+
+    # --- lives -------------------------------------------------------------------------------------------------
+
+    def _begin(self, actor: Actor, alive: ExitStack) -> None:
+        """Start the next life, with its death."""
+        actor.death, actor.kill_at_s = self._next_death(actor), None
+        mine: dict[str, object] = {"stay": True} if self.over else {}
+        if actor.role == "site":
+            mine = {"site": actor.name, "address": f"127.0.0.1:{self.toy.port}", "checkpoint_every": 3}
+            mine["step_s"] = STEP_S if actor.name == "a" else 1.7 * STEP_S
+        place = actor.death if actor.death and actor.death[0] != INSTANT else None
+        actor.process = Process(actor.role, self.toy, place, **mine)
+        alive.callback(actor.process.__exit__)
+        actor.began_s = time.monotonic()
+        if actor.death and actor.death[0] == INSTANT:
+            actor.kill_at_s = actor.began_s + actor.death[1] / 1000
+        actor.logs.append(actor.process.log)
+
+    def _next_death(self, actor: Actor) -> tuple[str, int] | None:
+        if self.kills_left <= 0 or self.over:
+            return None
+        if self.dice.random() < 0.15:
+            return INSTANT, self.dice.randrange(20, 1500)
+        wanted = [name for name, case in CASES.items() if self._is_time(actor, case)]
+        self.dice.shuffle(wanted)
+        for name in sorted(wanted, key=lambda name: self.killed[name]):
+            if CASES[name].before(self.data):
+                return str(name), self.dice.randint(1, CASES[name].passages)
+        return None
+
+    def _is_time(self, actor: Actor, case: Case) -> bool:
+        if case.role != actor.role or (case.asynchronous and self.lock_step):
+            return False
+        if case.when == "first":
+            return not (self.data / "run.json").exists()
+        return case.when != "last" or self._is_late()
+
+    def _is_late(self) -> bool:
+        told = [event for log in self.actors["syncer"].logs for event in log.of("published")]
+        return bool(told) and int(str(told[-1]["progress_ppm"])) > 850_000
+
+    def _look_at(self, actor: Actor, alive: ExitStack) -> None:
+        process = actor.process
+        if process is None or (actor.done and actor.role == "site"):
+            return
+        now_s = time.monotonic()
+        status = process.wait(0)
+        if status is None:
+            if actor.kill_at_s is not None and now_s >= actor.kill_at_s:
+                actor.kill_at_s = None
+                with suppress(ProcessLookupError):  # It has ended by itself in this very moment.
+                    process.send(signal.SIGKILL)
+            assert self.over or now_s - actor.began_s < BOUND_S, (
+                f"{actor.name} still lives after {BOUND_S} s: {actor.death}"
+            )
+            return
+        process.wait(20.0)
+        assert status in (0, -9), f"{actor.name} ended with {status}; {process.errors}"
+        if status == -9:
+            assert actor.death is not None, f"{actor.name} was killed by somebody else"
+            self.kills, self.kills_left = self.kills + 1, self.kills_left - 1
+            self.killed[actor.death[0]] += 1
+            self._begin(actor, alive)
+            return
+        actor.done = True
+        if actor.name == "syncer":
+            # A site that was killed at the end asks once more; whoever started the syncer starts it again for that.
+            self.over = True
+            self._begin(actor, alive)
+
+    # --- afterwards --------------------------------------------------------------------------------------------
+
+    def _audited(self) -> History:
+        finished: dict[str, Finished] = {}
+        for site in SITES:
+            (event,) = self.actors[site].logs[-1].of("finished")
+            assert event["ending"] == "finished", event
+            finished[site] = Finished(event["ending"], str(event["why"]), event["ledger"])  # type: ignore[arg-type]
+        logs = {site: self.actors[site].logs for site in SITES}
+        return audit(self.toy, self.actors["syncer"].logs, logs, finished)
+
+    def final(self) -> dict[str, torch.Tensor]:
+        return load_file(self.data / "final" / "model.safetensors")
+
+
+def the_toy(folder: Path, *, lock_step: bool) -> Toy:
+    """Two sites and two fragments; in lock-step without a codec, so that nothing hangs on when a process died."""
+    common: dict[str, object] = {"folder": str(folder), "inner_steps": 6, "seed": 11, "port": free_port()}
+    outer: dict[str, object] = {"num_fragments": 2, "grace": "fixed"}
+    if lock_step:
+        budget = {"token_budget": 30 * 2 * 6 * 10, "grace_ns": 0, "weights": "uniform"}
+        outer |= {**budget, "quorum": "all", "quorum_min": 2, "site_timeout_ns": 600 * 10**9}
+        optimizer = {"kind": "nesterov", "lr": 0.7, "momentum": 0.9}
+        return Toy(**common, lock_step=True, outer=outer, optimizer=optimizer)  # type: ignore[arg-type]
+    outer |= {"grace_ns": 5_000_000, "token_budget": 20_000}
+    return Toy(**common, codec="int8", outer=outer)  # type: ignore[arg-type]
+
+
+def twin(folder: Path) -> tuple[History, dict[str, torch.Tensor]]:
+    """The run in lock-step in which nobody dies."""
+    unkilled = Killing(folder, 0, Counter(), 0, lock_step=True)
+    return unkilled.run(), unkilled.final()
+
+
+def compare(found: History, final: dict[str, torch.Tensor], wanted: tuple[History, dict[str, torch.Tensor]]) -> None:
+    """Invariant 11: whatever was done again has the same id and the same content, and the run ends in the same bits."""
+    assert found.accepted == wanted[0].accepted, "an update has another content than the twin's"
+    assert found.published == wanted[0].published, "a version differs from the twin's"
+    assert {key: fate.version for key, fate in found.fates.items()} == {
+        key: fate.version for key, fate in wanted[0].fates.items()
+    }
+    assert final.keys() == wanted[1].keys()
+    assert all(torch.equal(final[name], wanted[1][name]) for name in final), "the run ends in other bits"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    hunt = Hunt("crash", __doc__)
+    hunt.parser.add_argument("--kills", type=int, default=100, help="kill at least so many times (default: 100)")
+    asked = hunt.asked(arguments)
+    killed: Counter[str] = Counter()
+    kills = updates = runs = 0
+    replay = {"seed": asked.seed, "kills": asked.kills}
+    with tempfile.TemporaryDirectory(prefix="crash-") as folder:
+        unkilled = twin(Path(folder) / "twin")
+        for number in itertools.count():
+            if kills >= asked.kills:
+                break
+            seed, here = asked.seed * 1000 + number, Path(folder) / str(number)
+            run = Killing(here, seed, killed, asked.kills - kills, lock_step=number % 2 == 0)
+            try:
+                told = run.run()
+                if run.lock_step:
+                    compare(told, run.final(), unkilled)
+            except AssertionError as error:
+                kept = shutil.copytree(here, tempfile.mkdtemp(prefix="crash-kept-"), dirs_exist_ok=True)
+                hunt.violated(f"run {number}, kept in {kept}: {' '.join(str(error).split())}", **replay)
+                break
+            shutil.rmtree(here)
+            kills, runs, updates = kills + run.kills, runs + 1, updates + len(told.accepted)
+    never = sorted(str(name) for name in CASES if not killed[name])
+    if never and kills >= ENOUGH * len(CASES):
+        hunt.violated(f"in {kills} kills none at {', '.join(never)}", **replay)
+    counts = {"kills": kills, "runs": runs, "updates": updates, "killed_at": dict(sorted(killed.items()))}
+    return hunt.finish({**counts, "never_killed_at": never})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
