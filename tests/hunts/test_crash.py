@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from diloco.durable import KillingDisk, Step
-from diloco.syncer.spool import Spool
+from diloco.syncer.spool import Settled, Spool
 from diloco.wire.messages import PushHeader
 from tests.hunts.crash import BY_HAND, CASES, main
 
@@ -30,7 +30,7 @@ def give_back(folder: Path, passage: int) -> None:
     partial = spool.open_partial(HEADER)
     partial.write(memoryview(PAYLOAD))
     partial.digest()
-    spool.give_back(spool.keep(partial, HEADER), partial)
+    spool.settle(spool.keep(partial, HEADER), Settled.GIVEN_BACK, partial)
 
 
 @pytest.mark.parametrize("passage", [1, 2])
