@@ -8,7 +8,7 @@ PYTHON := $(shell for p in python3.12 python3.11 python3; do \
 endif
 VENV = $(or $(PYTHON),$(error Python 3.11 or newer with venv is needed: make PYTHON=/path/to/python3)) -m venv
 BIN := .venv/bin
-.PHONY: demo test check protos bench swarm soak flood upgrade crash fuzz-inputs
+.PHONY: demo test check protos bench swarm soak flood upgrade crash fuzz-inputs disaster
 
 demo: .venv/.ready
 	$(BIN)/diloco up $(ARGS)
@@ -44,6 +44,8 @@ crash: .venv/.ready
 
 flood: .venv/.ready
 	$(HUNT).flood $(ARGS)
+disaster: .venv/.ready
+	$(HUNT).disaster $(ARGS)
 
 fuzz-inputs: .venv/.ready
 	$(HUNT).fuzz_inputs $(if $(N),--n $(N)) $(ARGS)

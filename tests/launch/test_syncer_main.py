@@ -83,3 +83,15 @@ def test_never_and_must(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().err.splitlines()
     assert "there is no run otter in runs" in told[0]
     assert "take another run.name" in told[1]
+
+
+def test_a_run_whose_data_is_lost_does_not_begin_anew_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("runs/otter").mkdir(parents=True)
+    Path("runs/otter/events.jsonl").write_text('{"at": 1, "who": "syncer", "what": "published", "version": 1}\n')
+    for there in (False, True):
+        if there:
+            Path("runs/otter/syncer").mkdir()  # An empty volume in its place.
+        assert main(["syncer", *TINY, LISTEN, "run.name=otter"]) == 1
+        said = capsys.readouterr().err
+        assert "has published versions and runs/otter/syncer is gone: diloco restore takes it up again" in said
+        assert said.count("\n") == 1
