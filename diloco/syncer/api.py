@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from types import MappingProxyType
@@ -67,6 +68,7 @@ class Api:
         self._syncer = syncer
         self.tally = Tally()
         self._protocols: dict[str, int] = {}
+        self._checks = threading.BoundedSemaphore(syncer.network.checks_max)
 
     def join(self, request: JoinAsk, identity: Identity) -> JoinReply:
         """Take a learner process in, if it agrees with us on everything that is shared."""
@@ -155,6 +157,7 @@ class Api:
             self.tally,
             lambda reason: self._refused(header, reason),
             self._protocol(header.site_id),
+            self._checks,
         )
 
     def _check_fragment(self, fragment: int) -> None:

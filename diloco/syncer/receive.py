@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from diloco.codec.contract import DecodeError, NonFinitePayload
@@ -41,9 +42,10 @@ class Reception:
         tally: Tally,
         refused: Callable[[Reason], None] = lambda reason: None,
         protocol: int = PROTOCOL,
+        checks: AbstractContextManager[object] | None = None,
     ) -> None:
         """``tally`` counts what comes in; ``refused`` is told why a whole update was not accepted; ``protocol`` is the
-        site's."""
+        site's; ``checks`` is entered while a whole update is in memory, and lets in as many as there is room for."""
         self._core = core
         self._store = store
         self._spool = store.spool
@@ -51,6 +53,7 @@ class Reception:
         self._tally = tally
         self._refused = refused
         self._protocol = protocol
+        self._checks = checks if checks is not None else nullcontext()
         try:
             self._partial = self._spool.open_partial(header)
         except OSError as error:
@@ -74,15 +77,8 @@ class Reception:
     def commit(self, digest: str) -> PushResult:
         """Check the whole update, make it durable, and have the machine decide."""
         header = self._header
-        try:
-            found = self._partial.digest()
-            payload = self._partial.read()
-        except OSError as error:
-            raise self._no_room(error) from error
-        if digest != header.digest or found != header.digest:
-            self._partial.discard()
-            raise Refusal(Status.DATA_LOSS, "digest of the payload is not the declared one; send it again")
-        finite, intact = self._looked_at(payload)
+        with self._checks:
+            finite, intact = self._looked_at(digest)
         if not (finite and intact):
             self._partial.discard()
             return protocols.push_result(self._decided("", finite=finite, intact=intact), self._protocol)
@@ -134,9 +130,20 @@ class Reception:
             self._refused(result.reason)
         return result
 
-    def _looked_at(self, payload: bytes) -> tuple[bool, bool]:
-        """Whether the decoded values are finite, and whether they are those that the site has decoded itself."""
+    def _looked_at(self, digest: str) -> tuple[bool, bool]:
+        """Whether the decoded values are finite, and whether they are those that the site has decoded itself.
+
+        Payload and values are in memory in here and nowhere else.
+        """
         header = self._header
+        try:
+            found = self._partial.digest()
+            payload = self._partial.read()
+        except OSError as error:
+            raise self._no_room(error) from error
+        if digest != header.digest or found != header.digest:
+            self._partial.discard()
+            raise Refusal(Status.DATA_LOSS, "digest of the payload is not the declared one; send it again")
         self._tally.decoded()
         try:
             values = make_codec(header.encoding).decode(payload, header.numel)

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from diloco.durable import Disk
     from diloco.wire.messages import PushHeader
 
+BLOCK_BYTES = 1 << 20
+"""Of what an earlier attempt has brought, so much is in memory at once."""
+
 
 class SpoolError(ValueError):
     """A payload that the journal names is missing or not what it was."""
@@ -140,11 +143,11 @@ class PartialUpdate:
         self._disk = disk
         self._hash = hashlib.sha256()
         self.offset = 0
-        if path.exists():
-            held = path.read_bytes()
-            if len(held) <= payload_bytes:
-                self._hash.update(held)
-                self.offset = len(held)
+        if path.exists() and path.stat().st_size <= payload_bytes:
+            with path.open("rb") as held:
+                while block := held.read(BLOCK_BYTES):
+                    self._hash.update(block)
+                    self.offset += len(block)
         self._file = disk.open(path, "r+b" if self.offset else "wb", Step.SPOOL_WRITE)
         self._file.seek(self.offset)
 

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from diloco.wire.messages import (
     CHUNK_BYTES_MAX,
     CHUNK_BYTES_MIN,
+    CONTROL_BYTES_MAX,
     KIB,
     MESSAGE_BYTES_MAX,
+    MIB,
     PAYLOAD_BYTES_MAX,
     REPLY_BYTES_MAX,
 )
@@ -42,6 +44,8 @@ class ServerOptions:
     pushes_max: int = 0
     """Updates being received at once; 0: two for each site.  One more is told to come back."""
     pushes_per_site_max: int = 2
+    checks_max: int = 2
+    """Whole updates that are in memory at once, to be checked before they are acknowledged; others wait."""
     pulls_max: int = 0
     """0: four for each site, so that observers find room too."""
     pulls_per_site_max: int = 4
@@ -68,7 +72,13 @@ class ServerOptions:
         require(self.pushes_max >= 0, "pushes_max", self.pushes_max, "not negative")
         require(self.pulls_max >= 0, "pulls_max", self.pulls_max, "not negative")
         require(self.calls_per_s >= 0, "calls_per_s", self.calls_per_s, "not negative")
-        limits = ("pushes_per_site_max", "pulls_per_site_max", "watches_per_site_max", "calls_per_caller_max")
+        limits = (
+            "pushes_per_site_max",
+            "pulls_per_site_max",
+            "watches_per_site_max",
+            "calls_per_caller_max",
+            "checks_max",
+        )
         for field in (*limits, "pushback_ms"):
             require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
         _require_chunk_bytes(self.chunk_bytes)
@@ -76,6 +86,20 @@ class ServerOptions:
         require(1 <= self.payload_bytes_max <= PAYLOAD_BYTES_MAX, "payload_bytes_max", self.payload_bytes_max, wanted)
         for field in ("header_timeout_s", "stall_s", "alive_s"):
             require(getattr(self, field) > 0, field, getattr(self, field), "positive")
+
+    def memory_bytes_max(self, payload_bytes: int, numel: int, streams: int) -> int:
+        """What sites can make the syncer take in memory, beside what it takes at rest and for the outer steps.
+
+        ``checks_max * (payload_bytes + 8 * numel) + streams * (min(1.5 * payload_bytes, 16 MiB) + 44 * 64 KiB)``
+
+        The first term is the whole updates that are being checked: the largest payload, its fp32 values and one more
+        tensor of their size.  All others lie on disk, and cost what is on its way there: for each open stream gRPC's
+        flow window, and one control message at the worst that parsing can make of it.  gRPC states no bound of the
+        window, which grows with the path; the most that was seen is 12 MiB (``tests.hunts.crowd``).  ``streams`` are
+        those that are open: no more than ``calls_max`` are let in, and no more than ``push_credits`` of them may send.
+        """
+        window, parsed = min(3 * payload_bytes // 2, 16 * MIB), 44 * CONTROL_BYTES_MAX
+        return self.checks_max * (payload_bytes + 8 * numel) + streams * (window + parsed)
 
     @property
     def push_credits(self) -> int:

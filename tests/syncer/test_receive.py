@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -234,3 +235,23 @@ def test_torch_reads_what_was_sent(tmp_path: Path) -> None:
         push(syncer, header, payload)
         stored = syncer.store.spool.read(syncer.store.spool.reference(header), header.digest)
     assert torch.equal(torch.frombuffer(bytearray(stored), dtype=torch.float32), values)
+
+
+def test_a_whole_update_is_in_memory_only_where_there_is_room_for_it(tmp_path: Path) -> None:
+    header, payload = update()
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer)
+        tally, checks = Tally(), threading.BoundedSemaphore(1)
+        session = Reception(syncer.core, syncer.store, header, tally, checks=checks)
+        session.write(0, memoryview(payload))
+        checks.acquire()
+        done: list[PushResult] = []
+        thread = threading.Thread(target=lambda: done.append(session.commit(header.digest)))
+        thread.start()
+        thread.join(0.3)
+        assert (done, tally.payloads_decoded()) == ([], 0)
+        checks.release()
+        thread.join(30.0)
+        assert (done, tally.payloads_decoded()) == ([PushResult(Outcome.ACCEPTED, 0)], 1)
+        session.close()
+        assert checks.acquire(blocking=False), "there is room again"
