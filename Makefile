@@ -8,7 +8,7 @@ PYTHON := $(shell for p in python3.12 python3.11 python3; do \
 endif
 VENV = $(or $(PYTHON),$(error Python 3.11 or newer with venv is needed: make PYTHON=/path/to/python3)) -m venv
 BIN := .venv/bin
-.PHONY: demo test check protos bench swarm soak flood upgrade crash fuzz-inputs disaster
+.PHONY: demo test check protos bench swarm soak flood upgrade crash fuzz-inputs disaster crowd
 
 demo: .venv/.ready
 	$(BIN)/diloco up $(ARGS)
@@ -46,6 +46,9 @@ flood: .venv/.ready
 	$(HUNT).flood $(ARGS)
 disaster: .venv/.ready
 	$(HUNT).disaster $(ARGS)
+
+crowd: .venv/.ready
+	$(HUNT).crowd $(ARGS)
 
 fuzz-inputs: .venv/.ready
 	$(HUNT).fuzz_inputs $(if $(N),--n $(N)) $(ARGS)
