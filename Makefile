@@ -44,6 +44,7 @@ crash: .venv/.ready
 
 flood: .venv/.ready
 	$(HUNT).flood $(ARGS)
+
 disaster: .venv/.ready
 	$(HUNT).disaster $(ARGS)
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: once means "stop when it is good to stop", twice means at once."""
+"""Ctrl-C and SIGTERM: once is "stop when it is good to stop", twice is at once.  SIGHUP makes room for another."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ class Stopping:
     Until :meth:`ask` says whom to ask, the first signal ends the verb as drained: there is nothing to lose yet.
     """
 
-    def __init__(self, what_happens: str) -> None:
+    def __init__(self, what_happens: str, hands_over: str = "") -> None:
+        """``hands_over`` is what a SIGHUP brings about; empty: that signal is not ours."""
         self._what_happens = what_happens
+        self._hands_over = hands_over
+        self.handing_over = False
         self._asked_at: float | None = None
         self._whom: Callable[[], None] | None = None
         self._before: dict[int, object] = {}
@@ -44,11 +47,17 @@ class Stopping:
     def __enter__(self) -> Stopping:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._on_signal)
+        if self._hands_over:
+            self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._on_hangup)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)  # type: ignore[arg-type]
+
+    def _on_hangup(self, number: int, frame: FrameType | None) -> None:
+        self.handing_over = True
+        os.write(sys.stderr.fileno(), f"{self._hands_over}\n".encode())
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

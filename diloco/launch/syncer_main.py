@@ -30,8 +30,13 @@ DOES = """The syncer of a run: holds the fragments, merges what the sites send, 
   diloco syncer run.tokens=100e6 cluster.syncer.listen=127.0.0.1:7077
 
 Prints the run's name and the line with which a site joins.  The same command with run.name=NAME goes on.
-Ctrl-C once: a last round, then exit 75; twice: at once.  Exit 0 when the run has reached its tokens or seconds."""
+Ctrl-C once: a last round, then exit 75; twice: at once.  SIGHUP: stops at once and in order, exit 75, so that another
+process, of a newer release as well, takes its place with the same command; the sites train on meanwhile.
+Exit 0 when the run has reached its tokens or seconds."""
 WAIT_S = 0.2
+STOP_S = 2.0
+HAND_OVER_S = 10.0
+"""What is being received when the syncer hands over has so long to be whole; after that it is sent again."""
 FROM_SETTINGS = ("address is", "tokens_file", "permissions", "revoked_file", "tls_")
 
 
@@ -124,7 +129,8 @@ def _serve(
     metrics = SyncerMetrics(config, syncer.status)
     log.follow(metrics.take)
     page = stack.enter_context(page_at("cluster.syncer.metrics", config.cluster.syncer.metrics, metrics.families))
-    stopping = stack.enter_context(Stopping("a last round, then the syncer stops"))
+    hands_over = "the syncer stops, and the sites train on until another takes its place"
+    stopping = stack.enter_context(Stopping("a last round, then the syncer stops", hands_over))
     try:
         address = syncer.start()
     except StoreError as error:
@@ -152,15 +158,16 @@ def _wait(syncer: Syncer, stopping: Stopping) -> Ending | None:
     # The signal handler runs in this thread, which must not wait in there for the decision loop.
     stopping.ask(lambda: wanted.append(True))
     try:
-        while (ending := syncer.wait(WAIT_S)) is None:
+        while (ending := syncer.wait(WAIT_S)) is None and not stopping.handing_over:
             if wanted and not asked:
                 asked = True
                 syncer.drain()
-        syncer.linger()
+        if ending is not None:
+            syncer.linger()
     except MemoryDamaged as error:
         raise VerbError(ExitCode.FAILED, str(error)) from error
     finally:
-        syncer.stop()
+        syncer.stop(HAND_OVER_S if stopping.handing_over else STOP_S)
     return ending
 
 
@@ -190,5 +197,10 @@ def _said(config: RunConfig, run_dir: RunDir, ending: Ending | None) -> ExitCode
     if ending is Ending.FINISHED:
         print(f"run {config.run.name} has finished; final version in {_data(config, run_dir) / 'final'}")
         return ExitCode.OK
+    if ending is None:
+        print(
+            f"run {config.run.name} is left to another syncer; the same command with run.name={config.run.name} is one"
+        )
+        return ExitCode.DRAINED
     print(f"run {config.run.name} is drained; the same command with run.name={config.run.name} goes on")
     return ExitCode.DRAINED

@@ -39,13 +39,15 @@ TINY = [
 class Verb:
     """One ``diloco`` process; its output goes to a file."""
 
-    def __init__(self, folder: Path, name: str, arguments: list[str], module: str = "diloco") -> None:
+    def __init__(
+        self, folder: Path, name: str, arguments: list[str], module: str = "diloco", source: Path = ROOT
+    ) -> None:
         self.name = name
         self.out = folder / f"{name}.out"
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": str(source),
             "PYTHONFAULTHANDLER": "1",
         }
         with self.out.open("ab") as out:
@@ -89,8 +91,9 @@ class Place:
             lines = [f"{number} {line} {SENTENCES[line % 3]}" for line in range(number, number + 60)]
             (text / f"{number}.txt").write_text("\n".join(lines))
 
-    def start(self, name: str, *arguments: str) -> Verb:
-        verb = Verb(self.folder, name, list(arguments))
+    def start(self, name: str, *arguments: str, source: Path = ROOT) -> Verb:
+        """One verb of the program whose code lies in ``source``."""
+        verb = Verb(self.folder, name, list(arguments), source=source)
         self.verbs.append(verb)
         return verb
 

@@ -60,3 +60,21 @@ def test_twice_is_at_once_even_in_a_busy_process() -> None:
         child.wait()
         assert child.stdout is not None
         child.stdout.close()
+
+
+def test_a_hangup_makes_room_where_that_is_offered_and_is_not_ours_elsewhere(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    with Stopping("stops"):
+        assert signal.getsignal(signal.SIGHUP) is before
+    asked: list[str] = []
+    with Stopping("stops", "another takes its place") as stopping:
+        stopping.ask(lambda: asked.append("please"))
+        assert not stopping.handing_over
+        os.kill(os.getpid(), signal.SIGHUP)
+        time.sleep(0.01)
+        assert stopping.handing_over
+        assert (stopping.asked, asked) == (False, [])
+    assert capfd.readouterr().err == "another takes its place\n"
+    assert signal.getsignal(signal.SIGHUP) is before

@@ -1,0 +1,70 @@
+"""``make upgrade FROM=f4dc07c``: an old release and this one in one run, with real processes.
+
+The old program's syncer and sites begin; its syncer is killed and this one's goes on from its folder, with sites that
+speak the old protocol; then each site is replaced, and the syncer once more.  Versions must rise by one, every
+acknowledged update have one fate, and no token be lost.  The old code comes out of this repository's history.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from io import BytesIO
+from pathlib import Path
+
+from tests.hunts.reporting import Hunt
+from tests.launch.processes import ROOT, place_in
+from tests.loopback.upgrading import Upgrade
+
+FIRST = "f4dc07c"
+"""The last commit that speaks protocol 1 and writes journals and snapshots of format 1."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    hunt = Hunt("upgrade", __doc__)
+    hunt.parser.add_argument("--from", dest="from_commit", default=FIRST, help=f"the old program (default: {FIRST})")
+    hunt.parser.add_argument("--runs", type=int, default=1, help="upgrades, one after another (default: 1)")
+    asked = hunt.asked(arguments)
+    counts = {"upgrades": 0, "stages": 0, "versions": 0, "acknowledged": 0}
+    with tempfile.TemporaryDirectory(prefix="upgrade-") as scratch:
+        old = unpacked(asked.from_commit, Path(scratch) / "old")
+        for number in range(asked.runs):
+            folder = Path(scratch) / f"run-{number}"
+            folder.mkdir()
+            with place_in(folder) as place:
+                upgrade = Upgrade(place, old, ROOT)
+                try:
+                    told = upgrade.run()
+                except AssertionError as error:
+                    print(error)
+                    after = upgrade.said[-1] if upgrade.said else "the start"
+                    hunt.violated(f"after {after}: {str(error).splitlines()[-1][:200]}", **{"from": asked.from_commit})
+                    continue
+            print(f"run {number}: {'; '.join(upgrade.said)}: {told}", flush=True)
+            for name in ("stages", "versions", "acknowledged"):
+                counts[name] += told[name]
+            counts["upgrades"] += 1
+    return hunt.finish(counts)
+
+
+def unpacked(commit: str, folder: Path) -> Path:
+    """The tree of ``commit``, as a place that Python can import from."""
+    made = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, timeout=60, check=False)
+    if made.returncode:
+        sys.exit(f"upgrade: {commit} is not in this history: {made.stderr.decode().strip()}")
+    with tarfile.open(fileobj=BytesIO(made.stdout)) as tree:
+        tree.extractall(folder, filter="data")
+    (folder / "diloco" / "configs").symlink_to(folder / "configs")  # As an installed package has it.
+    ask = [sys.executable, "-c", "import diloco; print(diloco.__file__)"]
+    said = subprocess.run(
+        ask, env={**os.environ, "PYTHONPATH": str(folder)}, cwd=folder, capture_output=True, text=True
+    )
+    assert said.stdout.strip() == str(folder / "diloco" / "__init__.py"), (said.stdout, said.stderr)
+    return folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())

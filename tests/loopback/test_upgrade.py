@@ -1,0 +1,18 @@
+"""Every part of a run can be replaced while it goes on, and nothing is lost by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launch.processes import ROOT, place_in
+from tests.loopback.upgrading import SITES, Upgrade
+
+
+@pytest.mark.slow
+def test_syncer_and_sites_are_replaced_one_by_one_and_nothing_is_lost(tmp_path: Path) -> None:
+    with place_in(tmp_path) as place:
+        told = Upgrade(place, ROOT, ROOT).run()
+    assert told["stages"] == 3 + len(SITES)
+    assert all(told[site]["merged"] > 0 for site in SITES)
