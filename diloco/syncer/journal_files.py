@@ -100,6 +100,10 @@ class JournalFiles:
         """The numbers of the segments that exist, rising."""
         return sorted(int(path.stem.removeprefix("journal-")) for path in self.folder.glob("journal-*.log"))
 
+    def size(self, index: int) -> int:
+        """Bytes that a segment takes."""
+        return self.path(index).stat().st_size
+
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def read(self, first: int, chain: str = "") -> list[Record]:

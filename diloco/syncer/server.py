@@ -44,6 +44,7 @@ from diloco.syncer.feeds import Feeds
 from diloco.syncer.holdings import Holdings
 from diloco.syncer.keeping import Keeper
 from diloco.syncer.memory import MemoryCheck
+from diloco.syncer.retention import Retention
 from diloco.syncer.room import LOOK_EVERY_S, Room
 from diloco.syncer.snapshots import FragmentValues
 from diloco.syncer.store import RunCard, Store, StoreError
@@ -75,6 +76,10 @@ class SyncerOptions:
     heartbeat_s: float = 1.0
     linger_s: float = 10.0
     """After the last version: longest wait for the sites to have heard of it."""
+    retain_steps: int = 256
+    """Outer steps (over all fragments) of the past that can be replayed; 0: only what recovery needs is kept."""
+    retain_mb: int = 8192
+    """What the past may take beyond what recovery needs: old snapshots, journal, payloads.  The oldest goes first."""
     disk_reserve_mb: int = 64
     """Free space below which no update is taken in; 0: as long as the disk takes it."""
     memory_check_s: float = 10.0
@@ -90,7 +95,7 @@ class SyncerOptions:
             raise ValueError(f"downlinks_kept is {self.downlinks_kept!r}: 1 to {PARTS_MAX}")
         if self.heartbeat_s <= 0:
             raise ValueError(f"heartbeat_s is {self.heartbeat_s!r}: positive")
-        for name in ("linger_s", "memory_check_s", "disk_reserve_mb"):
+        for name in ("linger_s", "memory_check_s", "disk_reserve_mb", "retain_steps", "retain_mb"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: not negative")
 
@@ -157,7 +162,8 @@ class Syncer:
         self._taken.enter_context(locked(Path(self.options.folder)))
         agreement = self.plan.agreement
         card = RunCard(agreement.run_id, agreement.layout_fingerprint, self.plan.shared_digest)
-        self.store = Store(Path(self.options.folder), card, self._disk)
+        retention = Retention(self.options.retain_steps, self.options.retain_mb * 1_000_000)
+        self.store = Store(Path(self.options.folder), card, self._disk, retention, self._past_cut)
         self._taken.callback(self._close_journal)
         machine, recovered = self._take_over()
         self._begin_memory_check()
@@ -219,10 +225,15 @@ class Syncer:
         self._taken.callback(thread.join)
         self._taken.callback(stopping.set)
 
+    def _past_cut(self, why: str) -> None:
+        self._emit("note", {"note": "retention", "why": why})
+
     def _room_changed(self, why: str | None) -> None:
         """From the decision loop's thread or the one that looks at the disk; each change is told once."""
         if self._server is not None:
             self._server.ready(why is None)
+        if why is not None:
+            self.store.let_go_of_the_past()
         self._emit("note", {"note": "disk_full", "why": why} if why is not None else {"note": "disk_has_room"})
 
     def wait(self, timeout_s: float) -> Ending | None:

@@ -22,12 +22,14 @@ from torch import Tensor
 from diloco.durable import PLAIN_DISK, DiskFullError, Step, is_full
 from diloco.sync.plain import from_plain, parse_json, shown
 from diloco.syncer.reading import NotAsWritten, read_verified
+from diloco.syncer.retention import Choice, Point, choose
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from diloco.durable import Disk
+    from diloco.syncer.retention import Retention
 
 
 FORMAT = 2
@@ -73,10 +75,10 @@ class Snapshot:
 class Snapshots:
     """The folder of snapshots."""
 
-    def __init__(self, folder: Path, keep: int = 2, disk: Disk = PLAIN_DISK) -> None:
+    def __init__(self, folder: Path, disk: Disk = PLAIN_DISK) -> None:
         self.folder = folder
-        self.keep = keep
         self._disk = disk
+        self._points: dict[int, Point] = {}
         disk.make_folder(folder, Step.FOLDER)
 
     def sweep(self) -> None:
@@ -116,6 +118,7 @@ class Snapshots:
         self._disk.write_file(beside / "manifest.json", text, Step.SNAPSHOT_FILE)
         self._disk.rename(beside, self._path(number), Step.SNAPSHOT_RENAME)
         self._disk.sync_folder(self.folder, Step.SNAPSHOT_FOLDER)
+        self._points[number] = Point(number, _steps(snapshot.state), snapshot.journal_segment, size)
         return size
 
     def load(self, number: int) -> Snapshot:
@@ -137,18 +140,34 @@ class Snapshots:
         for earlier in self.folder.glob("*.damaged"):
             self._disk.remove(earlier, Step.SNAPSHOT_ASIDE)
         self._disk.rename(self._path(number), self.folder / f"{number:08d}.damaged", Step.SNAPSHOT_ASIDE)
+        self._points.pop(number, None)
 
-    def prune(self) -> int:
-        """Drop all but the newest ``keep``; returns the first journal segment that those left need (0: any)."""
-        for number in self.numbers()[: -self.keep]:
+    def point(self, number: int) -> Point:
+        """What there is to know of a snapshot when it is asked whether it may go."""
+        if number not in self._points:
+            with self._reading(number) as facts:
+                state, segment, _ = _state(self._path(number), facts)
+                size = sum(int(str(each["bytes"])) for each in facts.values())
+                self._points[number] = Point(number, _steps(state), segment, size)
+        return self._points[number]
+
+    def prune(self, retention: Retention, behind_bytes: Callable[[Point, Point], int]) -> Choice:
+        """Drop the snapshots that ``retention`` does not keep; says which stay, none where nothing may go at all.
+
+        One that turns out damaged where it lies is named if it is ever needed, and until then nothing goes on its word.
+        """
+        try:
+            points = [self.point(number) for number in self.numbers()]
+        except SnapshotError:
+            return Choice((), cut=False)
+        choice = choose(points, retention, behind_bytes)
+        for number in sorted({point.number for point in points} - {point.number for point in choice.kept}):
             # Renamed first, so that a process that dies here leaves no folder that is half a snapshot.
             doomed = self.folder / f".{number:08d}.tmp"
             self._disk.rename(self._path(number), doomed, Step.SNAPSHOT_PRUNE)
             self._disk.remove(doomed, Step.SNAPSHOT_PRUNE)
-        try:
-            return self.peek(self.numbers()[0])[1]
-        except SnapshotError:
-            return 0  # Damaged where it lies: it is named if it is ever needed, and until it goes nothing else does.
+            del self._points[number]
+        return choice
 
     def oldest_lineage(self) -> int:
         """The lineage in which the oldest snapshot was taken; 0 when that cannot be read."""
@@ -200,6 +219,12 @@ def _files(snapshot: Snapshot) -> Iterator[tuple[str, bytes]]:
 def _state(folder: Path, facts: dict[str, dict[str, object]]) -> tuple[object, int, str]:
     plain = parse_json(_verified(folder / "state.json", facts["state.json"]))
     return plain["state"], int(plain["journal_segment"]), str(plain.get("journal_chain", ""))
+
+
+def _steps(state: object) -> int:
+    """Outer steps made before a snapshot, over all fragments."""
+    assert isinstance(state, dict)
+    return sum(int(fragment["version"]) for fragment in state.get("fragments", ()))
 
 
 def _verified(path: Path, facts: dict[str, object]) -> bytes:

@@ -112,6 +112,13 @@ class Spool:
         """Nobody needs this payload any more."""
         self._disk.remove(self.folder / reference, Step.SPOOL_DROP)
 
+    def size(self, reference: str) -> int:
+        """Bytes that the payload takes; 0 where there is none."""
+        try:
+            return (self.folder / reference).stat().st_size
+        except FileNotFoundError:
+            return 0
+
     def read(self, reference: str, digest: str) -> bytes:
         """The payload, verified; ``SpoolError`` names the file that is missing or damaged."""
         path = self.folder / reference

@@ -14,6 +14,7 @@ same arithmetic; every recomputed version is compared with the digest that was j
 from __future__ import annotations
 
 import json
+import threading
 from collections import deque
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ from diloco.syncer.holdings import Holdings
 from diloco.syncer.journal_files import JournalFiles
 from diloco.syncer.lineages import Lineages
 from diloco.syncer.replaying import Replayer
+from diloco.syncer.retention import RECOVERY_ONLY, Retention
 from diloco.syncer.snapshots import FragmentValues, NewerSnapshotError, Snapshot, SnapshotError, Snapshots
 from diloco.syncer.spool import Spool, SpoolError
 from diloco.syncer.verifying import payloads_in
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from diloco.outer.optimizer import OuterOptimizerOptions
     from diloco.sync.events import Fate
     from diloco.sync.options import OuterOptions
+    from diloco.syncer.retention import Choice, Point
 
 FORMAT = 2
 """Of ``run.json``, and so of the folder: an earlier version refuses a folder of a later one.  1 is still read."""
@@ -74,13 +77,34 @@ class Recovered:
     notes: list[str]
 
 
+@dataclass(frozen=True, slots=True)
+class _Decided:
+    """A payload that only a replay may want; its update's fate is in the journal segment ``segment``, or before."""
+
+    segment: int
+    reference: str
+    size: int
+
+
 class Store:
     """The data folder.  The caller holds its lock (``diloco.durable.locked``)."""
 
-    def __init__(self, folder: Path, card: RunCard, disk: Disk = PLAIN_DISK) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        card: RunCard,
+        disk: Disk = PLAIN_DISK,
+        retention: Retention = RECOVERY_ONLY,
+        note: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        """``note`` is told in words when less of the past is kept than ``retention`` asks for."""
         self.folder = folder
         self.card = card
         self.disk = disk
+        self._retention = retention
+        self._note = note
+        self._cut = False
+        self._pruning = threading.Lock()
         disk.make_folder(folder, Step.FOLDER)
         self._check_staging()
         self._check_card(card)
@@ -92,7 +116,7 @@ class Store:
         self.lineages = Lineages(folder / "lineages", disk)
         disk.sync_folder(folder, Step.FOLDER)
         disk.sync_folder(folder.parent, Step.FOLDER)
-        self._decided: deque[tuple[int, str]] = deque()
+        self._decided: deque[_Decided] = deque()
 
     def _check_staging(self) -> None:
         """A restore that was cut short has left nothing that a run may begin on; after its last move it was whole."""
@@ -190,33 +214,59 @@ class Store:
         return replayer
 
     def decided(self, site: str, fate: Fate) -> None:
-        """An update has its fate: once no snapshot is older than that, its payload may go."""
+        """An update has its fate: once no snapshot that is kept is older than that, its payload may go."""
         self.release(self.spool.name(site, fate.fragment, fate.sequence, fate.digest))
 
     def release(self, reference: str) -> None:
         """Nothing that is still to come needs this payload; a replay from an older snapshot might."""
-        self._decided.append((self.journal.index, reference))
+        self._decided.append(_Decided(self.journal.index, reference, self.spool.size(reference)))
 
     def snapshot_writer(self, machine: OuterSync, values: Sequence[FragmentValues]) -> Callable[[], int]:
         """Cut the journal here and return the (long) rest of the work, to be done beside the machine.
 
         ``DiskFullError`` when there is no room to begin: nothing has changed.
 
-        The rest writes the snapshot and then lets go of the journal segments and payloads that no snapshot left needs.
+        The rest writes the snapshot and then lets go of the snapshots that retention does not keep, and of the journal
+        segments and payloads that none of those left needs.
         """
         place = self.journal.rotate()
         snapshot = Snapshot(machine.snapshot(), tuple(values), place.segment, place.chain)
 
         def write() -> int:
             size = self.snapshots.write(snapshot)
-            first = self.snapshots.prune()
-            self.journal.prune(first)
-            self.lineages.prune(self.snapshots.oldest_lineage())
-            while self._decided and self._decided[0][0] < first:
-                self.spool.drop(self._decided.popleft()[1])
+            choice = self._prune(self._retention)
+            if choice.cut and not self._cut:
+                steps, most = self._retention.steps, self._retention.bytes_max
+                self._note(f"less than the last {steps} outer steps can be replayed: {most} bytes do not hold them")
+            self._cut = choice.cut or (self._cut and bool(choice.kept) and not choice.reaches(self._retention))
             return size
 
         return write
+
+    def let_go_of_the_past(self) -> None:
+        """Keep only what recovery needs: the disk is full, and a run that goes on is worth more."""
+        before = self.snapshots.numbers()
+        self._prune(RECOVERY_ONLY)
+        gone = len(before) - len(self.snapshots.numbers())
+        if gone:
+            self._note(f"{gone} old snapshots and what is behind them went: the disk is full")
+
+    def _prune(self, retention: Retention) -> Choice:
+        """Drop what ``retention`` does not keep."""
+        with self._pruning:
+            choice = self.snapshots.prune(retention, self._behind_bytes)
+            first = choice.kept[0].segment if choice.kept else 0
+            self.journal.prune(first)
+            self.lineages.prune(self.snapshots.oldest_lineage())
+            while self._decided and self._decided[0].segment < first:
+                self.spool.drop(self._decided.popleft().reference)
+            return choice
+
+    def _behind_bytes(self, first: Point, last: Point) -> int:
+        """Journal and decided payloads from one snapshot to another."""
+        between = range(first.segment, last.segment)
+        payloads = sum(each.size for each in tuple(self._decided) if each.segment in between)
+        return payloads + sum(self.journal.size(index) for index in self.journal.segments() if index in between)
 
     def _sweep_spool(self, recovered: Recovered) -> None:
         """Drop the payloads that neither a snapshot left nor the journal behind it names; note when the rest may go."""

@@ -62,6 +62,7 @@ class Toy:
     outer: dict[str, object] = field(default_factory=dict)
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = SHAPES
     snapshot_every: int = 4
+    retain_steps: int = 0
     port: int = 0
     tokens: str = ""
     """The file of tokens by which the syncer tells callers apart."""
@@ -100,6 +101,7 @@ class Toy:
             snapshot_every=self.snapshot_every,
             heartbeat_s=0.2,
             linger_s=5.0,
+            retain_steps=self.retain_steps,
         )
         plan = RunPlan(self.agreement(), self.layout(), "shared", outer, optimizer)
         network = ServerOptions(run_id=RUN, address=f"127.0.0.1:{self.port}", **self.server)  # type: ignore[arg-type]

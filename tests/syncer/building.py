@@ -81,7 +81,13 @@ def new_syncer(
     address: str = "127.0.0.1:0",
     **options: Any,
 ) -> Syncer:
-    settings: dict[str, Any] = {"folder": str(folder), "heartbeat_s": 0.2, "linger_s": 2.0, **options}
+    settings: dict[str, Any] = {
+        "folder": str(folder),
+        "heartbeat_s": 0.2,
+        "linger_s": 2.0,
+        "retain_steps": 0,
+        **options,
+    }
     plan = RunPlan(
         agreed or agreement(),
         LAYOUT,

@@ -18,6 +18,7 @@ from diloco.sync.options import OuterOptions
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.core import changes_nothing
 from diloco.syncer.executor import OuterResult, run_outer_step
+from diloco.syncer.retention import RECOVERY_ONLY, Retention
 from diloco.syncer.snapshots import FragmentValues
 from diloco.syncer.store import Recovered, RunCard, Store
 from diloco.wire.messages import PushHeader
@@ -31,9 +32,16 @@ CARD = RunCard(RUN, LAYOUT.fingerprint, "shared")
 class Desk:
     """Takes over ``folder`` as a new process would."""
 
-    def __init__(self, folder: Path, codec: str = "int8", outer: OuterOptions = OUTER) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        codec: str = "int8",
+        outer: OuterOptions = OUTER,
+        retention: Retention = RECOVERY_ONLY,
+    ) -> None:
         self.codec = codec
-        self.store = Store(folder, CARD)
+        self.notes: list[str] = []
+        self.store = Store(folder, CARD, retention=retention, note=self.notes.append)
         self.recovered: Recovered | None = None
         if self.store.is_new():
             self.machine = OuterSync(outer)

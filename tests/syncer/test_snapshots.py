@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from diloco.codec.contract import digest
+from diloco.syncer.retention import RECOVERY_ONLY, Point, Retention
 from diloco.syncer.snapshots import FragmentValues, Snapshot, SnapshotError, Snapshots
 from tests.syncer.building import dice
 
@@ -108,20 +110,39 @@ def test_what_a_crash_left_half_written_is_removed(tmp_path: Path) -> None:
     assert_equal(again.load(2), snapshot(2))
 
 
+def nothing_behind(first: Point, last: Point) -> int:
+    return 0
+
+
+def pruned(snapshots: Snapshots) -> list[int]:
+    return [point.segment for point in snapshots.prune(RECOVERY_ONLY, nothing_behind).kept]
+
+
 def test_the_newest_are_kept_and_the_journal_that_they_need(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path, keep=2)
+    snapshots = Snapshots(tmp_path)
     needed = []
     for number in range(1, 6):
         snapshots.write(snapshot(number))
-        needed.append(snapshots.prune())
+        needed.append(pruned(snapshots)[0])
     assert snapshots.numbers() == [4, 5]
     assert needed == [11, 11, 12, 13, 14]
+    assert pruned(Snapshots(tmp_path)) == [14, 15], "known again from what lies there"
+
+
+def test_retention_keeps_older_ones_that_are_not_too_many(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path)
+    for number in range(1, 12):
+        state = {"sites": {}, "fragments": [{"version": 3 * number}, {"version": 2 * number}]}
+        snapshots.write(replace(snapshot(number), state=state))
+        kept = snapshots.prune(Retention(20, 1 << 30), nothing_behind)
+        assert [point.number for point in kept.kept] == snapshots.numbers()
+    assert [point.steps for point in kept.kept] == [35, 45, 50, 55]
 
 
 def test_a_crash_while_dropping_one_leaves_no_half_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    snapshots = Snapshots(tmp_path, keep=1)
-    snapshots.write(snapshot(1))
-    snapshots.write(snapshot(2))
+    snapshots = Snapshots(tmp_path)
+    for number in (1, 2, 3):
+        snapshots.write(snapshot(number))
 
     def dies(folder: Path) -> None:
         (folder / "state.json").unlink()
@@ -130,22 +151,22 @@ def test_a_crash_while_dropping_one_leaves_no_half_of_it(tmp_path: Path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", dies)
         with pytest.raises(KeyboardInterrupt):
-            snapshots.prune()
-    again = Snapshots(tmp_path, keep=1)
+            pruned(snapshots)
+    again = Snapshots(tmp_path)
     again.sweep()
-    assert again.numbers() == [2]
-    assert [path.name for path in tmp_path.iterdir()] == ["00000002"]
+    assert again.numbers() == [2, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000002", "00000003"]
 
 
 def test_one_that_is_damaged_where_it_lies_lets_nothing_be_dropped_on_its_word(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path, keep=2)
-    snapshots.write(snapshot(1))
-    snapshots.write(snapshot(2))
+    snapshots = Snapshots(tmp_path)
+    for number in (1, 2, 3):
+        snapshots.write(snapshot(number))
     state = tmp_path / "00000001" / "state.json"
     state.write_bytes(json.dumps({"state": {}, "journal_segment": 99}).encode())
-    assert snapshots.prune() == 0
-    snapshots.write(snapshot(3))
-    assert snapshots.prune() == 12
+    assert pruned(Snapshots(tmp_path)) == []
+    assert snapshots.numbers() == [1, 2, 3]
+    assert pruned(snapshots) == [12, 13], "who wrote it knows what it was"
 
 
 def test_a_damaged_one_is_set_aside_and_its_number_not_given_again(tmp_path: Path) -> None:

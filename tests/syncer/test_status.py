@@ -20,6 +20,7 @@ TOP = {
     "payloads_decoded",
     "identity_complaints",
     "wanting",
+    "backup",
     "epoch",
     "phase",
     "ending",

@@ -15,7 +15,10 @@ from torch import Tensor
 
 from diloco.sync.events import JoinRequested, SiteEvicted
 from diloco.sync.options import OuterOptions
+from diloco.sync.syncer import OuterSync
 from diloco.syncer import snapshots as snapshots_module
+from diloco.syncer.replaying import Replayer
+from diloco.syncer.retention import Retention
 from diloco.syncer.store import Store, StoreError
 from tests.syncer.building import NO_WAIT, files, update
 from tests.syncer.desk import CARD, OPTIMIZER, OUTER, Desk
@@ -385,3 +388,65 @@ def test_nothing_that_is_not_needed_is_read_at_a_start(tmp_path: Path, monkeypat
     monkeypatch.setattr(snapshots_module, "read_verified", noted)
     Desk(tmp_path).close()
     assert read == ["fragment-0.safetensors", "fragment-1.safetensors"]
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_any_outer_step_within_retention_can_be_replayed_and_what_is_older_goes(tmp_path: Path, restarts: bool) -> None:
+    """From the oldest snapshot that is kept: the same bits as the run has now, with every payload on the way."""
+    retention, bound = Retention(12, 1 << 30), 0
+    desk = Desk(tmp_path, retention=retention)
+    desk.begin()
+    story = Story(desk, 31)
+    for cycle in range(14):
+        for _ in range(12):
+            story.tell()
+        desk.snapshot()
+        if restarts and cycle % 4 == 3:
+            desk.close()
+            desk = Desk(tmp_path, retention=retention)
+            desk.begin()
+            story.desk = desk
+        kept = [desk.store.snapshots.point(number) for number in desk.store.snapshots.numbers()]
+        assert kept[0].number == 1 or kept[-1].steps - kept[0].steps >= 12
+        bound = max(bound, len(kept))
+        oldest = desk.store.snapshots.load(kept[0].number)
+        machine = OuterSync.restore(OUTER, oldest.state)
+        replayer = Replayer(machine, oldest.fragments, desk.store.spool, OPTIMIZER, desk.codec)
+        for record in desk.store.journal.read(oldest.journal_segment, oldest.journal_chain):
+            replayer.apply(record)
+        assert [each.digest for each in replayer.values] == [each.digest for each in desk.values], cycle
+        assert min(desk.store.journal.segments()) == oldest.journal_segment
+    assert kept[0].number > 1, "something went"
+    assert bound <= 6
+    desk.close()
+
+
+def test_a_bound_on_the_past_is_kept_and_said_and_a_full_disk_takes_all_of_it(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, retention=Retention(1000, 20_000))
+    desk.begin()
+    story = Story(desk, 32)
+    for _ in range(20):
+        for _ in range(10):
+            story.tell()
+        desk.snapshot()
+    (note,) = desk.notes
+    assert note == "less than the last 1000 outer steps can be replayed: 20000 bytes do not hold them"
+    kept = [desk.store.snapshots.point(number) for number in desk.store.snapshots.numbers()]
+    past = sum(point.size for point in kept[:-2]) + desk.store._behind_bytes(kept[0], kept[-2])
+    assert past <= 20_000
+    desk.close()
+    desk = Desk(tmp_path, retention=Retention(1000, 1 << 30))
+    desk.begin()
+    story.desk = desk
+    for _ in range(3):
+        for _ in range(10):
+            story.tell()
+        desk.snapshot()
+    assert len(desk.store.snapshots.numbers()) > 2
+    desk.store.let_go_of_the_past()
+    assert len(desk.store.snapshots.numbers()) == 2
+    assert desk.notes[-1].endswith("what is behind them went: the disk is full")
+    desk.close()
+    again = Desk(tmp_path)
+    assert_same(again, desk, "what recovery needs is there")
+    again.close()
