@@ -16,7 +16,6 @@ said about a site is not limited.  A site that may not push still counts where a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 ROLES = frozenset({"observer", "admin", "standby"})
 SITES_MAX = 10_000
 FILE_BYTES_MAX = 4 << 20
+RATE_MAX = 1e15
 
 
 class Needs(Enum):
@@ -180,8 +180,8 @@ def _bytes(where: str, value: Any) -> int:
 
 
 def _rate(where: str, value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{where} is {value!r}: a positive number")
+    if type(value) not in (int, float) or not 0 < value <= RATE_MAX:
+        raise ValueError(f"{where} is {value!r}: a positive number, at most {RATE_MAX:g}")
     return float(value)
 
 

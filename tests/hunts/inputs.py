@@ -26,8 +26,10 @@ from diloco.sync.journal import FRAME as FRAME_1
 from diloco.sync.journal import JournalError, Record, decode_records, encode_record, encode_records, read_records
 from diloco.syncer.snapshots import SnapshotError, Snapshots
 from diloco.syncer.store import RunCard, Store, StoreError
+from diloco.wire.identity import Authenticator, read_revoked, read_tokens
 from diloco.wire.messages import MalformedMessage, Refusal
-from diloco.wire.security import Authenticator, SecurityOptions, read_tokens
+from diloco.wire.permissions import read_permissions
+from diloco.wire.security import SecurityOptions
 from tests.hunts.mutating import drawn, edited, json_spoiled, spoiled
 from tests.sync.test_journal import a_run
 from tests.syncer.building import update
@@ -261,9 +263,7 @@ def texts() -> Iterator[tuple[str, Reader]]:
         identity = authenticator.identify(_Certified([raw]))
         text = raw.decode("utf-8", "replace")
         assert text.startswith("spiffe://"), text
-        assert text.endswith(
-            f"/site/{identity.site}" if identity.site else ("/admin" if identity.admin else "observer")
-        )
+        assert text.endswith(f"/{identity.name}"), text
         return identity
 
     names = [b"spiffe://example.org/site/a.b-c_1", b"spiffe://example.org/admin", b"spiffe://x/observer"]
@@ -305,15 +305,25 @@ def files(folder: Path) -> Iterator[tuple[str, Reader]]:
         )
     yield "outbox", outbox(folder / "outbox")
 
-    tokens = folder / "tokens.json"
+    yield from credentials(folder)
+
+
+def credentials(folder: Path) -> Iterator[tuple[str, Reader]]:
+    """Who may come in, and what they may do."""
     table = {"sites": {"a": "token-of-site-a-0123", "b": "b" * 40}, "observer": "o" * 16, "admin": "a" * 16}
+    granted = {"fragments": [0, 1], "update_bytes_max": 40_000_000, "bytes_per_s": 5e6, "pushes_per_s": 2}
+    permissions = {"default": "deny", "sites": {"a": granted, "b": {"may_push": False}}, "roles": ["observer"]}
+    revoked = {"certificates": ["0" * 64], "ids": ["site/a", "admin"]}
+    files = [("tokens", table, read_tokens), ("permissions", permissions, read_permissions)]
+    for name, good, reading in (*files, ("revoked", revoked, read_revoked)):
+        path = folder / f"{name}.json"
 
-    def token_file(raw: bytes) -> object:
-        tokens.write_bytes(raw)
-        tokens.chmod(0o600)
-        return read_tokens(str(tokens))
+        def read(raw: bytes, path: Path = path, reading: Callable[[str], object] = reading) -> object:
+            path.write_bytes(raw)
+            path.chmod(0o600)
+            return reading(str(path))
 
-    yield "tokens", Reader([json.dumps(table).encode()], token_file, (ValueError,), json_spoiled)
+        yield name, Reader([json.dumps(good).encode()], read, (ValueError,), json_spoiled)
 
 
 def snapshot_file(snapshots: Snapshots, path: Path) -> Callable[[bytes], object]:

@@ -106,6 +106,7 @@ def test_a_file_says_what_each_may_do(tmp_path: Path) -> None:
         ({"default": {"fragments": [0, -1]}}, r"default\.fragments is \[0, -1\]"),
         ({"default": {"fragments": [True]}}, r"default\.fragments"),
         ({"default": {"pushes_per_s": 0}}, r"default\.pushes_per_s is 0"),
+        ({"default": {"pushes_per_s": 10**400}}, r"default\.pushes_per_s is 1000"),
         ({"default": {"bytes_per_s": float("nan")}}, r"default\.bytes_per_s is nan"),
         ({"default": {"update_bytes_max": "many"}}, r"default\.update_bytes_max is 'many'"),
         ({"default": "deny", "roles": ["king"]}, r"roles is \['king'\]"),
