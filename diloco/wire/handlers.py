@@ -21,6 +21,7 @@ from diloco.wire.calls import SYNC_SERVICE
 from diloco.wire.chunks import Assembler, DamagedChunk, cut
 from diloco.wire.gates import Counters, Gate, OneAtATime
 from diloco.wire.messages import (
+    CHUNK_BYTES_MIN,
     CONTROL_BYTES_MAX,
     Alive,
     Chunk,
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from diloco.wire.stall import Guard, StallWatch
 
 _FEED_WAIT_S = 0.5
+SHORT_CHUNKS_MAX = 64
+"""Chunks of one push that may be shorter than ``CHUNK_BYTES_MIN``."""
 
 
 class SyncHandlers:
@@ -170,8 +173,14 @@ class SyncHandlers:
         self, header: PushHeader, session: PushSession, requests: Iterator[bytes], guard: Guard, identity: Identity
     ) -> PushResult:
         assembler = Assembler(header.payload_bytes, session.write, session.offset)
-        for raw in requests:
+        # A chunk costs the same work however short it is; only the last one has a reason to be short.
+        messages_max = header.payload_bytes // CHUNK_BYTES_MIN + SHORT_CHUNKS_MAX
+        for count, raw in enumerate(requests):
             guard.touch()
+            if count > messages_max:
+                raise MalformedMessage(
+                    f"chunks are too short: {header.payload_bytes} bytes take {messages_max} at most"
+                )
             part = convert_bulk.unpack_push(raw)
             if isinstance(part, Chunk):
                 self._door.received(len(part.data), identity)
@@ -204,7 +213,10 @@ class SyncHandlers:
             self._stalls.guard(self._options.stall_s, context.cancel) as guard,
         ):
             yield convert.pack_watch_event(Alive())
+            until_s = time.monotonic() + self._options.connection_age_s
             while context.is_active() and not self._stopping.is_set():
+                if identity.certificate and time.monotonic() > until_s:
+                    raise Refusal(Status.UNAVAILABLE, "this stream is old: show a certificate once more")
                 event = self._next_event(feed, context)
                 guard.touch()
                 yield convert.pack_watch_event(event)

@@ -63,6 +63,9 @@ class ServerOptions:
     alive_s: float = 3.0
     """A Watch stream says that it is alive this often."""
     pushback_ms: int = 500
+    connection_age_s: float = 6 * 3600.0
+    """Where callers show certificates: so old a connection takes no new calls and its Watch ends, because nobody looks
+    at a certificate again, nor at the day on which it ends, while its connection lives."""
     keepalive_time_ms: int = 10_000
     keepalive_timeout_ms: int = 5_000
     """Also TCP_USER_TIMEOUT: raise it where a round trip takes more than 300 ms or much is lost."""
@@ -84,7 +87,7 @@ class ServerOptions:
         _require_chunk_bytes(self.chunk_bytes)
         wanted = f"1 to {PAYLOAD_BYTES_MAX}"
         require(1 <= self.payload_bytes_max <= PAYLOAD_BYTES_MAX, "payload_bytes_max", self.payload_bytes_max, wanted)
-        for field in ("header_timeout_s", "stall_s", "alive_s"):
+        for field in ("header_timeout_s", "stall_s", "alive_s", "connection_age_s"):
             require(getattr(self, field) > 0, field, getattr(self, field), "positive")
 
     def memory_bytes_max(self, payload_bytes: int, numel: int, streams: int) -> int:

@@ -91,10 +91,13 @@ def serve(
     door = Door(authenticator, options, counters)
     arrivals = Arrivals(door, stalls, options)
     threads = ThreadPoolExecutor(max_workers=options.calls_max, thread_name_prefix="syncer-rpc")
+    arguments = options.channel_arguments()
+    if security.require_client_cert:
+        arguments.append(("grpc.max_connection_age_ms", int(options.connection_age_s * 1000)))
     server = grpc.server(
         threads,
         interceptors=(StrictHandlers(arrivals, stalls, counters, options),),
-        options=options.channel_arguments(),
+        options=arguments,
         maximum_concurrent_rpcs=options.calls_max,
     )
     sync = SyncHandlers(api, options, arrivals, door, stalls, counters, stopping)

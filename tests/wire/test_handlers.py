@@ -93,6 +93,7 @@ def test_the_end_of_a_stream_means_nothing(wired: Wired) -> None:
     assert say(wired, push_header(PAYLOAD), commit()) == [PushAdmitted(10_000), PushResult(Outcome.ACCEPTED, 3)]
 
 
+SPECKS: list[PushPart | bytes] = [chunk(at, PAYLOAD[at : at + 10]) for at in range(0, 1000, 10)]
 BAD_PUSHES: dict[str, tuple[list[PushPart | bytes], grpc.StatusCode]] = {
     "nothing": ([], grpc.StatusCode.DATA_LOSS),
     "noise": ([b"\xff\xff\xff"], grpc.StatusCode.INVALID_ARGUMENT),
@@ -106,6 +107,7 @@ BAD_PUSHES: dict[str, tuple[list[PushPart | bytes], grpc.StatusCode]] = {
     "too many bytes": ([push_header(PAYLOAD), chunk(0, PAYLOAD + b"x")], grpc.StatusCode.INVALID_ARGUMENT),
     "damaged chunk": ([push_header(PAYLOAD), Chunk(0, PAYLOAD, 1)], grpc.StatusCode.DATA_LOSS),
     "wrong bytes": ([push_header(PAYLOAD), chunk(0, bytes(10_000)), commit()], grpc.StatusCode.DATA_LOSS),
+    "specks": ([push_header(PAYLOAD), *SPECKS], grpc.StatusCode.INVALID_ARGUMENT),
     "another run": ([push_header(PAYLOAD, run_id="run-2")], grpc.StatusCode.NOT_FOUND),
 }
 

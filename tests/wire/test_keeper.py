@@ -33,12 +33,11 @@ TOKENS: dict[str, Any] = {"sites": {"site-a": A, "site-b": B}, "admin": ADMIN}
 class Running:
     """A server whose files are changed, and what it said about them."""
 
-    def __init__(self, **security: Any) -> None:
+    def __init__(self, connection_age_s: float = 3600.0, **security: Any) -> None:
         self.notes: list[str] = []
         self.syncer = FakeSyncer()
-        self.server: RunningServer = serve(
-            self.syncer, ServerOptions(run_id=RUN, alive_s=0.2), SecurityOptions(**security), self.notes.append
-        )
+        options = ServerOptions(run_id=RUN, alive_s=0.2, connection_age_s=connection_age_s)
+        self.server: RunningServer = serve(self.syncer, options, SecurityOptions(**security), self.notes.append)
 
     def client(self, site: str, **security: Any) -> SyncClient:
         options = ClientOptions(control_timeout_s=10.0, join_timeout_s=10.0)
@@ -228,6 +227,33 @@ def test_a_new_connection_sees_the_new_certificate_and_an_old_one_lives_on(
             assert other.join(join_ask())
         seen = follower.events
         eventually(lambda: follower.events > seen, "the old connection goes on")
+
+
+def test_a_certificate_is_looked_at_again_though_its_connection_lives(
+    run: Callable[..., Running], tmp_path: Path
+) -> None:
+    """As it is when it has ended: here its authority is no longer the one that counts."""
+    (tmp_path / "next").mkdir()
+    authority, successor = Authority(tmp_path), Authority(tmp_path / "next")
+    files = serving(authority)
+    here = run(**files, connection_age_s=3.0)
+    shows = shown(authority, "site/site-a")
+    kept = tmp_path / "kept.pem"
+    shutil.copy(authority.ca, kept)  # What the site itself trusts does not change.
+    with here.client("site-a", **shows | {"tls_ca": str(kept)}) as client:
+        follower = Follower(client)
+        shutil.copy(successor.ca, files["tls_ca"])
+        here.wait("was read again")
+        assert follower.ended.wait(BOUND_S)
+
+        def is_shut_out() -> bool:
+            try:
+                client.join(join_ask())
+            except Unreachable:
+                return True
+            return False
+
+        eventually(is_shut_out, "no new call on what counts no more")
 
 
 def test_a_site_shows_its_new_certificate_when_it_comes_back(tmp_path: Path) -> None:
