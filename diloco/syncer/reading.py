@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-PIECE_BYTES = 4 << 20
+PIECE_BYTES = 16 << 20
 FILES_MAX = 4
 """Read at the same time, at most: more of them only take turns at the disk."""
 

@@ -6,6 +6,7 @@ effects.
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from contextlib import ExitStack
@@ -37,7 +38,7 @@ from diloco.sync.state import OuterState, Phase
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.api import Api
 from diloco.syncer.backups import BackupOptions, Backups
-from diloco.syncer.core import Core, CoreStopped
+from diloco.syncer.core import Core, CoreHeld, CoreStopped
 from diloco.syncer.executor import OuterResult, run_outer_step
 from diloco.syncer.exporting import export, full_parameters
 from diloco.syncer.feeds import Feeds
@@ -59,6 +60,9 @@ if TYPE_CHECKING:
     from diloco.durable import Disk
     from diloco.wire.options import ServerOptions
     from diloco.wire.security import SecurityOptions
+
+START_WAIT_S = 10.0
+"""For room on the disk, at a start; a process that never served need not wait for it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -177,7 +181,7 @@ class Syncer:
         self.core.post(SyncerStarted(machine.state.epoch + 1))
         self.core.start()
         self._taken.callback(self._stop_core)
-        facts, ended = self.core.ask(_facts)
+        facts, ended = self._first_answer()
         self._emit("syncer_started", {**facts, "recovered": recovered})
         if ended is not None:
             self.ending = ended
@@ -191,6 +195,17 @@ class Syncer:
             self.backups.start()
             self._taken.callback(self.backups.stop)
         return self._server.address
+
+    def _first_answer(self) -> tuple[dict[str, object], Ending | None]:
+        """How the run stands once the start is in the journal; ``DiskFullError`` when there is no room for that."""
+        until = time.monotonic() + START_WAIT_S
+        while True:
+            try:
+                return self.core.ask(_facts)
+            except CoreHeld as held:
+                if time.monotonic() > until:
+                    raise DiskFullError(errno.ENOSPC, held.text, self.options.folder) from held
+                time.sleep(LOOK_EVERY_S / 10)
 
     def _take_over(self) -> tuple[OuterSync, int]:
         """The machine and values of the last process, or version 0."""

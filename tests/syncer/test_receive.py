@@ -14,10 +14,11 @@ import torch
 
 from diloco.codec.contract import digest
 from diloco.codec.registry import make_codec
-from diloco.durable import Step
+from diloco.durable import DiskFullError, Step
 from diloco.sync.events import Outcome, Reason
 from diloco.syncer.receive import Reception
 from diloco.syncer.tally import Tally
+from diloco.syncer.verifying import verify
 from diloco.wire.messages import PushResult, Refusal, Status
 from tests.syncer.building import ANYONE, Events, dice, eventually, files, join, push, serving, update
 
@@ -255,3 +256,33 @@ def test_a_whole_update_is_in_memory_only_where_there_is_room_for_it(tmp_path: P
         assert (done, tally.payloads_decoded()) == ([PushResult(Outcome.ACCEPTED, 0)], 1)
         session.close()
         assert checks.acquire(blocking=False), "there is room again"
+
+
+def test_an_update_that_was_decided_when_nobody_waited_any_more_is_kept_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The site hears of the full disk, and sends it again while the first attempt is still to be written."""
+    header, payload = update()
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer)
+        append = syncer.store.journal.append
+        with monkeypatch.context() as patch:
+
+            def full(records: object) -> None:
+                raise DiskFullError(28, "No space left on device")
+
+            patch.setattr(syncer.store.journal, "append", full)
+            with pytest.raises(Refusal, match="disk full: No space left on device"):
+                push(syncer, header, payload)
+            eventually(lambda: syncer.core.held, "the loop waits")
+            twin = Reception(syncer.core, syncer.store, header, Tally())
+            twin.write(0, memoryview(payload))
+            with pytest.raises(Refusal, match="disk full: No space left on device"):
+                twin.commit(header.digest)
+            twin.close()
+        assert syncer.store.journal.append == append
+        eventually(lambda: syncer.core.held is None, "there is room again")
+        assert push(syncer, header, payload).outcome is Outcome.DUPLICATE
+        eventually(lambda: not syncer.store.spool._claims, "every attempt is over")
+        assert len(spooled(tmp_path)) == 1
+    verify(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from collections.abc import Iterator
@@ -12,10 +13,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from diloco.sync.events import Outcome
+from diloco.syncer import server as server_module
 from diloco.syncer.server import Syncer
 from diloco.syncer.verifying import verify
 from diloco.wire.messages import Refusal, Status
-from tests.syncer.building import RUN, Events, eventually, join, push, serving, update
+from tests.syncer.building import RUN, Events, eventually, join, new_syncer, push, serving, update
 from tests.syncer.test_server import merged
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -129,3 +131,28 @@ def test_below_the_reserve_nothing_is_taken_in_before_its_first_byte(tmp_path: P
         syncer.room._reserve_bytes = 64_000_000
         eventually(lambda: health(str(syncer._server and syncer._server.address)) == SERVING, "it says so")
         assert push(syncer, *update()).outcome is Outcome.ACCEPTED
+
+
+def test_a_start_on_a_full_disk_ends_in_words_and_goes_on_when_there_is_room(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "START_WAIT_S", 0.5)
+    ballast, folder = small_disk / "ballast", small_disk / "run"
+    with serving(folder, disk_reserve_mb=0) as syncer:
+        join(syncer)
+        merged(syncer, 2)
+    for path in (folder / "journal").iterdir():
+        assert path.stat().st_size > 0
+    fill(ballast)
+    for _ in range(40):  # What is left of the journal's last page may do for some starts.
+        again = new_syncer(folder, Events().emit, disk_reserve_mb=0)
+        try:
+            again.start()
+        except OSError as error:
+            full = error
+            break
+        again.stop(0.1)
+    assert full.errno == errno.ENOSPC, full
+    ballast.unlink()
+    with serving(folder, disk_reserve_mb=0) as healed:
+        assert healed.holdings.values[0].version == 2
