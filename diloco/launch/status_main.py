@@ -137,8 +137,19 @@ def heading(status: Mapping[str, Any]) -> str:
     return (
         f"run {status['run_id']}  {status['phase']}{ending}  {status['progress']:.0%} of the run  versions {versions}  "
         f"{status['run_tokens']:,} tokens merged  {waiting} arrived for the open rounds  epoch {status['epoch']}  "
-        f"up {status['up_seconds']:.0f} s"
+        f"up {status['up_seconds']:.0f} s{_troubles(status)}"
     )
+
+
+def _troubles(status: Mapping[str, Any]) -> str:
+    """What an operator must see at once, as far as the syncer says it: one of an earlier release does not."""
+    told = [f"TAKES NO UPDATES: {', '.join(status['not_ready'])}"] if status.get("not_ready") else []
+    for name, site in status["sites"].items():
+        found = {"updates": site.get("updates_corrupt", 0), "bases": site.get("bases_differed", 0)}
+        if any(found.values()):
+            what = " and ".join(f"{count} {kind}" for kind, count in found.items() if count)
+            told.append(f"{name} CORRUPTS DATA ({what})")
+    return "".join(f"  {text}" for text in told)
 
 
 def sites_table(status: Mapping[str, Any]) -> Table:

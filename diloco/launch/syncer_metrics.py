@@ -97,6 +97,8 @@ class SyncerMetrics:
 def _of_run(status: Status) -> Iterator[Metric]:
     versions = sum(fragment["version"] for fragment in status["fragments"])
     yield gauge("outer_version", "Outer steps published, over all fragments.", {(): versions})
+    ready = float(not status["not_ready"])
+    yield gauge("syncer_ready", "1 while updates are taken in; diloco status says why not.", {(): ready})
     yield gauge("syncer_epoch", "Starts of a syncer in this run.", {(): status["epoch"]})
     yield gauge("run_lineage", "1, and one more for each time that the run was restored.", {(): status["lineage"]})
     yield gauge("run_progress_ratio", "Share of the run that is done, 0 to 1.", {(): status["progress"]})

@@ -281,6 +281,7 @@ class Api:
                 "lineage": machine.state.lineage,
                 "up_seconds": round(now_s - self.tally.began_s, 1),
                 "refused_at_the_door": refusals,
+                "not_ready": self._syncer.readiness.reasons(),
                 "calls": self._syncer.calls(),
                 "payloads_decoded": self.tally.payloads_decoded(),
                 "identity_complaints": self._syncer.complaints(),

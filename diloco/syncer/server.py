@@ -45,6 +45,7 @@ from diloco.syncer.feeds import Feeds
 from diloco.syncer.holdings import Holdings
 from diloco.syncer.keeping import Keeper
 from diloco.syncer.memory import MemoryCheck
+from diloco.syncer.readiness import Readiness, Unready
 from diloco.syncer.retention import Retention
 from diloco.syncer.room import LOOK_EVERY_S, Room
 from diloco.syncer.snapshots import FragmentValues
@@ -141,6 +142,7 @@ class Syncer:
         self._export_thread: threading.Thread | None = None
         self.ending: Ending | None = None
         self.feeds = Feeds()
+        self.readiness = Readiness()
         self._taken = ExitStack()  # What a stop has to give back, the last first.
         self._server: RunningServer | None = None
         self._stopping = threading.Event()
@@ -186,10 +188,17 @@ class Syncer:
         if ended is not None:
             self.ending = ended
             self._ended.set()
+            self.readiness.begins(Unready.DRAINING)
         self._server = serve(
-            self.api, self.network, self._security, lambda text: self._emit("note", {"note": "identity", "why": text})
+            self.api,
+            self.network,
+            self._security,
+            lambda text: self._emit("note", {"note": "identity", "why": text}),
+            ready=False,
         )
         self._in_thread("room", self.room.run)
+        self.readiness.told_to(self._server.ready)
+        self.readiness.ends(Unready.STARTING)
         if self.options.backup.url:
             self.backups = Backups(self.options.backup, Path(self.options.folder), agreement.run_id, self._emit)
             self.backups.start()
@@ -245,8 +254,8 @@ class Syncer:
 
     def _room_changed(self, why: str | None) -> None:
         """From the decision loop's thread or the one that looks at the disk; each change is told once."""
-        if self._server is not None:
-            self._server.ready(why is None)
+        change = self.readiness.ends if why is None else self.readiness.begins
+        change(Unready.DISK_FULL)
         if why is not None:
             self.store.let_go_of_the_past()
         self._emit("note", {"note": "disk_full", "why": why} if why is not None else {"note": "disk_has_room"})
@@ -332,6 +341,7 @@ class Syncer:
                 if effect.fate.reason is not None:
                     self._emit("refused", _refusal(effect))
             case AnnounceFinal():
+                self.readiness.begins(Unready.DRAINING)
                 self.feeds.tell(FinalAnnounced(effect.ending))
             case MarkFinal():
                 self._mark_final(effect)

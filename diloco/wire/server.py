@@ -76,8 +76,11 @@ def serve(
     options: ServerOptions,
     security: SecurityOptions | None = None,
     note: Callable[[str], None] = lambda text: None,
+    *,
+    ready: bool = True,
 ) -> RunningServer:
     """Listen at ``options.address`` and answer from now on; ``note`` is told what changes about who may come in.
+    ``ready`` is what the health service says of the run until ``RunningServer.ready`` says otherwise.
 
     ``ValueError`` in words when the address cannot be bound, or must not be without TLS and identities.
     """
@@ -106,7 +109,7 @@ def serve(
     standard = StandardServices(server, options.run_id)
     address = _bind(server, options.address, certificate.credentials() if certificate is not None else None)
     server.start()
-    standard.serving()
+    standard.serving(ready)
     watched = [*authenticator.watched, *([certificate.watched] if certificate is not None else [])]
     keeper = Keeper(watched, door, note, stopping)
     return RunningServer(server, threads, address, standard, stalls, counters, stopping, keeper)

@@ -140,17 +140,21 @@ class StandardServices:
     """Health (of the server, of each service and of the run by its id) and reflection on ``server``."""
 
     def __init__(self, server: Any, run_id: str) -> None:
-        self._names = service_names(run_id)
+        self._run_id = run_id
         self._health = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         listed = (SYNC_SERVICE, ADMIN_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(listed, server)
 
     def serving(self, ready: bool = True) -> None:
-        """Answer SERVING from now on; when not ``ready``, NOT_SERVING until it is."""
+        """Answer SERVING from now on; when not ``ready``, NOT_SERVING for the run and what it is exchanged by.
+
+        The server itself and its admin service are alive all the same: no process is to be ended for what it waits for.
+        """
         response = health_pb2.HealthCheckResponse
-        for name in self._names:
-            self._health.set(name, response.SERVING if ready else response.NOT_SERVING)
+        for name in service_names(self._run_id):
+            serves = ready or name in ("", ADMIN_SERVICE)
+            self._health.set(name, response.SERVING if serves else response.NOT_SERVING)
 
     def stopping(self) -> None:
         """Answer NOT_SERVING for good."""

@@ -85,3 +85,12 @@ def test_a_syncer_is_named_by_address_or_by_run_folder(tmp_path: Path) -> None:
     assert syncer_address(str(tmp_path)) == "127.0.0.1:4000"
     with pytest.raises(ConfigError, match="no run folder"):
         syncer_address("nowhere:at-all")
+
+
+def test_what_must_be_seen_at_once_is_in_the_first_line() -> None:
+    assert "NO UPDATES" not in heading(STATUS)
+    sites = {"site-a": {"updates_corrupt": 2, "bases_differed": 1}, "site-b": {"updates_corrupt": 0}}
+    told = heading({**STATUS, "not_ready": ["disk_full", "draining"], "sites": sites})
+    assert "TAKES NO UPDATES: disk_full, draining" in told
+    assert "site-a CORRUPTS DATA (2 updates and 1 bases)" in told
+    assert "site-b" not in told

@@ -64,7 +64,7 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
     assert found["update_staleness_versions_bucket", "b", "5.0"] == 1
     assert found["outer_step_duration_seconds_count",] == 2
     assert (found["snapshot_timestamp_seconds",], found["snapshot_bytes",]) == (1234.5, 4096)
-    assert (found["syncer_epoch",], found["run_lineage",]) == (1, 1)
+    assert (found["syncer_ready",], found["syncer_epoch",], found["run_lineage",]) == (1, 1, 1)
     after = values(stopped)
     assert after["outer_step_duration_seconds_count",] == 2
     assert ("outer_version",) not in after, "what is not known is not said"
@@ -73,6 +73,7 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
 def test_a_site_that_has_said_nothing_has_no_figures() -> None:
     status: dict[str, Any] = {
         "fragments": [],
+        "not_ready": ["disk_full"],
         "epoch": 1,
         "lineage": 1,
         "progress": 0.0,
@@ -89,6 +90,7 @@ def test_a_site_that_has_said_nothing_has_no_figures() -> None:
     found = values(list(SyncerMetrics(compose(["run.name=x"]), lambda: status).families()))
     assert not [key for key in found if key[0] in ("site_loss_nats", "site_heartbeat_timestamp_seconds")]
     assert found["updates_total", "quiet", "stale"] == 2
+    assert found["syncer_ready",] == 0
     assert found["site_restarts_total", "quiet"] == 2
     assert (found["updates_corrupt_total", "quiet"], found["bases_differed_total", "quiet"]) == (1, 2)
     assert (found["calls_refused_total", "NOT_FOUND"], found["calls_failed_total",]) == (3, 1)
