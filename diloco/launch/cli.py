@@ -62,6 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verb = _verb(given)
     if verb is None:
         return ExitCode.USAGE
+    # gRPC writes lines of its own for every handshake and message that it refuses, whoever sent it: a stranger could
+    # fill a syncer's disk with them.  What a caller or an operator needs to know is in our words.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     if PARENT_VARIABLE in os.environ:
         die_with_parent(int(os.environ[PARENT_VARIABLE]))
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

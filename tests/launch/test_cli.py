@@ -132,3 +132,29 @@ def test_a_run_folder_without_a_syncer_is_unreachable(tmp_path: Path, capsys: py
     (tmp_path / "config.yaml").write_text("run: {name: x}")
     assert main(["status", str(tmp_path)]) == 3
     assert "no syncer of" in capsys.readouterr().err
+
+
+REFUSING = """
+import contextlib
+from diloco.launch.cli import main
+with contextlib.suppress(SystemExit):
+    main(["status", "--help"])
+import grpc
+from diloco.wire.options import ServerOptions
+from diloco.wire.server import serve
+from tests.wire.fake_syncer import RUN, FakeSyncer
+server = serve(FakeSyncer(), ServerOptions(run_id=RUN))
+with grpc.insecure_channel(server.address) as channel:
+    for _ in range(3):
+        with contextlib.suppress(grpc.RpcError):
+            channel.unary_unary("/a.B/C")(b"x" * 1000, compression=grpc.Compression.Gzip, timeout=20)
+server.stop(0)
+"""
+
+
+def test_a_refusal_by_grpc_itself_writes_no_line() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", REFUSING]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr == ""
