@@ -8,7 +8,7 @@ PYTHON := $(shell for p in python3.12 python3.11 python3; do \
 endif
 VENV = $(or $(PYTHON),$(error Python 3.11 or newer with venv is needed: make PYTHON=/path/to/python3)) -m venv
 BIN := .venv/bin
-.PHONY: demo test check protos bench swarm soak flood upgrade crash fuzz-inputs disaster crowd
+.PHONY: demo test check protos bench swarm soak flood upgrade crash fuzz-inputs disaster crowd fuzz hostile
 
 demo: .venv/.ready
 	$(BIN)/diloco up $(ARGS)
@@ -50,6 +50,12 @@ disaster: .venv/.ready
 
 crowd: .venv/.ready
 	$(HUNT).crowd $(ARGS)
+
+fuzz: .venv/.ready
+	$(HUNT).fuzz $(if $(N),--n $(N)) $(ARGS)
+
+hostile: .venv/.ready
+	$(HUNT).hostile $(ARGS)
 
 fuzz-inputs: .venv/.ready
 	$(HUNT).fuzz_inputs $(if $(N),--n $(N)) $(ARGS)

@@ -1,0 +1,164 @@
+"""Requests as they should be: by method, by a site that knows how its run stands."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+from diloco.codec.registry import make_codec
+from diloco.sync.agreement import PROTOCOL
+from diloco.wire import convert
+from diloco.wire.calls import ADMIN_SERVICE, SYNC_SERVICE
+from diloco.wire.chunks import checksum
+from diloco.wire.convert_bulk import pack_pull, pack_push
+from diloco.wire.messages import Chunk, EvictAsk, JoinAsk, LeaveAsk, PullAsk, PushCommit, PushHeader, WatchAsk
+from diloco.wire.v1 import admin_pb2, sync_pb2
+from tests.loopback.test_hostile import report
+from tests.loopback.toy import RUN
+
+SYNC, ADMIN, HEALTH = f"/{SYNC_SERVICE}/", f"/{ADMIN_SERVICE}/", "/grpc.health.v1.Health/"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+FOR_STRANGERS = (f"{HEALTH}Check", f"{HEALTH}List")
+STREAMS = ("Push", "ServerReflectionInfo")
+
+
+@dataclass
+class Call:
+    """One call: ``who`` shows what, and the ``row`` its answer is in, or other ``allowed`` ones."""
+
+    row: str
+    path: str
+    messages: list[bytes]
+    who: str = ""
+    allowed: frozenset[str] = frozenset()
+    metadata: tuple[tuple[str, str], ...] = ()
+    compression: Any = None
+
+    @property
+    def method(self) -> str:
+        return self.path.rpartition("/")[2]
+
+
+@dataclass
+class World:
+    """What one attacker knows of a run in which its site has pushed and seen some versions."""
+
+    site: str
+    other: str
+    layout: Any
+    agreement: Any
+    process: str = "f00dfeedf00dfeed"
+    incarnation: int = 0
+    watermarks: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    last: dict[int, tuple[PushHeader, bytes]] = field(default_factory=dict)
+
+    def join(self, **changes: Any) -> JoinAsk:
+        fields: dict[str, Any] = {
+            "protocol": PROTOCOL,
+            "run_id": RUN,
+            "lineage": 1,
+            "site_id": self.site,
+            "process": self.process,
+            "layout_fingerprint": self.layout.fingerprint,
+            "layout_json": self.layout.to_json().encode(),
+            "shared_config": dict(self.agreement.shared),
+        }
+        return JoinAsk(**(fields | changes))
+
+    def update(self, chance: random.Random, encoding: str = "fp32", **changes: Any) -> tuple[PushHeader, bytes]:
+        """The next update of one of the fragments: a good one, but for ``changes``."""
+        fragment = changes.get("fragment", chance.randrange(len(self.versions)))
+        numel = self.layout.fragments[fragment].numel
+        payload = changes.pop("payload", None)
+        if payload is None:
+            dice = torch.Generator().manual_seed(chance.getrandbits(32))
+            payload = make_codec(encoding).encode(torch.randn(numel, generator=dice))
+        fields: dict[str, Any] = dict.fromkeys(PushHeader.__dataclass_fields__, "")
+        fields |= {
+            "run_id": RUN,
+            "site_id": self.site,
+            "incarnation": self.incarnation,
+            "fragment": fragment,
+            "sequence": self.watermarks[fragment] + 1,
+            "base_version": self.versions[fragment],
+            "tokens": 50,
+            "steps": 5,
+            "step_ns": 1_000_000,
+            "cursor": 5,
+            "final": False,
+            "encoding": encoding,
+            "payload_bytes": len(payload),
+            "numel": numel,
+            "digest": hashlib.sha256(payload).hexdigest(),
+        }
+        return PushHeader(**(fields | changes)), payload
+
+
+def pushed(header: PushHeader, payload: bytes, at: int = 0) -> list[bytes]:
+    """All messages of an update."""
+    parts = [Chunk(at, memoryview(payload)[at:], checksum((payload[at:],)))] if payload[at:] else []
+    return [pack_push(part) for part in (header, *parts, PushCommit(header.payload_bytes, header.digest))]
+
+
+def raw_header(header: PushHeader, **changes: Any) -> bytes:
+    """A header that no client of ours would send: packed without its own check."""
+    message = sync_pb2.PushRequest()
+    message.ParseFromString(pack_push(header))
+    for name, value in changes.items():
+        setattr(message.header, name, value)
+    return bytes(message.SerializeToString())
+
+
+def methods() -> dict[str, Any]:
+    """Every method of every service, with the message it takes."""
+    files = [sync_pb2, admin_pb2, health_pb2, reflection_pb2]
+    return {
+        f"/{service.full_name}/{method.name}": method.input_type
+        for file in files
+        for service in file.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    }
+
+
+def good(world: World, chance: random.Random) -> dict[str, tuple[object, bytes]]:
+    """A request for each method that changes nothing however often it is made, as dataclass where there is one."""
+    asks: dict[str, tuple[object, bytes]] = {}
+    for name, ask, pack in (
+        (f"{SYNC}Join", world.join(), convert.pack_join),
+        (f"{SYNC}Watch", WatchAsk(RUN, world.site, world.incarnation), convert.pack_watch),
+        (f"{SYNC}Pull", PullAsk(RUN, world.site, chance.randrange(len(world.versions)), -1), pack_pull),
+        (f"{SYNC}Leave", LeaveAsk(RUN, world.site, world.incarnation), convert.pack_leave),
+        (f"{ADMIN}Evict", EvictAsk("ghost"), convert.pack_evict),
+    ):
+        asks[name] = ask, pack(ask)  # type: ignore[operator]
+    raw = report(site_id=world.site, incarnation=world.incarnation, versions=tuple(world.versions), loss=None)
+    asks[f"{SYNC}Report"] = convert.unpack_report(raw), raw
+    header, _ = world.update(chance)
+    asks[f"{SYNC}Push"] = header, pack_push(header)
+    asks[f"{HEALTH}Check"] = None, health_pb2.HealthCheckRequest(service=RUN).SerializeToString()
+    asks[f"{HEALTH}Watch"] = None, health_pb2.HealthCheckRequest(service=RUN).SerializeToString()
+    asks[REFLECTION] = None, reflection_pb2.ServerReflectionRequest(list_services="x").SerializeToString()
+    return {path: asks.get(path, (None, b"")) for path in methods()}
+
+
+def asked_by(path: str, world: World) -> str:
+    """Who may call this."""
+    return "admin" if path.startswith(ADMIN) else world.site
+
+
+def with_fields(world: World, chance: random.Random, path: str, **changes: Any) -> bytes:
+    """A good request for ``path`` but for ``changes``, whether a client of ours would send it or not."""
+    message: Any = GetMessageClass(methods()[path])()
+    message.ParseFromString(good(world, chance)[path][1])
+    inside = message.header if path.endswith("Push") else message
+    for name, value in changes.items():
+        setattr(inside, name, value)
+    return bytes(message.SerializeToString())

@@ -1,0 +1,297 @@
+"""``make fuzz N=100000``: every method of a real syncer under bad input, with good credentials, bad ones and none.
+
+A batch is followed by a look inside: nothing has changed that a refused message may not change.  Calls whose class is
+known must be answered as the table of ``statuses`` says; those spoiled at random may be told anything definite, and
+what they changed must be what was answered.  Nobody who may not gets as far as a codec.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from diloco.sync.events import Outcome
+from diloco.wire import convert
+from tests.hunts import statuses
+from tests.hunts.access import Access, due
+from tests.hunts.asking import ADMIN, FOR_STRANGERS, SYNC, Call, World, pushed
+from tests.hunts.attacks import spoiled_at_random, strict
+from tests.hunts.reporting import Hunt
+from tests.hunts.target import Fortress, Target, View, guarded, running
+
+WORKERS = 6
+EACH = 150
+"""Calls of a worker in a batch."""
+VARIANTS = {"tokens": 0.6, "tls": 0.25, "mtls": 0.15}
+GROWTH_MAX = 0.05
+GROWTH_CALLS_MIN = 10_000
+WARM_SHARE = 0.15
+QUIET_S = 20.0
+PUSHES = 4
+SAID_MAX = 200
+"""Lines that a batch may make the syncer say: what it says of good updates and snapshots, not one for a refusal."""
+
+
+@dataclass
+class Findings:
+    """What all batches came to."""
+
+    calls: int = 0
+    answers: Counter[str] = field(default_factory=Counter)
+    complaints: list[str] = field(default_factory=list)
+    changes: int = 0
+    decoded_of_strangers: int = 0
+
+
+class Worker:
+    """One attacker: a site's own credentials, everybody else's that can be had, and what it knows of the run."""
+
+    def __init__(self, site: str, other: str, fortress: Fortress, address: str, shown: dict[str, Any]) -> None:
+        self.world = World(site, other, fortress.layout(), fortress.agreement())
+        self.access = Access(address, shown)
+
+    def settle(self, chance: random.Random, pushes: int = 0) -> None:
+        """Join as a newer process than one before, push what is asked for, and see how everything stands."""
+        world = self.world
+        if not world.incarnation:
+            self._must(Call("", f"{SYNC}Join", [convert.pack_join(world.join(process="0ddba110ddba11"))], world.site))
+        self.stand()
+        for _ in range(pushes):
+            header, payload = world.update(chance)
+            answer, details = self.access.make(Call("", f"{SYNC}Push", pushed(header, payload), world.site))
+            if answer == Outcome.ACCEPTED.value:
+                world.last[header.fragment] = header, payload
+            elif not answer.startswith("retry"):
+                raise AssertionError(f"a good update was answered {answer}: {details}")
+            self.stand()
+
+    def stand(self) -> None:
+        """Join (again): where everything stands.  As a new process, where a spoiled Join has put one in our place."""
+        world = self.world
+        try:
+            raw = self._must(Call("", f"{SYNC}Join", [convert.pack_join(world.join())], world.site))
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.ALREADY_EXISTS:
+                raise
+            world.process = f"{int(world.process, 16) + 1:016x}"
+            raw = self._must(Call("", f"{SYNC}Join", [convert.pack_join(world.join())], world.site))
+        reply = convert.unpack_join_reply(raw)
+        world.incarnation = reply.incarnation
+        world.versions = [standing.version for standing in reply.standings]
+        world.watermarks = [standing.watermark for standing in reply.standings]
+
+    def _must(self, call: Call) -> bytes:
+        until_s = time.monotonic() + QUIET_S
+        while True:
+            options: dict[str, Any] = {"metadata": self.access.metadata(call.who), "timeout": QUIET_S}
+            try:
+                return bytes(self.access.channel(call.who).unary_unary(call.path)(call.messages[0], **options))
+            except grpc.RpcError as error:
+                if time.monotonic() > until_s or error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    raise
+                time.sleep(0.1)
+
+    def attack(self, calls: Iterator[Call], count: int, findings: Findings, lock: threading.Lock) -> int:
+        """Make ``count`` calls; how many updates were accepted."""
+        accepted = 0
+        for _ in range(count):
+            call = next(each for each in calls if self.access.can_show(each.who))
+            answer, details = self.access.make(call)
+            wrong = statuses.complaint(
+                f"{call.row} at {call.path} by {call.who}", due(call, self.access), answer, details
+            )
+            accepted += answer == Outcome.ACCEPTED.value
+            with lock:
+                findings.calls += 1
+                findings.answers[answer] += 1
+                if wrong is not None:
+                    findings.complaints.append(wrong)
+        return accepted
+
+
+def strangers(calls: Iterator[Call], chance: random.Random) -> Iterator[Call]:
+    """The same calls by those who may not make them: the answer is that, or what gRPC says before anybody looks."""
+    early = frozenset({"UNIMPLEMENTED", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED"})
+    for call in calls:
+        if call.path in FOR_STRANGERS:
+            continue
+        call.row, call.allowed = f"{statuses.NOT_KNOWN} ({call.row})", early
+        call.who = chance.choice(("nobody", "unknown", "two tokens", "odd token", "nameless", "foreign name"))
+        yield call
+
+
+def impostors(calls: Iterator[Call], other: str) -> Iterator[Call]:
+    """The same calls by a site that is not the one they speak for: whatever is wrong first, nothing is OK.
+
+    But for what speaks for that very site, and a pull that names no site at all, as an observer's.
+    """
+    allowed = statuses.ANY - {"OK", "accepted", "duplicate"} - {answer for answer in statuses.ANY if "/" in answer}
+    for call in calls:
+        if call.row == statuses.NOT_ALLOWED or not call.path.startswith((SYNC, ADMIN)):
+            continue
+        call.who, call.allowed = other, allowed | ({"OK"} if call.method == "Pull" else set())
+        yield call
+
+
+class Siege:
+    """All batches against one variant of the syncer."""
+
+    def __init__(self, target: Target, fortress: Fortress, shown: dict[str, Any], sites: list[str], seed: int) -> None:
+        self.target = target
+        self.findings = Findings()
+        self.seed = seed
+        self._lock = threading.Lock()
+        pairs = zip(sites, sites[1:] + sites[:1], strict=True)
+        self.workers = [Worker(site, other, fortress, target.address, shown) for site, other in pairs]
+        self._settle([random.Random(f"{seed} settle {number}") for number in range(len(sites))], PUSHES)
+
+    def _settle(self, chances: list[random.Random], pushes: int) -> None:
+        for worker, chance in zip(self.workers, chances, strict=True):
+            worker.settle(chance, pushes)
+        self.quiet()
+        for worker in self.workers:
+            worker.stand()
+
+    def batch(self, number: int, each: int) -> None:
+        """One batch of its kind by all workers, and the looks before and after it."""
+        kind = ("strict", "strangers", "strict", "impostors", "spoiled")[number % 5]
+        before = self.quiet()
+        chances = [random.Random(f"{self.seed} {number} {place}") for place in range(len(self.workers))]
+        calls = [self._calls(kind, worker, chance) for worker, chance in zip(self.workers, chances, strict=True)]
+        with ThreadPoolExecutor(len(self.workers)) as pool:
+            jobs = [
+                pool.submit(worker.attack, mine, each, self.findings, self._lock)
+                for worker, mine in zip(self.workers, calls, strict=True)
+            ]
+            accepted = sum(job.result() for job in jobs)
+        self._judge(kind, before, self.quiet(before if kind != "spoiled" else None), accepted)
+        if kind == "spoiled":
+            self._settle(chances, 1)
+
+    def _calls(self, kind: str, worker: Worker, chance: random.Random) -> Iterator[Call]:
+        if kind == "strict":
+            return strict(worker.world, chance)
+        if kind == "spoiled":
+            return spoiled_at_random(worker.world, chance)
+        calls = (strict, spoiled_at_random)[chance.randrange(2)](worker.world, chance)
+        return strangers(calls, chance) if kind == "strangers" else impostors(calls, worker.world.other)
+
+    def _judge(self, kind: str, before: View, after: View, accepted: int) -> None:
+        complain = self.findings.complaints.append
+        if after.state != before.state:
+            self.findings.changes += 1
+            if kind != "spoiled":
+                complain(f"{kind}: the run changed, and every message was refused")
+            elif after.watermarks - before.watermarks != accepted:
+                complain(
+                    f"{kind}: {accepted} updates were accepted, and {after.watermarks - before.watermarks} are there"
+                )
+        elif accepted:
+            complain(f"{kind}: {accepted} updates were accepted, and the run is as it was")
+        if kind in ("strangers", "impostors"):
+            reached = after.decoded - before.decoded
+            received = after.counters.get("payload_bytes_in", 0) - before.counters.get("payload_bytes_in", 0)
+            self.findings.decoded_of_strangers += reached
+            if reached or received:
+                complain(f"{kind}: {received} bytes were taken in and {reached} payloads decoded")
+        if after.counters.get("internal", 0) != before.counters.get("internal", 0):
+            complain(f"{kind}: the syncer hit a defect of its own")
+        if after.said - before.said > SAID_MAX:
+            complain(f"{kind}: {after.said - before.said} lines were logged")
+        if after.forged:
+            complain(f"{kind}: a line was logged that is not one: {after.forged[0]!r}")
+        if after.partial > len(self.workers) * len(self.workers[0].world.versions):
+            complain(f"{kind}: {after.partial} updates lie half received")
+
+    def quiet(self, wanted: View | None = None) -> View:
+        """A look when nothing moves any more; until it is as ``wanted``, where that is given, or a bound has passed."""
+        until_s = time.monotonic() + QUIET_S
+        last = self.target.look()
+        while time.monotonic() < until_s:
+            if wanted is not None and last.state == wanted.state:
+                return last
+            time.sleep(0.05)
+            now = self.target.look()
+            if wanted is None and now.state == last.state:
+                return now
+            last = now
+        return last
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.access.close()
+
+
+def besiege(
+    variant: str, folder: Path, seed: int, count: int, told: Callable[[int, str], None], first: int = 0
+) -> tuple[Findings, list[int]]:
+    """``count`` calls at a syncer of this ``variant``; what came of them, and its memory after each batch once warm.
+
+    ``told`` gets each complaint with the number of its batch, from ``first`` on: a batch is drawn from that number.
+    """
+    sites = [f"site-{letter}" for letter in "abcdef"[:WORKERS]]
+    fortress, shown = guarded(variant, folder, sites)
+    with running(fortress) as target:
+        siege = Siege(target, fortress, shown, sites, seed)
+        warm, number = WARM_SHARE * count, first
+        memory: list[int] = []
+        while siege.findings.calls < count:
+            left = -(-(count - siege.findings.calls) // len(sites))
+            known = len(siege.findings.complaints)
+            siege.batch(number, min(EACH, left))
+            for complaint in siege.findings.complaints[known:][:5]:
+                told(number, complaint)
+            if siege.findings.calls >= warm:
+                memory.append(target.look().rss_bytes)
+            number += 1
+        siege.close()
+        target.stop()
+    return siege.findings, memory
+
+
+def main(arguments: list[str] | None = None) -> int:
+    hunt = Hunt("fuzz", __doc__)
+    hunt.parser.add_argument("--n", type=int, default=5000, help="calls (default: 5000)")
+    hunt.parser.add_argument("--variant", choices=sorted(VARIANTS), help="only this one (default: a share of each)")
+    hunt.parser.add_argument("--first", type=int, default=0, help="number of the first batch (default: 0)")
+    asked = hunt.asked(arguments)
+    shares = {asked.variant: 1.0} if asked.variant else VARIANTS
+    answers: Counter[str] = Counter()
+    growths: dict[str, float] = {}
+    held: dict[str, list[float]] = {}
+    calls = changes = decoded = 0
+    for variant, share in shares.items():
+
+        def told(number: int, complaint: str, variant: str = variant) -> None:
+            hunt.violated(complaint, seed=asked.seed, variant=variant, first=number, n=WORKERS * EACH)
+
+        with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+            found, memory = besiege(variant, Path(folder), asked.seed, int(asked.n * share), told, asked.first)
+        calls, changes, decoded = calls + found.calls, changes + found.changes, decoded + found.decoded_of_strangers
+        answers += found.answers
+        growth = memory[-1] / memory[0] - 1
+        growths[variant] = round(100 * growth, 2)
+        held[variant] = [round(each / 2**20, 1) for each in memory[:: max(1, len(memory) // 8)]]
+        # In a short run much memory is only now touched for the first time.
+        if growth > GROWTH_MAX and found.calls >= GROWTH_CALLS_MIN:
+            hunt.violated(f"memory grew by {100 * growth:.1f} %", seed=asked.seed, variant=variant, n=found.calls)
+    never = sum(answers[each] for each in statuses.NEVER)
+    counts: dict[str, object] = {"calls": calls, "answers": dict(sorted(answers.items())), "unknown_or_internal": never}
+    counts |= {"batches_that_changed_the_run": changes, "decoded_of_strangers": decoded, "rss_growth_percent": growths}
+    counts |= {"rss_mib": held}
+    return hunt.finish(counts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,294 @@
+"""``make hostile``: a network full of peers that mean no good, around a site that trains all the time.
+
+Silent connections, half-open ones, thousands at once, streams a byte a second, streams whose client is killed, resets
+in the middle of a chunk, a thousand reconnects.  The site's rounds go on through each of them, what is silent is hung
+up on, and when it is over, threads, files and memory of the syncer are what they were.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from diloco.wire.calls import SYNC_SERVICE
+from diloco.wire.convert_bulk import pack_push
+from diloco.wire.options import ServerOptions
+from tests.hunts import http2
+from tests.hunts.reporting import Hunt
+from tests.hunts.target import Target, View, guarded, running
+from tests.loopback.cluster import Process
+from tests.loopback.test_hostile import report, update
+from tests.loopback.toy import RUN
+
+HONEST, RUDE = "site-a", "site-b"
+SILENT = 500
+MANY = 10_000
+HANDSHAKE_S = 5.0
+"""``grpc.server_handshake_timeout_ms`` of the syncer; what is silent may live about twice as long."""
+GONE_S = 60.0
+ADOPTED_MIN = 3
+GROWTH_MAX = 0.05
+FILES_SLACK = 8
+"""Of the snapshots, the journal and the honest site's own connections, which come and go."""
+PATH = f"/{SYNC_SERVICE}/"
+
+
+@dataclass
+class Siege:
+    """What every scenario needs: where the syncer is, how large to be, and the token of a site that is let in."""
+
+    address: str
+    scale: float
+    token: str
+    hunt: Hunt
+    facts: dict[str, object]
+
+    def count(self, full: int) -> int:
+        return max(5, int(full * self.scale))
+
+    def gone(self, connections: list[socket.socket], bound_s: float, what: str) -> float:
+        """Wait until the syncer has hung up on all of them; how long that took."""
+        began_s = time.monotonic()
+        left = list(connections)
+        while left and time.monotonic() - began_s < bound_s:
+            time.sleep(0.2)
+            left = [each for each in left if not http2.is_over(each)]
+        if left:
+            self.hunt.violated(f"{what}: {len(left)} of {len(connections)} are still open after {bound_s:g} s")
+        for each in connections:
+            each.close()
+        return round(time.monotonic() - began_s, 1)
+
+
+def silent(siege: Siege) -> None:
+    """Connections that never say anything."""
+    connections = [http2.dial(siege.address) for _ in range(siege.count(SILENT))]
+    siege.facts["silent"] = len(connections)
+    siege.facts["silent_closed_s"] = siege.gone(connections, GONE_S, "silent connections")
+
+
+def half_open(siege: Siege) -> None:
+    """Connections that have introduced themselves and answer no ping: as if their machine had lost its power."""
+    connections = [http2.hello(siege.address) for _ in range(siege.count(200))]
+    siege.facts["half_open"] = len(connections)
+    siege.facts["half_open_closed_s"] = siege.gone(connections, GONE_S, "half-open connections")
+
+
+def many(siege: Siege) -> None:
+    """As many at once as may be: the limits of open files, of either side, are the bound."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(siege.count(MANY), soft - 1000)
+    connections: list[socket.socket] = []
+    for _ in range(wanted):
+        try:
+            connections.append(http2.dial(siege.address))
+        except OSError as error:
+            siege.facts["many_stopped_by"] = str(error)
+            break
+    watched = select.poll()
+    for each in connections:
+        watched.register(each, select.POLLRDHUP | select.POLLHUP)
+    siege.facts["many_opened"] = len(connections)
+    siege.facts["many_at_once"] = len(connections) - len(watched.poll(0))
+    siege.facts["many_closed_s"] = siege.gone(connections, GONE_S, "thousands of connections")
+
+
+def trickle(siege: Siege) -> None:
+    """Calls whose messages come a byte a second, of a site that may make them: each is ended in its time."""
+    raw = http2.message(report(site_id=RUDE))
+    connections = []
+    for method in ("Report", "Push", "Watch", "Pull", "Leave"):
+        for _ in range(siege.count(10)):
+            connection = http2.hello(siege.address)
+            connection.sendall(
+                http2.frame(http2.HEADERS, http2.END_HEADERS, 1, http2.headers(PATH + method, siege.token))
+            )
+            connections.append(connection)
+    over: dict[int, float] = {}
+    began_s = time.monotonic()
+    for second in range(int(GONE_S)):
+        for number, connection in enumerate(connections):
+            if number not in over:
+                try:
+                    connection.sendall(http2.frame(http2.DATA, 0, 1, raw[second % len(raw) :][:1]))
+                except OSError:
+                    over[number] = time.monotonic() - began_s
+                    continue
+                if http2.heard(connection, 1, 0.001) is not None:
+                    over[number] = time.monotonic() - began_s
+        if len(over) == len(connections):
+            break
+        time.sleep(1.0)
+    if len(over) < len(connections):
+        siege.hunt.violated(f"{len(connections) - len(over)} of {len(connections)} calls trickle on after {GONE_S:g} s")
+    for each in connections:
+        each.close()
+    siege.facts["trickling"] = len(connections)
+    siege.facts["trickling_ended_s"] = round(max(over.values(), default=0.0), 1)
+
+
+ABANDON = """
+import sys, threading, grpc
+from tests.hunts.hostile import abandoned_streams
+abandoned_streams(sys.argv[1], sys.argv[2])
+print("ready", flush=True)
+threading.Event().wait()
+"""
+
+
+def abandoned_streams(address: str, token: str) -> None:
+    """In a process of its own: streams of every kind that are opened, and never ended by anybody."""
+    import threading
+
+    import grpc
+
+    never = threading.Event()
+
+    def header() -> object:
+        yield pack_push(update(site_id=RUDE, sequence=1))
+        never.wait()
+
+    for _ in range(4):
+        channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+        metadata = (("authorization", f"Bearer {token}"),)
+        for method in ("Push", "Push", "Watch", "Join"):
+            channel.stream_stream(PATH + method)(header(), timeout=600, metadata=metadata)
+        grpc.channel_ready_future(channel).result(timeout=30)
+
+
+def abandoned(siege: Siege) -> None:
+    """Clients that are killed in the middle of their streams."""
+    processes = []
+    for _ in range(max(1, int(4 * siege.scale))):
+        command = [sys.executable, "-c", ABANDON, siege.address, siege.token]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
+    for process in processes:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)
+        process.stdout.close()
+    siege.facts["clients_killed"] = len(processes)
+
+
+def resets(siege: Siege) -> None:
+    """Connections that are reset in the middle of a chunk, and of a frame."""
+    header = http2.message(pack_push(update(site_id=RUDE)))
+    opening = http2.frame(http2.HEADERS, http2.END_HEADERS, 1, http2.headers(f"{PATH}Push", siege.token))
+    opening += http2.frame(http2.DATA, 0, 1, header)
+    cut = http2.frame(http2.DATA, 0, 1, http2.message(bytes(10_000)))[:6000]
+    for number in range(siege.count(200)):
+        connection = http2.hello(siege.address)
+        connection.sendall(opening + (cut if number % 2 else cut[:5]))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+    siege.facts["resets"] = siege.count(200)
+
+
+def reconnects(siege: Siege) -> None:
+    """One call on each connection; every one is answered."""
+    call = http2.frame(http2.HEADERS, http2.END_HEADERS, 1, http2.headers("/grpc.health.v1.Health/Check"))
+    call += http2.frame(http2.DATA, http2.END_STREAM, 1, http2.message(b""))
+    answered = 0
+    for _ in range(siege.count(1000)):
+        with http2.hello(siege.address) as connection:
+            connection.sendall(call)
+            answered += http2.heard(connection, 1, 20.0) == http2.DATA
+    siege.facts["reconnects"] = siege.count(1000)
+    if answered < siege.count(1000):
+        siege.hunt.violated(
+            f"{siege.count(1000) - answered} of {siege.count(1000)} calls after a reconnect had no answer"
+        )
+
+
+SCENARIOS: tuple[Callable[[Siege], None], ...] = (silent, half_open, many, trickle, abandoned, resets, reconnects)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    hunt = Hunt("hostile", __doc__)
+    hunt.parser.add_argument("--scale", type=float, default=0.1, help="share of the full numbers (default: 0.1)")
+    asked = hunt.asked(arguments)
+    _raise_limit()
+    with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
+        # One keepalive in five seconds, so that half-open peers are noticed soon enough to wait for it.
+        fortress, shown = guarded("tokens", Path(folder), [HONEST, RUDE], keepalive_time_ms=5_000)
+        with running(fortress) as target:
+            honest = replace(fortress, token=shown[HONEST]["token"])
+            with Process("site", honest, site=HONEST, address=target.address, step_s=0.02) as site:
+                site.log.wait_for("adopted", ADOPTED_MIN, GONE_S)
+                facts = _besieged(hunt, target, site, asked.scale, shown[RUDE]["token"])
+    return hunt.finish(facts)
+
+
+def _besieged(hunt: Hunt, target: Target, site: Process, scale: float, token: str) -> dict[str, object]:
+    for scenario in SCENARIOS:  # Once in small: pools are filled and code is loaded before anything is compared.
+        scenario(Siege(target.address, 0.01, token, hunt, {}))
+    before = _settled(target, None)
+    siege = Siege(target.address, scale, token, hunt, {})
+    rounds: dict[str, float] = {}
+    for scenario in SCENARIOS:
+        known, began_s = len(site.log.of("adopted")), time.monotonic()
+        scenario(siege)
+        name = scenario.__name__
+        try:
+            site.log.wait_for("adopted", known + ADOPTED_MIN, 20.0)
+        except AssertionError as error:
+            hunt.violated(f"{name}: the honest site's rounds stand still: {error}", scale=scale)
+        rounds[name] = round((len(site.log.of("adopted")) - known) / (time.monotonic() - began_s), 2)
+    after = _settled(target, before)
+    _compare(hunt, before, after, scale)
+    if site.log.of("error"):
+        hunt.violated(f"the honest site failed: {site.errors[:300]}", scale=scale)
+    held = {"threads": [before.threads, after.threads], "files": [before.files, after.files]}
+    memory = [round(view.rss_bytes / 2**20, 1) for view in (before, after)]
+    return {**siege.facts, "honest_versions_per_s": rounds, **held, "rss_mib": memory}
+
+
+def _settled(target: Target, wanted: View | None) -> View:
+    """A look when what is left of the scenarios has been let go of, or the bound for that has passed."""
+    until_s = time.monotonic() + GONE_S
+    view = target.look()
+    while time.monotonic() < until_s:
+        time.sleep(1.0)
+        now = target.look()
+        calm = now.files <= (wanted.files + FILES_SLACK if wanted else view.files)
+        if calm and now.files <= view.files + FILES_SLACK and time.monotonic() > until_s - GONE_S + 8:
+            return now
+        view = now
+    return view
+
+
+def _compare(hunt: Hunt, before: View, after: View, scale: float) -> None:
+    threads_max = ServerOptions(run_id=RUN).calls_max + 40  # The pool of gRPC's handlers never shrinks.
+    if after.threads > max(before.threads + 4, threads_max):
+        hunt.violated(f"{before.threads} threads before and {after.threads} after", scale=scale)
+    if after.files > before.files + FILES_SLACK:
+        hunt.violated(f"{before.files} open files before and {after.files} after", scale=scale)
+    if scale >= 0.5 and after.rss_bytes > before.rss_bytes * (1 + GROWTH_MAX):
+        hunt.violated(f"{before.rss_bytes} bytes of memory before and {after.rss_bytes} after", scale=scale)
+    if after.counters.get("internal", 0):
+        hunt.violated(f"{after.counters['internal']} defects of its own", scale=scale)
+    if after.forged:
+        hunt.violated(f"a line was logged that is not one: {after.forged[0]!r}", scale=scale)
+
+
+def _raise_limit() -> None:
+    """Of open files, for this process and the ones that it starts."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

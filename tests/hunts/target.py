@@ -1,0 +1,226 @@
+"""A real syncer in a process of its own, to be attacked: real store on disk, real sockets, a pipe to look inside."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diloco.durable import PLAIN_DISK, Disk
+from diloco.syncer.server import RunPlan, Syncer, SyncerOptions
+from diloco.wire.options import ServerOptions
+from diloco.wire.security import SecurityOptions
+from tests.loopback.toy import RUN, Toy
+from tests.wire.certificates import LOOPBACK, Authority
+
+CODECS = ("fp32", "bf16", "int8", "int4", "int8+zstd", "int4:64+zstd3")
+ANSWER_S = 60.0
+Emit = Callable[[str, dict[str, object]], None]
+
+
+@dataclass(kw_only=True)
+class Fortress(Toy):
+    """A toy run whose syncer asks who calls, takes every codec, and has no events of its own: silence is none."""
+
+    security: dict[str, Any] = field(default_factory=dict)
+    outer: dict[str, object] = field(
+        default_factory=lambda: {
+            "num_fragments": 2,
+            "grace": "fixed",
+            "grace_ns": 0,
+            "staleness_max": 2,
+            "site_timeout_ns": 3_600_000_000_000,
+        }
+    )
+
+    def syncer(self, emit: Emit, disk: Disk = PLAIN_DISK) -> Syncer:
+        outer, optimizer = self.rules()
+        options = SyncerOptions(folder=f"{self.folder}/syncer", up_codecs=list(CODECS), snapshot_every=16)
+        plan = RunPlan(self.agreement(), self.layout(), "shared", outer, optimizer)
+        network = ServerOptions(run_id=RUN, address=f"127.0.0.1:{self.port}", **self.server)
+        return Syncer(options, plan, self.version_zero, network, SecurityOptions(**self.security), emit, disk)
+
+
+@dataclass(frozen=True)
+class View:
+    """What a look inside shows.  ``state`` is a digest of all that a message may not change."""
+
+    state: str
+    watermarks: int
+    phase: str
+    rss_bytes: int
+    threads: int
+    files: int
+    partial: int
+    decoded: int
+    counters: dict[str, int]
+    said: int
+    forged: list[str]
+
+
+def guarded(variant: str, folder: Path, sites: list[str], **server: Any) -> tuple[Fortress, dict[str, Any]]:
+    """A run behind ``tokens`` in plaintext, ``tls`` and tokens, or ``mtls``, and what its callers show.
+
+    A caller shows {"token"} or {"certificate"}; every variant with TLS has the "ca".
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    security: dict[str, Any] = {}
+    shown: dict[str, Any] = {}
+    if variant != "tokens":
+        authority = Authority(folder)
+        certificate, key = authority.issue("syncer", *LOOPBACK)
+        security |= {"tls_cert": certificate, "tls_key": key}
+        shown["ca"] = authority.ca
+    if variant == "mtls":
+        security |= {"tls_ca": authority.ca, "require_client_cert": True}
+        shown |= {site: {"certificate": authority.site(f"site/{site}")} for site in sites}
+        shown |= {role: {"certificate": authority.site(role)} for role in ("admin", "observer")}
+        strangers = Authority(folder, "strangers")
+        shown["unknown"] = {"certificate": strangers.site("site/intruder")}
+        shown["nameless"] = {"certificate": authority.issue("nameless")}
+        shown["foreign name"] = {"certificate": authority.site("other/thing")}
+    else:
+        tokens = folder / "tokens.json"
+        known = {site: f"token-of-site-{site}-0123456789" for site in sites}
+        roles = {role: f"token-of-the-{role}-0123456789" for role in ("admin", "observer")}
+        tokens.write_text(json.dumps({"sites": known, **roles}))
+        tokens.chmod(0o600)
+        security["tokens_file"] = str(tokens)
+        shown |= {who: {"token": token} for who, token in (known | roles).items()}
+        shown["unknown"] = {"token": "token-that-nobody-has-0123456789"}
+    shown["nobody"] = {}
+    return Fortress(folder=str(folder), security=security, server=server), shown
+
+
+class Target:
+    """The process; ``look`` is only to be called when nothing is under way that ought to change something."""
+
+    def __init__(self, fortress: Fortress) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.hunts.target"])
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=main, args=(fortress, theirs), name="target", daemon=True)
+        self.process.start()
+        theirs.close()
+        self.address: str = self._told()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def _told(self) -> Any:
+        if not self._pipe.poll(ANSWER_S):
+            raise AssertionError(f"the syncer gave no answer in {ANSWER_S:g} s")
+        try:
+            answer = self._pipe.recv()
+        except EOFError:
+            self.process.join(5.0)
+            raise AssertionError(f"the syncer died with exit code {self.process.exitcode}") from None
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def look(self) -> View:
+        self._pipe.send("look")
+        found = self._told()
+        assert isinstance(found, View)
+        return found
+
+    def stop(self) -> None:
+        """End it as an operator would; whatever it failed of is raised."""
+        self._pipe.send("stop")
+        self._told()
+        self.process.join(ANSWER_S)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(ANSWER_S)
+        self._pipe.close()
+
+
+@contextmanager
+def running(fortress: Fortress) -> Iterator[Target]:
+    target = Target(fortress)
+    try:
+        yield target
+    finally:
+        target.kill()
+
+
+# --- inside ----------------------------------------------------------------------------------------------------
+
+
+class _Said(logging.Handler):
+    """Counts what is said, and keeps what looks as if somebody else had said it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.forged: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.say(record.getMessage())
+
+    def say(self, text: str) -> None:
+        self.count += 1
+        if not text.isprintable() and len(self.forged) < 20:
+            self.forged.append(text[:300])
+
+
+def main(fortress: Fortress, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    said = _Said()
+    logging.getLogger().addHandler(said)
+    syncer = fortress.syncer(lambda what, fields: said.say(f"{what} {list(fields.items())}"))
+    try:
+        pipe.send(syncer.start())
+        while pipe.recv() == "look":
+            pipe.send(look(syncer, Path(fortress.folder) / "syncer", said))
+        syncer.stop(1.0)
+        pipe.send("stopped")
+    except BaseException as error:
+        pipe.send(error)
+        raise
+
+
+def look(syncer: Syncer, folder: Path, said: _Said) -> View:
+    syncer.wait(0.0)  # Raises what the syncer failed of, if anything.
+    status = syncer.api.status()
+    state = syncer.core.ask(lambda machine: {**machine.snapshot(), "now_ns": 0})  # type: ignore[dict-item]
+    watermarks = syncer.core.ask(
+        lambda machine: sum(line.watermark for site in machine.state.sites.values() for line in site.lines)
+    )
+    kept = sorted(
+        (path.relative_to(folder).as_posix(), path.stat().st_size)
+        for path in folder.rglob("*")
+        if path.is_file() and ".partial" not in path.parts
+    )
+    values = [each.digest for each in syncer.holdings.values]
+    everything = json.dumps([state, kept, values], sort_keys=True, default=str)
+    gc.collect()
+    return View(
+        state=hashlib.sha256(everything.encode()).hexdigest(),
+        watermarks=watermarks,
+        phase=str(status["phase"]),
+        rss_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+        threads=threading.active_count(),
+        files=len(os.listdir("/proc/self/fd")),
+        partial=len(list((folder / "spool" / ".partial").glob("*"))),
+        decoded=int(str(status["payloads_decoded"])),
+        counters=syncer._server.counters() if syncer._server else {},
+        said=said.count,
+        forged=list(said.forged),
+    )
