@@ -22,22 +22,22 @@ class Access:
 
     def __init__(self, address: str, shown: dict[str, Any]) -> None:
         self._address = address
-        self._shown = shown
+        self.shown = shown
         self._channels: dict[str, Any] = {}
         self._authority = Path(shown["ca"]).read_bytes() if "ca" in shown else None
 
     @property
     def has_certificates(self) -> bool:
         """Whether callers are told apart by certificates rather than tokens."""
-        return "token" not in self._shown["unknown"]
+        return "token" not in self.shown["unknown"]
 
     def can_show(self, who: str) -> bool:
         """Whether there is such a caller in this variant."""
-        return who in self._shown or (not self.has_certificates and who in _ODD_TOKENS)
+        return who in self.shown or (not self.has_certificates and who in _ODD_TOKENS)
 
     def channel(self, who: str) -> Any:
         """The channel on which ``who`` calls; tokens of all callers travel on one."""
-        pair = self._shown.get(who, {}).get("certificate")
+        pair = self.shown.get(who, {}).get("certificate")
         name = who if pair else ""
         if name not in self._channels:
             private = [("grpc.use_local_subchannel_pool", 1)]
@@ -53,7 +53,7 @@ class Access:
         """What ``who`` sends along."""
         if not self.has_certificates and who in _ODD_TOKENS:
             return tuple(("authorization", value) for value in _ODD_TOKENS[who])
-        token = self._shown.get(who, {}).get("token")
+        token = self.shown.get(who, {}).get("token")
         return (("authorization", f"Bearer {token}"),) if token else ()
 
     def make(self, call: Call) -> tuple[str, str]:

@@ -1,0 +1,167 @@
+"""Every row of the table of bad input, at a real syncer: its answer, in the row's own words as the test's name."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import ssl
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from diloco.wire import convert
+from diloco.wire.calls import PUSHBACK_KEY
+from diloco.wire.convert_bulk import pack_push
+from diloco.wire.messages import WatchAsk
+from tests.hunts import http2, statuses
+from tests.hunts.access import due
+from tests.hunts.asking import ADMIN, SYNC, Call, good, pushed
+from tests.hunts.attacks import strict
+from tests.hunts.fuzz import Siege
+from tests.hunts.target import guarded, running
+from tests.loopback.toy import RUN
+
+SITES = ["site-a", "site-b", "site-c"]
+BOUND_S = 30.0
+DRAWN = sorted(set(statuses.ROWS) - {statuses.TLS_FAILS, statuses.AWAY, statuses.OVERLOAD})
+
+
+def besieged(variant: str, folder: Path) -> Iterator[Siege]:
+    fortress, shown = guarded(variant, folder, SITES)
+    with running(fortress) as target:
+        siege = Siege(target, fortress, shown, SITES, seed=5)
+        before = siege.quiet()
+        yield siege
+        if target.process.is_alive():
+            assert siege.quiet(before).state == before.state, "what was refused has changed the run"
+        siege.close()
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Siege]:
+    yield from besieged("tokens", tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.fixture(scope="module")
+def mtls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Siege]:
+    yield from besieged("mtls", tmp_path_factory.mktemp("mtls"))
+
+
+@pytest.mark.parametrize("row", DRAWN)
+def test_bad_input_has_the_status_of_its_row(tokens: Siege, row: str) -> None:
+    worker = tokens.workers[0]
+    drawn = strict(worker.world, random.Random(row))
+    calls = itertools.islice((call for call in drawn if call.row == row and worker.access.can_show(call.who)), 5)
+    for call in calls:
+        answer, details = worker.access.make(call)
+        wrong = statuses.complaint(f"{row} at {call.path}", due(call, worker.access), answer, details)
+        assert wrong is None, wrong
+
+
+@pytest.mark.parametrize("who", ["nobody", "unknown"])
+def test_no_client_certificate_or_one_of_another_authority_reaches_no_handler(mtls: Siege, who: str) -> None:
+    access, before = mtls.workers[0].access, mtls.target.look()
+    for path, (_, raw) in good(mtls.workers[0].world, random.Random(1)).items():
+        assert access.make(Call(statuses.TLS_FAILS, path, [raw], who))[0] == "UNAVAILABLE", path
+    after = mtls.target.look()
+    assert (after.counters, after.decoded, after.state) == (before.counters, before.decoded, before.state)
+
+
+def test_plaintext_at_a_port_with_tls_reaches_no_handler(mtls: Siege) -> None:
+    before = mtls.target.look()
+    with grpc.insecure_channel(mtls.target.address) as channel, pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary(f"{ADMIN}Status")(b"", timeout=BOUND_S)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert mtls.target.look().counters == before.counters
+
+
+@pytest.mark.parametrize("who", ["nameless", "foreign name"])
+def test_a_certificate_without_exactly_one_spiffe_uri_is_unauthenticated(mtls: Siege, who: str) -> None:
+    access = mtls.workers[0].access
+    for path in (f"{ADMIN}Status", f"{SYNC}Pull", f"{SYNC}Push", f"{SYNC}Join"):
+        assert access.make(Call(statuses.NOT_KNOWN, path, [b""], who))[0] == "UNAUTHENTICATED"
+
+
+@pytest.mark.parametrize(("version", "refused"), [("TLSv1_1", 0), ("TLSv1_2", 1), ("TLSv1_3", 0)])
+def test_tls_older_than_1_3_is_unauthenticated_or_no_connection_at_all(mtls: Siege, version: str, refused: int) -> None:
+    counted = mtls.target.look().counters.get("refused_unauthenticated", 0)
+    connection = tls(mtls, getattr(ssl.TLSVersion, version))
+    if connection is None:
+        assert version == "TLSv1_1", "an older one is not even spoken"
+    else:
+        with connection:
+            assert connection.version() == version.replace("_", ".")
+            connection.sendall(http2.PREFACE + http2.frame(http2.SETTINGS, 0, 0, b""))
+            asking = http2.frame(http2.HEADERS, http2.END_HEADERS, 1, http2.headers(f"{ADMIN}Status"))
+            connection.sendall(asking + http2.frame(http2.DATA, http2.END_STREAM, 1, http2.message(b"")))
+            assert http2.heard(connection, 1, BOUND_S) == http2.DATA
+    assert mtls.target.look().counters.get("refused_unauthenticated", 0) == counted + refused
+
+
+def tls(siege: Siege, version: ssl.TLSVersion) -> ssl.SSLSocket | None:
+    """A connection of the admin that speaks this version and no other; None where that cannot be."""
+    shown: dict[str, Any] = siege.workers[0].access.shown
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(shown["ca"])
+    context.load_cert_chain(*shown["admin"]["certificate"])
+    context.set_alpn_protocols(["h2"])
+    context.set_ciphers("ALL:@SECLEVEL=0")
+    if version is ssl.TLSVersion.TLSv1_1:
+        context.options &= ~ssl.OP_NO_TLSv1_1
+    context.maximum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        with (
+            pytest.warns(DeprecationWarning, match="TLSv1_1")
+            if version is ssl.TLSVersion.TLSv1_1
+            else contextlib.nullcontext()
+        ):
+            context.minimum_version = version
+            context.maximum_version = version
+        return context.wrap_socket(http2.dial(siege.target.address, BOUND_S), server_hostname="localhost")
+    except OSError:
+        return None
+
+
+def test_overload_is_resource_exhausted_with_a_time_to_come_back(tokens: Siege) -> None:
+    worker, over = tokens.workers[1], threading.Event()
+    worker.stand()
+    channel, metadata = worker.access.channel(worker.world.site), worker.access.metadata(worker.world.site)
+    headers = [worker.world.update(random.Random(3), fragment=number)[0] for number in (0, 1)]
+
+    def held(raw: bytes) -> Iterator[bytes]:
+        yield raw
+        over.wait()
+
+    options: dict[str, Any] = {"metadata": metadata, "timeout": BOUND_S}
+    streams = [channel.stream_stream(f"{SYNC}Push")(held(pack_push(header)), **options) for header in headers]
+    try:
+        for stream in streams:
+            next(stream)  # Both are admitted, which is all that one site may have under way.
+        header, payload = worker.world.update(random.Random(4), sequence=headers[0].sequence + 1, fragment=0)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(channel.stream_stream(f"{SYNC}Push")(iter(pushed(header, payload)), **options))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert int(dict(caught.value.trailing_metadata())[PUSHBACK_KEY]) > 0
+    finally:
+        over.set()
+        for stream in streams:
+            stream.cancel()
+
+
+def test_a_syncer_that_stops_is_unavailable(tmp_path: Path) -> None:
+    for siege in besieged("tokens", tmp_path):
+        worker = siege.workers[0]
+        ask = convert.pack_watch(WatchAsk(RUN, worker.world.site, worker.world.incarnation))
+        options: dict[str, Any] = {"metadata": worker.access.metadata(worker.world.site), "timeout": BOUND_S}
+        stream = worker.access.channel(worker.world.site).unary_stream(f"{SYNC}Watch")(ask, **options)
+        next(stream)
+        siege.target.stop()
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stream)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert worker.access.make(Call(statuses.AWAY, f"{SYNC}Watch", [ask], worker.world.site))[0] == "UNAVAILABLE"
