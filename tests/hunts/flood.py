@@ -57,8 +57,8 @@ class Run:
         tokens, permissions = folder / "tokens.json", folder / "permissions.json"
         tokens.write_text(json.dumps({"sites": TOKENS}))
         tokens.chmod(0o600)
-        permissions.write_text(json.dumps(GRANTS))
-        outer = {"grace": "fixed", "grace_ns": 0, "quorum": 1, "staleness_max": 1000}
+        permissions.write_text(json.dumps(GRANTS if asked.grants == "limited" else {"default": "allow"}))
+        outer = {"grace": "fixed", "grace_ns": 0, "quorum": 1}
         self.toy = Toy(
             folder=str(folder),
             seed=asked.seed,
@@ -171,6 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--step-s", type=float, default=0.03, help="an inner step of the honest site; ten make a round (default: 0.03)")
     add("--megabytes", type=float, default=1.0, help="of an update (default: 1)")
     add("--calls-per-s", type=float, default=100.0, help="what the syncer allows each (default: 100, as by default)")
+    add("--grants", choices=["limited", "none"], default="limited", help="limited: 2 pushes and 4 MB a second")
     asked = hunt.asked(arguments)
     wanted = {"all": [KINDS], "each": [(kind,) for kind in KINDS]}.get(asked.kinds, [tuple(asked.kinds.split(","))])
     rows = []

@@ -112,13 +112,13 @@ class Flood:
 
     def damaged(self) -> None:
         """Whole updates, whose bytes are not what was declared."""
+        self.starts()
         self.push(hashlib.sha256(str(next(self.numbers)).encode()).hexdigest())
 
     def updates(self) -> None:
         """Good ones, one after the other."""
-        result = self.push(hashlib.sha256(self.payload).hexdigest())
-        self.joins()
-        assert result is not None
+        self.starts()
+        self.push(hashlib.sha256(self.payload).hexdigest())
 
 
 KINDS = ("joins", "starts", "reports", "pulls", "watches", "status", "noise", "damaged", "updates")
