@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
 import ssl
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,9 +54,9 @@ def mtls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Siege]:
 
 @pytest.mark.parametrize("row", DRAWN)
 def test_bad_input_has_the_status_of_its_row(tokens: Siege, row: str) -> None:
-    worker = tokens.workers[0]
+    worker, count = tokens.workers[0], 1 if row == statuses.TOO_LARGE else 5
     drawn = strict(worker.world, random.Random(row))
-    calls = itertools.islice((call for call in drawn if call.row == row and worker.access.can_show(call.who)), 5)
+    calls = itertools.islice((call for call in drawn if call.row == row and worker.access.can_show(call.who)), count)
     for call in calls:
         answer, details = worker.access.make(call)
         wrong = statuses.complaint(f"{row} at {call.path}", due(call, worker.access), answer, details)
@@ -115,11 +115,7 @@ def tls(siege: Siege, version: ssl.TLSVersion) -> ssl.SSLSocket | None:
         context.options &= ~ssl.OP_NO_TLSv1_1
     context.maximum_version = ssl.TLSVersion.TLSv1_3
     try:
-        with (
-            pytest.warns(DeprecationWarning, match="TLSv1_1")
-            if version is ssl.TLSVersion.TLSv1_1
-            else contextlib.nullcontext()
-        ):
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # Of asking for something so old.
             context.minimum_version = version
             context.maximum_version = version
         return context.wrap_socket(http2.dial(siege.target.address, BOUND_S), server_hostname="localhost")
