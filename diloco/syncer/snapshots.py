@@ -1,6 +1,6 @@
 """Snapshots: every fragment with its momentum, and the machine's memory, in a folder of their own.
 
-    snapshots/00000012/  fragment-0.safetensors ...  state.json  manifest.json (sizes and SHA-256 of the others)
+    snapshots/00000012/  fragment-0.safetensors ...  state.json  manifest.json (size and SHA-256 of each, its own too)
 
 Written into a temporary folder, every file made durable, then renamed: a folder with that name is whole.  On reading
 every file is verified; a damaged snapshot is named, set aside as ``00000012.damaged``, and the one before it is used,
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import typing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from diloco.durable import PLAIN_DISK, DiskFullError, Step, is_full
-from diloco.sync.plain import from_plain, parse_json, shown
+from diloco.sync.plain import canonical, from_plain, parse_json, shown
 from diloco.syncer.reading import NotAsWritten, read_verified
 from diloco.syncer.retention import Choice, Point, choose
 
@@ -113,7 +114,8 @@ class Snapshots:
             self._disk.write_file(beside / name, data, Step.SNAPSHOT_FILE)
             files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             size += len(data)
-        manifest = {"format": FORMAT, "files": files}
+        manifest: dict[str, object] = {"format": FORMAT, "files": files}
+        manifest["sha256"] = _digest_of(manifest)
         text = json.dumps(manifest, sort_keys=True, indent=1).encode()
         self._disk.write_file(beside / "manifest.json", text, Step.SNAPSHOT_FILE)
         self._disk.rename(beside, self._path(number), Step.SNAPSHOT_RENAME)
@@ -185,13 +187,7 @@ class Snapshots:
         """The manifest's facts by file name; whatever does not fit while they are used is damage."""
         folder = self._path(number)
         try:
-            manifest = parse_json((folder / "manifest.json").read_bytes())
-            found = manifest["format"]
-            if type(found) is int and found > FORMAT:
-                raise NewerSnapshotError(f"{folder} has format {shown(found)}, and this version reads up to {FORMAT}")
-            if found not in range(1, FORMAT + 1):
-                raise SnapshotError(f"{folder} is damaged: it has format {shown(found)}")
-            files = dict(manifest["files"])
+            files = dict(_read_manifest(folder)["files"])
             odd = set(files) ^ {path.name for path in folder.iterdir()} ^ {"manifest.json"}
             if odd:
                 words = ", ".join(sorted(odd))[:200]
@@ -219,6 +215,33 @@ def _files(snapshot: Snapshot) -> Iterator[tuple[str, bytes]]:
 def _state(folder: Path, facts: dict[str, dict[str, object]]) -> tuple[object, int, str]:
     plain = parse_json(_verified(folder / "state.json", facts["state.json"]))
     return plain["state"], int(plain["journal_segment"]), str(plain.get("journal_chain", ""))
+
+
+def _read_manifest(folder: Path) -> dict[str, typing.Any]:
+    """Verified by its own digest before anything else, so that a flipped bit is not taken for a format to come."""
+    path = folder / "manifest.json"
+    text = path.read_bytes()
+    try:
+        manifest = dict(parse_json(text))
+        found = manifest["format"]
+        if found == 1 and "sha256" not in manifest:
+            return manifest
+        told = {name: value for name, value in manifest.items() if name != "sha256"}
+        is_whole = manifest["sha256"] == _digest_of(told)
+        is_whole = is_whole and json.dumps(manifest, sort_keys=True, indent=1).encode() == text
+    except (LookupError, TypeError, ValueError) as error:
+        raise SnapshotError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    if not is_whole:
+        raise SnapshotError(f"{path} is damaged: its own digest does not match")
+    if type(found) is int and found > FORMAT:
+        raise NewerSnapshotError(f"{folder} has format {shown(found)}, and this version reads up to {FORMAT}")
+    if found != FORMAT:
+        raise SnapshotError(f"{path} is damaged: it has format {shown(found)}")
+    return manifest
+
+
+def _digest_of(manifest: dict[str, object]) -> str:
+    return hashlib.sha256(canonical(manifest)).hexdigest()
 
 
 def _steps(state: object) -> int:

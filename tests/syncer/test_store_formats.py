@@ -6,6 +6,7 @@ SIGKILL, the checkpoints that its sites had at that moment, and what that versio
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 
 from diloco.inner import checkpoint
 from diloco.sync.frames import FORMAT
+from diloco.sync.plain import canonical
 from diloco.syncer.journal_files import read_file
 from diloco.syncer.snapshots import Snapshots
 from diloco.syncer.store import Recovered, RunCard, Store, StoreError
@@ -147,7 +149,9 @@ def test_a_snapshot_of_a_later_format_is_refused_and_left_alone(toy: Toy) -> Non
     snapshots = Path(toy.folder) / "syncer" / "snapshots"
     newest = max(snapshots.iterdir())
     manifest = json.loads((newest / "manifest.json").read_bytes())
-    (newest / "manifest.json").write_text(json.dumps({**manifest, "format": 3}))
+    later = {**manifest, "format": 3}
+    later["sha256"] = hashlib.sha256(canonical(later)).hexdigest()
+    (newest / "manifest.json").write_text(json.dumps(later, sort_keys=True, indent=1))
     with pytest.raises(StoreError, match=f"{newest} has format 3, and this version reads up to 2"):
         recovered(toy)
     assert newest.is_dir(), "it is not damaged"
