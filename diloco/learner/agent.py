@@ -23,7 +23,7 @@ from diloco.codec.contract import NonFiniteError
 from diloco.codec.registry import make_codec
 from diloco.durable import PLAIN_DISK
 from diloco.inner.trainer import StepInfo, Verdict
-from diloco.learner.couriers import Fetcher, Listener, Sender
+from diloco.learner.couriers import Fetcher, Listener, Pause, Sender
 from diloco.learner.follower import ADOPTED, GO_ON, STOP
 from diloco.learner.meter import Meter
 from diloco.learner.odometer import Odometer
@@ -210,6 +210,7 @@ class Agent:
             return self._machine.state.cursor
 
     def _first_join(self, until: float) -> None:
+        pause = Pause(self._stopping)
         while True:
             try:
                 return self._join()
@@ -219,7 +220,7 @@ class Agent:
             except Unreachable as error:
                 if time.monotonic() >= until:
                     raise JoinFailed("unreachable", error.why) from error
-                time.sleep(0.3)
+                pause.wait(error.retry_after_s)
 
     def _has_failed(self) -> bool:
         return self._stop is not None and self._stop.failed

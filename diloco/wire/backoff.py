@@ -22,10 +22,13 @@ class Backoff:
             raise ValueError(f"base_s is {self.base_s!r}: positive and not above cap_s={self.cap_s!r}")
 
     def next_s(self, chance: float, at_least_s: float = 0.0) -> float:
-        """The next delay in seconds; ``chance`` is in [0, 1), ``at_least_s`` what the other end asked for."""
+        """The next delay in seconds; ``chance`` is in [0, 1), ``at_least_s`` what the other end asked for.
+
+        The other end asks all whom it refuses for the same, so that what it asked for is spread by half of it as well.
+        """
         span_s = min(self.cap_s, self.base_s * 2.0 ** min(self.failures, 60))
         self.failures += 1
-        return max(at_least_s, span_s * (0.5 + 0.5 * chance))
+        return max(at_least_s * (1.0 + 0.5 * chance), span_s * (0.5 + 0.5 * chance))
 
     def reset(self) -> None:
         """Something worked: begin anew."""

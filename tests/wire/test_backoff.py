@@ -32,3 +32,11 @@ def test_pushback_is_respected_and_failures_never_overflow() -> None:
 def test_base_out_of_range_is_refused_in_words(base_s: float) -> None:
     with pytest.raises(ValueError, match="base_s"):
         Backoff(base_s=base_s, cap_s=5.0)
+
+
+def test_what_the_other_end_asks_for_is_kept_and_spread() -> None:
+    """It asks all whom it refuses for the same: without chance they would all come back at one instant."""
+    delays = [Backoff(0.2, 3.0).next_s(chance / 10, at_least_s=4.0) for chance in range(10)]
+    assert min(delays) == 4.0
+    assert len(set(delays)) == 10
+    assert max(delays) < 6.0

@@ -1,0 +1,59 @@
+"""A syncer that is away for long ends no site, stops no training and costs no token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from diloco.learner import couriers
+from diloco.sync.progress import site_ledger
+from diloco.wire.backoff import Backoff
+from tests.learner.direct import agent_threads, started
+from tests.syncer.building import serving
+
+ATTEMPTS = 400
+"""At the back-off's cap of three seconds, jittered, this many attempts are a quarter of an hour."""
+
+
+def test_a_site_goes_on_for_a_quarter_of_an_hour_alone_and_then_as_if_nothing_had_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spread: list[float] = []
+
+    class Hurried(Backoff):
+        """The same delays, a thousand times shorter."""
+
+        def next_s(self, chance: float, at_least_s: float = 0.0) -> float:
+            delay_s = Backoff.next_s(self, chance, at_least_s)
+            spread.append(delay_s)
+            return delay_s / 1000
+
+    monkeypatch.setattr(couriers, "Backoff", Hurried)
+    alone = {"outer": {"site_timeout_ns": 200_000_000, "updates_in_flight_max": 2}}
+    with serving(tmp_path / "syncer", **alone) as syncer, started(tmp_path / "a", syncer) as site:
+        site.train_until(lambda: syncer.holdings.values[0].version >= 1, "connected")
+        site.client.down.set()
+        attempts = lambda: Counter(site.client.calls)  # noqa: E731
+        before, held = attempts(), len(site.agent._tensors.sent)
+        site.train_until(lambda: (attempts() - before)["join"] >= ATTEMPTS, "so many attempts to join", 60.0)
+        site.train_until(lambda: (attempts() - before)["report"] >= 3, "heartbeats into the void", 60.0)
+        assert len(site.agent._tensors.sent) <= held + 2 * 2, "memory is as it was: two updates for each fragment"
+        assert len(agent_threads()) == 5, "every thread lives"
+        assert site.events.of("disconnected")
+        assert not [event for event in site.events.of("note") if event["note"] == "thread_died"]
+        capped = [delay for delay in spread if delay > 1.4]
+        assert len(capped) > ATTEMPTS / 2
+        assert max(capped) <= 3.0
+        assert len({round(delay, 6) for delay in capped}) > len(capped) / 2, "delays that are drawn"
+        reached = [values.version for values in syncer.holdings.values]
+        site.client.down.clear()
+        site.train_until(
+            lambda: all(v.version > was for v, was in zip(syncer.holdings.values, reached, strict=True)),
+            "merges again",
+            30.0,
+        )
+        ledger = site_ledger(site.agent._machine.state)
+        assert ledger.balanced()
+        assert (ledger.lost, ledger.refused) == (0, 0)
