@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     hunt.parser.add_argument("--from", dest="from_commit", default=FIRST, help=f"the old program (default: {FIRST})")
     hunt.parser.add_argument("--runs", type=int, default=1, help="upgrades, one after another (default: 1)")
     asked = hunt.asked(arguments)
-    counts = {"upgrades": 0, "stages": 0, "versions": 0, "acknowledged": 0}
+    counts = {"upgrades": 0, "stages": 0, "versions": 0, "acknowledged": 0, "drain_s_max": 0.0}
     with tempfile.TemporaryDirectory(prefix="upgrade-") as scratch:
         old = unpacked(asked.from_commit, Path(scratch) / "old")
         for number in range(asked.runs):
@@ -47,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
             for name in ("stages", "versions", "acknowledged"):
                 counts[name] += told[name]
             counts["upgrades"] += 1
+            counts["drain_s_max"] = max(counts["drain_s_max"], told["drain_s"])
     return hunt.finish(counts)
 
 

@@ -15,4 +15,5 @@ def test_syncer_and_sites_are_replaced_one_by_one_and_nothing_is_lost(tmp_path: 
     with place_in(tmp_path) as place:
         told = Upgrade(place, ROOT, ROOT).run()
     assert told["stages"] == 3 + len(SITES)
+    assert told["drain_s"] < 20 + 20, "promise P10 says 20 s; the machine may be busy"
     assert all(told[site]["merged"] > 0 for site in SITES)

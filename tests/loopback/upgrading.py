@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import signal
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ class Upgrade:
     new: Path
     port: int = field(default_factory=free_port)
     said: list[str] = field(default_factory=list)
+    drain_s: float = 0.0
+    """From the word to the end of the syncer, with a last round of all sites in between."""
 
     def run(self) -> dict[str, Any]:
         """All of it; what was done, with counts.  Raises ``AssertionError`` for what must not be."""
@@ -55,11 +58,13 @@ class Upgrade:
             self._merged(f"new syncer, new {site}")
         syncer = self._replaced(syncer, self.new, gracefully=True)
         self._merged("a second new syncer, new sites")
+        began = time.monotonic()
         syncer.signal(signal.SIGTERM)
         assert syncer.end(BOUND_S) == 75, syncer.text()
+        self.drain_s = time.monotonic() - began
         for verb in sites.values():
             assert verb.end(BOUND_S) == 75, verb.text()
-        return self._audited()
+        return {**self._audited(), "drain_s": round(self.drain_s, 1)}
 
     def _syncer(self, source: Path) -> Verb:
         number = sum(verb.name.startswith("syncer") for verb in self.place.verbs)
