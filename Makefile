@@ -8,7 +8,7 @@ PYTHON := $(shell for p in python3.12 python3.11 python3; do \
 endif
 VENV = $(or $(PYTHON),$(error Python 3.11 or newer with venv is needed: make PYTHON=/path/to/python3)) -m venv
 BIN := .venv/bin
-.PHONY: demo test check protos bench swarm soak flood upgrade crash fuzz-inputs disaster crowd fuzz hostile
+.PHONY: demo test check protos bench swarm soak flood upgrade crash fuzz-inputs disaster crowd fuzz hostile poison
 
 demo: .venv/.ready
 	$(BIN)/diloco up $(ARGS)
@@ -56,6 +56,9 @@ fuzz: .venv/.ready
 
 hostile: .venv/.ready
 	$(HUNT).hostile $(ARGS)
+
+poison: .venv/.ready
+	$(HUNT).poison $(ARGS)
 
 fuzz-inputs: .venv/.ready
 	$(HUNT).fuzz_inputs $(if $(N),--n $(N)) $(ARGS)

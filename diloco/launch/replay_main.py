@@ -37,6 +37,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument("run", metavar="RUN_DIR", help="a run's folder, or its name below runs/")
     told = "site=NAME:versions=FIRST..LAST (into which they were merged) or :sequences=..., and :fragment=N for one"
     parser.add_argument("--without", action="append", default=[], metavar="UPDATES", help=f"leave out {told}")
+    parser.add_argument("--and-later", action="store_true", help="and every update trained on a base with those inside")
     parser.add_argument("--to", type=int, metavar="VERSION", help="end every fragment at this version")
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep the result there: image and model.safetensors")
     parser.add_argument("--verify", action="store_true", help="from the oldest snapshot, and compare every other one")
@@ -74,7 +75,7 @@ def _replay(past: Past, rules: Rules, selections: Sequence[Selection], given: ar
     notes: list[str] = []
     try:
         kept = Kept(past.data, notes.append)
-        rebuilt = kept.replay(rules, selections, given.to, verify=given.verify)
+        rebuilt = kept.replay(rules, selections, given.to, and_later=given.and_later, verify=given.verify)
     except KeptError as error:
         raise VerbError(ExitCode.FAILED, str(error)) from error
     facts = _facts(past, rebuilt, [str(chosen) for chosen in selections], notes)
@@ -120,7 +121,8 @@ def _lines(rebuilt: Rebuilt) -> list[str]:
         lines.append(f"{rebuilt.snapshots} snapshots hold what the journal gives, bit for bit")
     for out in rebuilt.left_out[:LISTED_MAX]:
         where = f"{out.site}, fragment {out.fragment}, sequence {out.sequence}"
-        lines.append(f"left out: {where}, merged into version {out.version}, {out.tokens:,} tokens")
+        why = "" if out.chosen else " (trained on what is left out)"
+        lines.append(f"left out: {where}, merged into version {out.version}, {out.tokens:,} tokens{why}")
     if len(rebuilt.left_out) > LISTED_MAX:
         lines.append(f"left out: {len(rebuilt.left_out) - LISTED_MAX} more (--json has them all)")
     for fragment, version in rebuilt.skipped:
@@ -128,8 +130,9 @@ def _lines(rebuilt: Rebuilt) -> list[str]:
     if rebuilt.left_out:
         by_site = ", ".join(f"{site} {count}" for site, count in rebuilt.on_old_base.items()) or "none"
         count = sum(rebuilt.on_old_base.values())
+        kept = "and are merged as they are (--and-later leaves them out too)" if count else "and are kept"
         lines.append(
-            f"{count} later updates were trained on a base with those inside ({by_site}) and are merged as they are; "
+            f"{count} later updates were trained on a base with those inside ({by_site}) {kept}; "
             f"{rebuilt.old_base_waiting} more wait"
         )
     return lines

@@ -14,6 +14,7 @@ from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.journal import JournalError
 from diloco.sync.options import OuterOptions
 from diloco.sync.plain import PlainError, from_plain, parse_json
+from diloco.sync.selection import Selection
 from diloco.sync.state import OuterState
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.images import Held
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from diloco.sync.selection import Selection
 
 ATTEMPTS = 5
 """Times that a folder which changes while it is read is looked at before that is an error."""
@@ -54,6 +54,16 @@ class Point:
     number: int
     state: OuterState
     segment: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What ``Kept.replay`` was asked for."""
+
+    selections: tuple[Selection, ...]
+    last: int | None
+    and_later: bool
+    verify: bool
 
 
 @dataclass(slots=True)
@@ -116,7 +126,13 @@ class Kept:
         return found
 
     def replay(
-        self, rules: Rules, selections: Sequence[Selection] = (), last: int | None = None, *, verify: bool = False
+        self,
+        rules: Rules,
+        selections: Sequence[Selection] = (),
+        last: int | None = None,
+        *,
+        and_later: bool = False,
+        verify: bool = False,
     ) -> Rebuilt:
         """The state that the journal gives without the updates that ``selections`` mean, each fragment up to ``last``.
 
@@ -126,7 +142,7 @@ class Kept:
         for attempt in range(ATTEMPTS):
             before = self.snapshots.numbers()
             try:
-                return self._replay(rules, selections, last, verify)
+                return self._replay(rules, _Wanted(tuple(selections), last, and_later, verify))
             except (KeptError, FileNotFoundError) as error:
                 if self.snapshots.numbers() == before:
                     raise _in_words(error) from error
@@ -134,14 +150,14 @@ class Kept:
                     raise KeptError(f"{self.folder} changed {ATTEMPTS} times while it was read: {error}") from error
         raise AssertionError("every attempt returns or raises")
 
-    def _replay(self, rules: Rules, selections: Sequence[Selection], last: int | None, verify: bool) -> Rebuilt:
-        points = self.points()
+    def _replay(self, rules: Rules, wanted: _Wanted) -> Rebuilt:
+        points, selections, last = self.points(), wanted.selections, wanted.last
         fit = [point for point in points if _old_enough(point, selections, last)]
         if not fit:
             _check_sites(points[-1].state, selections)
-            wanted = " and ".join([*map(str, selections), *([] if last is None else [f"version {last}"])])
-            raise KeptError(f"{wanted}: outside what is kept; {_kept_words(points)}")
-        from_oldest = verify or not selections
+            asked = " and ".join([*map(str, selections), *([] if last is None else [f"version {last}"])])
+            raise KeptError(f"{asked}: outside what is kept; {_kept_words(points)}")
+        from_oldest = wanted.verify or not selections
         for point in fit if from_oldest else reversed(fit):
             try:
                 snapshot = self.snapshots.load(point.number)
@@ -151,18 +167,12 @@ class Kept:
         else:
             raise KeptError(f"{self.folder / 'snapshots'} has no whole snapshot that is old enough")
         try:
-            return self._replayed(rules, snapshot, selections, last, points if verify else [])
+            return self._replayed(rules, snapshot, wanted, points if wanted.verify else [])
         except (JournalError, SpoolError, SnapshotError, LeaveOutError, PlainError) as error:
             raise KeptError(str(error)) from error
 
-    def _replayed(
-        self,
-        rules: Rules,
-        snapshot: Snapshot,
-        selections: Sequence[Selection],
-        last: int | None,
-        compare: Sequence[Point],
-    ) -> Rebuilt:
+    def _replayed(self, rules: Rules, snapshot: Snapshot, wanted: _Wanted, compare: Sequence[Point]) -> Rebuilt:
+        selections, last = wanted.selections, wanted.last
         machine = OuterSync.restore(rules.outer, snapshot.state)
         replayer = ReplayerWithout(
             machine,
@@ -173,6 +183,7 @@ class Kept:
             selections,
             last,
             self.lineages,
+            and_later=wanted.and_later,
         )
         rebuilt = Rebuilt(machine, [], [values.version for values in snapshot.fragments])
         for read in self.segments(snapshot.journal_segment, snapshot.journal_chain):

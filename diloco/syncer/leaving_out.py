@@ -8,6 +8,8 @@ number: values, momentum and published values are those of the version before.  
 because what a codec rounds off in one version is part of the next.
 
 What is not undone: an update that was measured from a base with a chosen one in it stays as it is.  Those are counted.
+They can do harm: after a poisoned version the other sites learn to get away from it, and what takes them back from
+there leads astray from where the poison never was.  With ``and_later`` they are left out as well.
 """
 
 from __future__ import annotations
@@ -42,13 +44,17 @@ class LeaveOutError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """An update that was taken out of ``version``, the version into which the run had merged it."""
+    """An update that was taken out of ``version``, the version into which the run had merged it.
+
+    ``chosen``: it was meant itself; otherwise it goes because it was trained on one that is gone.
+    """
 
     site: str
     fragment: int
     sequence: int
     version: int
     tokens: int
+    chosen: bool = True
 
 
 class ReplayerWithout(Replayer):
@@ -68,10 +74,14 @@ class ReplayerWithout(Replayer):
         selections: Sequence[Selection] = (),
         last: int | None = None,
         lineages: Lineages | None = None,
+        *,
+        and_later: bool = False,
     ) -> None:
+        """``and_later``: leave out as well what was measured from a base with one that was left out inside."""
         super().__init__(machine, values, spool, optimizer, down_codec, 1, lineages)
         self.selections = tuple(selections)
         self.last = last
+        self.and_later = and_later
         self.left_out: list[LeftOut] = []
         self.skipped: list[tuple[int, int]] = []
         self.compared = 0
@@ -140,14 +150,16 @@ class ReplayerWithout(Replayer):
         fragment, version = event.fragment, event.version
         gone: set[tuple[str, int]] = set()
         for site, pending in self._merging if self.last is None or version <= self.last else ():
-            if any(chosen.takes(site, fragment, pending.sequence, version) for chosen in self.selections):
+            on_old_base = pending.base_version >= self._first.get(fragment, pending.base_version + 1)
+            chosen = any(each.takes(site, fragment, pending.sequence, version) for each in self.selections)
+            if chosen or (on_old_base and self.and_later):
                 gone.add((site, pending.sequence))
-                self.left_out.append(LeftOut(site, fragment, pending.sequence, version, pending.tokens))
+                self.left_out.append(LeftOut(site, fragment, pending.sequence, version, pending.tokens, chosen))
                 self._first.setdefault(fragment, version)
                 continue
             tokens, updates = self.held.get((site, fragment), (0, 0))
             self.held[site, fragment] = (tokens + pending.tokens, updates + 1)
-            if pending.base_version >= self._first.get(fragment, pending.base_version + 1):
+            if on_old_base:
                 self.on_old_base[site] += 1
         return outer_step(self.machine.options, self.machine.state, fragment, gone)
 

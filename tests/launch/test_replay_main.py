@@ -44,7 +44,7 @@ def test_without_an_update_it_says_what_is_gone_and_keeps_an_image(
     said = capsys.readouterr().out
     assert "left out: b, fragment 1, sequence 2, merged into version 4, 100 tokens" in said
     assert "skipped: version 4 of fragment 1: nothing of it remained; it keeps its number" in said
-    assert "4 later updates were trained on a base with those inside (a 2, b 2)" in said
+    assert "4 later updates were trained on a base with those inside (a 2, b 2) and are merged as they are" in said
     assert f"diloco restore {run} --from {out}" in said
     image = read_image(out)
     assert [values.version for values in image.fragments] == [8, 8]
@@ -52,7 +52,9 @@ def test_without_an_update_it_says_what_is_gone_and_keeps_an_image(
     assert main(["replay", str(run), *chosen, "--json"]) == 0
     facts = told(capsys)
     assert facts["digests"] == [values.digest for values in image.fragments]
-    assert facts["left_out"] == [{"site": "b", "fragment": 1, "sequence": 2, "version": 4, "tokens": 100}]
+    assert facts["left_out"] == [
+        {"site": "b", "fragment": 1, "sequence": 2, "version": 4, "tokens": 100, "chosen": True}
+    ]
     assert facts["skipped"] == [{"fragment": 1, "version": 4}]
     final = load_file(out / "model.safetensors")
     assert sum(values.numel() for values in final.values()) == sum(v.published.numel() for v in image.fragments)

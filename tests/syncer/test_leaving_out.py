@@ -210,6 +210,33 @@ def test_what_was_left_out_and_what_was_trained_on_it_is_told(tmp_path: Path) ->
     assert replayer.on_old_base["a"] == later.count("a")
 
 
+def test_what_was_trained_on_it_is_left_out_as_well_if_that_is_wanted(tmp_path: Path) -> None:
+    told = Told(tmp_path, 7, length=80)
+    merged = rounds_of(told)
+    machine = OuterSync.restore(OUTER, told.first.state)
+    chosen = [Selection("b", "versions", 2, 4, 0)]
+    replayer = ReplayerWithout(
+        machine, told.first.fragments, told.desk.store.spool, OPTIMIZER, told.desk.codec, chosen, and_later=True
+    )
+    told.replay(replayer)
+    first = min(out.version for out in replayer.left_out)
+    gone = {(out.site, out.sequence) for out in replayer.left_out}
+    later = {(out.site, out.sequence) for out in replayer.left_out if not out.chosen}
+    assert later == {
+        (each.site, each.sequence)
+        for (fragment, version), members in merged.items()
+        for each in members
+        if fragment == 0 and each.base_version >= first and not chosen[0].takes(each.site, 0, each.sequence, version)
+    }
+    assert later, "nothing was trained on it: the dice prove nothing"
+    assert not replayer.on_old_base
+    each_by_name = [Selection(site, "sequences", sequence, sequence, 0) for site, sequence in sorted(gone)]
+    for mine, (theta, published, momentum) in zip(replayer.values, plain_loop(told, each_by_name), strict=True):
+        assert_bits(mine.theta, theta, gone)
+        assert_bits(mine.published, published, gone)
+        assert_bits(mine.momentum, momentum, gone)
+
+
 def test_it_ends_at_the_last_version_asked_for(tmp_path: Path) -> None:
     told = Told(tmp_path, 9, length=80)
     half = without(told, [], last=2)

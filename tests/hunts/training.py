@@ -1,0 +1,182 @@
+"""A whole run of real training in one process: real syncer, agents, sockets, trainer and text; only small.
+
+Each site is a thread.  One of them may send poison: at some of its updates what it sends points away from what it
+learned, while it goes on believing that it sent the truth, as a site with a broken machine would.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from diloco.inner.parallel import SiteGroup
+from diloco.launch import build
+from diloco.launch.evaluation import Evaluator, model_of
+from diloco.launch.eventlog import EventLog
+from diloco.launch.run_dir import run_dir_of
+from diloco.launch.schema import RunConfig
+from diloco.learner.agent import Agent, Finished
+from diloco.learner.sealing import SealJob
+from diloco.learner.site_tensors import SealInputs
+from diloco.outer.fragments import named_parameters_once
+from diloco.sync.events import Ending
+from diloco.sync.syncer import OuterSync
+from diloco.syncer.server import Syncer
+from diloco.wire.client import SyncClient
+
+BOUND_S = 600.0
+
+
+class Poison(SealInputs):
+    """The pseudo-gradient of ``truth``, turned around and ``strength`` times as long."""
+
+    def __init__(self, truth: SealInputs, strength: float) -> None:
+        super().__init__(truth.reference, truth.local, truth.in_flight)
+        self._strength = strength
+
+    def pseudo_gradient(self) -> Tensor:
+        return super().pseudo_gradient().mul_(-self._strength)
+
+
+class Poisoner(Agent):
+    """A site that sends poison as its updates of these sequences."""
+
+    poisoned: Collection[int] = ()
+    strength = 0.0
+
+    def _seal(self, job: SealJob) -> None:
+        if job.effect.sequence not in self.poisoned:
+            super()._seal(job)
+            return
+        truth = job.inputs.pseudo_gradient()
+        super()._seal(SealJob(job.effect, Poison(job.inputs, self.strength)))
+        with self._changed:
+            self._tensors.sent[job.effect.fragment, job.effect.sequence] = truth
+
+
+class SiteThread(threading.Thread):
+    """One site of ``config``, from its newest checkpoint on."""
+
+    def __init__(self, config: RunConfig, site: str, address: str, poisoned: Collection[int], strength: float) -> None:
+        super().__init__(name=site, daemon=True)
+        self.config, self.site, self.address = config, site, address
+        self.poisoned, self.strength = poisoned, strength
+        self.finished: Finished | None = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.finished = self._train()
+        except BaseException as error:
+            self.error = error
+
+    def _train(self) -> Finished:
+        config, folder = self.config, run_dir_of(self.config).site(self.site)
+        index, sites = list(config.cluster.sites).index(self.site), len(config.cluster.sites)
+        group, layout = SiteGroup(), build.layout_of(config)
+        log = EventLog(run_dir_of(config).events, self.site)
+        agents: list[Agent] = []
+        trainer, model = build.build_trainer(
+            config, group, (index, sites), folder.checkpoints, log.emit, lambda: agents[0].progress()
+        )
+        resumed = trainer.resume()
+        agent = Poisoner(
+            build.agent_options(config, folder.agent),
+            build.learner_options(config),
+            layout,
+            named_parameters_once(model),
+            build.agreement(config, layout),
+            SyncClient(self.address, self.site, config.run.name or "", build.site_security(config)),
+            self.site,
+            log.emit,
+            group,
+            restored=(resumed.tensors, resumed.meta) if resumed is not None else None,
+            redo=resumed.redo if resumed is not None else None,
+        )
+        agent.poisoned, agent.strength = self.poisoned, self.strength
+        agents.append(agent)
+        try:
+            trainer.skip_data(agent.start())
+            trainer.run(after_step=agent.after_step, extra_state=agent.state)
+            return agent.finish()
+        finally:
+            agent.close()
+            log.close()
+
+
+class Part:
+    """A part of a run: the syncer and all sites, from where the run stands until it is drained or finished."""
+
+    def __init__(
+        self, config: RunConfig, poisoner: str = "", poisoned: Collection[int] = (), strength: float = 0.0
+    ) -> None:
+        self.config = config
+        run_dir = run_dir_of(config)
+        self.merged_of: dict[str, int] = {}
+        self.merged_tokens = 0
+        self._log = EventLog(run_dir.events, "syncer")
+        layout = build.layout_of(config)
+        self.syncer = Syncer(
+            build.syncer_options(config, run_dir),
+            build.plan(config, layout),
+            lambda: build.version_zero(config, layout),
+            build.server_options(config),
+            build.syncer_security(config),
+            self._log.emit,
+        )
+        address = self.syncer.start()
+        self.sites = [
+            SiteThread(config, site, address, poisoned if site == poisoner else (), strength)
+            for site in config.cluster.sites
+        ]
+        for site in self.sites:
+            site.start()
+
+    def wait_until(self, version: int) -> None:
+        """Until every fragment has this version, or the run is over."""
+        waited = threading.Event()
+        while min(self.versions()) < version:
+            assert self.syncer.wait(0.0) is None, f"the run ended at versions {self.versions()}"
+            self._look()
+            waited.wait(0.02)
+
+    def versions(self) -> list[int]:
+        return self.syncer.core.ask(lambda machine: [fragment.version for fragment in machine.state.fragments])
+
+    def end(self) -> Ending | None:
+        """Wait until the run's bound is reached (or what ``drain`` has begun is over) and every site has ended."""
+        left_s = BOUND_S
+        while (ending := self.syncer.wait(0.5)) is None and left_s > 0:
+            self._look()
+            left_s -= 0.5
+        self.syncer.linger()
+        for site in self.sites:
+            site.join(60.0)
+        self._look()
+        self.merged_of = self.syncer.core.ask(merged_by_site)
+        self.merged_tokens = self.syncer.core.ask(lambda machine: machine.state.run_tokens())
+        self.syncer.stop()
+        self._log.close()
+        return ending
+
+    def _look(self) -> None:
+        for site in self.sites:
+            if site.error is not None:
+                raise AssertionError(f"{site.site} failed: {site.error!r}") from site.error
+
+
+def merged_by_site(machine: OuterSync) -> dict[str, int]:
+    """Tokens of each site in the run's versions, as its ledger counts them."""
+    sites = machine.state.sites
+    return {name: sum(line.tokens_merged for line in site.lines) // len(site.lines) for name, site in sites.items()}
+
+
+def loss_of(config: RunConfig, model: Path) -> float:
+    """Loss of a file of parameters on the whole validation text, in nats per token."""
+    evaluator = Evaluator(config, build.corpus(config))
+    with torch.no_grad():
+        return evaluator.score(model_of(config, str(model)), whole=True).val_loss
