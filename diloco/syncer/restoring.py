@@ -27,6 +27,7 @@ from diloco.sync.state import FragmentState, OuterState, Site, Status
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.images import Held, Image
 from diloco.syncer.leaving_out import held_of
+from diloco.syncer.retention import Retention
 from diloco.syncer.store import STAGING, RunCard, Store
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from diloco.syncer.kept import Rules
     from diloco.syncer.snapshots import FragmentValues
 
+KEEP_PAST = Retention(steps=1 << 40, bytes_max=1 << 60)
+"""A restore lets nothing go of what can be replayed; the syncer that goes on does what its settings say."""
 LEFT_ALONE = frozenset({"lock", STAGING})
 MOVED = ("journal", "run.json", "spool", "lineages", "snapshots")
 """The order in which a restored folder is moved into its place: recoverable only with the last."""
@@ -163,7 +166,7 @@ def restore_values(
 
 @contextlib.contextmanager
 def _opened(folder: Path, card: RunCard, disk: Disk) -> Iterator[Store]:
-    store = Store(folder, card, disk)
+    store = Store(folder, card, disk, KEEP_PAST)
     try:
         yield store
     finally:

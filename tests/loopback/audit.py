@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from diloco.learner.agent import Finished
 from diloco.outer.fragments import Layout
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.effects import AnswerPush, PublishVersion, StartOuterStep, TellFate
-from diloco.sync.events import Ending, Fate, Outcome, OuterStepDone, SyncerStarted, UpdateArrived
+from diloco.sync.events import Ending, Fate, LineageBegan, Outcome, OuterStepDone, Reason, SyncerStarted, UpdateArrived
 from diloco.sync.journal import Record, replay
 from diloco.sync.options import OuterOptions
 from diloco.sync.syncer import OuterSync
@@ -55,6 +55,8 @@ class History:
     accepted: dict[Key, str]
     fates: dict[Key, Fate]
     published: dict[tuple[int, int], str]
+    began: dict[int, list[int]] = field(default_factory=dict)
+    """The versions that each later lineage began with."""
 
 
 def gather_journal(run: Run, folder: Path) -> None:
@@ -86,6 +88,16 @@ def history(run: Run) -> History:
         if isinstance(event, SyncerStarted):
             assert event.epoch > epoch, "an epoch came twice"
             epoch = event.epoch
+        if isinstance(event, LineageBegan):
+            assert event.lineage > max(told.began, default=1), "a lineage is not above the ones before it"
+            undecided = set(told.accepted) - set(told.fates)
+            refused = {
+                (e.site, e.fate.fragment, e.fate.sequence)
+                for e in effects
+                if isinstance(e, TellFate) and e.fate.reason is Reason.RESTORED
+            }
+            assert refused == undecided, "an update of the lineage before is neither decided nor refused"
+            told.began[event.lineage] = [fragment.version for fragment in machine.state.fragments]
         for effect in effects:
             match effect:
                 case AnswerPush(outcome=Outcome.ACCEPTED):
@@ -103,8 +115,11 @@ def history(run: Run) -> History:
                 case PublishVersion():
                     place = (effect.fragment, effect.version)
                     assert effect.version == 1 + max((v for f, v in told.published if f == effect.fragment), default=0)
-                    assert isinstance(event, OuterStepDone)
                     told.published[place] = effect.digest
+                    if isinstance(event, LineageBegan):
+                        assert effect.digest == event.digests[effect.fragment], "a lineage began with other values"
+                        continue
+                    assert isinstance(event, OuterStepDone)
                     _merged_once(steps[place], told, {e.fate.sequence for e in effects if isinstance(e, TellFate)})
     assert set(told.fates) == set(told.accepted), set(told.accepted) ^ set(told.fates)
     return told
@@ -136,6 +151,8 @@ def computed_again(run: Run) -> list[FragmentValues]:
     store.begin(*version_zero(run))
     store.journal.close()
     gather_journal(run, folder / "journal")
+    if (Path(run.folder) / "syncer" / "lineages").exists():
+        shutil.copytree(Path(run.folder) / "syncer" / "lineages", folder / "lineages")
     for spool in (Path(run.folder) / "archive" / "spool", Path(run.folder) / "syncer" / "spool"):
         if spool.exists():
             shutil.copytree(spool, folder / "spool", dirs_exist_ok=True)
@@ -162,7 +179,9 @@ def audit(run: Run, syncers: Sequence[Log], sites: dict[str, Sequence[Log]], fin
         lines = told.machine.state.sites[site].lines
         merged = sum(line.tokens_merged for line in lines) // run.fragments
         assert ledger["merged"] == merged, (site, ledger, merged)
-        assert merged == sum(f.tokens for key, f in told.fates.items() if key[0] == site and f.merged) // run.fragments
+        ever = sum(f.tokens for key, f in told.fates.items() if key[0] == site and f.merged) // run.fragments
+        # What a restore has taken out again was merged once and is lost; it counts nowhere else.
+        assert merged == ever if not told.began else merged <= ever <= merged + ledger["lost"], (site, merged, ever)
     again = computed_again(run)
     for values, kept in zip(again, last_snapshot(run), strict=True):
         assert values.digest == kept.digest == digest(kept.published), "the last snapshot is not the journal's"
@@ -199,7 +218,11 @@ def _versions_never_go_back(told: History, syncers: Sequence[Log], sites: dict[s
         for what in ("fetched", "adopted"):
             seen: dict[object, int] = {}
             for log in logs:
-                for event in log.of(what):
+                for event in log.events:
+                    if event["what"] == "started_over":  # Versions are ordered within a lineage only.
+                        seen.pop(event["fragment"], None)
+                    if event["what"] != what:
+                        continue
                     version = int(str(event["version"]))
                     assert version >= seen.get(event["fragment"], 0), f"{site} went back: {event} after {seen}"
                     seen[event["fragment"]] = version
