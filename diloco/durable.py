@@ -62,6 +62,7 @@ class Step(StrEnum):
     FATE = "syncer.fate"
     PUBLISH = "syncer.publish"
     EXPORT = "syncer.export"
+    STANDBY_FILE = "standby.file"
 
     # A site's folder.
     OUTBOX_PUT = "outbox.put"

@@ -195,6 +195,20 @@ class DrainRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class StandbyDetached:
+    """An operator lets the run go on without a standby; what follows is on one disk until one is attached again."""
+
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class StandbyAttached:
+    """``standby`` has everything again: what follows is on two disks before it is told."""
+
+    standby: str
+
+
+@dataclass(frozen=True, slots=True)
 class DeadlinePassed:
     """The instant that ``next_deadline_ns`` asked for has come."""
 
@@ -211,6 +225,8 @@ OuterEvent = (
     | SiteLeft
     | SiteEvicted
     | DrainRequested
+    | StandbyDetached
+    | StandbyAttached
     | DeadlinePassed
 )
 

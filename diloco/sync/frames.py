@@ -35,7 +35,7 @@ from diloco.sync.journal import JournalError
 from diloco.sync.plain import PlainError, canonical, from_plain, parse_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 FORMAT = 2
 """Of segments that have a header.  Those of format 1 have none (``journal.read_records``)."""
@@ -82,7 +82,9 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class _Unit:
+class Unit:
+    """A header, a frame or a mark; ``end`` is where the next one begins."""
+
     kind: bytes
     chain: bytes
     body: bytes
@@ -157,7 +159,14 @@ def read_segment(data: bytes) -> Segment:
     return Segment(header, tuple(frames), at, chain, marked)
 
 
-def _whole_unit(data: bytes, at: int) -> _Unit | None:
+def units(data: bytes, at: int = 0) -> Iterator[Unit]:
+    """The whole units one after the other from ``at`` on; whether they are chained is not looked at."""
+    while (unit := _whole_unit(data, at)) is not None:
+        yield unit
+        at = unit.end
+
+
+def _whole_unit(data: bytes, at: int) -> Unit | None:
     """The unit at ``at``, if what is there is one."""
     if at + UNIT.size > len(data):
         return None
@@ -166,7 +175,7 @@ def _whole_unit(data: bytes, at: int) -> _Unit | None:
     if kind not in (HEADER, FRAME, MARK) or length > FRAME_BYTES_MAX or end > len(data):
         return None
     body = data[at + UNIT.size : end]
-    return _Unit(kind, chain, body, end) if _checksum(kind, chain, body) == checksum else None
+    return Unit(kind, chain, body, end) if _checksum(kind, chain, body) == checksum else None
 
 
 def _was_beyond_its_mark(data: bytes, at: int, later: int) -> bool:

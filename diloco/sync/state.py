@@ -108,6 +108,8 @@ class OuterState:
     ending: Ending | None = None
     final_deadline_ns: int | None = None
     sites: dict[str, Site] = field(default_factory=dict)
+    detached: bool = False
+    """Where acknowledgements wait for a standby: an operator has said that they do not, for now."""
 
     def live(self) -> list[str]:
         """The live sites, in site order."""

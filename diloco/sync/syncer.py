@@ -40,6 +40,8 @@ from diloco.sync.events import (
     SiteHeard,
     SiteLeft,
     SiteSilent,
+    StandbyAttached,
+    StandbyDetached,
     SyncerStarted,
     UpdateArrived,
 )
@@ -100,6 +102,8 @@ class OuterSync:
             case DrainRequested():
                 ending.begin(turn, Ending.DRAINED, "an operator asked for a pause")
                 turn.effects.append(AnswerDone(event.call))
+            case StandbyDetached() | StandbyAttached():
+                _standby(turn, event)
             case DeadlinePassed():
                 pass  # The sweep below looks at every deadline anyway.
         _sweep(turn)
@@ -160,6 +164,15 @@ def _started(turn: Turn, event: SyncerStarted) -> None:
         turn.effects.append(AnnounceFinal(state.ending))
     if state.phase is Phase.ENDED:
         ending.mark_final(turn)
+
+
+def _standby(turn: Turn, event: StandbyDetached | StandbyAttached) -> None:
+    turn.state.detached = isinstance(event, StandbyDetached)
+    if isinstance(event, StandbyDetached):
+        turn.effects.append(AnswerDone(event.call))
+        turn.note("standby_detached", "an operator's word: from now on one disk holds what is acknowledged")
+    else:
+        turn.note("standby_attached", f"{event.standby} has everything: two disks hold what is acknowledged")
 
 
 def _sweep(turn: Turn) -> None:

@@ -21,6 +21,7 @@ from diloco.sync.events import (
     Reason,
     SiteEvicted,
     SiteLeft,
+    StandbyDetached,
 )
 from diloco.sync.state import Status as SiteStatus
 from diloco.syncer import protocols
@@ -57,6 +58,7 @@ JOIN_REFUSALS = MappingProxyType(
     }
 )
 
+DETACH_S = 10.0
 TOKENS_MAX = 1 << 40
 """Tokens that one update may claim: far more than any has, and the run's sum stays a number that the wire carries."""
 
@@ -286,6 +288,7 @@ class Api:
                 "payloads_decoded": self.tally.payloads_decoded(),
                 "identity_complaints": self._syncer.complaints(),
                 "wanting": self._syncer.room.wanting(),
+                "replication": self._syncer.replicator.status(),
                 "backup": self._syncer.backups.status() if self._syncer.backups is not None else None,
                 **describe(machine, tally, now_s),
             },
@@ -304,6 +307,24 @@ class Api:
     def snapshot(self) -> None:
         """Write a snapshot now."""
         self._syncer.snapshot_now()
+
+    def promote(self, *, lossy: bool) -> None:
+        """There is nobody here to promote."""
+        del lossy
+        raise Refusal(Status.FAILED_PRECONDITION, "this is no standby: it is the syncer")
+
+    def detach(self) -> None:
+        """Go on without a standby until one has caught up."""
+        core, replicator = self._syncer.core, self._syncer.replicator
+        if replicator.options.mode != "sync":
+            raise Refusal(
+                Status.FAILED_PRECONDITION, f"nothing waits for a standby: replication is {replicator.options.mode}"
+            )
+        replicator.detach()
+        until = time.monotonic() + DETACH_S
+        while core.held is not None and time.monotonic() < until:
+            time.sleep(0.02)  # The turn that is held is let go, and only then the next one can be decided.
+        core.call(StandbyDetached)
 
     def _done(self, answer: object, site: str) -> None:
         assert isinstance(answer, AnswerDone), answer

@@ -84,7 +84,8 @@ class Core:
 
     ``on_held`` hears in words what the loop waits for, and None when it goes on; ``held`` is the same.  ``replicated``
     is asked about each turn that is durable here, again and again until it answers None: what it says until then is why
-    nothing may be told of that turn yet.  Both are called in the loop's thread.
+    nothing may be told of that turn yet.  Both are called in the loop's thread.  With ``acks_first`` an update that was
+    taken in is acknowledged before that.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Core:
         on_failure: Callable[[BaseException], None] = lambda error: None,
         on_held: Callable[[str | None], None] = lambda why: None,
         replicated: Callable[[Turn], str | None] = lambda turn: None,
+        acks_first: bool = False,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.machine = machine  # Only the loop's thread may touch it.
@@ -104,6 +106,7 @@ class Core:
         self._on_failure = on_failure
         self._on_held = on_held
         self._replicated = replicated
+        self._acks_first = acks_first
         self.held: str | None = None
         self._clock_ns = clock_ns
         self._origin_ns = machine.state.now_ns - clock_ns()
@@ -264,20 +267,18 @@ class Core:
         deadline_ns = self.machine.next_deadline_ns()
         if deadline_ns is not None and now_ns >= deadline_ns:
             self._decide(DeadlinePassed(), decided, records)
-        if records and not self.settle(records):
+        if records and not self.settle(records, decided):
             return
         for effect in decided:
             if isinstance(effect, AnswerJoin | AnswerPush | AnswerDone):
-                self._store.disk.reached(Step.ACK)
                 self._answer(effect)
-                self._store.disk.reached(Step.ACK)
             else:
                 self._carry_out(effect)
         for question in questions:
             question.answer(self.machine)
         self._answer_early()
 
-    def settle(self, records: Sequence[Record]) -> bool:
+    def settle(self, records: Sequence[Record], decided: Sequence[OuterEffect] = ()) -> bool:
         """Make a turn's records safe; none of its effects is carried out before this has returned True.
 
         Safe means: whole and durable in this syncer's journal, marked as such, and then wherever else ``replicated``
@@ -298,7 +299,13 @@ class Core:
             self._store.journal.flush()
             return None
 
-        return self._until(write) and self._until(flush) and self._until(lambda: self._replicated(turns[0]))
+        if not (self._until(write) and self._until(flush)):
+            return False
+        if self._acks_first:
+            for effect in decided:
+                if isinstance(effect, AnswerPush) and effect.outcome is Outcome.ACCEPTED:
+                    self._answer(effect)
+        return self._until(lambda: self._replicated(turns[0]))
 
     def _until(self, attempt: Callable[[], str | None]) -> bool:
         """Repeat ``attempt`` until it answers None instead of why it cannot be; False when the process is to stop."""
@@ -370,10 +377,13 @@ class Core:
             self.leases.watch(name, now_ns)  # Either may have brought a silent site back: its lease runs again.
 
     def _answer(self, answer: Answer) -> None:
+        """Answer a call, once."""
         with self._calls_lock:
             future = self._calls.pop(answer.call, None)
         if future is not None:
+            self._store.disk.reached(Step.ACK)
             future.set_result(answer)
+            self._store.disk.reached(Step.ACK)
 
 
 def _wanting(attempt: Callable[[], str | None]) -> str | None:

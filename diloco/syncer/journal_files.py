@@ -153,11 +153,21 @@ class JournalFiles:
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
-    def begin(self) -> Position:
-        """The first segment of a new folder; what a process left that died while it did the same is dropped."""
+    @property
+    def chain(self) -> bytes:
+        """The chain value of the last unit."""
+        return self._chain
+
+    def begin(self, place: Position | None = None) -> Position:
+        """The first segment of a new folder, at ``place`` where another folder's journal is gone on with.
+
+        What a process left that died while it did the same is dropped.
+        """
         for index in self.segments():
             self._disk.remove(self.path(index), Step.JOURNAL_CUT)
         self.index, self._chain = 0, CHAIN_START
+        if place is not None:
+            self.index, self._chain = place.segment - 1, bytes.fromhex(place.chain)
         return self.rotate()
 
     def take_over(self) -> list[str]:
@@ -194,7 +204,11 @@ class JournalFiles:
 
         ``DiskFullError`` when there is no room for them: nothing of them is left, and it may be tried again.
         """
-        data, chain = encode_frame(encode_records(records), self._chain)
+        return self.append_body(encode_records(records))
+
+    def append_body(self, body: bytes) -> Turn:
+        """The same with records that are bytes already, perhaps of another version's process."""
+        data, chain = encode_frame(body, self._chain)
         turn = Turn(self.index, self._end, data, chain)
         self._put(data, Step.JOURNAL_WRITE)
         self._chain, self._synced, self._marked = chain, False, False

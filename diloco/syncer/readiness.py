@@ -21,6 +21,7 @@ class Unready(StrEnum):
     DRAINING = "draining"
     DISK_FULL = "disk_full"
     STANDBY = "standby"
+    STANDBY_AWAY = "standby_away"
     LEASE_LOST = "lease_lost"
 
 

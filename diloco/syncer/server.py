@@ -14,9 +14,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
-from diloco.codec.contract import digest
 from diloco.codec.registry import make_codec
 from diloco.durable import PLAIN_DISK, DiskFullError, Step, locked
 from diloco.outer.fragments import Layout
@@ -32,33 +29,44 @@ from diloco.sync.effects import (
     StartOuterStep,
     TellFate,
 )
-from diloco.sync.events import Ending, FateTold, FinalAnnounced, OuterStepDone, OuterStepFailed, SyncerStarted
+from diloco.sync.events import (
+    Ending,
+    FateTold,
+    FinalAnnounced,
+    OuterStepDone,
+    OuterStepFailed,
+    StandbyAttached,
+    StandbyDetached,
+    SyncerStarted,
+)
 from diloco.sync.options import OuterOptions
-from diloco.sync.state import OuterState, Phase
-from diloco.sync.syncer import OuterSync
 from diloco.syncer.api import Api
 from diloco.syncer.backups import BackupOptions, Backups
 from diloco.syncer.core import Core, CoreHeld, CoreStopped
 from diloco.syncer.executor import OuterResult, run_outer_step
 from diloco.syncer.exporting import export, full_parameters
+from diloco.syncer.facts import outer_step_facts, refusal_facts, start_facts
 from diloco.syncer.feeds import Feeds
-from diloco.syncer.holdings import Holdings
 from diloco.syncer.keeping import Keeper
 from diloco.syncer.memory import MemoryCheck
+from diloco.syncer.opening import begun, open_store, recovered
 from diloco.syncer.readiness import Readiness, Unready
-from diloco.syncer.retention import Retention
+from diloco.syncer.replicator import ReplicationOptions, Replicator
 from diloco.syncer.room import LOOK_EVERY_S, Room
-from diloco.syncer.snapshots import FragmentValues
-from diloco.syncer.store import RunCard, Store, StoreError
 from diloco.wire.messages import PARTS_MAX, Published
 from diloco.wire.server import RunningServer, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import torch
     from torch import Tensor
 
     from diloco.durable import Disk
+    from diloco.sync.state import OuterState
+    from diloco.sync.syncer import OuterSync
+    from diloco.syncer.snapshots import FragmentValues
+    from diloco.syncer.standby import Warm
     from diloco.wire.options import ServerOptions
     from diloco.wire.security import SecurityOptions
 
@@ -89,6 +97,7 @@ class SyncerOptions:
     """Free space below which no update is taken in; 0: as long as the disk takes it."""
     memory_check_s: float = 10.0
     """Between two looks at whether a fragment in memory is still what it was; 0: never."""
+    replication: ReplicationOptions = field(default_factory=ReplicationOptions)
     backup: BackupOptions = field(default_factory=BackupOptions)
 
     def __post_init__(self) -> None:
@@ -151,40 +160,50 @@ class Syncer:
 
     # --- life --------------------------------------------------------------------------------------------------
 
-    def start(self) -> str:
+    def start(self, warm: Warm | None = None) -> str:
         """Take the folder over, recover, and serve; returns the address that sites dial.
 
-        ``LockedError`` when another process has the folder, ``StoreError`` when what lies there cannot be continued.
+        What a standby hands over (``warm``) needs no recovery.  ``LockedError`` when another process has the folder,
+        ``StoreError`` when what lies there cannot be continued.
         """
         try:
-            return self._start()
+            return self._start(warm)
         except BaseException as error:
             self._taken.close()
             if isinstance(error, CoreStopped) and self.core.failed is not None:
                 raise self.core.failed from error
             raise
 
-    def _start(self) -> str:
-        self._taken.enter_context(locked(Path(self.options.folder)))
-        agreement = self.plan.agreement
-        card = RunCard(agreement.run_id, agreement.layout_fingerprint, self.plan.shared_digest)
-        retention = Retention(self.options.retain_steps, self.options.retain_mb * 1_000_000)
-        self.store = Store(Path(self.options.folder), card, self._disk, retention, self._past_cut)
-        self._taken.callback(self._close_journal)
-        machine, recovered = self._take_over()
+    def _start(self, warm: Warm | None) -> str:
+        machine, records = self._open() if warm is None else self._take(warm)
         self._begin_memory_check()
         self.room = Room(Path(self.options.folder), self.options.disk_reserve_mb * 1_000_000, self._room_changed)
-        self.core = Core(machine, self.store, self._carry_out, on_failure=self._fail, on_held=self.room.held)
+        agreement = self.plan.agreement
+        run = (agreement.layout_fingerprint, self.plan.shared_digest, lambda: machine.state.lineage)
+        self.replicator = Replicator(self.options.replication, self.store, run, self._emit)
+        self.core = Core(
+            machine,
+            self.store,
+            self._carry_out,
+            on_failure=self._fail,
+            on_held=self.room.held,
+            replicated=self.replicator.replicated,
+            acks_first=self.replicator.acks_first,
+        )
+        alone = warm is not None or machine.state.detached  # Who has just been promoted has no standby of its own.
+        self.replicator.begin(self.core.nudge, self._attach, detached=alone)
         self.keeper = Keeper(
             self.store, self.core, self.holdings, self._memory, self.options.snapshot_every, self._emit, self._fail
         )
         self.api = Api(self)
         # Before the loop begins: a deadline that has passed would be acted on first, and its step issued twice.
         self.core.post(SyncerStarted(machine.state.epoch + 1))
+        if alone and not machine.state.detached:
+            self.core.post(StandbyDetached(0))
         self.core.start()
         self._taken.callback(self._stop_core)
         facts, ended = self._first_answer()
-        self._emit("syncer_started", {**facts, "recovered": recovered})
+        self._emit("syncer_started", {**facts, "recovered": records})
         if ended is not None:
             self.ending = ended
             self._ended.set()
@@ -194,6 +213,7 @@ class Syncer:
             self.network,
             self._security,
             lambda text: self._emit("note", {"note": "identity", "why": text}),
+            self.replicator if self.options.replication.mode != "off" else None,
             ready=False,
         )
         self._in_thread("room", self.room.run)
@@ -205,36 +225,40 @@ class Syncer:
             self._taken.callback(self.backups.stop)
         return self._server.address
 
+    def _open(self) -> tuple[OuterSync, int]:
+        """Take the folder itself, and what is in it."""
+        self._taken.enter_context(locked(Path(self.options.folder)))
+        self.store = open_store(self.options, self.plan, self._disk, self._emit)
+        self._taken.callback(self._close_journal)
+        if self.store.is_new():
+            found = begun(self.store, self.options, self.plan, self._version_zero)
+        else:
+            found = recovered(self.store, self.options, self.plan, self._emit)
+        self.holdings = found.holdings
+        return found.machine, found.records
+
+    def _take(self, warm: Warm) -> tuple[OuterSync, int]:
+        """Go on with what a standby has open."""
+        self._taken.enter_context(warm.taken)
+        self.store, self.holdings = warm.store, warm.holdings
+        return warm.machine, 0
+
+    def _attach(self, standby: str) -> None:
+        """A standby has everything again; from the turn after this record on it is waited for."""
+        self.core.post(StandbyAttached(standby))
+
     def _first_answer(self) -> tuple[dict[str, object], Ending | None]:
         """How the run stands once the start is in the journal; ``DiskFullError`` when there is no room for that."""
         until = time.monotonic() + START_WAIT_S
         while True:
             try:
-                return self.core.ask(_facts)
+                return self.core.ask(start_facts)
             except CoreHeld as held:
+                if held.text == self.replicator.wanting:  # A standby is waited for, and can only follow who is served.
+                    return self.core.ask(start_facts, early=True)
                 if time.monotonic() > until:
                     raise DiskFullError(errno.ENOSPC, held.text, self.options.folder) from held
                 time.sleep(LOOK_EVERY_S / 10)
-
-    def _take_over(self) -> tuple[OuterSync, int]:
-        """The machine and values of the last process, or version 0."""
-        if self.store.is_new():
-            values = [FragmentValues(0, first, first.clone(), None, digest(first)) for first in self._version_zero()]
-            for index, first in enumerate(values):
-                if not bool(torch.isfinite(first.theta).all()):
-                    raise StoreError(f"version 0 of fragment {index} holds a NaN or an infinity")
-            machine = OuterSync(self.plan.outer)
-            for fragment, first in zip(machine.state.fragments, values, strict=True):
-                fragment.digest = first.digest
-            self.store.begin(machine, values)
-            self.holdings = Holdings(values, self.options.down_codec, self.options.downlinks_kept)
-            return machine, 0
-        options = self.options
-        found = self.store.recover(self.plan.outer, self.plan.optimizer, options.down_codec, options.downlinks_kept)
-        for note in found.notes:
-            self._emit("note", {"note": "recovery", "why": note})
-        self.holdings = found.holdings
-        return found.machine, found.records
 
     def _begin_memory_check(self) -> None:
         self._memory = MemoryCheck(self.holdings.values, self.options.memory_check_s)
@@ -249,16 +273,19 @@ class Syncer:
         self._taken.callback(thread.join)
         self._taken.callback(stopping.set)
 
-    def _past_cut(self, why: str) -> None:
-        self._emit("note", {"note": "retention", "why": why})
-
     def _room_changed(self, why: str | None) -> None:
         """From the decision loop's thread or the one that looks at the disk; each change is told once."""
-        change = self.readiness.ends if why is None else self.readiness.begins
-        change(Unready.DISK_FULL)
-        if why is not None:
+        if why is None:
+            self.readiness.ends(Unready.DISK_FULL)
+            self.readiness.ends(Unready.STANDBY_AWAY)
+            self._emit("note", {"note": "disk_has_room" if self.replicator.options.mode == "off" else "goes_on"})
+        elif why == self.replicator.wanting:
+            self.readiness.begins(Unready.STANDBY_AWAY)
+            self._emit("note", {"note": "held", "why": why})
+        else:
+            self.readiness.begins(Unready.DISK_FULL)
             self.store.let_go_of_the_past()
-        self._emit("note", {"note": "disk_full", "why": why} if why is not None else {"note": "disk_has_room"})
+            self._emit("note", {"note": "disk_full", "why": why})
 
     def wait(self, timeout_s: float) -> Ending | None:
         """Wait for the last version, at most ``timeout_s``; the ending, or None when the run still goes on.
@@ -339,7 +366,7 @@ class Syncer:
                 self._disk.reached(Step.FATE)
                 self.feeds.tell(FateTold(effect.fate), effect.site)
                 if effect.fate.reason is not None:
-                    self._emit("refused", _refusal(effect))
+                    self._emit("refused", refusal_facts(effect))
             case AnnounceFinal():
                 self.readiness.begins(Unready.DRAINING)
                 self.feeds.tell(FinalAnnounced(effect.ending))
@@ -348,6 +375,8 @@ class Syncer:
             case DropSite():
                 self.feeds.drop(effect.site, effect.incarnation, effect.reason)
             case Note():
+                if effect.what == "standby_attached":
+                    self.replicator.attached()
                 facts = {name: value for name, value in asdict(effect).items() if value is not None}
                 self._emit(str(facts.pop("what")), facts)
 
@@ -373,7 +402,7 @@ class Syncer:
             self.core.post(OuterStepFailed(command.fragment, command.version))
             return
         self._candidates[command.fragment, command.version] = result
-        self._emit("outer_step", _outer_step_facts(command, result))
+        self._emit("outer_step", outer_step_facts(command, result))
         self.core.post(OuterStepDone(command.fragment, command.version, result.values.digest, result.downlink_digest))
 
     def _publish(self, effect: PublishVersion) -> None:
@@ -444,27 +473,3 @@ def merged_into(state: OuterState, fragment: int, version: int) -> dict[str, tup
     fates = {name: site.lines[fragment].fates for name, site in sorted(state.sites.items())}
     tokens = {name: [f.tokens for f in each if f.merged and f.version == version] for name, each in fates.items()}
     return {name: (sum(each), len(each)) for name, each in tokens.items() if each}
-
-
-def _facts(machine: OuterSync) -> tuple[dict[str, object], Ending | None]:
-    """What is said at the start, and the ending of a run that is over."""
-    state = machine.state
-    versions = [fragment.version for fragment in state.fragments]
-    return {"epoch": state.epoch, "versions": versions}, state.ending if state.phase is Phase.ENDED else None
-
-
-def _refusal(effect: TellFate) -> dict[str, object]:
-    fate = effect.fate
-    assert fate.reason is not None
-    return {"site": effect.site, "fragment": fate.fragment, "sequence": fate.sequence, "reason": fate.reason.value}
-
-
-def _outer_step_facts(command: StartOuterStep, result: OuterResult) -> dict[str, object]:
-    return {
-        "fragment": command.fragment,
-        "version": command.version,
-        "sites": {part.site: round(part.weight, 6) for part in command.contributions},
-        "staleness": {part.site: command.version - 1 - part.base_version for part in command.contributions},
-        "norm": result.norm,
-        "seconds": round(result.seconds, 6),
-    }

@@ -25,7 +25,7 @@ from diloco.sync.journal import JournalError
 from diloco.sync.plain import PlainError, parse_json, shown
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.holdings import Holdings
-from diloco.syncer.journal_files import JournalFiles
+from diloco.syncer.journal_files import JournalFiles, Position
 from diloco.syncer.lineages import Lineages
 from diloco.syncer.replaying import Replayer
 from diloco.syncer.retention import RECOVERY_ONLY, Retention
@@ -221,15 +221,17 @@ class Store:
         """Nothing that is still to come needs this payload; a replay from an older snapshot might."""
         self._decided.append(_Decided(self.journal.index, reference, self.spool.size(reference)))
 
-    def snapshot_writer(self, machine: OuterSync, values: Sequence[FragmentValues]) -> Callable[[], int]:
-        """Cut the journal here and return the (long) rest of the work, to be done beside the machine.
+    def snapshot_writer(
+        self, machine: OuterSync, values: Sequence[FragmentValues], place: Position | None = None
+    ) -> Callable[[], int]:
+        """Cut the journal here, or take it as cut at ``place``; returns the (long) rest, to be done beside the machine.
 
         ``DiskFullError`` when there is no room to begin: nothing has changed.
 
         The rest writes the snapshot and then lets go of the snapshots that retention does not keep, and of the journal
         segments and payloads that none of those left needs.
         """
-        place = self.journal.rotate()
+        place = place or self.journal.rotate()
         snapshot = Snapshot(machine.snapshot(), tuple(values), place.segment, place.chain)
 
         def write() -> int:

@@ -27,7 +27,14 @@ class AdminHandlers:
 
     def generic_handler(self) -> Any:
         """What gRPC's server takes."""
-        methods = {"Status": self._status, "Drain": self._drain, "Evict": self._evict, "Snapshot": self._snapshot}
+        methods = {
+            "Status": self._status,
+            "Drain": self._drain,
+            "Evict": self._evict,
+            "Snapshot": self._snapshot,
+            "Promote": self._promote,
+            "Detach": self._detach,
+        }
         handlers = {
             name: grpc.stream_unary_rpc_method_handler(unary(self._arrivals, self._counters, name, work))
             for name, work in methods.items()
@@ -54,4 +61,15 @@ class AdminHandlers:
         del identity
         convert.unpack_empty(raw)
         self._api.snapshot()
+        return b""
+
+    def _promote(self, raw: bytes, identity: Identity) -> bytes:
+        del identity
+        self._api.promote(lossy=convert.unpack_promote(raw))
+        return b""
+
+    def _detach(self, raw: bytes, identity: Identity) -> bytes:
+        del identity
+        convert.unpack_empty(raw)
+        self._api.detach()
         return b""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from diloco.wire.messages import Refused, Status, Unreachable, WireError
-from diloco.wire.v1 import admin_pb2, sync_pb2
+from diloco.wire.v1 import admin_pb2, replication_pb2, sync_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SYNC_SERVICE: str = sync_pb2.DESCRIPTOR.services_by_name["SyncService"].full_name
 ADMIN_SERVICE: str = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+REPLICATION_SERVICE: str = replication_pb2.DESCRIPTOR.services_by_name["ReplicationService"].full_name
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 
 # After these the same request may be sent again: no answer came, the bytes were damaged, or the other end had a defect.
@@ -57,7 +58,7 @@ class Calls:
         except ValueError as error:
             raise Unreachable(f"{method}: {error}") from error
 
-    def exchange(self, method: str, requests: Iterator[bytes], timeout_s: float) -> Any:
+    def exchange(self, method: str, requests: Iterator[bytes], timeout_s: float | None) -> Any:
         """Many messages both ways: gRPC's call, to be iterated and cancelled."""
         try:
             return self._open("stream_stream", method)(requests, timeout=timeout_s, metadata=self._line.metadata())

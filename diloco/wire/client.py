@@ -275,6 +275,14 @@ class AdminClient:
         """Write a snapshot now; returns when it is durable."""
         self._calls.unary("Snapshot", b"", self._options.admin_timeout_s)
 
+    def promote(self, *, lossy: bool = False) -> None:
+        """Have a standby take over."""
+        self._calls.unary("Promote", convert.pack_promote(lossy=lossy), self._options.control_timeout_s)
+
+    def detach(self) -> None:
+        """Have the syncer go on without a standby until one has caught up."""
+        self._calls.unary("Detach", b"", self._options.admin_timeout_s)
+
     def close(self) -> None:
         """End every call under way."""
         self._calls.close()

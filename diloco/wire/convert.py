@@ -401,8 +401,18 @@ def unpack_evict(raw: bytes) -> m.EvictAsk:
     return checked(m.EvictAsk(parse(admin_pb2.EvictRequest, raw, m.CONTROL_BYTES_MAX).site_id))
 
 
+def pack_promote(*, lossy: bool) -> bytes:
+    """``PromoteRequest``."""
+    return admin_pb2.PromoteRequest(lossy=lossy).SerializeToString()
+
+
+def unpack_promote(raw: bytes) -> bool:
+    """``PromoteRequest``: whether it may be lossy."""
+    return parse(admin_pb2.PromoteRequest, raw, m.CONTROL_BYTES_MAX).lossy
+
+
 def unpack_empty(raw: bytes) -> None:
-    """``StatusRequest``, ``DrainRequest``, ``SnapshotRequest``: nothing that this end knows, but it must parse."""
+    """A request that is empty (Status, Drain, Snapshot, Detach): nothing that this end knows, but it must parse."""
     parse(admin_pb2.StatusRequest, raw, m.CONTROL_BYTES_MAX)
 
 

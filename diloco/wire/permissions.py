@@ -58,6 +58,9 @@ NEEDS: Mapping[str, Needs] = MappingProxyType(
         "Drain": Needs.ADMIN,
         "Evict": Needs.ADMIN,
         "Snapshot": Needs.ADMIN,
+        "Promote": Needs.ADMIN,
+        "Detach": Needs.ADMIN,
+        "Follow": Needs.STANDBY,
         "/grpc.health.v1.Health/Watch": Needs.KNOWN,
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Needs.KNOWN,
     }

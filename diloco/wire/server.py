@@ -11,7 +11,8 @@ import grpc
 from diloco.wire.admin import AdminHandlers
 from diloco.wire.arrivals import Arrivals
 from diloco.wire.door import Door
-from diloco.wire.gates import Counters
+from diloco.wire.following import FollowHandlers
+from diloco.wire.gates import Counters, OneAtATime
 from diloco.wire.handlers import SyncHandlers
 from diloco.wire.identity import Authenticator
 from diloco.wire.keeper import Keeper
@@ -22,6 +23,7 @@ from diloco.wire.standard import StandardServices, StrictHandlers
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from diloco.wire.following import Following
     from diloco.wire.options import ServerOptions
     from diloco.wire.service import SyncerApi
 
@@ -76,11 +78,14 @@ def serve(
     options: ServerOptions,
     security: SecurityOptions | None = None,
     note: Callable[[str], None] = lambda text: None,
+    following: Following | None = None,
     *,
     ready: bool = True,
 ) -> RunningServer:
     """Listen at ``options.address`` and answer from now on; ``note`` is told what changes about who may come in.
-    ``ready`` is what the health service says of the run until ``RunningServer.ready`` says otherwise.
+
+    ``ready`` is what the health service says of the run until ``RunningServer.ready`` says otherwise.  Standbys are
+    served where there is somebody who does that (``following``).
 
     ``ValueError`` in words when the address cannot be bound, or must not be without TLS and identities.
     """
@@ -106,6 +111,10 @@ def serve(
     sync = SyncHandlers(api, options, arrivals, door, stalls, counters, stopping)
     admin = AdminHandlers(api, arrivals, counters)
     server.add_generic_rpc_handlers((sync.generic_handler(), admin.generic_handler()))
+    if following is not None:
+        one = OneAtATime("standby", options.pushback_ms)
+        follow = FollowHandlers(following, options, arrivals, one, counters, stopping)
+        server.add_generic_rpc_handlers((follow.generic_handler(),))
     standard = StandardServices(server, options.run_id)
     address = _bind(server, options.address, certificate.credentials() if certificate is not None else None)
     server.start()

@@ -132,3 +132,11 @@ class SyncerApi(Protocol):
     def snapshot(self) -> None:
         """Write a snapshot now; returns when it is durable."""
         ...
+
+    def promote(self, *, lossy: bool) -> None:
+        """A standby takes over; ``lossy``: also where it may lack something that was acknowledged."""
+        ...
+
+    def detach(self) -> None:
+        """Go on without a standby until one has caught up."""
+        ...

@@ -37,9 +37,12 @@ from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import LearnerOptions, OuterOptions
 from diloco.syncer.journal_files import JournalFiles
+from diloco.syncer.replicator import ReplicationOptions
 from diloco.syncer.server import RunPlan, Syncer, SyncerOptions
 from diloco.syncer.spool import Spool
+from diloco.syncer.standby import Standby
 from diloco.wire.client import SyncClient
+from diloco.wire.following import FollowClient
 from diloco.wire.options import ClientOptions, ServerOptions
 from diloco.wire.security import SecurityOptions
 
@@ -70,6 +73,7 @@ class Toy:
     permissions: str = ""
     client: dict[str, object] = field(default_factory=lambda: {"stall_s": 3.0, "control_timeout_s": 2.0})
     server: dict[str, object] = field(default_factory=dict)
+    replication: dict[str, object] = field(default_factory=dict)
 
     @property
     def run_id(self) -> str:
@@ -92,28 +96,40 @@ class Toy:
     def rules(self) -> tuple[OuterOptions, OuterOptimizerOptions]:
         return OuterOptions(**self.outer), OuterOptimizerOptions(**self.optimizer)  # type: ignore[arg-type]
 
-    def syncer(self, emit: Callable[[str, dict[str, object]], None], disk: Disk = PLAIN_DISK) -> Syncer:
-        outer, optimizer = self.rules()
-        options = SyncerOptions(
-            folder=f"{self.folder}/syncer",
+    def options(self, folder: str = "syncer") -> SyncerOptions:
+        return SyncerOptions(
+            folder=f"{self.folder}/{folder}",
             up_codecs=[self.codec],
             down_codec=self.codec,
             snapshot_every=self.snapshot_every,
             heartbeat_s=0.2,
             linger_s=5.0,
             retain_steps=self.retain_steps,
+            replication=ReplicationOptions(**self.replication),  # type: ignore[arg-type]
         )
-        plan = RunPlan(self.agreement(), self.layout(), "shared", outer, optimizer)
-        network = ServerOptions(run_id=RUN, address=f"127.0.0.1:{self.port}", **self.server)  # type: ignore[arg-type]
-        return Syncer(
-            options,
-            plan,
-            self.version_zero,
-            network,
-            SecurityOptions(tokens_file=self.tokens, permissions=self.permissions),
-            emit,
-            disk,
-        )
+
+    def plan(self) -> RunPlan:
+        return RunPlan(self.agreement(), self.layout(), "shared", *self.rules())
+
+    def network(self, port: int) -> ServerOptions:
+        return ServerOptions(run_id=RUN, address=f"127.0.0.1:{port}", **self.server)  # type: ignore[arg-type]
+
+    def syncer(
+        self,
+        emit: Callable[[str, dict[str, object]], None],
+        disk: Disk = PLAIN_DISK,
+        folder: str = "syncer",
+        port: int = 0,
+    ) -> Syncer:
+        security = SecurityOptions(tokens_file=self.tokens, permissions=self.permissions)
+        network = self.network(port or self.port)
+        return Syncer(self.options(folder), self.plan(), self.version_zero, network, security, emit, disk)
+
+    def standby(
+        self, folder: str, primary: str, emit: Callable[[str, dict[str, object]], None], disk: Disk = PLAIN_DISK
+    ) -> Standby:
+        client = FollowClient(primary, options=ClientOptions(**self.client))  # type: ignore[arg-type]
+        return Standby(folder, self.options(folder), self.plan(), client, emit, disk)
 
     def agent(
         self,

@@ -22,6 +22,7 @@ TOP = {
     "payloads_decoded",
     "identity_complaints",
     "wanting",
+    "replication",
     "epoch",
     "phase",
     "ending",

@@ -237,3 +237,9 @@ class FakeSyncer:
 
     def snapshot(self) -> None:
         self.calls.append("snapshot")
+
+    def promote(self, *, lossy: bool) -> None:
+        self.calls.append(f"promote lossy={lossy}")
+
+    def detach(self) -> None:
+        self.calls.append("detach")

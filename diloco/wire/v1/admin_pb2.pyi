@@ -39,3 +39,21 @@ class SnapshotRequest(_message.Message):
 class SnapshotResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class PromoteRequest(_message.Message):
+    __slots__ = ("lossy",)
+    LOSSY_FIELD_NUMBER: _ClassVar[int]
+    lossy: bool
+    def __init__(self, lossy: bool = ...) -> None: ...
+
+class PromoteResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DetachRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DetachResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

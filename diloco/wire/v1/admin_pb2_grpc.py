@@ -54,6 +54,16 @@ class AdminServiceStub(object):
                 request_serializer=diloco_dot_wire_dot_v1_dot_admin__pb2.SnapshotRequest.SerializeToString,
                 response_deserializer=diloco_dot_wire_dot_v1_dot_admin__pb2.SnapshotResponse.FromString,
                 _registered_method=True)
+        self.Promote = channel.unary_unary(
+                '/diloco.wire.v1.AdminService/Promote',
+                request_serializer=diloco_dot_wire_dot_v1_dot_admin__pb2.PromoteRequest.SerializeToString,
+                response_deserializer=diloco_dot_wire_dot_v1_dot_admin__pb2.PromoteResponse.FromString,
+                _registered_method=True)
+        self.Detach = channel.unary_unary(
+                '/diloco.wire.v1.AdminService/Detach',
+                request_serializer=diloco_dot_wire_dot_v1_dot_admin__pb2.DetachRequest.SerializeToString,
+                response_deserializer=diloco_dot_wire_dot_v1_dot_admin__pb2.DetachResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -87,6 +97,20 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Promote(self, request, context):
+        """To a standby: take over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detach(self, request, context):
+        """To a syncer: go on without a standby until one has caught up.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -109,6 +133,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Snapshot,
                     request_deserializer=diloco_dot_wire_dot_v1_dot_admin__pb2.SnapshotRequest.FromString,
                     response_serializer=diloco_dot_wire_dot_v1_dot_admin__pb2.SnapshotResponse.SerializeToString,
+            ),
+            'Promote': grpc.unary_unary_rpc_method_handler(
+                    servicer.Promote,
+                    request_deserializer=diloco_dot_wire_dot_v1_dot_admin__pb2.PromoteRequest.FromString,
+                    response_serializer=diloco_dot_wire_dot_v1_dot_admin__pb2.PromoteResponse.SerializeToString,
+            ),
+            'Detach': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detach,
+                    request_deserializer=diloco_dot_wire_dot_v1_dot_admin__pb2.DetachRequest.FromString,
+                    response_serializer=diloco_dot_wire_dot_v1_dot_admin__pb2.DetachResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -219,6 +253,60 @@ class AdminService(object):
             '/diloco.wire.v1.AdminService/Snapshot',
             diloco_dot_wire_dot_v1_dot_admin__pb2.SnapshotRequest.SerializeToString,
             diloco_dot_wire_dot_v1_dot_admin__pb2.SnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Promote(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diloco.wire.v1.AdminService/Promote',
+            diloco_dot_wire_dot_v1_dot_admin__pb2.PromoteRequest.SerializeToString,
+            diloco_dot_wire_dot_v1_dot_admin__pb2.PromoteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diloco.wire.v1.AdminService/Detach',
+            diloco_dot_wire_dot_v1_dot_admin__pb2.DetachRequest.SerializeToString,
+            diloco_dot_wire_dot_v1_dot_admin__pb2.DetachResponse.FromString,
             options,
             channel_credentials,
             insecure,

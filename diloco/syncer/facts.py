@@ -1,0 +1,39 @@
+"""What the syncer's events say: plain values for ``events.jsonl`` and the view."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diloco.sync.state import Phase
+
+if TYPE_CHECKING:
+    from diloco.sync.effects import StartOuterStep, TellFate
+    from diloco.sync.events import Ending
+    from diloco.sync.syncer import OuterSync
+    from diloco.syncer.executor import OuterResult
+
+
+def start_facts(machine: OuterSync) -> tuple[dict[str, object], Ending | None]:
+    """What is said at the start, and the ending of a run that is over."""
+    state = machine.state
+    versions = [fragment.version for fragment in state.fragments]
+    return {"epoch": state.epoch, "versions": versions}, state.ending if state.phase is Phase.ENDED else None
+
+
+def refusal_facts(effect: TellFate) -> dict[str, object]:
+    """Which update was refused, and why."""
+    fate = effect.fate
+    assert fate.reason is not None
+    return {"site": effect.site, "fragment": fate.fragment, "sequence": fate.sequence, "reason": fate.reason.value}
+
+
+def outer_step_facts(command: StartOuterStep, result: OuterResult) -> dict[str, object]:
+    """Who made a version, with what weight and staleness, and what it took."""
+    return {
+        "fragment": command.fragment,
+        "version": command.version,
+        "sites": {part.site: round(part.weight, 6) for part in command.contributions},
+        "staleness": {part.site: command.version - 1 - part.base_version for part in command.contributions},
+        "norm": result.norm,
+        "seconds": round(result.seconds, 6),
+    }

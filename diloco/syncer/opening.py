@@ -1,0 +1,65 @@
+"""How a process comes to its data folder and the state in it: a syncer that starts, a standby that begins to follow.
+
+Neither takes the folder's lock here: whoever calls holds it, and for longer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from diloco.codec.contract import digest
+from diloco.sync.syncer import OuterSync
+from diloco.syncer.holdings import Holdings
+from diloco.syncer.retention import Retention
+from diloco.syncer.snapshots import FragmentValues
+from diloco.syncer.store import Recovered, RunCard, Store, StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from diloco.durable import Disk
+    from diloco.syncer.server import RunPlan, SyncerOptions
+
+
+def open_store(
+    options: SyncerOptions, plan: RunPlan, disk: Disk, emit: Callable[[str, dict[str, object]], None]
+) -> Store:
+    """The folder of ``options``, checked to be that of the run; ``emit`` hears where less of the past can be kept."""
+    agreement = plan.agreement
+    card = RunCard(agreement.run_id, agreement.layout_fingerprint, plan.shared_digest)
+    retention = Retention(options.retain_steps, options.retain_mb * 1_000_000)
+
+    def past_cut(why: str) -> None:
+        emit("note", {"note": "retention", "why": why})
+
+    return Store(Path(options.folder), card, disk, retention, past_cut)
+
+
+def recovered(
+    store: Store, options: SyncerOptions, plan: RunPlan, emit: Callable[[str, dict[str, object]], None]
+) -> Recovered:
+    """What the last process had, to the bit; ``emit`` hears what was not as it should be."""
+    found = store.recover(plan.outer, plan.optimizer, options.down_codec, options.downlinks_kept)
+    for note in found.notes:
+        emit("note", {"note": "recovery", "why": note})
+    return found
+
+
+def begun(
+    store: Store, options: SyncerOptions, plan: RunPlan, version_zero: Callable[[], Sequence[Tensor]]
+) -> Recovered:
+    """Version 0 in a folder that is new; ``StoreError`` when it holds what no run can begin with."""
+    values = [FragmentValues(0, first, first.clone(), None, digest(first)) for first in version_zero()]
+    for index, first in enumerate(values):
+        if not bool(torch.isfinite(first.theta).all()):
+            raise StoreError(f"version 0 of fragment {index} holds a NaN or an infinity")
+    machine = OuterSync(plan.outer)
+    for fragment, first in zip(machine.state.fragments, values, strict=True):
+        fragment.digest = first.digest
+    store.begin(machine, values)
+    return Recovered(machine, Holdings(values, options.down_codec, options.downlinks_kept), 0, [])

@@ -1,0 +1,333 @@
+"""The syncer's end of replication: what a standby gets, and what waits for it.
+
+A standby gets what is durable here, read from the disk again: the journal's units byte for byte, before each of them
+the payloads that it names, and for a standby that has nothing a snapshot first.  So there is one way for the one that
+is far behind and for the one that is not, and nothing is buffered for either.
+
+``sync``: nothing that follows from a turn is told before the standby has the turn.  While it is away nothing is told at
+all, in words, until it has caught up or an operator detaches it (``StandbyDetached``, journalled).
+
+``async``: an update is acknowledged when it is durable here; fates and versions wait for the standby while it follows,
+so that no site ever holds a version that a promoted standby lacks.  A standby that is away is not waited for: then it
+is said that a loss of this disk may cost what came since.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from diloco.sync.events import UpdateArrived
+from diloco.sync.frames import FRAME, MARK, units
+from diloco.sync.journal import JournalError, decode_records
+from diloco.syncer.snapshots import SnapshotError
+from diloco.syncer.verifying import payloads_in
+from diloco.wire.chunks import cut
+from diloco.wire.messages import Alive, Chunk, Refusal, Status
+from diloco.wire.replication import FollowAck, Follows, Item
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from diloco.syncer.journal_files import Turn
+    from diloco.syncer.store import Store
+    from diloco.wire.replication import FollowPart, FollowStart
+
+MODES = ("off", "sync", "async")
+CHUNK_BYTES = 512 * 1024
+Place = tuple[int, int]
+"""Segment, and a byte in it."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ReplicationOptions:
+    """What waits for a standby.  One that says nothing for ``timeout_s`` is away; ``alive_s`` is how often it is asked
+    when there is nothing new."""
+
+    mode: str = "off"
+    timeout_s: float = 5.0
+    alive_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode is {self.mode!r}: one of {', '.join(MODES)}")
+        if not 0 < self.alive_s < self.timeout_s:
+            raise ValueError(
+                f"timeout_s is {self.timeout_s!r}: longer than alive_s={self.alive_s!r}, which is positive"
+            )
+
+
+class Replicator:
+    """Satisfies ``wire.following.Following``.
+
+    ``replicated`` is the decision loop's question about each turn (``Core``); the other methods are for any thread.
+    ``on_change`` hears when a standby has caught up (True) or is away (False).
+    """
+
+    def __init__(
+        self,
+        options: ReplicationOptions,
+        store: Store,
+        identity: tuple[str, str, Callable[[], int]],
+        emit: Callable[[str, dict[str, object]], None],
+    ) -> None:
+        """``identity``: layout fingerprint and digest of the shared configuration, and the lineage when asked."""
+        self.options = options
+        self.store = store
+        self.fingerprint, self.shared_digest, self.lineage = identity
+        self._emit = emit
+        self.changed = threading.Condition()
+        self.durable: Place = (0, 0)
+        self._acked: Place = (0, 0)
+        self._follower: Follower | None = None
+        self._heard_s = time.monotonic()
+        self.wanting: str | None = None
+        """What ``replicated`` answered last."""
+        self._detached = False
+        self._attaching = False
+        self._nudge: Callable[[], None] = lambda: None
+        self._attach: Callable[[str], None] = lambda name: None
+
+    @property
+    def acks_first(self) -> bool:
+        """Whether an update is acknowledged before a standby has it."""
+        return self.options.mode == "async"
+
+    def begin(self, nudge: Callable[[], None], attach: Callable[[str], None], *, detached: bool) -> None:
+        """Before the first turn: how to wake the loop, whom to tell that a standby has caught up, how it was left."""
+        self._nudge, self._attach, self._detached = nudge, attach, detached
+        journal = self.store.journal
+        self.durable = (journal.index, journal.path(journal.index).stat().st_size)
+
+    # --- the decision loop's side ------------------------------------------------------------------------------------
+
+    def replicated(self, turn: Turn) -> str | None:
+        """Why nothing may be told of ``turn`` yet, or None."""
+        self.wanting = self._wanting(turn)
+        return self.wanting
+
+    def _wanting(self, turn: Turn) -> str | None:
+        end = (turn.segment, turn.offset + len(turn.data))
+        with self.changed:
+            if end > self.durable:
+                self.durable = end
+                self.changed.notify_all()
+            if self.options.mode == "off" or self._detached or self._acked >= end:
+                return None
+            if self._away_s() is None:
+                return f"the standby {self._name()} is behind"
+            if self.options.mode == "async":
+                return None
+            gone = "the standby is away" if self._acked > (0, 0) else "no standby has followed"
+            return (
+                f"{gone}: nothing is acknowledged until it is back, or until `diloco standby detach` says not to wait"
+            )
+
+    def detach(self) -> None:
+        """An operator's word; it is journalled by whoever calls this, right after."""
+        with self.changed:
+            self._detached = True
+        self._nudge()
+
+    def attached(self) -> None:
+        """The record that says so is durable here and there: from now on the standby is waited for."""
+        with self.changed:
+            self._detached = self._attaching = False
+
+    def status(self) -> dict[str, object]:
+        """For ``diloco status``."""
+        with self.changed:
+            away_s = self._away_s()
+            return {
+                "mode": self.options.mode,
+                "standby": self._name(),
+                "following": away_s is None,
+                "away_seconds": None if away_s is None else round(away_s, 1),
+                "detached": self._detached,
+                "behind_bytes": self._behind(),
+            }
+
+    def _name(self) -> str:
+        return self._follower.name if self._follower is not None else ""
+
+    def _behind(self) -> int | None:
+        if self._acked[0] != self.durable[0]:
+            return None
+        return max(0, self.durable[1] - self._acked[1])
+
+    def _away_s(self) -> float | None:
+        """How long no standby has been heard; None while one is."""
+        silent_s = time.monotonic() - self._heard_s
+        return silent_s if self._follower is None or silent_s > self.options.timeout_s else None
+
+    # --- a standby's side --------------------------------------------------------------------------------------------
+
+    def follow(self, start: FollowStart) -> Follower:
+        """Serve a standby from where it is."""
+        for name, ours in (("layout_fingerprint", self.fingerprint), ("shared_digest", self.shared_digest)):
+            if getattr(start, name) != ours:
+                text = f"{name} is {getattr(start, name)[:12]} at the standby and {ours[:12]} here: another run"
+                raise Refusal(Status.FAILED_PRECONDITION, text)
+        follower = Follower(self, start)
+        with self.changed:
+            self._follower = follower
+            self._heard_s = time.monotonic()
+            self._acked = follower.place
+        self._emit("standby_follows", {"standby": start.standby, "anew": start.segment == 0})
+        return follower
+
+    def heard(self, follower: Follower, place: Place) -> None:
+        """``follower`` has everything up to ``place``."""
+        with self.changed:
+            if self._follower is not follower:
+                return
+            self._heard_s = time.monotonic()
+            self._acked = max(self._acked, place)
+            caught_up = self._acked >= self.durable
+            attach = caught_up and self._detached and not self._attaching
+            self._attaching = self._attaching or attach
+        if attach:
+            self._attach(follower.name)
+        self._nudge()
+
+    def gone(self, follower: Follower) -> None:
+        """The stream of ``follower`` has ended."""
+        with self.changed:
+            if self._follower is not follower:
+                return
+            self._follower = None
+            self._attaching = False
+        self._emit("standby_away", {"standby": follower.name})
+        self._nudge()
+
+
+class Follower:
+    """One standby being served; satisfies ``wire.following.Followed``."""
+
+    def __init__(self, replicator: Replicator, start: FollowStart) -> None:
+        self.name = start.standby
+        self._replicator = replicator
+        self._store = replicator.store
+        self._closed = False
+        self._anew = start.segment == 0
+        if self._anew:
+            self._snapshot = self._newest()
+            state, self._segment, self._chain = self._snapshot[1:]
+            self._waiting = sorted(payloads_in(state))
+            self._at = 0
+        else:
+            self._segment, self._chain = start.segment, start.chain
+            self._at = self._find(start)
+
+    @property
+    def place(self) -> Place:
+        """What the standby has as it begins."""
+        return (0, 0) if self._anew else (self._segment, self._at)
+
+    def parts(self) -> Iterator[FollowPart]:
+        """A snapshot if it is needed, then the journal for as long as the standby listens."""
+        yield Follows(self._anew, self._segment, self._chain, self._replicator.lineage())
+        if self._anew:
+            yield from self._whole_snapshot()
+        while not self._closed:
+            yield from self._new_units()
+            if not self._wait():
+                yield Alive()
+
+    def acknowledged(self, ack: FollowAck) -> None:
+        """The standby has everything up to there."""
+        self._replicator.heard(self, (ack.segment, ack.offset))
+
+    def close(self) -> None:
+        """The standby is gone."""
+        self._closed = True
+        with self._replicator.changed:
+            self._replicator.changed.notify_all()
+        self._replicator.gone(self)
+
+    def _wait(self) -> bool:
+        """Wait for something new, a bounded time; whether there is."""
+        replicator = self._replicator
+        with replicator.changed:
+            return replicator.changed.wait_for(
+                lambda: self._closed or replicator.durable > (self._segment, self._at), replicator.options.alive_s
+            )
+
+    # --- what is sent ------------------------------------------------------------------------------------------------
+
+    def _newest(self) -> tuple[Path, object, int, str]:
+        for number in reversed(self._store.snapshots.numbers()):
+            try:
+                snapshot = self._store.snapshots.load(number)
+            except SnapshotError:
+                continue  # It is named when the syncer starts on it; a standby wants one that is whole.
+            if snapshot.journal_chain:
+                folder = self._store.snapshots.folder / f"{number:08d}"
+                return folder, snapshot.state, snapshot.journal_segment, snapshot.journal_chain
+        raise Refusal(Status.UNAVAILABLE, "there is no snapshot yet that a standby could begin with: come back")
+
+    def _whole_snapshot(self) -> Iterator[FollowPart]:
+        folder = self._snapshot[0]
+        for path in sorted(folder.iterdir()):
+            yield from self._file(f"snapshots/{folder.name}/{path.name}", path)
+        for payload in self._waiting:
+            yield from self._file(f"spool/{payload}", self._store.spool.folder / payload)
+
+    def _file(self, name: str, path: Path) -> Iterator[FollowPart]:
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            text = f"{name} is not kept any more: the standby is too far behind, give it an empty folder"
+            raise Refusal(Status.FAILED_PRECONDITION, text) from None
+        yield from _item(Item(name, 0, 0, len(data), hashlib.sha256(data).hexdigest()), data)
+
+    def _find(self, start: FollowStart) -> int:
+        """Where the standby's next unit begins."""
+        other = f"standby {start.standby} has a journal that this one does not go on from: give it an empty folder"
+        if start.segment not in self._store.journal.segments():
+            raise Refusal(Status.FAILED_PRECONDITION, other)
+        data = self._store.journal.path(start.segment).read_bytes()
+        for unit in units(data):
+            if unit.kind != MARK and unit.chain.hex() == start.chain:
+                return unit.end
+        raise Refusal(Status.FAILED_PRECONDITION, other)
+
+    def _new_units(self) -> Iterator[FollowPart]:
+        """Everything durable that was not sent yet."""
+        while not self._closed:
+            segment, end = self._replicator.durable
+            with self._store.journal.path(self._segment).open("rb") as file:
+                file.seek(self._at)
+                data = file.read(max(0, end - self._at) if segment == self._segment else -1)
+            sent = 0
+            for unit in units(data):
+                if unit.kind == FRAME:
+                    yield from self._payloads(unit.body, self._at + sent)
+                if unit.kind != MARK:
+                    raw = data[sent : unit.end]
+                    digest = hashlib.sha256(raw).hexdigest()
+                    yield from _item(Item("", self._segment, self._at + sent, len(raw), digest), raw)
+                sent = unit.end
+            self._at += sent
+            if segment == self._segment:
+                return
+            self._segment, self._at = self._segment + 1, 0
+
+    def _payloads(self, body: bytes, at: int) -> Iterator[FollowPart]:
+        try:
+            records = decode_records(body, at)
+        except JournalError as error:
+            raise Refusal(Status.FAILED_PRECONDITION, str(error)) from error
+        for record in records:
+            if isinstance(record.event, UpdateArrived) and record.event.payload:
+                yield from self._file(f"spool/{record.event.payload}", self._store.spool.folder / record.event.payload)
+
+
+def _item(item: Item, data: bytes) -> Iterator[FollowPart]:
+    yield item
+    for offset, piece, crc32 in cut([data], CHUNK_BYTES):
+        yield Chunk(offset, piece, crc32)

@@ -1,0 +1,366 @@
+"""A standby: a second data folder that follows the first, and a machine that is warm when it is needed.
+
+One thread takes what the syncer sends and lays it down as the syncer did: a payload before the frame that names it,
+the frame synced and marked before it is acknowledged.  A second one carries the records out, as a recovery would, so
+that every version here is computed and compared; it writes a snapshot where the syncer's journal was cut for one.  The
+folder is a syncer's folder at every instant: whoever starts on it goes on from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.durable import PLAIN_DISK, Step, locked
+from diloco.sync.effects import TellFate
+from diloco.sync.frames import FRAME, HEADER, chain_after, units
+from diloco.sync.journal import JournalError, decode_records
+from diloco.sync.syncer import OuterSync
+from diloco.syncer.holdings import Holdings
+from diloco.syncer.journal_files import Position
+from diloco.syncer.opening import open_store, recovered
+from diloco.syncer.replaying import Replayer
+from diloco.syncer.spool import SpoolError
+from diloco.syncer.store import Store, StoreError
+from diloco.wire.chunks import Assembler, ChunkError
+from diloco.wire.messages import Alive, Chunk, Refused, Unreachable
+from diloco.wire.replication import FollowAck, Follows, FollowStart, Item
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import BinaryIO
+
+    from diloco.durable import Disk
+    from diloco.sync.journal import Record
+    from diloco.syncer.server import RunPlan, SyncerOptions
+    from diloco.wire.following import FollowClient, FollowStream
+    from diloco.wire.replication import FollowPart
+
+BEHIND_MAX = 1024
+"""Turns that are durable here and not carried out yet; then nothing more is taken, and the syncer waits."""
+PAUSE_S = 0.5
+
+
+class StandbyError(RuntimeError):
+    """The standby cannot go on following; the text says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """What a promoted standby hands over: the open folder with its lock, and the state as of its last record."""
+
+    store: Store
+    machine: OuterSync
+    holdings: Holdings
+    taken: ExitStack
+
+
+class Standby:
+    """Follows until it is told to stop or to take over.  Use: ``start``, then ``promote`` or ``close``."""
+
+    def __init__(
+        self,
+        name: str,
+        options: SyncerOptions,
+        plan: RunPlan,
+        client: FollowClient,
+        emit: Callable[[str, dict[str, object]], None],
+        disk: Disk = PLAIN_DISK,
+    ) -> None:
+        self.name = name
+        self._options, self._plan, self._client, self._emit, self._disk = options, plan, client, emit, disk
+        self._taken = ExitStack()
+        self._stopping = threading.Event()
+        self._stream: FollowStream | None = None
+        self._replayer: Replayer | None = None
+        self._orders: queue.Queue[list[Record] | Position | None] = queue.Queue(BEHIND_MAX)
+        self._threads: list[threading.Thread] = []
+        self._incoming: _Incoming | None = None
+        self._began_at: Position | None = None
+        self.connected = False
+        self.acked = (0, 0)
+        self.heard_s = time.monotonic()
+        self.failed: BaseException | None = None
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Take the folder, bring what is there up to its last record, and begin to follow.
+
+        ``LockedError`` when another process has the folder, ``StoreError`` when it cannot be continued.
+        """
+        try:
+            folder = Path(self._options.folder)
+            self._taken.enter_context(locked(folder))
+            self.store = open_store(self._options, self._plan, self._disk, self._emit)
+            self._taken.callback(self.store.journal.close)
+            if not self.store.is_new():
+                self._recover()
+        except BaseException:
+            self._taken.close()
+            raise
+        for work in (self._run, self._carry_out):
+            self._threads.append(threading.Thread(target=self._guarded, args=(work,), name="standby", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def _recover(self) -> None:
+        options, plan = self._options, self._plan
+        found = recovered(self.store, options, plan, self._emit)
+        replayer = Replayer(
+            found.machine,
+            found.holdings.values,
+            self.store.spool,
+            plan.optimizer,
+            options.down_codec,
+            options.downlinks_kept,
+        )
+        replayer.holdings = found.holdings
+        self._replayer = replayer
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a state to take over with."""
+        return self._replayer is not None and self.failed is None
+
+    def promote(self) -> Warm:
+        """Stop following and hand everything over; ``StandbyError`` when there is nothing that could go on."""
+        self._end()
+        if self.failed is not None or self._replayer is None:
+            self._taken.close()
+            raise StandbyError(
+                f"standby {self.name} has no state to go on from: {self.failed or 'it has followed nobody'}"
+            )
+        return Warm(self.store, self._replayer.machine, self._replayer.holdings, self._taken)
+
+    def close(self) -> None:
+        """Stop following and let go of the folder."""
+        self._end()
+        self._taken.close()
+
+    def _end(self) -> None:
+        self._stopping.set()
+        stream = self._stream
+        if stream is not None:
+            stream.cancel()
+        self._client.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self.failed = self.failed or error
+            self._emit("failed", {"why": str(error) or repr(error)})
+            self._stopping.set()
+
+    def status(self) -> dict[str, object]:
+        """How it stands, for ``diloco status``."""
+        replayer = self._replayer
+        versions = [fragment.version for fragment in replayer.machine.state.fragments] if replayer is not None else []
+        return {
+            "role": "standby",
+            "name": self.name,
+            "following": self.connected,
+            "heard_seconds_ago": round(time.monotonic() - self.heard_s, 1),
+            "versions": versions,
+            "epoch": replayer.machine.state.epoch if replayer is not None else 0,
+            "turns_behind": self._orders.qsize(),
+            "failed": str(self.failed) if self.failed is not None else None,
+        }
+
+    # --- following ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                try:
+                    self._follow()
+                except Unreachable as error:
+                    self._lost(error.why)
+                except Refused as error:
+                    if self._replayer is None or "empty folder" not in error.text:
+                        self._lost(error.text)
+                        continue
+                    raise StandbyError(error.text) from error
+        finally:
+            self._orders.put(None)
+
+    def _lost(self, why: str) -> None:
+        if self.connected:
+            self._emit("disconnected", {"why": why})
+        self.connected = False
+        self._incoming = None
+        self._stopping.wait(PAUSE_S)
+
+    def _follow(self) -> None:
+        segment, chain = (
+            (0, "") if self._replayer is None else (self.store.journal.index, self.store.journal.chain.hex())
+        )
+        agreement = self._plan.agreement
+        fingerprint, shared = agreement.layout_fingerprint, self._plan.shared_digest
+        start = FollowStart(agreement.run_id, self.name, fingerprint, shared, segment, chain)
+        with self._client.follow(start) as stream:
+            self._stream = stream
+            for part in stream:
+                if self._stopping.is_set():
+                    return
+                self.heard_s = time.monotonic()
+                self._take(part, stream)
+
+    def _take(self, part: FollowPart, stream: FollowStream) -> None:
+        match part:
+            case Follows():
+                if part.anew != (self._replayer is None):
+                    raise StandbyError(
+                        "the syncer began somewhere else than was asked: give the standby an empty folder"
+                    )
+                self._began_at = Position(part.segment, part.chain) if part.anew else None
+                for leftover in self.store.snapshots.folder.glob(".incoming-*"):
+                    self._disk.remove(leftover, Step.SNAPSHOT_PRUNE)
+                self.connected = True
+                self._emit("connected", {"anew": part.anew})
+            case Item():
+                self._incoming = _Incoming(self.store, part)
+            case Chunk():
+                if self._incoming is None:
+                    raise StandbyError("a chunk came of nothing")
+                self._incoming.accept(part)
+            case Alive():
+                stream.ack(FollowAck(*self.acked))
+        if self._incoming is not None and self._incoming.complete:
+            incoming, self._incoming = self._incoming, None
+            data = incoming.finish(self._disk)
+            if not incoming.item.name:
+                self._unit(incoming.item, data)
+                self.acked = (incoming.item.segment, incoming.item.offset + incoming.item.item_bytes)
+                stream.ack(FollowAck(*self.acked))
+
+    def _unit(self, item: Item, data: bytes) -> None:
+        """One unit of the journal: durable when this returns."""
+        found = list(units(data))
+        if len(found) != 1 or found[0].end != len(data):
+            raise StandbyError(f"unit at byte {item.offset} of segment {item.segment} is not whole")
+        (unit,) = found
+        journal = self.store.journal
+        if unit.kind == HEADER and self._began_at is not None:
+            self._begin(self._began_at)
+            self._began_at = None
+        elif unit.kind == HEADER:
+            place = journal.rotate()
+            self._orders.put(place)
+        elif unit.kind == FRAME and chain_after(journal.chain, unit.body) == unit.chain:
+            journal.append_body(unit.body)
+            journal.flush()
+            self._orders.put(decode_records(unit.body, item.offset))
+        if journal.chain != unit.chain:
+            raise StandbyError(
+                f"byte {item.offset} of segment {item.segment} does not go on from the journal here: "
+                "give the standby an empty folder"
+            )
+
+    def _begin(self, place: Position) -> None:
+        """The snapshot is here whole: it and an empty journal behind it are a syncer's folder.
+
+        The journal first: one without an event is taken for a folder that is new, a snapshot without a journal is not.
+        """
+        self.store.journal.begin(place)
+        self.store.journal.close()
+        folder = self.store.snapshots.folder
+        for path in sorted(folder.glob(".incoming-*")):
+            self._disk.rename(path, folder / path.name.removeprefix(".incoming-"), Step.SNAPSHOT_RENAME)
+        self._disk.sync_folder(folder, Step.SNAPSHOT_FOLDER)
+        self._recover()
+
+    # --- carrying out ------------------------------------------------------------------------------------------------
+
+    def _carry_out(self) -> None:
+        """The second thread."""
+        while (order := self._orders.get()) is not None:
+            if self.failed is not None:
+                continue  # What comes is durable; the first thread must find room to end.
+            replayer = self._replayer
+            assert replayer is not None
+            try:
+                if isinstance(order, Position):
+                    self._snapshot(replayer, order)
+                    continue
+                for record in order:
+                    for effect in replayer.apply(record):
+                        if isinstance(effect, TellFate):
+                            self.store.decided(effect.site, effect.fate)
+            except (JournalError, SpoolError) as error:
+                # It is durable here all the same; but whoever computes other bits than the syncer must not go on.
+                self.failed = StandbyError(str(error))
+                self._emit("failed", {"why": str(error)})
+                self._stopping.set()
+                if self._stream is not None:
+                    self._stream.cancel()
+
+    def _snapshot(self, replayer: Replayer, place: Position) -> None:
+        began = time.monotonic()
+        size = self.store.snapshot_writer(replayer.machine, list(replayer.values), place)()
+        self._emit("snapshot", {"seconds": round(time.monotonic() - began, 4), "bytes": size})
+
+
+class _Incoming:
+    """An item on its way in: a file beside its place, or a unit in memory."""
+
+    def __init__(self, store: Store, item: Item) -> None:
+        self.item = item
+        self._store = store
+        self._hash = hashlib.sha256()
+        self._held = bytearray()
+        self._path: Path | None = None
+        self._file: BinaryIO | None = None
+        if item.name:
+            kind, folder, name = item.name.split("/")
+            target = store.spool.folder / folder if kind == "spool" else store.snapshots.folder / f".incoming-{folder}"
+            target.mkdir(exist_ok=True)
+            self._path = target / name
+            self._file = target.joinpath(f".{name}.tmp").open("wb")
+        self._assembler = Assembler(item.item_bytes, self._write)
+
+    def _write(self, offset: int, data: memoryview) -> None:
+        del offset
+        self._hash.update(data)
+        if self._file is not None:
+            self._file.write(data)
+        else:
+            self._held += data
+
+    def accept(self, chunk: Chunk) -> None:
+        """Take one chunk."""
+        try:
+            self._assembler.accept(chunk.offset, chunk.data, chunk.crc32)
+        except ChunkError as error:
+            raise Unreachable(f"Follow: {error}") from error
+
+    @property
+    def complete(self) -> bool:
+        """Whether every byte is here."""
+        return self._assembler.offset == self.item.item_bytes
+
+    def finish(self, disk: Disk) -> bytes:
+        """Check the whole; a file is durable under its name when this returns, a unit is returned."""
+        if self._hash.hexdigest() != self.item.digest:
+            raise Unreachable(f"Follow: {self.item.name or 'a unit'} is not what was declared")
+        if self._file is None or self._path is None:
+            return bytes(self._held)
+        disk.sync(self._file, Step.STANDBY_FILE)
+        self._file.close()
+        beside = self._path.with_name(f".{self._path.name}.tmp")
+        disk.rename(beside, self._path, Step.STANDBY_FILE)
+        disk.sync_folder(self._path.parent, Step.STANDBY_FILE)
+        disk.sync_folder(self._path.parent.parent, Step.STANDBY_FILE)
+        return b""
+
+
+__all__ = ["Standby", "StandbyError", "StoreError", "Warm"]

@@ -1,0 +1,52 @@
+"""Whoever asks a standby for what only a syncer gives is sent there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from diloco.syncer.standby_api import StandbyApi
+from diloco.wire.messages import Refusal, Status
+
+ASK: dict[str, Callable[[StandbyApi], object]] = {
+    "join": lambda api: api.join(None, None),  # type: ignore[arg-type,func-returns-value]
+    "open_push": lambda api: api.open_push(None, None),  # type: ignore[arg-type,func-returns-value]
+    "watch": lambda api: api.watch("a", 1, None),  # type: ignore[arg-type,func-returns-value]
+    "pull": lambda api: api.pull(None, None),  # type: ignore[arg-type,func-returns-value]
+    "report": lambda api: api.report(None, None),  # type: ignore[arg-type,func-returns-value]
+    "leave": lambda api: api.leave("a", 1, None),  # type: ignore[arg-type,func-returns-value]
+    "drain": lambda api: api.drain(),  # type: ignore[func-returns-value]
+    "evict": lambda api: api.evict("a"),  # type: ignore[func-returns-value]
+    "snapshot": lambda api: api.snapshot(),  # type: ignore[func-returns-value]
+    "detach": lambda api: api.detach(),  # type: ignore[func-returns-value]
+}
+
+
+def an_api(**standby: Any) -> StandbyApi:
+    return StandbyApi(SimpleNamespace(**standby), "host:7077")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", ASK)
+def test_it_says_where_to_ask(method: str) -> None:
+    with pytest.raises(Refusal, match="this is the standby of host:7077: ask there") as refused:
+        ASK[method](an_api())
+    assert refused.value.status is Status.UNAVAILABLE, "a site tries the next address after that"
+
+
+def test_it_takes_over_when_it_has_something_to_go_on_from() -> None:
+    api = an_api(ready=False)
+    with pytest.raises(Refusal, match="no state to go on from"):
+        api.promote(lossy=False)
+    assert not api.promoted.is_set()
+    api = an_api(ready=True)
+    api.promote(lossy=True)
+    assert api.promoted.is_set()
+    assert api.lossy
+
+
+def test_its_status_says_whose_standby_it_is() -> None:
+    api = an_api(status=lambda: {"role": "standby"})
+    assert api.status() == {"role": "standby", "primary": "host:7077"}
