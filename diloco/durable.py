@@ -65,6 +65,7 @@ class Step(StrEnum):
     STANDBY_FILE = "standby.file"
 
     # A site's folder.
+    OUTBOX_FOLDER = "outbox.folder"
     OUTBOX_PUT = "outbox.put"
     OUTBOX_DROP = "outbox.drop"
     ODOMETER = "learner.odometer"
@@ -145,6 +146,15 @@ class Disk:
         self.reached(step)
         path.mkdir(parents=True, exist_ok=True)
         self.reached(step)
+
+    def settle(self, folder: Path, step: Step) -> None:
+        """Make ``folder``, durably: its name and those of all above it, which an earlier process may have just made."""
+        self.make_folder(folder, step)
+        for above in folder.absolute().parents:
+            try:
+                self.sync_folder(above, step)
+            except PermissionError:
+                return  # Another's, and older than anything that is ours in it.
 
     def rename(self, path: Path, target: Path, step: Step) -> None:
         """Rename ``path``, in place of ``target`` if that is a file that exists."""

@@ -166,3 +166,13 @@ def test_a_folder_that_is_held_is_its_owners_alone(tmp_path: Path) -> None:
     for name in ("old", "new"):
         with locked(tmp_path / name):
             assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o700
+
+
+def test_a_settled_folder_is_durable_with_all_above_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}")))
+    folder = tmp_path / "runs" / "demo"
+    folder.mkdir(parents=True)  # By a process that died before it had made the names durable.
+    PLAIN_DISK.settle(folder / "site", Step.OUTBOX_FOLDER)
+    assert (folder / "site").is_dir()
+    assert synced == [str(each) for each in (folder, *folder.parents)]

@@ -64,7 +64,7 @@ def save(
     require(keep >= 0, "keep", keep, "0 (all) or more")
     path, temporary, replaced = root / name, root / f"{TEMPORARY}{name}", root / f"{TEMPORARY}old-{name}"
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        disk.settle(root, Step.CHECKPOINT_FOLDER)
         for left in (temporary, replaced):
             disk.remove(left, Step.CHECKPOINT_PRUNE)
         disk.make_folder(temporary, Step.CHECKPOINT_BEGIN)

@@ -32,7 +32,7 @@ class Outbox:
     def __init__(self, folder: Path, disk: Disk = PLAIN_DISK) -> None:
         self.folder = folder
         self._disk = disk
-        folder.mkdir(parents=True, exist_ok=True)
+        disk.settle(folder, Step.OUTBOX_FOLDER)
         for leftover in folder.glob(".*.tmp"):
             leftover.unlink()
 

@@ -105,7 +105,7 @@ class Store:
         self._note = note
         self._cut = False
         self._pruning = threading.Lock()
-        disk.make_folder(folder, Step.FOLDER)
+        disk.settle(folder, Step.FOLDER)
         self._check_staging()
         self._check_card(card)
         self.spool = Spool(folder / "spool", disk)
@@ -115,7 +115,6 @@ class Store:
         self.snapshots.sweep()
         self.lineages = Lineages(folder / "lineages", disk)
         disk.sync_folder(folder, Step.FOLDER)
-        disk.sync_folder(folder.parent, Step.FOLDER)
         self._decided: deque[_Decided] = deque()
 
     def _check_staging(self) -> None:

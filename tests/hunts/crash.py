@@ -105,6 +105,7 @@ CASES: Mapping[Step | str, Case] = {
     Step.FATE: Case("syncer", 12),
     Step.PUBLISH: Case("syncer", 12),
     Step.EXPORT: Case("syncer", 18, when="last"),
+    Step.OUTBOX_FOLDER: Case("site", 8),
     Step.OUTBOX_PUT: Case("site", 64),
     Step.OUTBOX_DROP: Case("site", 12),
     Step.ODOMETER: Case("site", 120),

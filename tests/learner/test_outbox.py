@@ -28,6 +28,14 @@ def test_the_same_bytes_are_sent_by_a_new_process(tmp_path: Path) -> None:
         again.get(1, 3, 9)
 
 
+def test_its_folder_is_durable_before_anything_is_put_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site sends what is durable here; in a folder without a durable name nothing is."""
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.readlink(f"/proc/self/fd/{handle}")))
+    Outbox(tmp_path / "site-a" / "outbox")
+    assert synced[:2] == [str(tmp_path / "site-a"), str(tmp_path)]
+
+
 def test_it_is_durable_when_put_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     outbox = Outbox(tmp_path)
