@@ -323,6 +323,9 @@ def archive(folder: Path) -> None:
     """Keep a second name for every journal segment and payload, so that what is pruned can still be audited."""
     prune, keep = JournalFiles.prune, Spool.keep
     (folder / "journal").mkdir(parents=True, exist_ok=True)
+    for path in (folder.parent / "syncer" / "spool").glob("*/*.update"):  # A power cut may have taken the second name.
+        if not path.parent.name.startswith("."):
+            _link(path, folder / "spool" / path.parent.name / path.name)
 
     def pruning(journal: JournalFiles, first: int) -> None:
         for path in journal.folder.glob("journal-*.log"):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from diloco.codec.contract import digest
+from diloco.durable import PLAIN_DISK, Disk
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.effects import OuterEffect, PublishVersion, StartOuterStep, TellFate
 from diloco.sync.events import OuterEvent, OuterStepDone, SyncerStarted, UpdateArrived
@@ -38,10 +39,11 @@ class Desk:
         codec: str = "int8",
         outer: OuterOptions = OUTER,
         retention: Retention = RECOVERY_ONLY,
+        disk: Disk = PLAIN_DISK,
     ) -> None:
         self.codec = codec
         self.notes: list[str] = []
-        self.store = Store(folder, CARD, retention=retention, note=self.notes.append)
+        self.store = Store(folder, CARD, disk, retention, self.notes.append)
         self.recovered: Recovered | None = None
         if self.store.is_new():
             self.machine = OuterSync(outer)

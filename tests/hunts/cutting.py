@@ -1,0 +1,217 @@
+"""A small run, every operation of its disk written down, and what must be true of each state that a cut may leave."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+
+from diloco.codec.contract import digest
+from diloco.durable import Step
+from diloco.inner import checkpoint
+from diloco.inner.checkpoint import CheckpointError
+from diloco.learner.outbox import Outbox
+from diloco.sync.effects import OuterEffect
+from diloco.sync.events import JoinRequested, OuterEvent
+from diloco.syncer.snapshots import FragmentValues
+from diloco.syncer.spool import SpoolError
+from diloco.syncer.store import StoreError, payloads_in
+from diloco.wire.messages import PushHeader
+from tests.power import (
+    Cut,
+    Operation,
+    QuietDisk,
+    RecordingDisk,
+    Synced,
+    cuts_at,
+    lay_out,
+    state_after,
+    told_at,
+    without_syncs,
+)
+from tests.syncer.building import update
+from tests.syncer.desk import Desk
+
+State = tuple[str, ...]
+"""The machine's memory and the digests of all values."""
+GOES_ON_EVERY = 5
+"""In every so many states the syncer that was recovered goes on, and is recovered once more."""
+
+
+@contextlib.contextmanager
+def quick_folder() -> Iterator[Path]:
+    """A folder in memory where there is one: thousands of states are laid out in it."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="cuts-", dir=memory if memory.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+def state_of(desk: Desk) -> State:
+    memory = json.dumps(desk.machine.snapshot(), sort_keys=True)
+    return (memory, *(part for values in desk.values for part in _digests(values)))
+
+
+def _digests(values: FragmentValues) -> tuple[str, ...]:
+    momentum = "" if values.momentum is None else digest(values.momentum)
+    return str(values.version), digest(values.theta), digest(values.published), values.digest, momentum
+
+
+class RecordedDesk(Desk):
+    """Tells the disk how much is acknowledged after each turn, and keeps the state that belongs to it."""
+
+    def __init__(self, folder: Path, disk: RecordingDisk) -> None:
+        super().__init__(folder, disk=disk)
+        self.recording = disk
+        self.states = [state_of(self)]
+        disk.tell(0)
+
+    def handle(self, event: OuterEvent, after_ns: int = 1_000_000) -> list[OuterEffect]:
+        effects = super().handle(event, after_ns)
+        if (state := state_of(self)) != self.states[-1]:
+            self.states.append(state)
+            self.recording.tell(len(self.states) - 1)
+        return effects
+
+
+@dataclass(frozen=True)
+class Recording:
+    """``check`` says in words what is wrong with a folder that a cut left, given the level that was told."""
+
+    log: Sequence[Operation]
+    folders: set[int]
+    check: Callable[[Path, int], str]
+
+    def examined(self, folder: Path, dice: Random, drawn: int = 0, first: int = 0) -> Iterator[tuple[Cut, str]]:
+        """Every state behind every prefix of the operations, from ``first`` on, with what is wrong with it.
+
+        A state that several prefixes leave is looked at once for each level that was told.
+        """
+        seen: set[tuple[int, frozenset[tuple[str, bytes | None]]]] = set()
+        for at in range(first, len(self.log) + 1):
+            told = told_at(self.log, at)
+            for cut in cuts_at(self.log, at, dice, drawn):
+                state = state_after(self.log, self.folders, cut)
+                key = (told, frozenset(state.items()))
+                if key in seen:
+                    continue
+                seen.add(key)
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                lay_out(state, folder)
+                yield cut, self.check(folder, told)
+
+    def forgetting(self, step: Step) -> tuple[Recording, int]:
+        """What a program would have done that forgets the syncs of ``step``, and where it does so first."""
+        first = next(n for n, each in enumerate(self.log) if isinstance(each, Synced) and each.step is step)
+        return Recording(without_syncs(self.log, step), self.folders, self.check), first
+
+
+def record_syncer(root: Path, rounds: int) -> Recording:
+    """Pushes of two sites, merges, versions, a snapshot each round, and what goes with the oldest of them."""
+    disk = RecordingDisk(root)
+    desk = RecordedDesk(root / "syncer", disk)
+    desk.begin()
+    for site in "ab":
+        desk.handle(JoinRequested(1, site, "0123abcd"))
+    for number in range(rounds):
+        for fragment in (0, 1):
+            for site in "ab":
+                desk.push(*update(site, number + 1, fragment, encoding="int8", base_version=number, tokens=10 + number))
+            while fragment in desk.under_way:
+                desk.finish(fragment)
+        desk.snapshot()
+    desk.snapshot()  # With the one of the beginning there are three now: one goes.
+    desk.close()
+    levels = {state: level for level, state in enumerate(desk.states)}
+    number = itertools.count()
+
+    def check(folder: Path, told: int) -> str:
+        return _wrong_syncer(folder / "syncer", told, levels, goes_on=next(number) % GOES_ON_EVERY == 0)
+
+    return Recording(list(disk.log), disk.folders, check)
+
+
+def _wrong_syncer(folder: Path, told: int, levels: dict[State, int], *, goes_on: bool) -> str:
+    try:
+        desk = Desk(folder, disk=QuietDisk())
+    except StoreError as error:
+        return f"no start: {error}"
+    try:
+        level = levels.get(state_of(desk))
+        if level is None:
+            return "it goes on with a state that never was"
+        if level < told:
+            return f"{told} records were acknowledged, and {level} are left"
+        for reference, whole in payloads_in(desk.machine.snapshot()).items():
+            desk.store.spool.read(reference, whole)
+        if not goes_on:
+            return ""
+        desk.begin()
+        desk.snapshot()
+        left = state_of(desk)
+    except SpoolError as error:
+        return str(error)
+    finally:
+        desk.close()
+    again = Desk(folder, disk=QuietDisk())
+    again.close()
+    return "" if state_of(again) == left else "after one more snapshot it is another state"
+
+
+def record_site(root: Path) -> Recording:
+    """Sealed updates put and dropped, and checkpoints of which the oldest goes."""
+    disk = RecordingDisk(root)
+    outbox = Outbox(root / "site" / "outbox", disk)
+    put: list[tuple[int, PushHeader, int]] = []
+    for number in (1, 2, 3):
+        header, payload = update("a", number, 0, encoding="int8")
+        outbox.put(header, payload)
+        put.append((2 * number - 1, header, number))
+        disk.tell(2 * number - 1)
+        tensors = {"parameters/w": torch.full((5,), float(number)), "agent/base": torch.zeros(3)}
+        checkpoint.save(root / "site" / "checkpoints", f"step-{number}", tensors, {"number": number}, 2, disk)
+        disk.tell(2 * number)
+        if number > 1:
+            outbox.drop(0, number - 1)
+
+    def check(folder: Path, told: int) -> str:
+        return _wrong_site(folder / "site", told, put)
+
+    return Recording(list(disk.log), disk.folders, check)
+
+
+def _wrong_site(folder: Path, told: int, put: list[tuple[int, PushHeader, int]]) -> str:
+    kept = checkpoint_number(folder / "checkpoints")
+    if isinstance(kept, str):
+        return kept
+    if kept < told // 2:
+        return f"checkpoint {told // 2} was whole, and {kept} is the newest now"
+    digests = Outbox(folder / "outbox", QuietDisk()).digests()
+    for level, header, number in put:
+        found = digests.get((0, number))
+        if found not in (None, header.digest):
+            return f"update {number} has another content than was put there"
+        # One that a later checkpoint does not list any more may be dropped.
+        if found is None and level <= told < level + 3:
+            return f"update {number} was durable and is gone"
+    return ""
+
+
+def checkpoint_number(folder: Path) -> int | str:
+    try:
+        found = checkpoint.latest(folder)
+    except CheckpointError as error:
+        return str(error)
+    if found is None:
+        return 0
+    number = int(found.meta["number"])
+    whole = torch.equal(found.tensors["parameters/w"], torch.full((5,), float(number)))
+    return number if whole else f"checkpoint {number} holds other values"

@@ -1,0 +1,68 @@
+"""Every legal state that a power cut may leave is recovered from, and a forgotten sync of any kind is found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from diloco.durable import Step
+from tests.hunts.cutting import Recording, quick_folder, record_site, record_syncer
+
+SYNCER_SYNCS = (
+    Step.CARD,
+    Step.FOLDER,
+    Step.SPOOL_SITE,
+    Step.SPOOL_SYNC,
+    Step.SPOOL_FOLDER,
+    Step.JOURNAL_BEGIN,
+    Step.JOURNAL_SYNC,
+    Step.SNAPSHOT_FILE,
+    Step.SNAPSHOT_FOLDER,
+)
+SITE_SYNCS = (Step.OUTBOX_FOLDER, Step.OUTBOX_PUT, Step.CHECKPOINT_FILE, Step.CHECKPOINT_FOLDER)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with quick_folder() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def recorded(folder: Path) -> dict[str, Recording]:
+    (folder / "a").mkdir()
+    (folder / "b").mkdir()
+    return {"syncer": record_syncer(folder / "a", 1), "site": record_site(folder / "b")}
+
+
+@pytest.mark.parametrize("who", ["syncer", "site"])
+def test_every_prefix_of_a_round_recovers_to_a_legal_state(
+    recorded: dict[str, Recording], folder: Path, who: str
+) -> None:
+    found = list(recorded[who].examined(folder / "state", Random(1)))
+    wrong = [(cut, why) for cut, why in found if why]
+    assert not wrong, f"{len(wrong)} of {len(found)}: {wrong[0]}"
+    assert len(found) > 100
+
+
+@pytest.mark.parametrize(("who", "step"), [("syncer", s) for s in SYNCER_SYNCS] + [("site", s) for s in SITE_SYNCS])
+def test_a_forgotten_sync_is_found(recorded: dict[str, Recording], folder: Path, who: str, step: Step) -> None:
+    mutant, first = recorded[who].forgetting(step)
+    assert any(why for _, why in mutant.examined(folder / "state", Random(1), first=first)), step
+
+
+def test_no_sync_is_left_out_of_the_mutants(recorded: dict[str, Recording]) -> None:
+    synced = {operation.step for each in recorded.values() for operation in each.log if hasattr(operation, "node")}
+    assert synced == {*SYNCER_SYNCS, *SITE_SYNCS}
