@@ -251,20 +251,21 @@ def _run(
         except VerbError as error:
             outcome, failed = up.outcome, error
             outcome.wrong.append(str(error))
+        outcome.wrong += missed(history, up)
         summary = summarize(history, outcome.status, asdict(config), outcome.wrong)
         log.emit("run", {"state": "ended", "status": summary["status"]})
     write_summary(run_dir.summary, summary)
     _, history = rebuild(run_dir.root)
     if failed is not None:
         raise failed
-    print("\n".join(["", *closing_lines(summary, history, run_dir.root), *missed(up)]), flush=True)
+    print("\n".join(["", *closing_lines(summary, history, run_dir.root)]), flush=True)
     return exit_code(history, outcome, str(summary["status"]))
 
 
-def missed(up: Up) -> list[str]:
-    """What the scenario had no time for."""
+def missed(history: RunHistory, up: Up) -> list[str]:
+    """What the scenario had no time for: a finished run was not the one that was asked for.  A drained one goes on."""
     text = not_played(up.schedule)
-    return [text] if text else []
+    return [text] if text and history.ending == "finished" else []
 
 
 def exit_code(history: RunHistory, outcome: Outcome, status: str) -> ExitCode:

@@ -19,6 +19,7 @@ from diloco.launch.run_dir import RunDir
 from diloco.launch.scenario import Step
 from diloco.launch.supervise import Child, Interrupts, child_environment
 from diloco.launch.up import Outcome, Up, UpOptions, children_of, not_played
+from diloco.launch.up_main import missed
 from diloco.launch.view import Facts, PlainView
 from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
@@ -257,6 +258,9 @@ def test_what_was_not_played_is_said(tmp_path: Path) -> None:
     stage = Stage(tmp_path, Step(do="kill", target="site-a", at_s=100.0), seconds=0.5)
     up = Up(stage.options, stage.children, stage.run_dir, stage.log, stage.history, None, {})
     assert not_played(up.schedule) == "the run ended before: kill site-a"
+    for ending, wanted in (("finished", 1), ("drained", 0), (None, 0)):
+        stage.history.ending = ending
+        assert len(missed(stage.history, up)) == wanted, "what has finished is not the run that was asked for"
     stage.log.close()
 
 
