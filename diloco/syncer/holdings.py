@@ -92,8 +92,9 @@ class Holdings:
 
     def _chain(self, fragment: int, have: int, version: int) -> list[Downlink] | None:
         links = [link for link in self._downlinks[fragment] if have < link.version <= version]
-        expected = list(range(have + 1, version + 1))
-        return links if expected and [link.version for link in links] == expected else None
+        if not links or len(links) != version - have:  # Compared first: anybody may ask for any version.
+            return None
+        return links if [link.version for link in links] == list(range(have + 1, version + 1)) else None
 
 
 @dataclass(frozen=True, slots=True)

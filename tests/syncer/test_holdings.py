@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import tracemalloc
 import zlib
 
 import pytest
@@ -144,3 +145,18 @@ def test_no_more_is_kept_than_twice_the_fragment_and_no_old_values(codec: str, m
     short, _ = history(codec, 20, kept=2)
     assert len(short._downlinks[0]) == min(2, most)
     del values
+
+
+@pytest.mark.parametrize("want", [3_000_000, 1 << 62])
+def test_a_version_that_is_far_away_costs_nothing_to_refuse(want: int) -> None:
+    """Seen: every version in between was listed, so that one small message took all memory that there was."""
+    holdings, _ = history("int8", 3)
+    tracemalloc.start()
+    try:
+        for have in (0, 2, min(want - 1, 1_000_000)):
+            with pytest.raises(Refusal) as raised:
+                pull(holdings, have, want=want)
+            assert raised.value.status is Status.NOT_FOUND
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20, "refused, and dearly"
+    finally:
+        tracemalloc.stop()
