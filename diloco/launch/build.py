@@ -27,7 +27,7 @@ from diloco.learner.agent import AgentOptions
 from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.agreement import PROTOCOL, Agreement
-from diloco.sync.options import LearnerOptions, OuterOptions
+from diloco.sync.options import HealthOptions, LearnerOptions, OuterOptions
 from diloco.syncer.backups import BackupOptions
 from diloco.syncer.server import RunPlan, SyncerOptions
 from diloco.wan.link import LinkOptions
@@ -171,6 +171,20 @@ def outer_options(config: RunConfig) -> OuterOptions:
             token_budget=config.run.tokens or 0,
             run_ns=_ns("run.seconds", config.run.seconds or 0.0),
             sites_max=outer.sites_max,
+        )
+
+
+def health_options(config: RunConfig) -> HealthOptions:
+    """What becomes of an update that looks like no other."""
+    admission = config.cluster.admission
+    with _section("cluster.admission"):
+        return HealthOptions(
+            policy=admission.policy,
+            policies={name: site.admission for name, site in config.cluster.sites.items() if site.admission},
+            norm_ratio_max=admission.norm_ratio_max,
+            cosine_z_max=admission.cosine_z_max,
+            history=admission.history,
+            hold_ns=_ns("cluster.admission.hold_s", admission.hold_s, least_s=0.001),
         )
 
 
@@ -318,6 +332,7 @@ def plan(config: RunConfig, layout: Layout) -> RunPlan:
         layout=layout,
         shared_digest=shared_digest(config),
         outer=outer_options(config),
+        health=health_options(config),
         optimizer=outer_optimizer_options(config),
     )
 

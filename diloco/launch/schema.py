@@ -240,6 +240,8 @@ class ClusterSite:
     slowdown: float = 1.0
     nproc: int = 1
     link: LinkSection = field(default_factory=LinkSection)
+    admission: str | None = None
+    """What becomes of an update of this site that looks like no other; null: cluster.admission.policy."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -286,11 +288,28 @@ class SyncerSection:
 
 
 @dataclass(kw_only=True, slots=True)
+class AdmissionSection:
+    """What becomes of an update that is far from what its site and the others usually send."""
+
+    policy: str = "refuse"
+    """refuse; hold: until `diloco admit` or `diloco refuse`; admit: only note it."""
+    norm_ratio_max: float = 10.0
+    """Times the usual norm from which it is too large."""
+    cosine_z_max: float = 6.0
+    """Spreads that its cosine with the outer momentum may lie below the usual one."""
+    history: int = 16
+    """Updates of one site and fragment that say what is usual."""
+    hold_s: float = 600.0
+    """A held one that nobody decides in this time is refused."""
+
+
+@dataclass(kw_only=True, slots=True)
 class ClusterSection:
     """Which sites there are.  A site may come that is not listed here, with site.index and site.num_sites."""
 
     sites: dict[str, ClusterSite] = field(default_factory=dict)
     syncer: SyncerSection = field(default_factory=SyncerSection)
+    admission: AdmissionSection = field(default_factory=AdmissionSection)
 
 
 @dataclass(kw_only=True, slots=True)

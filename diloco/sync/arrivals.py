@@ -8,6 +8,8 @@ from diloco.sync import membership
 from diloco.sync.admission import Verdict, admit
 from diloco.sync.effects import AnswerPush
 from diloco.sync.events import Outcome, Reason, UpdateArrived
+from diloco.sync.health import Finding
+from diloco.sync.holding import held_from, looked_at, remember, vital_of
 from diloco.sync.quorum import smoothed
 from diloco.sync.rounds import open_round
 from diloco.sync.state import Pending
@@ -21,7 +23,7 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
     assert event.tokens > 0, event
     assert event.steps > 0, event
     state = turn.state
-    verdict = _judged(turn, event)
+    verdict, finding = _judged(turn, event)
     known = 0 <= event.fragment < len(state.fragments)
     version = state.fragments[event.fragment].version if known else 0
     turn.effects.append(AnswerPush(event.call, verdict.outcome, version, verdict.reason, verdict.fate))
@@ -32,29 +34,44 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
     site.step_ns = smoothed(site.step_ns, event.step_ns)
     line = site.lines[event.fragment]
     line.watermark, line.cursor, line.final = event.sequence, max(line.cursor, event.cursor), event.final
-    line.undecided.append(
-        Pending(
-            event.sequence,
-            event.base_version,
-            event.tokens,
-            event.steps,
-            event.digest,
-            event.payload,
-            event.encoding,
-        )
+    pending = Pending(
+        event.sequence,
+        event.base_version,
+        event.tokens,
+        event.steps,
+        event.digest,
+        event.payload,
+        event.encoding,
     )
+    line.undecided.append(pending)
+    if finding.why and state.health.policy_of(event.site) == "hold":
+        pending.held = held_from(state, event, finding)
+        turn.note("update_held", _words(event, finding), site=event.site, fragment=event.fragment)
+        return
+    if finding.why:
+        turn.note("outlier_admitted", _words(event, finding), site=event.site, fragment=event.fragment)
+    remember(state, event.site, event.fragment, vital_of(event))
     if state.fragments[event.fragment].round is None:
         open_round(state, event.fragment)
 
 
-def _judged(turn: Turn, event: UpdateArrived) -> Verdict:
+def _judged(turn: Turn, event: UpdateArrived) -> tuple[Verdict, Finding]:
     """By the header first: what may not enter is answered whatever it holds."""
     header = (event.site, event.incarnation, event.fragment, event.sequence, event.base_version, event.digest)
     verdict = admit(turn.state, turn.options, *header)
+    nothing = Finding(None, None)
     if verdict.outcome is not Outcome.ACCEPTED:
-        return verdict
+        return verdict, nothing
     if not event.intact:
-        return Verdict(Outcome.REFUSED, Reason.CORRUPT)
+        return Verdict(Outcome.REFUSED, Reason.CORRUPT), nothing
     if not event.finite:
-        return Verdict(Outcome.REFUSED, Reason.NON_FINITE)
-    return verdict
+        return Verdict(Outcome.REFUSED, Reason.NON_FINITE), nothing
+    finding = looked_at(turn.state, event)
+    if finding.why and turn.state.health.policy_of(event.site) == "refuse":
+        turn.note("outlier_refused", _words(event, finding), site=event.site, fragment=event.fragment)
+        return Verdict(Outcome.REFUSED, Reason.OUTLIER), finding
+    return verdict, finding
+
+
+def _words(event: UpdateArrived, finding: Finding) -> str:
+    return f"sequence {event.sequence}: {finding.why}"

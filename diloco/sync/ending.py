@@ -76,11 +76,14 @@ def all_final(turn: Turn, index: int) -> bool:
     assert state.final_deadline_ns is not None
     if state.now_ns >= state.final_deadline_ns:
         return True
-    lines = [state.sites[name].lines[index] for name in state.live()]
+    lines = [state.sites[name].lines[index] for name in state.awaited(index)]
     return all(line.final or len(line.undecided) >= turn.options.updates_in_flight_max for line in lines)
 
 
 def is_final(turn: Turn, index: int) -> bool:
     """Whether the fragment has its final version."""
-    fragment = turn.state.fragments[index]
-    return fragment.merging_since_ns is None and not turn.state.arrived(index) and all_final(turn, index)
+    state, fragment = turn.state, turn.state.fragments[index]
+    if fragment.merging_since_ns is not None or state.arrived(index):
+        return False
+    held = any(site.lines[index].holding() for site in state.sites.values())
+    return not held and all_final(turn, index)

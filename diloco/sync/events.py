@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from diloco.sync.options import HealthOptions
+
 
 class Reason(StrEnum):
     """Why an update or a request was refused.  ``DISCARDING`` says which ones throw the progress away."""
@@ -74,9 +76,13 @@ class Fate:
 
 @dataclass(frozen=True, slots=True)
 class SyncerStarted:
-    """A process took over the state with a larger ``epoch``; work that was under way is issued again."""
+    """A process took over the state with a larger ``epoch``; work that was under way is issued again.
+
+    ``health`` are the rules of admission from now on; None leaves them as they are.
+    """
 
     epoch: int
+    health: HealthOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +194,34 @@ class SiteEvicted:
 
 
 @dataclass(frozen=True, slots=True)
+class SiteReadmitted:
+    """An operator lets an evicted ``site`` join again."""
+
+    call: int
+    site: str
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateAdmitted:
+    """An operator lets a held update be merged."""
+
+    call: int
+    site: str
+    fragment: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateWithdrawn:
+    """An operator wants an accepted update never to be merged."""
+
+    call: int
+    site: str
+    fragment: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
 class DrainRequested:
     """An operator asked for a pause: one last round, then everybody stops and can come back."""
 
@@ -224,6 +258,9 @@ OuterEvent = (
     | SiteHeard
     | SiteLeft
     | SiteEvicted
+    | SiteReadmitted
+    | UpdateAdmitted
+    | UpdateWithdrawn
     | DrainRequested
     | StandbyDetached
     | StandbyAttached

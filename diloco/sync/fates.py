@@ -41,6 +41,6 @@ def refuse_stale(turn: Turn, index: int) -> None:
     """Staleness is judged against the version that the next outer step begins from."""
     version = turn.state.fragments[index].version
     for name in sorted(turn.state.sites):
-        for pending in turn.state.sites[name].lines[index].waiting():
+        for pending in turn.state.sites[name].lines[index].unmerged():
             if version - pending.base_version > turn.options.staleness_max:
                 refuse(turn, name, index, pending, Reason.STALE)

@@ -10,7 +10,7 @@ from diloco.sync.fates import refuse
 from diloco.sync.state import Line, OuterState, Site, Status
 
 if TYPE_CHECKING:
-    from diloco.sync.events import SiteHeard
+    from diloco.sync.events import SiteHeard, SiteReadmitted
     from diloco.sync.turn import Turn
 
 PROCESSES_REMEMBERED_MAX = 16
@@ -103,6 +103,15 @@ def left(turn: Turn, event: SiteLeft) -> None:
     turn.note("site_left", "it said goodbye", site=event.site)
 
 
+def readmitted(turn: Turn, event: SiteReadmitted) -> None:
+    """An operator's word: an evicted site may join again, as one that had left."""
+    site = turn.state.sites.get(event.site)
+    if site is not None and site.status is Status.EVICTED:
+        site.status = Status.LEFT
+        turn.note("site_readmitted", "an operator's word", site=event.site)
+    turn.effects.append(AnswerDone(event.call, Reason.NOT_JOINED if site is None else None))
+
+
 def evicted(turn: Turn, event: SiteEvicted) -> None:
     """An operator's word: nothing of the site that is not merging yet is merged any more."""
     site = turn.state.sites.get(event.site)
@@ -111,7 +120,7 @@ def evicted(turn: Turn, event: SiteEvicted) -> None:
         return
     site.status = Status.EVICTED
     for index, line in enumerate(site.lines):
-        for pending in line.waiting():
+        for pending in line.unmerged():
             refuse(turn, event.site, index, pending, Reason.EVICTED)
     turn.effects += [DropSite(event.site, site.incarnation, Reason.EVICTED), AnswerDone(event.call)]
     turn.note("site_evicted", "an operator's word", site=event.site)

@@ -6,13 +6,15 @@ the field and the value, so that the launcher can show one line instead of a tra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 
 SECOND_NS = 1_000_000_000
 
 WEIGHT_RULES = ("tokens2_per_step", "tokens", "uniform")
 GRACE_KINDS = ("fixed", "adaptive")
 ADOPT_RULES = ("rebase", "overwrite", "blend")
+ADMISSION_POLICIES = ("refuse", "hold", "admit")
 
 FATES_KEPT_LIMIT = 1024
 """Of ``fates_kept_max``: what one message to a site may carry."""
@@ -22,6 +24,42 @@ def require(condition: bool, field: str, value: object, wanted: str) -> None:
     """Raise ``ValueError`` naming ``field``, the ``value`` it has and what was ``wanted``."""
     if not condition:
         raise ValueError(f"{field} is {value!r}: {wanted}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HealthOptions:
+    """What becomes of an update that looks like no other (``sync/health.py``).
+
+    They are an operator's, not the run's: ``SyncerStarted`` journals them, so that the next process may have others.
+    """
+
+    policy: str = "refuse"
+    """``refuse`` it as OUTLIER, ``hold`` it for an operator's word, or ``admit`` it with a note."""
+    policies: dict[str, str] = field(default_factory=dict)
+    """By site, where that differs."""
+    norm_ratio_max: float = 10.0
+    cosine_z_max: float = 6.0
+    history: int = 16
+    """Updates of one (site, fragment) that are remembered."""
+    history_min: int = 4
+    """Fewer of them say nothing: until then an update is judged by the other window, or not at all."""
+    hold_ns: int = 600 * SECOND_NS
+    """A held update that nobody decides in this time is refused."""
+
+    def __post_init__(self) -> None:
+        words = f"one of {', '.join(ADMISSION_POLICIES)}"
+        require(self.policy in ADMISSION_POLICIES, "admission.policy", self.policy, words)
+        for site, policy in self.policies.items():
+            require(policy in ADMISSION_POLICIES, f"admission of site {site}", policy, words)
+        require(1 < self.norm_ratio_max < inf, "norm_ratio_max", self.norm_ratio_max, "above 1 and finite")
+        require(0 < self.cosine_z_max < inf, "cosine_z_max", self.cosine_z_max, "positive and finite")
+        require(2 <= self.history_min <= self.history, "history_min", self.history_min, f"2 to history={self.history}")
+        require(self.history <= 64, "history", self.history, "at most 64")
+        require(self.hold_ns > 0, "hold_ns", self.hold_ns, "positive")
+
+    def policy_of(self, site: str) -> str:
+        """What becomes of an outlier of ``site``."""
+        return self.policies.get(site, self.policy)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 def open_round(state: OuterState, index: int) -> Round:
-    """The fragment's round from now on; its members are the sites live at this instant."""
-    opened = state.fragments[index].round = Round(members=state.live(), opened_ns=state.now_ns)
+    """The fragment's round from now on; its members are the sites that are waited for at this instant."""
+    opened = state.fragments[index].round = Round(members=state.awaited(index), opened_ns=state.now_ns)
     return opened
 
 
@@ -42,7 +42,7 @@ def consider(turn: Turn, index: int) -> None:
     if not merging and ending.all_final(turn, index):
         _close(turn, index, "the last round is complete")
         return
-    stand = standing(turn.options, collecting.members, state.live(), arrived)
+    stand = standing(turn.options, collecting.members, state.awaited(index), arrived)
     if not stand.met:
         collecting.met_ns = collecting.deadline_ns = None
         if shrunk and set(collecting.members) <= set(arrived):
@@ -67,11 +67,13 @@ def consider(turn: Turn, index: int) -> None:
 
 def _shrink(turn: Turn, index: int, collecting: Round, arrived: list[str]) -> bool:
     """A member that is gone is waited for no more; what it has delivered still counts."""
-    waited_for = {*turn.state.live(), *arrived}
+    waited_for = {*turn.state.awaited(index), *arrived}
     gone = [name for name in collecting.members if name not in waited_for]
     for name in gone:
         collecting.members.remove(name)
-        why = f"its status is {turn.state.sites[name].status.value}: {len(collecting.members)} members remain"
+        site = turn.state.sites[name]
+        state = "an update of it is held" if site.lines[index].holding() else f"its status is {site.status.value}"
+        why = f"{state}: {len(collecting.members)} members remain"
         turn.note("round_shrunk", why, site=name, fragment=index)
     return bool(gone)
 

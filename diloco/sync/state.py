@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import takewhile
 
 from diloco.sync.events import Ending, Fate
+from diloco.sync.health import Vital
+from diloco.sync.options import HealthOptions
 
 
 class Status(StrEnum):
@@ -26,6 +29,18 @@ class Phase(StrEnum):
 
 
 @dataclass(slots=True)
+class Held:
+    """Why an update waits for an operator's word, and since when."""
+
+    since_ns: int
+    norm: float
+    cosine: float | None
+    ratio: float | None
+    z: float | None
+    why: str
+
+
+@dataclass(slots=True)
 class Pending:
     """An accepted update without a fate.  ``merging``: an outer step that contains it is under way."""
 
@@ -37,11 +52,15 @@ class Pending:
     payload: str
     encoding: str
     merging: bool = False
+    held: Held | None = None
 
 
 @dataclass(slots=True)
 class Line:
-    """One (site, fragment): its watermark, its undecided updates in sequence order, its latest fates."""
+    """One (site, fragment): its watermark, its undecided updates in sequence order, its latest fates.
+
+    ``vitals`` are those of the updates that were admitted last.
+    """
 
     watermark: int = 0
     cursor: int = 0
@@ -52,10 +71,19 @@ class Line:
     final: bool = False
     undecided: list[Pending] = field(default_factory=list)
     fates: list[Fate] = field(default_factory=list)
+    vitals: list[Vital] = field(default_factory=list)
+
+    def unmerged(self) -> list[Pending]:
+        """The updates that no outer step has taken, in sequence order."""
+        return [pending for pending in self.undecided if not pending.merging]
 
     def waiting(self) -> list[Pending]:
-        """The updates that the next outer step will take, in sequence order."""
-        return [pending for pending in self.undecided if not pending.merging]
+        """The updates that the next outer step will take: those before the first that is held."""
+        return list(takewhile(lambda pending: pending.held is None, self.unmerged()))
+
+    def holding(self) -> bool:
+        """Whether an update waits for an operator's word."""
+        return any(pending.held is not None for pending in self.undecided)
 
 
 @dataclass(slots=True)
@@ -110,10 +138,15 @@ class OuterState:
     sites: dict[str, Site] = field(default_factory=dict)
     detached: bool = False
     """Where acknowledgements wait for a standby: an operator has said that they do not, for now."""
+    health: HealthOptions = field(default_factory=HealthOptions)
 
     def live(self) -> list[str]:
         """The live sites, in site order."""
         return sorted(name for name, site in self.sites.items() if site.status is Status.LIVE)
+
+    def awaited(self, fragment: int) -> list[str]:
+        """The live sites for which the fragment's round waits: not those with an update that is held."""
+        return [name for name in self.live() if not self.sites[name].lines[fragment].holding()]
 
     def arrived(self, fragment: int) -> list[str]:
         """The sites with an update waiting for the fragment's round, in site order."""

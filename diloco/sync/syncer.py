@@ -39,15 +39,19 @@ from diloco.sync.events import (
     SiteEvicted,
     SiteHeard,
     SiteLeft,
+    SiteReadmitted,
     SiteSilent,
     StandbyAttached,
     StandbyDetached,
     SyncerStarted,
+    UpdateAdmitted,
     UpdateArrived,
+    UpdateWithdrawn,
 )
 from diloco.sync.fates import refuse_stale
+from diloco.sync.holding import admitted, deadline_ns, expire, withdrawn
 from diloco.sync.lineage import lineage_began
-from diloco.sync.membership import evicted, join, left, presence, standings
+from diloco.sync.membership import evicted, join, left, presence, readmitted, standings
 from diloco.sync.plain import from_plain, to_plain
 from diloco.sync.rounds import consider, outer_step, outer_step_done, outer_step_failed
 from diloco.sync.state import FragmentState, OuterState, Phase
@@ -99,6 +103,12 @@ class OuterSync:
                 left(turn, event)
             case SiteEvicted():
                 evicted(turn, event)
+            case SiteReadmitted():
+                readmitted(turn, event)
+            case UpdateAdmitted():
+                admitted(turn, event)
+            case UpdateWithdrawn():
+                withdrawn(turn, event)
             case DrainRequested():
                 ending.begin(turn, Ending.DRAINED, "an operator asked for a pause")
                 turn.effects.append(AnswerDone(event.call))
@@ -113,7 +123,7 @@ class OuterSync:
         """The instant at which ``DeadlinePassed`` is wanted, if any."""
         state = self.state
         wanted = [f.round.deadline_ns for f in state.fragments if f.round and f.round.deadline_ns is not None]
-        wanted = [instant for instant in wanted if instant is not None]
+        wanted = [instant for instant in [*wanted, deadline_ns(state)] if instant is not None]
         if state.phase is Phase.ENDING and state.final_deadline_ns is not None:
             wanted.append(state.final_deadline_ns)
         run_end_ns = ending.run_end_ns(self.options, state)
@@ -152,6 +162,7 @@ def _started(turn: Turn, event: SyncerStarted) -> None:
     state = turn.state
     assert event.epoch > state.epoch, (event.epoch, state.epoch)
     state.epoch = event.epoch
+    state.health = event.health or state.health
     if state.phase is Phase.ENDED and state.ending is Ending.DRAINED:
         ending.resume(state)
         turn.note("resumed", "the run had been drained")
@@ -178,6 +189,7 @@ def _standby(turn: Turn, event: StandbyDetached | StandbyAttached) -> None:
 def _sweep(turn: Turn) -> None:
     """After every event: begin the end if it is time, close what may close, finish when all is final."""
     ending.begin_when_due(turn)
+    expire(turn)
     for index in range(len(turn.state.fragments)):
         consider(turn, index)
     ending.finish_when_final(turn)

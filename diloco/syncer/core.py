@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from diloco.durable import DiskFullError, Step
-from diloco.sync.effects import AnswerDone, AnswerJoin, AnswerPush
+from diloco.sync.effects import AnswerDone, AnswerJoin, AnswerPush, Note
 from diloco.sync.events import DeadlinePassed, JoinRequested, Outcome, OuterEvent, SiteHeard, SiteSilent, UpdateArrived
 from diloco.sync.journal import Record, digest_effects
 from diloco.sync.leases import Leases
@@ -401,6 +401,8 @@ def changes_nothing(event: OuterEvent, effects: list[OuterEffect]) -> bool:
     """
     if not effects:
         return isinstance(event, DeadlinePassed | SiteSilent | SiteHeard)
+    if len(effects) == 2 and isinstance(event, UpdateArrived) and isinstance(effects[0], Note):
+        effects = effects[1:]  # What was said of an update that looks like no other, before it was answered.
     if len(effects) > 1:
         return False
     (effect,) = effects

@@ -14,21 +14,19 @@ from diloco.sync.effects import AnswerPush
 from diloco.sync.events import Outcome, Reason, UpdateArrived
 from diloco.syncer import protocols
 from diloco.syncer.spool import Settled
+from diloco.syncer.vitals import Vitals, measured
 from diloco.wire.messages import PushResult, Refusal, Status
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch import Tensor
 
     from diloco.syncer.core import Answer, Core
     from diloco.syncer.spool import PartialUpdate
     from diloco.syncer.store import Store
     from diloco.syncer.tally import Tally
     from diloco.wire.messages import PushHeader
-
-
-LARGEST = 2.0**100
-"""Of any value of an update.  Finite ones beyond it could make a sum overflow, and the honest updates of that round
-would be refused together with the one at fault; no training comes near."""
 
 
 class Reception:
@@ -40,17 +38,20 @@ class Reception:
         store: Store,
         header: PushHeader,
         tally: Tally,
+        momentum: Callable[[int], Tensor | None],
         refused: Callable[[Reason], None] = lambda reason: None,
         protocol: int = PROTOCOL,
         checks: AbstractContextManager[object] | None = None,
     ) -> None:
-        """``tally`` counts what comes in; ``refused`` is told why a whole update was not accepted; ``protocol`` is the
-        site's; ``checks`` is entered while a whole update is in memory, and lets in as many as there is room for."""
+        """``tally`` counts what comes in; ``momentum`` gives a fragment's own as it is now; ``refused`` is
+        told why a whole update was not accepted; ``protocol`` is the site's; ``checks`` is entered while a whole update
+        is in memory, and lets in as many as there is room for."""
         self._core = core
         self._store = store
         self._spool = store.spool
         self._header = header
         self._tally = tally
+        self._momentum = momentum
         self._refused = refused
         self._protocol = protocol
         self._checks = checks if checks is not None else nullcontext()
@@ -78,16 +79,16 @@ class Reception:
         """Check the whole update, make it durable, and have the machine decide."""
         header = self._header
         with self._checks:
-            finite, intact = self._looked_at(digest)
-        if not (finite and intact):
+            vitals, intact = self._looked_at(digest)
+        if not (vitals.finite and intact):
             self._partial.discard()
-            return protocols.push_result(self._decided("", finite=finite, intact=intact), self._protocol)
+            return protocols.push_result(self._decided("", vitals, intact=intact), self._protocol)
         try:
             reference = self._spool.keep(self._partial, header)
         except OSError as error:
             # Discarded, never tried again with the same pages: after a failed fsync they count as written.
             raise self._no_room(error) from error
-        result = self._decided(reference, finite=True, intact=True)
+        result = self._decided(reference, vitals, intact=True)
         self._settle(reference, result, self._partial)
         return protocols.push_result(result, self._protocol)
 
@@ -102,7 +103,7 @@ class Reception:
             if result.fate is not None or result.outcome is Outcome.REFUSED:
                 self._store.release(reference)  # Decided long ago: only a replay could still want it.
 
-    def _decided(self, reference: str, *, finite: bool, intact: bool) -> PushResult:
+    def _decided(self, reference: str, vitals: Vitals, *, intact: bool) -> PushResult:
         header = self._header
         answer = self._core.call(
             lambda call: UpdateArrived(
@@ -119,9 +120,11 @@ class Reception:
                 header.digest,
                 reference,
                 header.encoding,
-                finite,
+                vitals.finite,
                 header.final,
-                intact=intact,
+                vitals.norm,
+                vitals.cosine,
+                intact,
             ),
             late=lambda answer: self._settle(reference, _result(answer)) if reference else None,
         )
@@ -130,8 +133,8 @@ class Reception:
             self._refused(result.reason)
         return result
 
-    def _looked_at(self, digest: str) -> tuple[bool, bool]:
-        """Whether the decoded values are finite, and whether they are those that the site has decoded itself.
+    def _looked_at(self, digest: str) -> tuple[Vitals, bool]:
+        """The vital signs of the decoded values, and whether they are those that the site has decoded itself.
 
         Payload and values are in memory in here and nowhere else.
         """
@@ -148,12 +151,12 @@ class Reception:
         try:
             values = make_codec(header.encoding).decode(payload, header.numel)
         except NonFinitePayload:
-            return False, True
+            return Vitals(finite=False), True
         except DecodeError as error:
             self._partial.discard()
             raise Refusal(Status.INVALID_ARGUMENT, f"payload is no {header.encoding}: {error}") from error
-        finite = bool(values.abs().max() <= LARGEST)  # False for a NaN as well.
-        return finite, header.values_digest in ("", digest_of(values))  # Protocol 1 says nothing about it.
+        vitals = measured(values, self._momentum(header.fragment))
+        return vitals, header.values_digest in ("", digest_of(values))  # Protocol 1 says nothing about it.
 
     def _no_room(self, error: OSError) -> Refusal:
         self._partial.discard()

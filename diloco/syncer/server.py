@@ -39,7 +39,7 @@ from diloco.sync.events import (
     StandbyDetached,
     SyncerStarted,
 )
-from diloco.sync.options import OuterOptions
+from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.syncer.api import Api
 from diloco.syncer.backups import BackupOptions, Backups
 from diloco.syncer.core import Core, CoreHeld, CoreStopped
@@ -123,6 +123,7 @@ class RunPlan:
     shared_digest: str
     outer: OuterOptions
     optimizer: OuterOptimizerOptions
+    health: HealthOptions = field(default_factory=HealthOptions)
 
 
 class Syncer:
@@ -197,7 +198,7 @@ class Syncer:
         )
         self.api = Api(self)
         # Before the loop begins: a deadline that has passed would be acted on first, and its step issued twice.
-        self.core.post(SyncerStarted(machine.state.epoch + 1))
+        self.core.post(SyncerStarted(machine.state.epoch + 1, self.plan.health))
         if alone and not machine.state.detached:
             self.core.post(StandbyDetached(0))
         self.core.start()

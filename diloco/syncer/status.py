@@ -54,7 +54,7 @@ def describe(machine: OuterSync, tally: Mapping[str, SiteTally], now_s: float) -
         ],
         "sites": {
             name: {
-                **_membership(site),
+                **_membership(site, state.now_ns),
                 **_figures(versions, tally.get(name, NOTHING), now_s),
                 **_counts(tally.get(name, NOTHING)),
             }
@@ -63,7 +63,7 @@ def describe(machine: OuterSync, tally: Mapping[str, SiteTally], now_s: float) -
     }
 
 
-def _membership(site: Site) -> dict[str, object]:
+def _membership(site: Site, now_ns: int) -> dict[str, object]:
     count = len(site.lines)
     refused: dict[str, int] = {}
     for line in site.lines:
@@ -76,6 +76,21 @@ def _membership(site: Site) -> dict[str, object]:
         "updates_merged": sum(line.updates_merged for line in site.lines),
         "updates_refused": refused,
         "undecided": sum(len(line.undecided) for line in site.lines),
+        "held": [
+            {
+                "fragment": index,
+                "sequence": pending.sequence,
+                "seconds": round((now_ns - held.since_ns) / 1e9, 1),
+                "norm": held.norm,
+                "ratio": held.ratio,
+                "cosine": held.cosine,
+                "z": held.z,
+                "why": held.why,
+            }
+            for index, line in enumerate(site.lines)
+            for pending in line.undecided
+            if (held := pending.held) is not None
+        ],
     }
 
 

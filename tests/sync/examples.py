@@ -8,6 +8,8 @@ import typing
 from enum import StrEnum
 from typing import Any
 
+from diloco.sync.options import HealthOptions
+
 
 def example(kind: Any, number: int = 3) -> Any:
     """A value of type ``kind`` with nothing left at its default."""
@@ -17,6 +19,8 @@ def example(kind: Any, number: int = 3) -> Any:
     if origin is tuple:
         parts = args[:1] * 2 if args[-1] is Ellipsis else args
         return tuple(example(part, number + place) for place, part in enumerate(parts))
+    if kind is HealthOptions:  # Not every value is one that may be set.
+        return HealthOptions(policies={"site-a": "hold"}, history=number + 8)
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         fields = dataclasses.fields(kind)

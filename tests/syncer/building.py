@@ -18,7 +18,7 @@ from diloco.codec.registry import make_codec
 from diloco.outer.fragments import plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.agreement import PROTOCOL, Agreement
-from diloco.sync.options import OuterOptions
+from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.syncer.server import RunPlan, Syncer, SyncerOptions
 from diloco.wire.identity import Identity
 from diloco.wire.messages import JoinAsk, JoinReply, PushHeader, PushResult, ReportInfo
@@ -79,6 +79,7 @@ def new_syncer(
     zero: Callable[[], list[Tensor]] = version_zero,
     agreed: Agreement | None = None,
     address: str = "127.0.0.1:0",
+    health: dict[str, Any] | None = None,
     **options: Any,
 ) -> Syncer:
     settings: dict[str, Any] = {
@@ -94,6 +95,7 @@ def new_syncer(
         "shared",
         OuterOptions(**{**NO_WAIT, **(outer or {})}),
         OuterOptimizerOptions(**(optimizer or {})),
+        HealthOptions(**(health or {})),
     )
     network = ServerOptions(run_id=RUN, address=address)
     return Syncer(SyncerOptions(**settings), plan, zero, network, SecurityOptions(), emit)

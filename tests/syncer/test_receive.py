@@ -137,11 +137,11 @@ def test_an_update_ahead_of_its_predecessor_keeps_its_bytes(tmp_path: Path) -> N
         session.write(0, memoryview(payload))
         assert session.commit(header.digest).outcome is Outcome.ACCEPTED
         session.close()
-        late = Reception(syncer.core, syncer.store, second[0], Tally())
+        late = Reception(syncer.core, syncer.store, second[0], Tally(), lambda _: None)
         late.write(0, memoryview(second[1]))
         assert late.commit(second[0].digest) == PushResult(Outcome.RETRY, 0, Reason.OVERLOAD)
         late.close()
-        again = Reception(syncer.core, syncer.store, second[0], Tally())
+        again = Reception(syncer.core, syncer.store, second[0], Tally(), lambda _: None)
         assert again.offset == len(second[1])
         again.close()
 
@@ -150,16 +150,16 @@ def test_a_late_twin_of_a_decided_update_does_not_stay_on_the_disk(tmp_path: Pat
     with serving(tmp_path) as syncer:
         join(syncer)
         header, payload = update()
-        twin = Reception(syncer.core, syncer.store, header, Tally())
+        twin = Reception(syncer.core, syncer.store, header, Tally(), lambda _: None)
         twin.write(0, memoryview(payload))
-        direct = Reception(syncer.core, syncer.store, header, Tally())
+        direct = Reception(syncer.core, syncer.store, header, Tally(), lambda _: None)
         assert direct.offset == 0 or direct.offset == len(payload)
         direct.write(direct.offset, memoryview(payload)[direct.offset :])
         assert direct.commit(header.digest).outcome is Outcome.ACCEPTED
         direct.close()
         eventually(lambda: syncer.core.ask(lambda machine: machine.state.fragments[0].version) == 1, "it is merged")
         twin.close()
-        again = Reception(syncer.core, syncer.store, header, Tally())
+        again = Reception(syncer.core, syncer.store, header, Tally(), lambda _: None)
         again.write(again.offset, memoryview(payload)[again.offset :])
         assert again.commit(header.digest).outcome is Outcome.DUPLICATE
         again.close()
@@ -243,7 +243,7 @@ def test_a_whole_update_is_in_memory_only_where_there_is_room_for_it(tmp_path: P
     with serving(tmp_path, **QUIET) as syncer:
         join(syncer)
         tally, checks = Tally(), threading.BoundedSemaphore(1)
-        session = Reception(syncer.core, syncer.store, header, tally, checks=checks)
+        session = Reception(syncer.core, syncer.store, header, tally, lambda _: None, checks=checks)
         session.write(0, memoryview(payload))
         checks.acquire()
         done: list[PushResult] = []
@@ -275,7 +275,7 @@ def test_an_update_that_was_decided_when_nobody_waited_any_more_is_kept_once(
             with pytest.raises(Refusal, match="disk full: No space left on device"):
                 push(syncer, header, payload)
             eventually(lambda: syncer.core.held, "the loop waits")
-            twin = Reception(syncer.core, syncer.store, header, Tally())
+            twin = Reception(syncer.core, syncer.store, header, Tally(), lambda _: None)
             twin.write(0, memoryview(payload))
             with pytest.raises(Refusal, match="disk full: No space left on device"):
                 twin.commit(header.digest)
@@ -286,3 +286,27 @@ def test_an_update_that_was_decided_when_nobody_waited_any_more_is_kept_once(
         eventually(lambda: not syncer.store.spool._claims, "every attempt is over")
         assert len(spooled(tmp_path)) == 1
     verify(tmp_path)
+
+
+def test_an_update_like_no_other_is_refused_and_counted_or_held_and_shown(tmp_path: Path) -> None:
+    with serving(tmp_path, health={"policies": {"b": "hold"}}) as syncer:
+        for site in ("a", "b"):
+            join(syncer, site)
+        for sequence in range(1, 6):
+            for site in ("a", "b"):
+                base = syncer.core.ask(lambda machine: machine.state.fragments[0].version)
+                header = update(site, sequence, values=dice((site, sequence), 0), base_version=base)
+                assert push(syncer, *header).outcome is Outcome.ACCEPTED
+                eventually(lambda was=base: syncer.core.ask(lambda m: m.state.fragments[0].version) > was, "merged")
+        base = syncer.core.ask(lambda machine: machine.state.fragments[0].version)
+        large = {"values": 1e6 * dice("large", 0), "base_version": base}
+        assert push(syncer, *update("a", 6, **large)).reason is Reason.OUTLIER
+        assert push(syncer, *update("b", 6, **large)).outcome is Outcome.ACCEPTED
+        status: dict[str, Any] = syncer.api.status()
+        assert status["refused_at_the_door"]["outlier"] == 1
+        (held,) = status["sites"]["b"]["held"]
+        assert (held["fragment"], held["sequence"]) == (0, 6)
+        assert held["ratio"] > 1e4
+        assert "norm" in held["why"]
+        assert status["sites"]["a"]["held"] == []
+    verify(tmp_path)  # The journal names no payload of the one that was refused.

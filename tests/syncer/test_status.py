@@ -38,6 +38,7 @@ SITE = {
     "updates_merged",
     "updates_refused",
     "undecided",
+    "held",
     "heard_seconds_ago",
     "step",
     "loss",
