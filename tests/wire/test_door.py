@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from diloco.wire.calls import ADMIN_SERVICE, PUSHBACK_KEY, SYNC_SERVICE
-from diloco.wire.convert import pack_evict, pack_join, pack_leave, pack_report, pack_watch
+from diloco.wire.convert import pack_evict, pack_join, pack_leave, pack_promote, pack_report, pack_watch
 from diloco.wire.convert_bulk import pack_pull, pack_push, unpack_push_reply
 from diloco.wire.messages import EvictAsk, LeaveAsk, PullAsk, PushAdmitted, WatchAsk
 from diloco.wire.options import ServerOptions
@@ -39,7 +39,14 @@ ASKS: dict[str, Message] = {
     "Pull": lambda site, run: pack_pull(PullAsk(run, site, 0, -1)),
     "Push": lambda site, run: pack_push(push_header(PAYLOAD, site_id=site, run_id=run)),
 }
-OPERATORS = {"Status": b"", "Drain": b"", "Snapshot": b"", "Evict": pack_evict(EvictAsk("site-b"))}
+OPERATORS = {
+    "Status": b"",
+    "Drain": b"",
+    "Snapshot": b"",
+    "Evict": pack_evict(EvictAsk("site-b")),
+    "Promote": pack_promote(lossy=True),
+    "Detach": b"",
+}
 LONG = b"\x00" * 1_400_000
 
 
@@ -103,7 +110,8 @@ def front(tmp_path: Path) -> Iterator[Callable[..., Front]]:
 
 
 def test_every_method_is_looked_at_below() -> None:
-    assert {*ASKS, *OPERATORS} == {method for method in NEEDS if "/" not in method}
+    """A standby's call is looked at in ``test_following``."""
+    assert {*ASKS, *OPERATORS, "Follow"} == {method for method in NEEDS if "/" not in method}
 
 
 @pytest.mark.parametrize("method", sorted(ASKS))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from diloco.wire.following import FollowClient
 from diloco.wire.messages import Alive, Refusal, Refused, Status, Unreachable
 from diloco.wire.options import ClientOptions, ServerOptions
 from diloco.wire.replication import FollowAck, FollowPart, Follows, FollowStart
+from diloco.wire.security import SecurityOptions
 from diloco.wire.server import serve
 from tests.wire.fake_syncer import RUN, FakeSyncer
 
@@ -100,3 +103,28 @@ def test_where_nobody_serves_standbys_there_is_no_such_service() -> None:
     finally:
         client.close()
         server.stop(0.5)
+
+
+def test_only_a_standby_or_an_admin_may_follow(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.json"
+    table = {"sites": {"site-a": "a" * 20}, "observer": "o" * 20, "admin": "m" * 20, "standby": "s" * 20}
+    tokens.write_text(json.dumps(table))
+    tokens.chmod(0o600)
+    served = Served()
+    server = serve(FakeSyncer(), ServerOptions(run_id=RUN), SecurityOptions(tokens_file=str(tokens)), following=served)
+    found = {}
+    try:
+        for token in ("", "a" * 20, "o" * 20, "m" * 20, "s" * 20):
+            client = FollowClient(server.address, SecurityOptions(token=token))
+            with client.follow(start()) as stream:
+                try:
+                    next(stream)
+                    found[token[:1]] = "OK"
+                except Refused as refused:
+                    found[token[:1]] = refused.status.value
+            client.close()
+    finally:
+        server.stop(0.5)
+    denied = "PERMISSION_DENIED"
+    assert found == {"": "UNAUTHENTICATED", "a": denied, "o": denied, "m": "OK", "s": "OK"}
+    assert len(served.starts) == 2
