@@ -39,6 +39,11 @@ VERBS = (
     Verb("train", "diloco.launch.train_main", "the inner trainer alone, on all the text: the baseline"),
     Verb("eval", "diloco.launch.eval_main", "loss of the published model on the validation text"),
     Verb("status", "diloco.launch.status_main", "how a running syncer stands: sites, versions, tokens, bytes"),
+    Verb("admit", "diloco.launch.admit_main", "let a held update be merged"),
+    Verb("refuse", "diloco.launch.refuse_main", "never merge an update that is held or waits"),
+    Verb("evict", "diloco.launch.evict_main", "put a site out of a running run"),
+    Verb("readmit", "diloco.launch.readmit_main", "let a site that was put out join again"),
+    Verb("drain", "diloco.launch.drain_main", "one last round, then every site stops; the run can be taken up again"),
     Verb("report", "diloco.launch.report_main", "report.html and the closing table of a run, finished or not"),
     Verb(
         "restore", "diloco.launch.restore_main", "a stopped run taken up again: from a replay, a backup or a warm site"

@@ -149,6 +149,9 @@ def _troubles(status: Mapping[str, Any]) -> str:
         if any(found.values()):
             what = " and ".join(f"{count} {kind}" for kind, count in found.items() if count)
             told.append(f"{name} CORRUPTS DATA ({what})")
+        for held in site.get("held", []):
+            which = f"{name} {held['fragment']} {held['sequence']}"
+            told.append(f"HELD for {held['seconds']:.0f} s: {which}: {held['why']} (diloco admit, diloco refuse)")
     return "".join(f"  {text}" for text in told)
 
 

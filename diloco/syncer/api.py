@@ -21,7 +21,10 @@ from diloco.sync.events import (
     Reason,
     SiteEvicted,
     SiteLeft,
+    SiteReadmitted,
     StandbyDetached,
+    UpdateAdmitted,
+    UpdateWithdrawn,
 )
 from diloco.sync.state import Status as SiteStatus
 from diloco.syncer import protocols
@@ -59,6 +62,14 @@ JOIN_REFUSALS = MappingProxyType(
 )
 
 DETACH_S = 10.0
+NO_SUCH_UPDATE = MappingProxyType(
+    {
+        Reason.BAD_BASE: "fragment is {fragment}: the run has no such fragment",
+        Reason.GAP: "sequence is {sequence}: {site} has sent no such update of fragment {fragment}",
+        Reason.FORGOTTEN: "sequence is {sequence}: decided too long ago to say how",
+    }
+)
+
 TOKENS_MAX = 1 << 40
 """Tokens that one update may claim: far more than any has, and the run's sum stays a number that the wire carries."""
 
@@ -305,6 +316,39 @@ class Api:
         answer = self._syncer.core.call(lambda call: SiteEvicted(call, site))
         self._done(answer, site)
 
+    def readmit(self, site: str) -> None:
+        """Let ``site``, which was put out, join again."""
+        self._done(self._syncer.core.call(lambda call: SiteReadmitted(call, site)), site)
+
+    def admit(self, site: str, fragment: int, sequence: int) -> None:
+        """Let a held update be merged."""
+        self._said(
+            self._syncer.core.call(lambda call: UpdateAdmitted(call, site, fragment, sequence)),
+            site,
+            fragment,
+            sequence,
+        )
+
+    def refuse(self, site: str, fragment: int, sequence: int) -> None:
+        """An accepted update is never merged."""
+        self._said(
+            self._syncer.core.call(lambda call: UpdateWithdrawn(call, site, fragment, sequence)),
+            site,
+            fragment,
+            sequence,
+        )
+
+    def _said(self, answer: object, site: str, fragment: int, sequence: int) -> None:
+        """What came of a word on one update."""
+        assert isinstance(answer, AnswerDone), answer
+        if answer.reason is not None and answer.reason in NO_SUCH_UPDATE:
+            text = NO_SUCH_UPDATE[answer.reason].format(fragment=fragment, sequence=sequence, site=site)
+            raise Refusal(Status.NOT_FOUND, text)
+        if answer.reason is Reason.CONFLICT:
+            fate = self._syncer.core.ask(lambda machine: _fate(machine, site, fragment, sequence))
+            raise Refusal(Status.FAILED_PRECONDITION, f"update {sequence} of fragment {fragment} of {site} {fate}")
+        self._done(answer, site)
+
     def snapshot(self) -> None:
         """Write a snapshot now."""
         self._syncer.snapshot_now()
@@ -338,6 +382,14 @@ class Api:
 def _standing_of_run(machine: OuterSync) -> tuple[int, int, int, int]:
     state = machine.state
     return state.epoch, state.lineage, state.run_tokens(), machine.progress_ppm()
+
+
+def _fate(machine: OuterSync, site: str, fragment: int, sequence: int) -> str:
+    """In words, for an operator who wanted another one."""
+    for fate in machine.state.sites[site].lines[fragment].fates:
+        if fate.sequence == sequence:
+            return f"was refused: {fate.reason.value}" if fate.reason else f"is in version {fate.version} already"
+    return "is being merged"
 
 
 def _version(machine: OuterSync, fragment: int) -> int:

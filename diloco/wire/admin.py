@@ -31,6 +31,9 @@ class AdminHandlers:
             "Status": self._status,
             "Drain": self._drain,
             "Evict": self._evict,
+            "Readmit": self._readmit,
+            "Admit": self._admit,
+            "Refuse": self._refuse,
             "Snapshot": self._snapshot,
             "Promote": self._promote,
             "Detach": self._detach,
@@ -55,6 +58,23 @@ class AdminHandlers:
     def _evict(self, raw: bytes, identity: Identity) -> bytes:
         del identity
         self._api.evict(convert.unpack_evict(raw).site_id)
+        return b""
+
+    def _readmit(self, raw: bytes, identity: Identity) -> bytes:
+        del identity
+        self._api.readmit(convert.unpack_evict(raw).site_id)
+        return b""
+
+    def _admit(self, raw: bytes, identity: Identity) -> bytes:
+        del identity
+        ask = convert.unpack_update(raw)
+        self._api.admit(ask.site_id, ask.fragment, ask.sequence)
+        return b""
+
+    def _refuse(self, raw: bytes, identity: Identity) -> bytes:
+        del identity
+        ask = convert.unpack_update(raw)
+        self._api.refuse(ask.site_id, ask.fragment, ask.sequence)
         return b""
 
     def _snapshot(self, raw: bytes, identity: Identity) -> bytes:

@@ -280,6 +280,7 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
     },
     m.LeaveAsk: {"run_id": _ID, "site_id": _ID, "incarnation": _NUMBER},
     m.EvictAsk: {"site_id": _ID},
+    m.UpdateAsk: {"site_id": _ID, "fragment": _FRAGMENT, "sequence": _NUMBER},
 }
 
 

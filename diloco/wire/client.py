@@ -34,6 +34,7 @@ from diloco.wire.messages import (
     ReportReply,
     Status,
     Unreachable,
+    UpdateAsk,
     WatchAsk,
     WatchEvent,
 )
@@ -270,6 +271,21 @@ class AdminClient:
     def evict(self, site_id: str) -> None:
         """Put ``site_id`` out of the run."""
         self._calls.unary("Evict", convert.pack_evict(EvictAsk(site_id)), self._options.control_timeout_s)
+
+    def readmit(self, site_id: str) -> None:
+        """Let ``site_id`` join again."""
+        self._calls.unary("Readmit", convert.pack_evict(EvictAsk(site_id)), self._options.control_timeout_s)
+
+    def admit(self, site_id: str, fragment: int, sequence: int) -> None:
+        """Let a held update be merged."""
+        self._update("Admit", UpdateAsk(site_id, fragment, sequence))
+
+    def refuse(self, site_id: str, fragment: int, sequence: int) -> None:
+        """An accepted update is never merged."""
+        self._update("Refuse", UpdateAsk(site_id, fragment, sequence))
+
+    def _update(self, method: str, ask: UpdateAsk) -> None:
+        self._calls.unary(method, convert.pack_update(ask), self._options.control_timeout_s)
 
     def snapshot(self) -> None:
         """Write a snapshot now; returns when it is durable."""

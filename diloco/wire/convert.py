@@ -391,14 +391,26 @@ def unpack_leave(raw: bytes) -> m.LeaveAsk:
 
 
 def pack_evict(ask: m.EvictAsk) -> bytes:
-    """``EvictRequest``."""
+    """``EvictRequest``, and ``ReadmitRequest``, which has the same field."""
     check(ask)
     return admin_pb2.EvictRequest(site_id=ask.site_id).SerializeToString()
 
 
 def unpack_evict(raw: bytes) -> m.EvictAsk:
-    """``EvictRequest``."""
+    """``EvictRequest``, and ``ReadmitRequest``, which has the same field."""
     return checked(m.EvictAsk(parse(admin_pb2.EvictRequest, raw, m.CONTROL_BYTES_MAX).site_id))
+
+
+def pack_update(ask: m.UpdateAsk) -> bytes:
+    """``AdmitRequest`` and ``RefuseRequest``, which have the same fields."""
+    check(ask)
+    return admin_pb2.AdmitRequest(site_id=ask.site_id, fragment=ask.fragment, sequence=ask.sequence).SerializeToString()
+
+
+def unpack_update(raw: bytes) -> m.UpdateAsk:
+    """``AdmitRequest`` and ``RefuseRequest``."""
+    proto = parse(admin_pb2.AdmitRequest, raw, m.CONTROL_BYTES_MAX)
+    return checked(m.UpdateAsk(proto.site_id, proto.fragment, proto.sequence))
 
 
 def pack_promote(*, lossy: bool) -> bytes:

@@ -379,6 +379,15 @@ class LeaveAsk:
 
 @dataclass(frozen=True, slots=True)
 class EvictAsk:
-    """Put ``site_id`` out of the run."""
+    """Put ``site_id`` out of the run, or (Readmit) let it in again."""
 
     site_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateAsk:
+    """An operator's word (Admit, Refuse) on one accepted update."""
+
+    site_id: str
+    fragment: int
+    sequence: int

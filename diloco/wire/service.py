@@ -129,6 +129,18 @@ class SyncerApi(Protocol):
         """Put ``site`` out of the run.  NOT_FOUND when there is no such site."""
         ...
 
+    def readmit(self, site: str) -> None:
+        """Let a site that was put out join again.  NOT_FOUND when there is no such site."""
+        ...
+
+    def admit(self, site: str, fragment: int, sequence: int) -> None:
+        """Let a held update be merged.  NOT_FOUND when there is none, FAILED_PRECONDITION when it is too late."""
+        ...
+
+    def refuse(self, site: str, fragment: int, sequence: int) -> None:
+        """An accepted update is never merged.  Refused as ``admit`` is."""
+        ...
+
     def snapshot(self) -> None:
         """Write a snapshot now; returns when it is durable."""
         ...

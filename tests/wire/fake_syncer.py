@@ -235,6 +235,15 @@ class FakeSyncer:
     def evict(self, site: str) -> None:
         self.calls.append(f"evict {site}")
 
+    def readmit(self, site: str) -> None:
+        self.calls.append(f"readmit {site}")
+
+    def admit(self, site: str, fragment: int, sequence: int) -> None:
+        self.calls.append(f"admit {site} {fragment} {sequence}")
+
+    def refuse(self, site: str, fragment: int, sequence: int) -> None:
+        self.calls.append(f"refuse {site} {fragment} {sequence}")
+
     def snapshot(self) -> None:
         self.calls.append("snapshot")
 

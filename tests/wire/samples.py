@@ -91,6 +91,7 @@ def controls() -> list[Sample]:
         (m.WatchAsk(RUN, "site-a", 4), convert.pack_watch, convert.unpack_watch),
         (m.LeaveAsk(RUN, "site-a", 4), convert.pack_leave, convert.unpack_leave),
         (m.EvictAsk("site-a"), convert.pack_evict, convert.unpack_evict),
+        (m.UpdateAsk("site-a", 3, 7), convert.pack_update, convert.unpack_update),
         ({"sites": {"a": 1.5}}, convert.pack_status, convert.unpack_status),
     ]
 

@@ -11,6 +11,14 @@ if TYPE_CHECKING:
     from tests.wire.conftest import Wired
 
 
+def test_what_an_operator_says_of_sites_and_updates(wired: Wired) -> None:
+    with AdminClient(wired.server.address) as admin:
+        admin.readmit("site-b")
+        admin.admit("site-b", 3, 7)
+        admin.refuse("site-c", 0, 9)
+    assert wired.syncer.calls == ["readmit site-b", "admit site-b 3 7", "refuse site-c 0 9"]
+
+
 def test_an_operators_four_calls(wired: Wired) -> None:
     with AdminClient(wired.server.address) as admin:
         assert admin.status() == wired.syncer.status()

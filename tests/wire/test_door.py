@@ -13,9 +13,9 @@ import grpc
 import pytest
 
 from diloco.wire.calls import ADMIN_SERVICE, PUSHBACK_KEY, SYNC_SERVICE
-from diloco.wire.convert import pack_evict, pack_join, pack_leave, pack_promote, pack_report, pack_watch
+from diloco.wire.convert import pack_evict, pack_join, pack_leave, pack_promote, pack_report, pack_update, pack_watch
 from diloco.wire.convert_bulk import pack_pull, pack_push, unpack_push_reply
-from diloco.wire.messages import EvictAsk, LeaveAsk, PullAsk, PushAdmitted, WatchAsk
+from diloco.wire.messages import EvictAsk, LeaveAsk, PullAsk, PushAdmitted, UpdateAsk, WatchAsk
 from diloco.wire.options import ServerOptions
 from diloco.wire.permissions import NEEDS
 from diloco.wire.security import SecurityOptions
@@ -44,6 +44,9 @@ OPERATORS = {
     "Drain": b"",
     "Snapshot": b"",
     "Evict": pack_evict(EvictAsk("site-b")),
+    "Readmit": pack_evict(EvictAsk("site-b")),
+    "Admit": pack_update(UpdateAsk("site-b", 0, 1)),
+    "Refuse": pack_update(UpdateAsk("site-b", 0, 1)),
     "Promote": pack_promote(lossy=True),
     "Detach": b"",
 }

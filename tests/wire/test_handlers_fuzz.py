@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 METHODS = {
     **{f"/{SYNC_SERVICE}/{name}": name for name in ("Join", "Report", "Leave", "Push", "Watch", "Pull")},
-    **{f"/{ADMIN_SERVICE}/{name}": name for name in ("Status", "Drain", "Evict", "Snapshot")},
+    **{
+        f"/{ADMIN_SERVICE}/{name}": name
+        for name in ("Status", "Drain", "Evict", "Readmit", "Admit", "Refuse", "Snapshot")
+    },
 }
 PAYLOAD = b"payload" * 100
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64iloco/wire/v1/admin.proto\x12\x0e\x64iloco.wire.v1\"\x0f\n\rStatusRequest\"\x1e\n\x0eStatusResponse\x12\x0c\n\x04json\x18\x01 \x01(\x0c\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"\x1f\n\x0c\x45victRequest\x12\x0f\n\x07site_id\x18\x01 \x01(\t\"\x0f\n\rEvictResponse\"\x11\n\x0fSnapshotRequest\"\x12\n\x10SnapshotResponse\"\x1f\n\x0ePromoteRequest\x12\r\n\x05lossy\x18\x01 \x01(\x08\"\x11\n\x0fPromoteResponse\"\x0f\n\rDetachRequest\"\x10\n\x0e\x44\x65tachResponse2\xc7\x03\n\x0c\x41\x64minService\x12G\n\x06Status\x12\x1d.diloco.wire.v1.StatusRequest\x1a\x1e.diloco.wire.v1.StatusResponse\x12\x44\n\x05\x44rain\x12\x1c.diloco.wire.v1.DrainRequest\x1a\x1d.diloco.wire.v1.DrainResponse\x12\x44\n\x05\x45vict\x12\x1c.diloco.wire.v1.EvictRequest\x1a\x1d.diloco.wire.v1.EvictResponse\x12M\n\x08Snapshot\x12\x1f.diloco.wire.v1.SnapshotRequest\x1a .diloco.wire.v1.SnapshotResponse\x12J\n\x07Promote\x12\x1e.diloco.wire.v1.PromoteRequest\x1a\x1f.diloco.wire.v1.PromoteResponse\x12G\n\x06\x44\x65tach\x12\x1d.diloco.wire.v1.DetachRequest\x1a\x1e.diloco.wire.v1.DetachResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64iloco/wire/v1/admin.proto\x12\x0e\x64iloco.wire.v1\"\x0f\n\rStatusRequest\"\x1e\n\x0eStatusResponse\x12\x0c\n\x04json\x18\x01 \x01(\x0c\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"\x1f\n\x0c\x45victRequest\x12\x0f\n\x07site_id\x18\x01 \x01(\t\"\x0f\n\rEvictResponse\"!\n\x0eReadmitRequest\x12\x0f\n\x07site_id\x18\x01 \x01(\t\"\x11\n\x0fReadmitResponse\"C\n\x0c\x41\x64mitRequest\x12\x0f\n\x07site_id\x18\x01 \x01(\t\x12\x10\n\x08\x66ragment\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\"\x0f\n\rAdmitResponse\"D\n\rRefuseRequest\x12\x0f\n\x07site_id\x18\x01 \x01(\t\x12\x10\n\x08\x66ragment\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\"\x10\n\x0eRefuseResponse\"\x11\n\x0fSnapshotRequest\"\x12\n\x10SnapshotResponse\"\x1f\n\x0ePromoteRequest\x12\r\n\x05lossy\x18\x01 \x01(\x08\"\x11\n\x0fPromoteResponse\"\x0f\n\rDetachRequest\"\x10\n\x0e\x44\x65tachResponse2\xa2\x05\n\x0c\x41\x64minService\x12G\n\x06Status\x12\x1d.diloco.wire.v1.StatusRequest\x1a\x1e.diloco.wire.v1.StatusResponse\x12\x44\n\x05\x44rain\x12\x1c.diloco.wire.v1.DrainRequest\x1a\x1d.diloco.wire.v1.DrainResponse\x12\x44\n\x05\x45vict\x12\x1c.diloco.wire.v1.EvictRequest\x1a\x1d.diloco.wire.v1.EvictResponse\x12J\n\x07Readmit\x12\x1e.diloco.wire.v1.ReadmitRequest\x1a\x1f.diloco.wire.v1.ReadmitResponse\x12\x44\n\x05\x41\x64mit\x12\x1c.diloco.wire.v1.AdmitRequest\x1a\x1d.diloco.wire.v1.AdmitResponse\x12G\n\x06Refuse\x12\x1d.diloco.wire.v1.RefuseRequest\x1a\x1e.diloco.wire.v1.RefuseResponse\x12M\n\x08Snapshot\x12\x1f.diloco.wire.v1.SnapshotRequest\x1a .diloco.wire.v1.SnapshotResponse\x12J\n\x07Promote\x12\x1e.diloco.wire.v1.PromoteRequest\x1a\x1f.diloco.wire.v1.PromoteResponse\x12G\n\x06\x44\x65tach\x12\x1d.diloco.wire.v1.DetachRequest\x1a\x1e.diloco.wire.v1.DetachResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,18 +43,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EVICTREQUEST']._serialized_end=159
   _globals['_EVICTRESPONSE']._serialized_start=161
   _globals['_EVICTRESPONSE']._serialized_end=176
-  _globals['_SNAPSHOTREQUEST']._serialized_start=178
-  _globals['_SNAPSHOTREQUEST']._serialized_end=195
-  _globals['_SNAPSHOTRESPONSE']._serialized_start=197
-  _globals['_SNAPSHOTRESPONSE']._serialized_end=215
-  _globals['_PROMOTEREQUEST']._serialized_start=217
-  _globals['_PROMOTEREQUEST']._serialized_end=248
-  _globals['_PROMOTERESPONSE']._serialized_start=250
-  _globals['_PROMOTERESPONSE']._serialized_end=267
-  _globals['_DETACHREQUEST']._serialized_start=269
-  _globals['_DETACHREQUEST']._serialized_end=284
-  _globals['_DETACHRESPONSE']._serialized_start=286
-  _globals['_DETACHRESPONSE']._serialized_end=302
-  _globals['_ADMINSERVICE']._serialized_start=305
-  _globals['_ADMINSERVICE']._serialized_end=760
+  _globals['_READMITREQUEST']._serialized_start=178
+  _globals['_READMITREQUEST']._serialized_end=211
+  _globals['_READMITRESPONSE']._serialized_start=213
+  _globals['_READMITRESPONSE']._serialized_end=230
+  _globals['_ADMITREQUEST']._serialized_start=232
+  _globals['_ADMITREQUEST']._serialized_end=299
+  _globals['_ADMITRESPONSE']._serialized_start=301
+  _globals['_ADMITRESPONSE']._serialized_end=316
+  _globals['_REFUSEREQUEST']._serialized_start=318
+  _globals['_REFUSEREQUEST']._serialized_end=386
+  _globals['_REFUSERESPONSE']._serialized_start=388
+  _globals['_REFUSERESPONSE']._serialized_end=404
+  _globals['_SNAPSHOTREQUEST']._serialized_start=406
+  _globals['_SNAPSHOTREQUEST']._serialized_end=423
+  _globals['_SNAPSHOTRESPONSE']._serialized_start=425
+  _globals['_SNAPSHOTRESPONSE']._serialized_end=443
+  _globals['_PROMOTEREQUEST']._serialized_start=445
+  _globals['_PROMOTEREQUEST']._serialized_end=476
+  _globals['_PROMOTERESPONSE']._serialized_start=478
+  _globals['_PROMOTERESPONSE']._serialized_end=495
+  _globals['_DETACHREQUEST']._serialized_start=497
+  _globals['_DETACHREQUEST']._serialized_end=512
+  _globals['_DETACHRESPONSE']._serialized_start=514
+  _globals['_DETACHRESPONSE']._serialized_end=530
+  _globals['_ADMINSERVICE']._serialized_start=533
+  _globals['_ADMINSERVICE']._serialized_end=1207
 # @@protoc_insertion_point(module_scope)

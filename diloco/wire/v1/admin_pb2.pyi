@@ -32,6 +32,44 @@ class EvictResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ReadmitRequest(_message.Message):
+    __slots__ = ("site_id",)
+    SITE_ID_FIELD_NUMBER: _ClassVar[int]
+    site_id: str
+    def __init__(self, site_id: _Optional[str] = ...) -> None: ...
+
+class ReadmitResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AdmitRequest(_message.Message):
+    __slots__ = ("site_id", "fragment", "sequence")
+    SITE_ID_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    site_id: str
+    fragment: int
+    sequence: int
+    def __init__(self, site_id: _Optional[str] = ..., fragment: _Optional[int] = ..., sequence: _Optional[int] = ...) -> None: ...
+
+class AdmitResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RefuseRequest(_message.Message):
+    __slots__ = ("site_id", "fragment", "sequence")
+    SITE_ID_FIELD_NUMBER: _ClassVar[int]
+    FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    site_id: str
+    fragment: int
+    sequence: int
+    def __init__(self, site_id: _Optional[str] = ..., fragment: _Optional[int] = ..., sequence: _Optional[int] = ...) -> None: ...
+
+class RefuseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class SnapshotRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

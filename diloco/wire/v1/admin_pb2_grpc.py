@@ -49,6 +49,21 @@ class AdminServiceStub(object):
                 request_serializer=diloco_dot_wire_dot_v1_dot_admin__pb2.EvictRequest.SerializeToString,
                 response_deserializer=diloco_dot_wire_dot_v1_dot_admin__pb2.EvictResponse.FromString,
                 _registered_method=True)
+        self.Readmit = channel.unary_unary(
+                '/diloco.wire.v1.AdminService/Readmit',
+                request_serializer=diloco_dot_wire_dot_v1_dot_admin__pb2.ReadmitRequest.SerializeToString,
+                response_deserializer=diloco_dot_wire_dot_v1_dot_admin__pb2.ReadmitResponse.FromString,
+                _registered_method=True)
+        self.Admit = channel.unary_unary(
+                '/diloco.wire.v1.AdminService/Admit',
+                request_serializer=diloco_dot_wire_dot_v1_dot_admin__pb2.AdmitRequest.SerializeToString,
+                response_deserializer=diloco_dot_wire_dot_v1_dot_admin__pb2.AdmitResponse.FromString,
+                _registered_method=True)
+        self.Refuse = channel.unary_unary(
+                '/diloco.wire.v1.AdminService/Refuse',
+                request_serializer=diloco_dot_wire_dot_v1_dot_admin__pb2.RefuseRequest.SerializeToString,
+                response_deserializer=diloco_dot_wire_dot_v1_dot_admin__pb2.RefuseResponse.FromString,
+                _registered_method=True)
         self.Snapshot = channel.unary_unary(
                 '/diloco.wire.v1.AdminService/Snapshot',
                 request_serializer=diloco_dot_wire_dot_v1_dot_admin__pb2.SnapshotRequest.SerializeToString,
@@ -85,6 +100,27 @@ class AdminServiceServicer(object):
 
     def Evict(self, request, context):
         """Put a site out of the run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Readmit(self, request, context):
+        """Let a site that was put out join again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Admit(self, request, context):
+        """Let a held update be merged.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Refuse(self, request, context):
+        """An accepted update is never merged.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -128,6 +164,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Evict,
                     request_deserializer=diloco_dot_wire_dot_v1_dot_admin__pb2.EvictRequest.FromString,
                     response_serializer=diloco_dot_wire_dot_v1_dot_admin__pb2.EvictResponse.SerializeToString,
+            ),
+            'Readmit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Readmit,
+                    request_deserializer=diloco_dot_wire_dot_v1_dot_admin__pb2.ReadmitRequest.FromString,
+                    response_serializer=diloco_dot_wire_dot_v1_dot_admin__pb2.ReadmitResponse.SerializeToString,
+            ),
+            'Admit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Admit,
+                    request_deserializer=diloco_dot_wire_dot_v1_dot_admin__pb2.AdmitRequest.FromString,
+                    response_serializer=diloco_dot_wire_dot_v1_dot_admin__pb2.AdmitResponse.SerializeToString,
+            ),
+            'Refuse': grpc.unary_unary_rpc_method_handler(
+                    servicer.Refuse,
+                    request_deserializer=diloco_dot_wire_dot_v1_dot_admin__pb2.RefuseRequest.FromString,
+                    response_serializer=diloco_dot_wire_dot_v1_dot_admin__pb2.RefuseResponse.SerializeToString,
             ),
             'Snapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.Snapshot,
@@ -226,6 +277,87 @@ class AdminService(object):
             '/diloco.wire.v1.AdminService/Evict',
             diloco_dot_wire_dot_v1_dot_admin__pb2.EvictRequest.SerializeToString,
             diloco_dot_wire_dot_v1_dot_admin__pb2.EvictResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Readmit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diloco.wire.v1.AdminService/Readmit',
+            diloco_dot_wire_dot_v1_dot_admin__pb2.ReadmitRequest.SerializeToString,
+            diloco_dot_wire_dot_v1_dot_admin__pb2.ReadmitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Admit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diloco.wire.v1.AdminService/Admit',
+            diloco_dot_wire_dot_v1_dot_admin__pb2.AdmitRequest.SerializeToString,
+            diloco_dot_wire_dot_v1_dot_admin__pb2.AdmitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Refuse(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diloco.wire.v1.AdminService/Refuse',
+            diloco_dot_wire_dot_v1_dot_admin__pb2.RefuseRequest.SerializeToString,
+            diloco_dot_wire_dot_v1_dot_admin__pb2.RefuseResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,72 @@
+"""A verb that says one word to a running syncer and tells what came of it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from diloco.launch.arguments import settings_parser
+from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.launch.status_main import syncer_address
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from diloco.wire.client import AdminClient
+
+WHERE = """
+
+The syncer is named by HOST:PORT or by a run folder.  Where it wants to know who asks:
+site.token_file=... site.tls_ca=...  The word is in its journal; said twice, it is carried out once."""
+
+
+def operate(
+    verb: str,
+    does: str,
+    arguments: Sequence[str],
+    wanted: Sequence[str],
+    say: Callable[[AdminClient, list[str]], str],
+) -> ExitCode:
+    """Run the verb: ``wanted`` are the words that follow the syncer, ``say`` says them and returns what is so now.
+
+    Exit 1 with the syncer's words when it refuses, 3 when it does not answer.
+    """
+    parser = settings_parser(verb, does + WHERE, file=False, shown=False)
+    parser.add_argument("--json", action="store_true", help="print what was done as one JSON object")
+    given = parser.parse_args(arguments)
+    target, *words = [text for text in given.settings if "=" not in text] or [""]
+    if not target or len(words) != len(wanted):
+        raise VerbError(ExitCode.USAGE, f"give the syncer's HOST:PORT or run folder{''.join(f', {w}' for w in wanted)}")
+    address = syncer_address(target)
+    done = _ask(address, [text for text in given.settings if "=" in text], words, say)
+    facts = dict(zip((name.lower() for name in wanted), words, strict=True))
+    print(json.dumps({"verb": verb, "syncer": address, **facts, "done": done}) if given.json else done, flush=True)
+    return ExitCode.OK
+
+
+def number(name: str, text: str) -> int:
+    """A word that must be a number."""
+    if not text.isdecimal():
+        raise VerbError(ExitCode.USAGE, f"{name} is {text!r}: a number")
+    return int(text)
+
+
+def _ask(address: str, settings: list[str], words: list[str], say: Callable[[AdminClient, list[str]], str]) -> str:
+    from diloco.launch import build
+    from diloco.launch import config as configs
+    from diloco.wire.client import AdminClient
+    from diloco.wire.messages import MalformedMessage, Refused, Unreachable
+    from diloco.wire.security import SecurityOptions
+
+    security = build.site_security(configs.compose(settings)) if settings else SecurityOptions()
+    try:
+        with AdminClient(address, security) as client:
+            return say(client, words)
+    except Unreachable as error:
+        raise VerbError(ExitCode.UNREACHABLE, f"the syncer at {address} does not answer: {error.why}") from error
+    except Refused as error:
+        raise VerbError(ExitCode.FAILED, f"the syncer at {address} refuses: {error.text}") from error
+    except MalformedMessage as error:
+        raise VerbError(ExitCode.USAGE, str(error)) from error
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"syncer {address}: {error}") from error

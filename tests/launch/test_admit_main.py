@@ -1,0 +1,13 @@
+"""``diloco admit`` says what it does; ``test_operating`` says it to a syncer."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco.launch.cli import main
+
+
+def test_help_names_the_words_that_follow(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["admit", "--help"])
+    assert "diloco admit runs/nimble-otter" in capsys.readouterr().out
