@@ -135,6 +135,7 @@ class Agent:
             client,
             self._outbox,
             self._incarnation,
+            self._epoch,
             self._wanted,
             self._tell,
             self._rejoin,
@@ -143,7 +144,15 @@ class Agent:
             self._stopping,
         )
         self._fetcher = Fetcher(
-            client, agreement.run_id, site_id, self._tensors, self._lineage, self._deliver, emit, self._stopping
+            client,
+            agreement.run_id,
+            site_id,
+            self._tensors,
+            self._lineage,
+            self._epoch,
+            self._deliver,
+            emit,
+            self._stopping,
         )
         self._listener = Listener(
             client,
@@ -389,6 +398,9 @@ class Agent:
     def _incarnation(self) -> int:
         return self._machine.state.incarnation
 
+    def _epoch(self) -> int:
+        return self._machine.state.epoch
+
     def _lineage(self) -> int:
         return self._machine.state.lineage
 
@@ -412,11 +424,13 @@ class Agent:
                 agreement.layout_fingerprint,
                 self._layout.to_json().encode(),
                 agreement.shared,
-            )
+            ),
+            self._machine.state.epoch,
         )
         self._touch.heartbeat_s = reply.settings.heartbeat_ns / 1e9
         versions = [standing.version for standing in reply.standings]
-        self._emit("joined", {"incarnation": reply.incarnation, "epoch": reply.epoch, "versions": versions})
+        facts: dict[str, object] = {"incarnation": reply.incarnation, "epoch": reply.epoch, "versions": versions}
+        self._emit("joined", {**facts, "syncer": self._client.address})
         self._tell(
             JoinAnswered(
                 reply.epoch,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import random
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from diloco.codec.contract import DecodeError, digest
@@ -39,20 +40,30 @@ if TYPE_CHECKING:
     from diloco.wire.messages import PushHeader, PushResult, WatchEvent
     from diloco.wire.pulled import PulledVersion
 
+LOOK_S = 0.1
 MALFORMED_MAX = 3
 """Times that the syncer may find one update unreadable (bytes may change on the way) before the site stops in words."""
 
 
-class Pause:
-    """Back-off that ends early when the agent stops."""
+CAP_S = 3.0
+CHOICE_CAP_S = 0.5
+"""Where a standby may take over at any moment, all addresses are asked so often: it is what a failover costs a site."""
 
-    def __init__(self, stopping: threading.Event, cap_s: float = 3.0) -> None:
+
+class Pause:
+    """Back-off that ends early when the agent stops, and when another syncer than before has taken the site in."""
+
+    def __init__(self, stopping: threading.Event, cap_s: float = CAP_S, epoch: Callable[[], int] = lambda: 0) -> None:
         self._stopping = stopping
         self._backoff = Backoff(base_s=0.2, cap_s=cap_s)
+        self._epoch = epoch
 
     def wait(self, at_least_s: float | None = None) -> None:
         """Wait after one more failure."""
-        self._stopping.wait(self._backoff.next_s(random.random(), at_least_s or 0.0))
+        epoch, left_s = self._epoch(), self._backoff.next_s(random.random(), at_least_s or 0.0)
+        until = time.monotonic() + left_s
+        while left_s > 0 and self._epoch() == epoch and not self._stopping.wait(min(left_s, LOOK_S)):
+            left_s = until - time.monotonic()
 
     def reset(self) -> None:
         """Something worked."""
@@ -67,6 +78,7 @@ class Sender:
         client: SyncClient,
         outbox: Outbox,
         incarnation: Callable[[], int],
+        epoch: Callable[[], int],
         wanted: Callable[[int, int], str | None],
         tell: Callable[[LearnerEvent], None],
         rejoin: Callable[[str], None],
@@ -77,6 +89,7 @@ class Sender:
         self._client = client
         self._outbox = outbox
         self._incarnation = incarnation
+        self._epoch = epoch
         self._wanted = wanted
         self._tell = tell
         self._rejoin = rejoin
@@ -91,7 +104,7 @@ class Sender:
             self._deliver(*order)
 
     def _deliver(self, fragment: int, sequence: int) -> None:
-        pause = Pause(self._stopping)
+        pause = Pause(self._stopping, epoch=self._epoch)
         malformed = 0
         while not self._stopping.is_set():
             found = self._found(fragment, sequence)
@@ -153,12 +166,14 @@ class Fetcher:
         site_id: str,
         site_tensors: SiteTensors,
         lineage: Callable[[], int],
+        epoch: Callable[[], int],
         deliver: Callable[[Tensor, VersionFetched, int, str], None],
         emit: Callable[[str, dict[str, object]], None],
         stopping: threading.Event,
     ) -> None:
         """``deliver`` gets a version, the lineage that it was asked for in, and the digest that was told with it."""
         self._lineage = lineage
+        self._epoch = epoch
         self._client = client
         self._run_id = run_id
         self._site_id = site_id
@@ -175,7 +190,7 @@ class Fetcher:
             self._fetch(fragment)
 
     def _fetch(self, fragment: int) -> None:
-        pause = Pause(self._stopping)
+        pause = Pause(self._stopping, epoch=self._epoch)
         lineage = self._lineage()  # Asked first: what is read after it may be of a later one, never of an earlier.
         latest = self._tensors.latest[fragment]
         have = latest[0] if latest is not None else -1
@@ -262,7 +277,7 @@ class Listener:
 
     def run(self) -> None:
         """The thread.  The first join was made before it starts."""
-        pause = Pause(self._stopping)
+        pause = Pause(self._stopping, CHOICE_CAP_S if self._client.has_choice else CAP_S)
         joined = True
         while not self._stopping.is_set():
             try:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from diloco.wire.client import SyncClient
 
 TURN_S = 0.1
+UNHEARD_MAX = 3
+"""Heartbeats in a row without an answer after which a site looks for another syncer, where it knows of one."""
 
 
 class Touch:
@@ -54,6 +56,7 @@ class Touch:
         self._stopping = stopping
         self._meter_every_s = meter_every_s
         self._echo = Echo(len(machine.state.fragments))
+        self._unheard = 0
         self.heartbeat_s = 1.0
         self.leave_asked = False  # Set by a signal handler, so a plain store.
         self.leaving = False
@@ -107,7 +110,13 @@ class Touch:
         try:
             reply = self._client.report(info)
         except (Unreachable, Refused):
-            return  # The Watch stream notices as well, and joins again when the syncer is back.
+            # The Watch stream notices as well, and joins again when the syncer is back.  But one that waits for its
+            # standby keeps that stream alive, also when the standby has taken its place.
+            self._unheard += 1
+            if self._unheard == UNHEARD_MAX and self._client.has_choice:
+                self._rejoin("the syncer does not answer heartbeats")
+            return
+        self._unheard = 0
         if not reply.known:
             self._rejoin("the syncer does not know this process")
         for fragment in reply.retake:

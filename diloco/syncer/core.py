@@ -172,7 +172,10 @@ class Core:
         """Hand in the event that ``make`` gives for a call number, and wait for its answer.
 
         The event stays handed in when the wait ends without one: then ``late`` gets the answer, in the loop's thread.
+        While the loop is held nothing is handed in: who asks again and again would fill the inbox.
         """
+        if (held := self.held) is not None:
+            raise CoreHeld(held)
         future: Future[Answer] = Future()
         with self._calls_lock:
             number = self._next_call

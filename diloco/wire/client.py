@@ -17,7 +17,7 @@ import grpc
 from diloco.wire import convert, convert_bulk
 from diloco.wire.calls import ADMIN_SERVICE, SYNC_SERVICE, Calls
 from diloco.wire.chunks import ChunkError, DamagedChunk
-from diloco.wire.lines import Line
+from diloco.wire.lines import Line, check_address, split_addresses
 from diloco.wire.messages import (
     Chunk,
     EvictAsk,
@@ -44,7 +44,7 @@ from diloco.wire.sending import Sending
 from diloco.wire.stall import Guard, StallWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
     from diloco.wire.pulled import PulledVersion, PullSink
@@ -60,6 +60,9 @@ class SyncClient:
     Control (Join, Watch, Report, Leave) and bulk (Push, Pull) have connections of their own.  Nothing is connected
     before the first call; a lost connection comes back by itself.  ``ValueError`` for an address or security that
     cannot work.
+
+    ``address`` may be several, with commas between them: of the syncer, and of each standby that may take its place.
+    ``join`` finds the one that takes the site in, and every other call goes there from then on.
     """
 
     def __init__(
@@ -74,11 +77,15 @@ class SyncClient:
         self._options = options or ClientOptions()
         self._site_id, self._run_id = site_id, run_id
         self._stalls = StallWatch(f"stalls-{site_id or 'observer'}")
+        self._addresses = split_addresses(address)
+        for each in self._addresses:
+            check_address(each, security)
+        self._joining = threading.Lock()
+        self._at = 0
         arguments = self._options.channel_arguments()
-        self._control = Calls(Line(address, security, arguments), SYNC_SERVICE)
-        self._bulk = [
-            Calls(Line(address, security, arguments), SYNC_SERVICE) for _ in range(self._options.data_channels)
-        ]
+        # The first is for control.  What a site has to send goes nowhere that has not taken the site in.
+        self._lines = [Line(self.address, security, arguments) for _ in range(1 + self._options.data_channels)]
+        self._control, *self._bulk = (Calls(line, SYNC_SERVICE) for line in self._lines)
         self._turn = itertools.count()
         self._bytes = threading.Lock()
         self._bytes_up = 0
@@ -89,6 +96,16 @@ class SyncClient:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    @property
+    def address(self) -> str:
+        """The one that took the site in last, or is tried first."""
+        return self._addresses[self._at]
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether there is more than one address."""
+        return len(self._addresses) > 1
 
     @property
     def bytes_up(self) -> int:
@@ -106,10 +123,35 @@ class SyncClient:
             calls.close()
         self._stalls.close()
 
-    def join(self, ask: JoinAsk) -> JoinReply:
-        """Speak for the site from now on."""
+    def join(self, ask: JoinAsk, epoch: int = 0) -> JoinReply:
+        """Speak for the site from now on, at the first address that takes it in; each is asked once.
+
+        A syncer older than (``ask.lineage``, ``epoch``) is one whose place another has taken: it does not count.
+        Where nobody takes the site in, a refusal says more than silence and is what is raised.
+        """
+        with self._joining:
+            failures: list[Refused | Unreachable] = []
+            for at in [*range(self._at, len(self._addresses)), *range(self._at)]:
+                self._lines[0].lead_to(self._addresses[at])
+                try:
+                    reply = self._join(ask, epoch)
+                except (Refused, Unreachable) as error:
+                    failures.append(error)
+                    continue
+                self._at = at
+                for line in self._lines[1:]:
+                    line.lead_to(self.address)
+                return reply
+            self._lines[0].lead_to(self.address)
+            raise _worst(failures)
+
+    def _join(self, ask: JoinAsk, epoch: int) -> JoinReply:
         raw = self._control.unary("Join", convert.pack_join(ask), self._options.join_timeout_s)
-        return _parsed("Join", convert.unpack_join_reply, raw)
+        reply = _parsed("Join", convert.unpack_join_reply, raw)
+        if (reply.lineage, reply.epoch) < (ask.lineage, epoch):
+            older = f"of lineage {reply.lineage}, epoch {reply.epoch}"
+            raise Unreachable(f"Join: the syncer is {older}, and another of epoch {epoch} has taken its place")
+        return reply
 
     def report(self, report: ReportInfo) -> ReportReply:
         """The heartbeat."""
@@ -309,6 +351,16 @@ def _parsed(method: str, unpack: Callable[[bytes], T], raw: bytes) -> T:
         return unpack(raw)
     except MalformedMessage as error:
         raise Unreachable(f"{method}: the syncer's answer cannot be: {error}") from error
+
+
+def _worst(failures: Sequence[Refused | Unreachable]) -> Refused | Unreachable:
+    """What to say when every address has failed."""
+    for failure in failures:
+        if isinstance(failure, Refused):
+            return failure
+    if len(failures) == 1:
+        return failures[0]
+    return Unreachable("; ".join(failure.why for failure in failures if isinstance(failure, Unreachable)))
 
 
 def _push_answer(bulk: Calls, call: Any, header: PushHeader, sending: Sending, guard: Guard) -> PushResult:

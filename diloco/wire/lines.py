@@ -3,10 +3,13 @@
 gRPC takes a client's certificate once, when a channel is made.  A site lives longer than its certificate: when a call
 fails because the syncer cannot be had, and the files have changed since, the channel is made anew; what was under way
 on the old one ends as on any lost connection.
+
+A site may know several addresses, of the syncer and of who takes its place.  A line leads to one of them at a time.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 from typing import Any
 
@@ -14,6 +17,32 @@ import grpc
 
 from diloco.wire.security import SYSTEM_ROOTS, SecurityOptions, is_loopback, read_authority, read_pair, read_token
 from diloco.wire.watched import Watched
+
+_HOST_PORT = re.compile(r"[^\s,/:\[\]]+:[0-9]{1,5}|\[[0-9A-Fa-f:.]+\]:[0-9]{1,5}|unix:[^\s,]+")
+ADDRESSES_MAX = 8
+
+
+def split_addresses(text: str) -> tuple[str, ...]:
+    """The addresses in ``text``, which has commas between them; ``ValueError`` in words for what is none."""
+    found = tuple(part.strip() for part in text.split(","))
+    for address in found:
+        if not _HOST_PORT.fullmatch(address):
+            raise ValueError(f"address is {text!r}: host:port wanted, or several with commas between them")
+        if found.count(address) > 1:
+            raise ValueError(f"address is {text!r}: {address} is in it twice")
+    if len(found) > ADDRESSES_MAX:
+        raise ValueError(f"address is {text!r}: at most {ADDRESSES_MAX} wanted")
+    return found
+
+
+def check_address(address: str, options: SecurityOptions) -> None:
+    """``ValueError`` in words when a token would be sent unencrypted to another machine."""
+    has_token = bool(options.token or options.token_file)
+    if has_token and not (options.tls_ca or is_loopback(address) or options.insecure_non_loopback):
+        raise ValueError(
+            f"address is {address!r}: the token would travel unencrypted. Give tls_ca, "
+            "or set insecure_non_loopback to accept that anyone on the way can read it"
+        )
 
 
 class Line:
@@ -24,12 +53,8 @@ class Line:
     """
 
     def __init__(self, address: str, options: SecurityOptions, arguments: list[tuple[str, int]]) -> None:
-        has_token = bool(options.token or options.token_file)
-        if has_token and not (options.tls_ca or is_loopback(address) or options.insecure_non_loopback):
-            raise ValueError(
-                f"address is {address!r}: the token would travel unencrypted. Give tls_ca, "
-                "or set insecure_non_loopback to accept that anyone on the way can read it"
-            )
+        check_address(address, options)
+        self._options = options
         self._address = address
         self._arguments = arguments
         self._lock = threading.Lock()
@@ -68,6 +93,16 @@ class Line:
             self._shown.refresh()
             if self._shown.value is before:
                 return
+            old, self._channel = self._channel, self._open()
+        old.close()
+
+    def lead_to(self, address: str) -> None:
+        """Make the channel one to ``address``; what is under way on another one ends."""
+        check_address(address, self._options)
+        with self._lock:
+            if self._closed or address == self._address:
+                return
+            self._address = address
             old, self._channel = self._channel, self._open()
         old.close()
 

@@ -59,6 +59,8 @@ class DirectClient:
         self.before_push: Callable[[PushHeader, memoryview], tuple[PushHeader, memoryview]] = lambda *update: update
         self.after_pull: Callable[[PulledVersion], PulledVersion] = lambda pulled: pulled
         self.streams: list[DirectStream] = []
+        self.has_choice = False
+        self.address = "direct"
 
     def _ask(self, what: str, call: Callable[[], T]) -> T:
         assert threading.current_thread() is not self.training, f"{what} in the training thread"
@@ -73,7 +75,7 @@ class DirectClient:
                 raise Unreachable(refusal.text) from refusal
             raise Refused(refusal.status, refusal.text) from refusal
 
-    def join(self, ask: JoinAsk) -> JoinReply:
+    def join(self, ask: JoinAsk, epoch: int = 0) -> JoinReply:
         return self._ask("join", lambda: self.syncer.api.join(ask, ANYONE))
 
     def report(self, report: ReportInfo) -> ReportReply:

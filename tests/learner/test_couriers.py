@@ -88,6 +88,7 @@ class Desk:
             self,  # type: ignore[arg-type]
             self.outbox,
             lambda: 3,
+            lambda: 1,
             lambda fragment, sequence: self.wanted.get((fragment, sequence)),
             self._tell,
             self.rejoins.append,
@@ -241,6 +242,7 @@ class Ear:
     """A listener, and a syncer whose Joins and Watches do what is written down here."""
 
     def __init__(self) -> None:
+        self.has_choice = False
         self.stopping = threading.Event()
         self.events = Events()
         self.log: list[str] = []

@@ -46,6 +46,7 @@ class Shelf:
             "a",
             self.site_tensors,
             lambda: self.lineage,
+            lambda: 1,
             lambda values, event, lineage, told: self.delivered.append((values, event)),
             self.events.emit,
             self.stopping,

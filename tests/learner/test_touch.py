@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
+from diloco.learner.touch import UNHEARD_MAX
 from diloco.sync.progress import site_ledger
 from diloco.syncer.server import Syncer
-from diloco.wire.messages import ReportInfo, ReportReply, short_digest
+from diloco.wire.messages import ReportInfo, ReportReply, Unreachable, short_digest
 from tests.learner.direct import DirectClient, Site, started
 from tests.syncer.building import Events, eventually, serving
 
@@ -51,6 +52,24 @@ def test_a_heartbeat_that_fails_ends_nothing(tmp_path: Path) -> None:
         site.client.down.clear()
         assert not site.step().stop
         assert len(site.events.wait_for("meter")) > 0
+
+
+def test_a_syncer_that_answers_no_heartbeat_is_left_where_there_is_another(tmp_path: Path) -> None:
+    with serving(tmp_path / "syncer") as syncer, started(tmp_path / "site", syncer) as site:
+        for has_choice in (False, True):
+            site.client.has_choice = has_choice
+            site.client.before["report"] = unheard
+            before = site.client.calls.count("report")
+            eventually(lambda before=before: site.client.calls.count("report") > before + UNHEARD_MAX, "heartbeats")
+            notes = [event for event in site.events.of("note") if event["note"] == "rejoin"]
+            assert len(notes) == int(has_choice), "said once, and the Watch stream stood all the time"
+            del site.client.before["report"]
+            answered = site.client.calls.count("report")
+            eventually(lambda answered=answered: site.client.calls.count("report") > answered + 1, "an answer")
+
+
+def unheard() -> None:
+    raise Unreachable("held")
 
 
 def test_a_bit_that_flips_in_a_base_is_found_and_the_fragment_taken_whole(tmp_path: Path) -> None:

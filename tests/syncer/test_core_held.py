@@ -58,6 +58,23 @@ def test_a_full_disk_holds_everything_back_but_early_questions_and_heals() -> No
     assert held == ["disk full: No space left on device", None]
 
 
+def test_who_asks_again_and_again_while_it_is_held_fills_no_inbox() -> None:
+    """A site that looks for another syncer asks this one, too, twice a second for as long as it is held."""
+    with running() as desk:
+        desk.join()
+        desk.disk.full = True
+        _, pushed = background(desk.push)
+        eventually(lambda: desk.core.held and pushed, "the loop says that it waits")
+        waiting = desk.core._inbox.qsize()
+        for _ in range(20):
+            with pytest.raises(CoreHeld, match="disk full"):
+                desk.join("b")
+        assert desk.core._inbox.qsize() == waiting
+        desk.disk.full = False
+        eventually(lambda: desk.core.held is None, "the loop goes on")
+        assert isinstance(desk.join("b"), AnswerJoin)
+
+
 def test_what_is_durable_here_only_is_told_to_nobody() -> None:
     """The place of a standby: it is asked about each turn until it has it."""
     behind = [0]

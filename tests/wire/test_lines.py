@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from diloco.wire.lines import Line
+from diloco.wire.lines import Line, split_addresses
 from diloco.wire.security import SecurityOptions
 from tests.wire.certificates import Authority
 
@@ -68,3 +68,24 @@ def test_files_that_cannot_work_are_refused_in_words(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=words):
             Line("127.0.0.1:1", options, [])
     assert key
+
+
+def test_a_line_leads_to_one_address_at_a_time(tmp_path: Path) -> None:
+    line = Line("127.0.0.1:1", SecurityOptions(token="token-of-site-a-1"), [])
+    first = line.channel
+    line.lead_to("127.0.0.1:1")
+    assert line.channel is first
+    line.lead_to("127.0.0.1:2")
+    assert line.channel is not first
+    with pytest.raises(ValueError, match="unencrypted"):
+        line.lead_to("example.org:7000")
+    line.close()
+    line.lead_to("127.0.0.1:1")
+
+
+def test_addresses_are_host_and_port() -> None:
+    assert split_addresses("fra.example:7077, [::1]:7078,unix:/run/x") == (
+        "fra.example:7077",
+        "[::1]:7078",
+        "unix:/run/x",
+    )
