@@ -63,6 +63,7 @@ class Step(StrEnum):
     PUBLISH = "syncer.publish"
     EXPORT = "syncer.export"
     STANDBY_FILE = "standby.file"
+    LEASE_WRITE = "lease.write"
 
     # A site's folder.
     OUTBOX_FOLDER = "outbox.folder"

@@ -111,6 +111,7 @@ def _serve(
     from diloco.launch import build
     from diloco.launch.metrics import page_at
     from diloco.launch.syncer_metrics import SyncerMetrics
+    from diloco.syncer.lease import LeaseError, LeaseRefusedError
     from diloco.syncer.server import Syncer
     from diloco.syncer.store import StoreError
 
@@ -135,6 +136,9 @@ def _serve(
         address = syncer.start()
     except StoreError as error:
         raise VerbError(ExitCode.MISMATCH, str(error)) from error
+    except LeaseError as error:
+        refused = isinstance(error, LeaseRefusedError)
+        raise VerbError(ExitCode.MISMATCH if refused else ExitCode.FAILED, str(error)) from error
     except LockedError as error:
         raise VerbError(ExitCode.FAILED, f"{error}: is this run's syncer running already?") from error
     except ValueError as error:
@@ -151,6 +155,7 @@ def _serve(
 
 
 def _wait(syncer: Syncer, stopping: Stopping) -> Ending | None:
+    from diloco.syncer.lease import LeaseLostError
     from diloco.syncer.memory import MemoryDamaged
 
     asked = False
@@ -164,7 +169,7 @@ def _wait(syncer: Syncer, stopping: Stopping) -> Ending | None:
                 syncer.drain()
         if ending is not None:
             syncer.linger()
-    except MemoryDamaged as error:
+    except (MemoryDamaged, LeaseLostError) as error:
         raise VerbError(ExitCode.FAILED, str(error)) from error
     finally:
         syncer.stop(HAND_OVER_S if stopping.handing_over else STOP_S)

@@ -301,6 +301,7 @@ class Api:
                 "identity_complaints": self._syncer.complaints(),
                 "wanting": self._syncer.room.wanting(),
                 "replication": self._syncer.replicator.status(),
+                "lease": self._syncer.leadership.status() if self._syncer.leadership is not None else None,
                 "backup": self._syncer.backups.status() if self._syncer.backups is not None else None,
                 **describe(machine, tally, now_s),
             },

@@ -84,8 +84,9 @@ class Core:
 
     ``on_held`` hears in words what the loop waits for, and None when it goes on; ``held`` is the same.  ``replicated``
     is asked about each turn that is durable here, again and again until it answers None: what it says until then is why
-    nothing may be told of that turn yet.  Both are called in the loop's thread.  With ``acks_first`` an update that was
-    taken in is acknowledged before that.
+    nothing may be told of that turn yet.  ``leads`` is asked in the same way right before anything is told, to who only
+    reads as well; it may raise, which ends the loop.  All are called in the loop's thread.  With ``acks_first`` an
+    update that was taken in is acknowledged before ``replicated``.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Core:
         on_failure: Callable[[BaseException], None] = lambda error: None,
         on_held: Callable[[str | None], None] = lambda why: None,
         replicated: Callable[[Turn], str | None] = lambda turn: None,
+        leads: Callable[[], str | None] = lambda: None,
         acks_first: bool = False,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -106,6 +108,7 @@ class Core:
         self._on_failure = on_failure
         self._on_held = on_held
         self._replicated = replicated
+        self._leads = leads
         self._acks_first = acks_first
         self.held: str | None = None
         self._clock_ns = clock_ns
@@ -270,7 +273,7 @@ class Core:
         deadline_ns = self.machine.next_deadline_ns()
         if deadline_ns is not None and now_ns >= deadline_ns:
             self._decide(DeadlinePassed(), decided, records)
-        if records and not self.settle(records, decided):
+        if (records and not self.settle(records, decided)) or not self._until(self._leads):
             return
         for effect in decided:
             if isinstance(effect, AnswerJoin | AnswerPush | AnswerDone):
@@ -305,6 +308,8 @@ class Core:
         if not (self._until(write) and self._until(flush)):
             return False
         if self._acks_first:
+            if not self._until(self._leads):
+                return False
             for effect in decided:
                 if isinstance(effect, AnswerPush) and effect.outcome is Outcome.ACCEPTED:
                     self._answer(effect)

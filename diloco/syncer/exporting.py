@@ -14,7 +14,8 @@ from diloco.durable import DiskFullError, Step, is_full
 from diloco.outer.fragments import Layout, scatter
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import threading
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -46,6 +47,23 @@ def export(disk: Disk, folder: Path, layout: Layout, values: Sequence[FragmentVa
         if any(f"os error {number}" in str(error) for number in FULL_ERRORS):  # It has no other way to say so.
             raise DiskFullError(errno.ENOSPC, str(error)) from error
         raise
+
+
+def when_there_is_room(
+    write: Callable[[], object], stopping: threading.Event, again_s: float, put_off: Callable[[str], None]
+) -> None:
+    """Repeat ``write`` until it finds room, or the process stops; ``put_off`` hears once why that takes so long."""
+    told = False
+    while True:
+        try:
+            write()
+            return
+        except DiskFullError as error:
+            if not told:
+                put_off(f"disk full: {error.strerror}")
+            told = True
+            if stopping.wait(again_s):
+                return
 
 
 def full_parameters(layout: Layout, fragments: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -10,6 +10,9 @@ all, in words, until it has caught up or an operator detaches it (``StandbyDetac
 ``async``: an update is acknowledged when it is durable here; fates and versions wait for the standby while it follows,
 so that no site ever holds a version that a promoted standby lacks.  A standby that is away is not waited for: then it
 is said that a loss of this disk may cost what came since.
+
+Where there is a lease, it names the standby as heir while that has everything which was told; and it names nobody, for
+certain, before anything is told that the standby lacks.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from diloco.syncer.journal_files import Turn
+    from diloco.syncer.leadership import Leadership
     from diloco.syncer.store import Store
     from diloco.wire.replication import FollowPart, FollowStart
 
@@ -74,15 +78,18 @@ class Replicator:
         store: Store,
         identity: tuple[str, str, Callable[[], int]],
         emit: Callable[[str, dict[str, object]], None],
+        leadership: Leadership | None = None,
     ) -> None:
         """``identity``: layout fingerprint and digest of the shared configuration, and the lineage when asked."""
         self.options = options
         self.store = store
         self.fingerprint, self.shared_digest, self.lineage = identity
         self._emit = emit
+        self._leadership = leadership
         self.changed = threading.Condition()
         self.durable: Place = (0, 0)
         self._acked: Place = (0, 0)
+        self._acker = ""
         self._follower: Follower | None = None
         self._heard_s = time.monotonic()
         self.wanting: str | None = None
@@ -116,16 +123,22 @@ class Replicator:
             if end > self.durable:
                 self.durable = end
                 self.changed.notify_all()
-            if self.options.mode == "off" or self._detached or self._acked >= end:
-                return None
+            if self.options.mode == "off" or self._detached:
+                return self._heir_is("")
+            if self._acked >= end:
+                return self._heir_is(self._acker)
             if self._away_s() is None:
                 return f"the standby {self._name()} is behind"
             if self.options.mode == "async":
-                return None
+                return self._heir_is("")
             gone = "the standby is away" if self._acked > (0, 0) else "no standby has followed"
             return (
                 f"{gone}: nothing is acknowledged until it is back, or until `diloco standby detach` says not to wait"
             )
+
+    def _heir_is(self, name: str) -> str | None:
+        """Who lacks what is told next must not be the heir; why that is not sure yet."""
+        return self._leadership.heir_is(name) if self._leadership is not None else None
 
     def detach(self) -> None:
         """An operator's word; it is journalled by whoever calls this, right after."""
@@ -176,7 +189,7 @@ class Replicator:
         with self.changed:
             self._follower = follower
             self._heard_s = time.monotonic()
-            self._acked = follower.place
+            self._acked, self._acker = follower.place, follower.name
         self._emit("standby_follows", {"standby": start.standby, "anew": start.segment == 0})
         return follower
 
@@ -190,6 +203,8 @@ class Replicator:
             caught_up = self._acked >= self.durable
             attach = caught_up and self._detached and not self._attaching
             self._attaching = self._attaching or attach
+            if caught_up and not self._detached and self._leadership is not None:
+                self._leadership.name_heir(follower.name)
         if attach:
             self._attach(follower.name)
         self._nudge()

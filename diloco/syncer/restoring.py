@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 KEEP_PAST = Retention(steps=1 << 40, bytes_max=1 << 60)
 """A restore lets nothing go of what can be replayed; the syncer that goes on does what its settings say."""
-LEFT_ALONE = frozenset({"lock", STAGING})
+LEFT_ALONE = frozenset({"lock", "leadership.json", STAGING})
 MOVED = ("journal", "run.json", "spool", "lineages", "snapshots")
 """The order in which a restored folder is moved into its place: recoverable only with the last."""
 

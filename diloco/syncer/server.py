@@ -44,10 +44,11 @@ from diloco.syncer.api import Api
 from diloco.syncer.backups import BackupOptions, Backups
 from diloco.syncer.core import Core, CoreHeld, CoreStopped
 from diloco.syncer.executor import OuterResult, run_outer_step
-from diloco.syncer.exporting import export, full_parameters
+from diloco.syncer.exporting import export, full_parameters, when_there_is_room
 from diloco.syncer.facts import outer_step_facts, refusal_facts, start_facts
 from diloco.syncer.feeds import Feeds
 from diloco.syncer.keeping import Keeper
+from diloco.syncer.leadership import lead
 from diloco.syncer.memory import MemoryCheck
 from diloco.syncer.opening import begun, open_store, recovered
 from diloco.syncer.readiness import Readiness, Unready
@@ -65,6 +66,8 @@ if TYPE_CHECKING:
     from diloco.durable import Disk
     from diloco.sync.state import OuterState
     from diloco.sync.syncer import OuterSync
+    from diloco.syncer.leadership import Leadership
+    from diloco.syncer.lease import Lease
     from diloco.syncer.snapshots import FragmentValues
     from diloco.syncer.standby import Warm
     from diloco.wire.options import ServerOptions
@@ -138,6 +141,7 @@ class Syncer:
         security: SecurityOptions,
         emit: Callable[[str, dict[str, object]], None],
         disk: Disk = PLAIN_DISK,
+        lease: Lease | None = None,
     ) -> None:
         """``version_zero`` makes the fragments' first values; it is called for a new run only."""
         self.options = options
@@ -147,6 +151,8 @@ class Syncer:
         self._security = security
         self._emit = emit
         self._disk = disk
+        self._lease = lease
+        self.leadership: Leadership | None = None
         self._candidates: dict[tuple[int, int], OuterResult] = {}
         self._ended = threading.Event()
         self._export_thread: threading.Thread | None = None
@@ -165,7 +171,7 @@ class Syncer:
         """Take the folder over, recover, and serve; returns the address that sites dial.
 
         What a standby hands over (``warm``) needs no recovery.  ``LockedError`` when another process has the folder,
-        ``StoreError`` when what lies there cannot be continued.
+        ``StoreError`` when what lies there cannot be continued, ``LeaseError`` when the run is another's to lead.
         """
         try:
             return self._start(warm)
@@ -181,7 +187,8 @@ class Syncer:
         self.room = Room(Path(self.options.folder), self.options.disk_reserve_mb * 1_000_000, self._room_changed)
         agreement = self.plan.agreement
         run = (agreement.layout_fingerprint, self.plan.shared_digest, lambda: machine.state.lineage)
-        self.replicator = Replicator(self.options.replication, self.store, run, self._emit)
+        epoch = self._lead(machine.state, warm)
+        self.replicator = Replicator(self.options.replication, self.store, run, self._emit, self.leadership)
         self.core = Core(
             machine,
             self.store,
@@ -189,6 +196,7 @@ class Syncer:
             on_failure=self._fail,
             on_held=self.room.held,
             replicated=self.replicator.replicated,
+            leads=self.leadership.wanting if self.leadership is not None else lambda: None,
             acks_first=self.replicator.acks_first,
         )
         alone = warm is not None or machine.state.detached  # Who has just been promoted has no standby of its own.
@@ -198,7 +206,7 @@ class Syncer:
         )
         self.api = Api(self)
         # Before the loop begins: a deadline that has passed would be acted on first, and its step issued twice.
-        self.core.post(SyncerStarted(machine.state.epoch + 1, self.plan.health))
+        self.core.post(SyncerStarted(epoch, self.plan.health))
         if alone and not machine.state.detached:
             self.core.post(StandbyDetached(0))
         self.core.start()
@@ -244,6 +252,20 @@ class Syncer:
         self.store, self.holdings = warm.store, warm.holdings
         return warm.machine, 0
 
+    def _lead(self, state: OuterState, warm: Warm | None) -> int:
+        """Take the lease, where there is one; the epoch of this start."""
+        taken = warm.leadership if warm is not None else None
+        self.leadership = taken or lead(self._lease, Path(self.options.folder), self._disk, state, self._emit)
+        if self.leadership is None:
+            return state.epoch + 1
+        self._taken.callback(self._end_lead)
+        return self.leadership.epoch
+
+    def _end_lead(self) -> None:
+        """After a failure the lease is not given back: it runs out, and an heir takes over."""
+        assert self.leadership is not None
+        self.leadership.stop(release=self.failed is None)
+
     def _attach(self, standby: str) -> None:
         """A standby has everything again; from the turn after this record on it is waited for."""
         self.core.post(StandbyAttached(standby))
@@ -279,7 +301,12 @@ class Syncer:
         if why is None:
             self.readiness.ends(Unready.DISK_FULL)
             self.readiness.ends(Unready.STANDBY_AWAY)
-            self._emit("note", {"note": "disk_has_room" if self.replicator.options.mode == "off" else "goes_on"})
+            self.readiness.ends(Unready.LEASE_LOST)
+            held = self.replicator.options.mode != "off" or self.leadership is not None
+            self._emit("note", {"note": "goes_on" if held else "disk_has_room"})
+        elif self.leadership is not None and why == self.leadership.wants:
+            self.readiness.begins(Unready.LEASE_LOST)
+            self._emit("note", {"note": "held", "why": why})
         elif why == self.replicator.wanting:
             self.readiness.begins(Unready.STANDBY_AWAY)
             self._emit("note", {"note": "held", "why": why})
@@ -448,20 +475,16 @@ class Syncer:
 
     def _exported(self, effect: MarkFinal) -> None:
         """In a thread of its own; the values of the last version are never written to again."""
-        folder, told = Path(self.options.folder) / "final", False
-        while True:
-            try:
-                export(self._disk, folder, self.plan.layout, self.holdings.values, effect.versions)
-                break
-            except DiskFullError as error:
-                if not told:
-                    self._emit("note", {"note": "export_put_off", "why": f"disk full: {error.strerror}"})
-                told = True
-                if self._stopping.wait(LOOK_EVERY_S):
-                    break
-            except Exception as error:
-                self._fail(error)
-                break
+        folder = Path(self.options.folder) / "final"
+        try:
+            when_there_is_room(
+                lambda: export(self._disk, folder, self.plan.layout, self.holdings.values, effect.versions),
+                self._stopping,
+                LOOK_EVERY_S,
+                lambda why: self._emit("note", {"note": "export_put_off", "why": why}),
+            )
+        except Exception as error:
+            self._fail(error)
         self._ended.set()
 
     def parameters(self) -> dict[str, torch.Tensor]:

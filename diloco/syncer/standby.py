@@ -24,6 +24,7 @@ from diloco.sync.journal import JournalError, decode_records
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.holdings import Holdings
 from diloco.syncer.journal_files import Position
+from diloco.syncer.leadership import Leadership
 from diloco.syncer.opening import open_store, recovered
 from diloco.syncer.replaying import Replayer
 from diloco.syncer.spool import SpoolError
@@ -59,6 +60,8 @@ class Warm:
     machine: OuterSync
     holdings: Holdings
     taken: ExitStack
+    leadership: Leadership | None = None
+    """Where the standby has taken the lease already."""
 
 
 class Standby:

@@ -125,6 +125,7 @@ CASES: Mapping[Step | str, Case] = {
 BY_HAND: Mapping[Step, str] = {
     Step.FILE: "nothing acknowledged rests on it, and its writers take no other disk",
     Step.STANDBY_FILE: "a standby's; killed in tests/hunts/failover.py",
+    Step.LEASE_WRITE: "needs a lease; killed in tests/syncer/test_lease_file.py",
     Step.SPOOL_BACK: "needs two pushes that overtake each other; killed in test_crash.py",
 }
 

@@ -77,6 +77,8 @@ class Desk:
         clock_ns: Callable[[], int] = time.monotonic_ns,
         on_held: Callable[[str | None], None] = lambda why: None,
         replicated: Callable[[Turn], str | None] = lambda turn: None,
+        leads: Callable[[], str | None] = lambda: None,
+        acks_first: bool = False,
         **options: Any,
     ) -> None:
         self.disk = Journal()
@@ -90,6 +92,8 @@ class Desk:
             on_failure=self.failures.append,
             on_held=on_held,
             replicated=replicated,
+            leads=leads,
+            acks_first=acks_first,
             clock_ns=clock_ns,
         )
         self.core.post(SyncerStarted(1))

@@ -11,6 +11,7 @@ from diloco.sync.effects import AnswerJoin, AnswerPush
 from diloco.sync.events import DrainRequested, Outcome
 from diloco.syncer.core import CoreHeld, CoreStopped
 from diloco.syncer.journal_files import Turn
+from diloco.syncer.lease import LeaseLostError
 from diloco.wire.messages import Refusal
 from diloco.wire.messages import Status as WireStatus
 from tests.syncer.building import eventually
@@ -140,3 +141,44 @@ def test_a_question_that_nobody_waits_for_any_more_is_not_asked() -> None:
         desk.disk.gate.set()
         desk.core.ask(lambda machine: asked.append("in time"))
     assert asked == ["in time"]
+
+
+def test_who_may_not_lead_tells_nobody_anything_not_even_what_it_knew_before() -> None:
+    why: list[str | None] = [None]
+    with running(leads=lambda: why[0]) as desk:
+        desk.join()
+        desk.disk.log.clear()
+        effects = list(desk.effects)
+        why[0] = "the lease was not renewed in time"
+        with pytest.raises(CoreHeld, match="not renewed"):
+            desk.core.ask(lambda machine: machine.state.live())
+        pushing, pushed = background(desk.push)
+        pushing.join(10.0)
+        assert isinstance(pushed[0], CoreHeld)
+        assert desk.effects == effects
+        why[0] = None
+        eventually(lambda: desk.core.held is None, "the loop goes on")
+        assert desk.push().outcome is Outcome.DUPLICATE
+
+
+@pytest.mark.parametrize("acks_first", [False, True])
+def test_a_lease_that_is_lost_while_a_turn_becomes_durable_ends_the_loop_before_it_is_told(acks_first: bool) -> None:
+    lost = [False]
+
+    def leads() -> str | None:
+        if lost[0] and "flush" in desk.disk.log:
+            raise LeaseLostError("another has taken it")
+        return None
+
+    with running(leads=leads, acks_first=acks_first) as desk:
+        desk.join()
+        desk.disk.log.clear()
+        effects = list(desk.effects)
+        lost[0] = True
+        pushing, pushed = background(desk.push)
+        pushing.join(10.0)
+        assert isinstance(pushed[0], CoreStopped), "nobody was told that it is accepted"
+        assert "flush" in desk.disk.log, "it was durable here"
+        assert desk.effects == effects
+        eventually(lambda: desk.failures, "whoever owns the loop is told")
+        assert isinstance(desk.core.failed, LeaseLostError)

@@ -1,0 +1,219 @@
+"""A lease in a file that both machines reach.
+
+The file is changed only under a ``flock`` on the file beside it (``NAME.lock``), and only whole: written beside,
+synced, renamed, the folder synced.  A crash leaves the old content or the new one.
+
+No two machines' clocks are compared.  The holder counts its renewals up; whoever wants the lease takes it when the
+count has stood still for the holder's own ``ttl_s`` by the taker's clock, and is compared once more under the lock.
+
+What the file system must give: ``flock`` and renames that all machines agree on at once.  A local disk does, for
+processes of one machine, and so does NFS from version 4 on; NFS 3 with its cache of names does not.  A process that is
+frozen in the instants in which it has the lock keeps everybody from the lease until it goes on or ends: that costs a
+take-over, never two leaders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
+
+from diloco.durable import PLAIN_DISK, Step
+from diloco.syncer.lease import (
+    Claim,
+    LeaseError,
+    LeaseRefusedError,
+    Standing,
+    next_standing,
+    plain_of,
+    refusal,
+    standing_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from diloco.durable import Disk
+
+FORMAT = 1
+FILE_BYTES_MAX = 4096
+LOCK_TRIES_S = 0.01
+TTL_MAX_S = 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    standing: Standing
+    count: int
+    ttl_s: float
+    run_id: str
+
+
+class FileLease:
+    """Satisfies ``lease.Lease``."""
+
+    def __init__(
+        self,
+        path: Path,
+        run_id: str,
+        ttl_s: float,
+        disk: Disk = PLAIN_DISK,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.path = path
+        self.ttl_s = ttl_s
+        self._run_id = run_id
+        self._disk = disk
+        self._clock_s = clock_s
+        self._seen: _Content | None = None
+        self._since_s = 0.0
+
+    @property
+    def place(self) -> str:
+        """The file."""
+        return f"file:{self.path}"
+
+    def read(self) -> Standing | None:
+        """What the file says now."""
+        content = self._read()
+        return content.standing if content is not None else None
+
+    def acquire(self, claim: Claim) -> HeldFile | None:
+        """Take it; asked again and again, it is taken once the holder has been silent for long enough."""
+        if not self._free(self._watched(), claim):
+            return None
+        with self._locked():
+            content = self._watched()
+            if not self._free(content, claim):
+                return None
+            standing = next_standing(content.standing if content else None, claim)
+            self._write(_Content(standing, (content.count if content else 0) + 1, self.ttl_s, self._run_id))
+        return HeldFile(self, standing)
+
+    def _free(self, content: _Content | None, claim: Claim) -> bool:
+        """Whether nobody holds it, as far as this process has seen."""
+        standing = content.standing if content is not None else None
+        why = refusal(standing, claim, self.place)
+        if why is not None:
+            raise LeaseRefusedError(why)
+        if content is None or content.standing.released:
+            return True
+        # The name is its data folder's, whose lock we have: the process that held the lease under it has ended.
+        own = content.standing.holder == claim.name
+        return own or self._clock_s() - self._since_s >= max(content.ttl_s, self.ttl_s)
+
+    def _watched(self) -> _Content | None:
+        """What the file says, with a note of since when it has said so."""
+        content = self._read()
+        if content != self._seen or content is None:
+            self._seen, self._since_s = content, self._clock_s()
+        return content
+
+    def change(self, own: Standing, make: Callable[[_Content], _Content]) -> bool:
+        """Change the file if it still says who holds the lease as ``own`` does; False when it does not."""
+        with self._locked():
+            content = self._read()
+            if content is None:
+                raise LeaseError(f"{self.path} is gone: the lease that this process holds was removed")
+            found = content.standing
+            if (found.epoch, found.holder, found.released) != (own.epoch, own.holder, False):
+                return False
+            self._write(make(content))
+        return True
+
+    # --- the file ----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            with self.path.with_name(f"{self.path.name}.lock").open("a") as file:
+                until_s = time.monotonic() + self.ttl_s / 4
+                while True:
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        if time.monotonic() > until_s:
+                            raise LeaseError(f"{file.name} is locked by another process, for too long") from None
+                        time.sleep(LOCK_TRIES_S)
+                yield
+        except OSError as error:
+            raise LeaseError(f"{self.path}: {error.strerror or error}") from error
+
+    def _read(self) -> _Content | None:
+        def wrong(what: str) -> LeaseError:
+            return LeaseError(
+                f"{self.path} is no lease that can be trusted: {what}; nobody takes it before it is mended"
+            )
+
+        try:
+            with self.path.open("rb") as file:
+                data = file.read(FILE_BYTES_MAX + 1)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise LeaseError(f"{self.path}: {error.strerror or error}") from error
+        try:
+            plain = json.loads(data) if len(data) <= FILE_BYTES_MAX else None
+        except (ValueError, RecursionError):
+            plain = None
+        if not isinstance(plain, dict) or not isinstance(body := plain.get("lease"), dict):
+            raise wrong("it is not whole")
+        if plain.get("format") != FORMAT:
+            raise wrong(f"its format is {plain.get('format')!r}, and this release reads {FORMAT}")
+        if plain.get("sha256") != _digest(body):
+            raise wrong("it was changed by something else than a syncer, or is damaged")
+        standing = standing_of(body.get("standing"), wrong)
+        count, ttl_s, run_id = body.get("count"), body.get("ttl_s"), body.get("run_id")
+        if type(count) is not int or not isinstance(ttl_s, int | float) or not 0 < ttl_s <= TTL_MAX_S:
+            raise wrong(f"count is {count!r}, ttl_s is {ttl_s!r}")
+        if run_id != self._run_id:
+            raise LeaseRefusedError(f"{self.path} is the lease of run {run_id!r}, and this is run {self._run_id!r}")
+        return _Content(standing, count, float(ttl_s), self._run_id)
+
+    def _write(self, content: _Content) -> None:
+        body = {**asdict(content), "standing": plain_of(content.standing)}
+        text = json.dumps({"format": FORMAT, "lease": body, "sha256": _digest(body)}, indent=1)
+        self._disk.write_file(self.path, text.encode(), Step.LEASE_WRITE)
+
+
+class HeldFile:
+    """Satisfies ``lease.Held``."""
+
+    def __init__(self, lease: FileLease, standing: Standing) -> None:
+        self._lease = lease
+        self._standing = standing
+
+    @property
+    def epoch(self) -> int:
+        """The one that was given."""
+        return self._standing.epoch
+
+    def renew(self) -> bool:
+        """Count up."""
+        return self._lease.change(self._standing, _counted)
+
+    def mark(self, heir: str) -> bool:
+        """Name the heir."""
+        return self._lease.change(
+            self._standing, lambda content: replace(content, standing=replace(content.standing, heir=heir))
+        )
+
+    def release(self) -> None:
+        """Give it back."""
+        self._lease.change(
+            self._standing, lambda content: replace(content, standing=replace(content.standing, released=True))
+        )
+
+
+def _counted(content: _Content) -> _Content:
+    return replace(content, count=content.count + 1)
+
+
+def _digest(body: dict[str, object]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,230 @@
+"""The guard: valid no longer than its renewals allow, never again once lost, and sure of who is the heir."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from diloco.durable import PLAIN_DISK
+from diloco.sync.state import FragmentState, OuterState
+from diloco.syncer.leadership import REMEMBERED, Leadership, claim_of, lead, remembered
+from diloco.syncer.lease import LeaseError, LeaseLostError, LeaseRefusedError
+from diloco.syncer.lease_file import FileLease
+
+TTL_S = 10.0
+
+
+class Hand:
+    """A lease held in a test: what is answered is said beforehand."""
+
+    epoch = 3
+
+    def __init__(self) -> None:
+        self.now_s = 50.0
+        self.takes_s = 0.0
+        self.answer: bool | LeaseError = True
+        self.renewals = 0
+        self.marks: list[str] = []
+        self.released = False
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def _said(self) -> bool:
+        self.now_s += self.takes_s
+        if isinstance(self.answer, LeaseError):
+            raise self.answer
+        return self.answer
+
+    def renew(self) -> bool:
+        self.renewals += 1
+        return self._said()
+
+    def mark(self, heir: str) -> bool:
+        self.marks.append(heir)
+        return self._said()
+
+    def release(self) -> None:
+        self.released = True
+
+
+@pytest.fixture
+def hand() -> Hand:
+    return Hand()
+
+
+@pytest.fixture
+def guard(hand: Hand) -> Leadership:
+    return Leadership(hand, TTL_S, hand.now_s, "here", hand.clock)
+
+
+def test_it_is_valid_from_the_instant_at_which_the_renewal_was_sent(hand: Hand, guard: Leadership) -> None:
+    hand.now_s += 5.9
+    assert guard.wanting() is None
+    hand.takes_s = 2.0
+    guard.step()
+    hand.now_s += 3.9
+    assert guard.valid(), "sent at 5.9 s, and it is 11.8 s"
+    hand.now_s += 0.2
+    assert "was not renewed in time" in str(guard.wanting())
+
+
+def test_it_is_renewed_at_a_third_of_its_time_and_not_before(hand: Hand, guard: Leadership) -> None:
+    hand.now_s += 3.3
+    guard.step()
+    assert hand.renewals == 0
+    hand.now_s += 0.1
+    guard.step()
+    assert hand.renewals == 1
+
+
+def test_a_keeper_that_does_not_answer_is_asked_again_soon_and_it_is_said(hand: Hand, guard: Leadership) -> None:
+    hand.answer = LeaseError("nobody there")
+    hand.now_s += 4.0
+    guard.step()
+    assert guard.wanting() is None
+    hand.now_s += 3.0
+    guard.step()
+    assert "nobody there" in str(guard.wanting())
+    hand.answer = True
+    hand.now_s += 1.0
+    guard.step()
+    assert guard.wanting() is None, "nobody has taken it meanwhile: that is what a renewal says"
+
+
+def test_what_is_lost_stays_lost(hand: Hand, guard: Leadership) -> None:
+    hand.now_s += 100.0
+    assert not guard.valid(), "before anybody has asked the keeper: it may just have been frozen"
+    hand.answer = False
+    guard.step()
+    with pytest.raises(LeaseLostError, match="epoch 3 is lost"):
+        guard.wanting()
+    hand.answer = True
+    guard.step()
+    assert not guard.valid()
+    guard.stop(release=True)
+    assert not hand.released
+
+
+def test_an_heir_is_certain_only_when_it_is_written(hand: Hand, guard: Leadership) -> None:
+    assert guard.heir_is("") is None
+    guard.name_heir("second")
+    assert guard.heir_is("second") is None
+    guard.step()
+    assert hand.marks == ["second"]
+    assert "second" in str(guard.heir_is(""))
+    hand.answer = LeaseError("it may or may not be done")
+    guard.step()
+    assert guard.heir_is("") is not None
+    hand.answer = True
+    guard.step()
+    assert guard.heir_is("") is None
+    assert hand.marks == ["second", "", ""]
+
+
+def test_a_mark_that_may_have_been_made_counts_as_made(hand: Hand, guard: Leadership) -> None:
+    hand.answer = LeaseError("it may or may not be done")
+    guard.name_heir("second")
+    guard.step()
+    assert guard.heir_is("") is not None
+    assert guard.heir_is("second") is None
+    hand.answer = True
+    guard.step()
+    assert guard.heir_is("") is None
+    assert hand.marks == ["second", ""], "who asked for nobody took the wish back"
+    guard.name_heir("second")
+    guard.step()
+    assert guard.status()["heir"] == "second"
+
+
+def test_one_heir_is_taken_out_before_another_is_named(hand: Hand, guard: Leadership) -> None:
+    guard.name_heir("second")
+    guard.step()
+    assert guard.heir_is("third") is not None
+    guard.name_heir("third")
+    guard.step()
+    assert hand.marks == ["second", "", "third"]
+    assert guard.heir_is("third") is None
+
+
+def test_a_mark_that_is_refused_means_that_the_lease_is_lost(hand: Hand, guard: Leadership) -> None:
+    guard.name_heir("second")
+    hand.answer = False
+    guard.step()
+    assert not guard.valid()
+    assert guard.heir_is("") is not None
+
+
+# --- taking it --------------------------------------------------------------------------------------------------------
+
+
+def state(epoch: int = 0) -> OuterState:
+    return OuterState([FragmentState()], epoch=epoch)
+
+
+def silence(what: str, facts: dict[str, object]) -> None:
+    del what, facts
+
+
+def test_a_folder_has_one_name_for_ever_and_no_two_have_the_same(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    first = remembered(tmp_path / "one", PLAIN_DISK, "a host:/folder!")
+    assert first == remembered(tmp_path / "one", PLAIN_DISK, "another label")
+    assert first.name.startswith("a-host--folder--")
+    assert remembered(tmp_path / "two", PLAIN_DISK, "a host:/folder!").name != first.name
+    (tmp_path / "one" / REMEMBERED).write_text("{")
+    with pytest.raises(LeaseRefusedError, match=r"leadership\.json cannot be read"):
+        remembered(tmp_path / "one", PLAIN_DISK)
+
+
+def test_it_is_taken_renewed_and_given_back(tmp_path: Path) -> None:
+    lease = FileLease(tmp_path / "lease.json", "run", 0.5)
+    (tmp_path / "data").mkdir()
+    guard = lead(lease, tmp_path / "data", PLAIN_DISK, state(epoch=4), silence)
+    assert guard is not None
+    assert guard.epoch == 5
+    assert guard.valid()
+    guard.stop(release=True)
+    standing = lease.read()
+    assert standing is not None
+    assert standing.released
+    claim = claim_of(lease, tmp_path / "data", PLAIN_DISK, state(epoch=5))
+    assert (claim.name, claim.anew) == (standing.holder, False)
+
+
+def test_nobody_else_gets_it_and_it_is_said_who_has_it(tmp_path: Path) -> None:
+    lease = FileLease(tmp_path / "lease.json", "run", 2.0)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    guard = lead(lease, tmp_path / "one", PLAIN_DISK, state(), silence)
+    assert guard is not None
+    try:
+        heir = remembered(tmp_path / "two", PLAIN_DISK).name
+        with pytest.raises(LeaseRefusedError, match="led the run last"):
+            lead(lease, tmp_path / "two", PLAIN_DISK, state(), silence, wait_s=0.0)
+        guard.name_heir(heir)
+        while (standing := lease.read()) is None or standing.heir != heir:
+            guard.step()
+        with pytest.raises(LeaseRefusedError, match="the run has a syncer"):
+            lead(FileLease(lease.path, "run", 2.0), tmp_path / "two", PLAIN_DISK, state(), silence, wait_s=0.0)
+    finally:
+        guard.stop(release=True)
+
+
+def test_a_folder_that_had_a_lease_is_not_led_under_another_or_none(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    assert lead(None, tmp_path / "data", PLAIN_DISK, state(), silence) is None
+    guard = lead(FileLease(tmp_path / "a.json", "run", 5.0), tmp_path / "data", PLAIN_DISK, state(), silence)
+    assert guard is not None
+    guard.stop(release=True)
+    with pytest.raises(LeaseRefusedError, match="two leases let two syncers lead"):
+        lead(FileLease(tmp_path / "b.json", "run", 5.0), tmp_path / "data", PLAIN_DISK, state(), silence)
+    with pytest.raises(LeaseRefusedError, match="the settings name none"):
+        lead(None, tmp_path / "data", PLAIN_DISK, state(), silence)
+    (tmp_path / "a.json").unlink()
+    with pytest.raises(LeaseRefusedError, match="there is no lease"):
+        lead(FileLease(tmp_path / "a.json", "run", 5.0), tmp_path / "data", PLAIN_DISK, state(), silence)
+    assert json.loads((tmp_path / "data" / REMEMBERED).read_text())["place"] == f"file:{tmp_path / 'a.json'}"
