@@ -49,6 +49,7 @@ class Step(StrEnum):
     JOURNAL_WRITE = "journal.write"
     JOURNAL_SYNC = "journal.sync"
     JOURNAL_MARK = "journal.mark"
+    JOURNAL_END = "journal.end"
     JOURNAL_CUT = "journal.cut"
     JOURNAL_PRUNE = "journal.prune"
     SNAPSHOT_BEGIN = "snapshot.begin"

@@ -19,8 +19,8 @@ is cut off.  But where its mark or any other whole unit follows, it *was* acknow
 ``JournalError``.  One thing may follow and be cut off with it: a last frame without a mark, behind the hole of the mark
 before it.  The two are made durable by one sync, and a power cut before that may have kept the second alone.
 
-Two things cannot be told from an end that was never acknowledged: damage to the very last frame after a power cut that
-took its mark along, and a last segment that somebody cut off between two units.
+Two things cannot be told here from an end that was never acknowledged: damage to the very last frame after a power cut
+that took its mark along, and a last segment that somebody cut off between two units (``syncer/journal_end`` can).
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ What is made durable when (each line is a call here, in the order in which a pro
 - ``take_over`` (a start): what a crash left half written is cut off, the segment synced, its last mark written if it
   has none.  From then on all of it counts as acknowledged.
 - ``append``: one frame, written.  Nothing is synced.  ``flush``: the segment is synced (fdatasync); then the frame's
-  mark is written and *not* synced.  Only after that may anything be told that follows from the frame.
+  mark is written and *not* synced, and the end of the frame is noted (``journal_end.py``), not synced either.  Only
+  after that may anything be told that follows from the frame.
 - ``rotate``: the old segment is synced, its last mark with it.  The new one gets its header and is synced, then the
   folder is synced, then the header's mark is written.  Only after that may a snapshot name the new segment.
 - ``prune``: segments that nothing needs are removed, oldest first.  Nothing is synced: one that a power cut brings back
@@ -40,6 +41,7 @@ from diloco.sync.frames import (
     read_segment,
 )
 from diloco.sync.journal import JournalError, Record, decode_records, encode_records, read_records
+from diloco.syncer.journal_end import JournalEnd
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -88,6 +90,7 @@ class JournalFiles:
         disk.make_folder(folder, Step.FOLDER)
         self.index = max(self.segments(), default=0)
         self._file: BinaryIO | None = None
+        self._noted = JournalEnd(folder / "journal.end", disk)
         self._chain = CHAIN_START
         self._end = 0
         self._synced = self._marked = True
@@ -117,12 +120,18 @@ class JournalFiles:
         if missing:
             raise JournalError(f"{self.path(missing[0])} is missing: the journal is needed from segment {first} on")
         before = bytes.fromhex(chain) if chain else None
+        noted = self._noted.read()  # Before the journal, which may be longer by the time that it is read.
         for index in wanted:
             read = read_file(self.path(index))
             is_last = index == wanted[-1]
             if read.end < read.size and not is_last:
                 raise JournalError(f"{self.path(index)} ends in the middle of a unit at byte {read.end}: it is damaged")
             before = self._chain_through(read, before, may_be_blank=is_last and index != first)
+            if is_last and noted is not None and noted > (index, read.end):
+                found = f"ends at byte {read.end}" if noted[0] == index else "is missing"
+                raise JournalError(
+                    f"{self.path(noted[0])} {found}, and its byte {noted[1]} was durable: it was cut off"
+                )
             yield read
 
     def _chain_through(self, read: SegmentRead, before: bytes | None, *, may_be_blank: bool) -> bytes | None:
@@ -165,6 +174,7 @@ class JournalFiles:
         """
         for index in self.segments():
             self._disk.remove(self.path(index), Step.JOURNAL_CUT)
+        self._noted.clear()
         self.index, self._chain = 0, CHAIN_START
         if place is not None:
             self.index, self._chain = place.segment - 1, bytes.fromhex(place.chain)
@@ -175,7 +185,7 @@ class JournalFiles:
 
         A note for each cut: what was never acknowledged goes, and so does a last mark that is not whole.
         """
-        notes = []
+        notes = [f"{self._noted.path} is damaged: {why}" for why in self._noted.damage()]
         path = self.path(self.index)
         read = read_file(path)
         if read.end < read.size:
@@ -225,8 +235,11 @@ class JournalFiles:
             self._disk.sync(self._file, Step.JOURNAL_SYNC)
             self._synced = True
         if not self._marked:
+            end = self._end
             self._put(encode_mark(self._chain), Step.JOURNAL_MARK)
             self._marked = True
+            with contextlib.suppress(OSError):  # Only its first two writes want room; an older note is a good one too.
+                self._noted.write(self.index, end)
 
     def _put(self, data: bytes, step: Step) -> None:
         assert self._file is not None, "begin or take_over comes first"
@@ -261,7 +274,8 @@ class JournalFiles:
             if is_full(error):
                 raise DiskFullError(error.errno, error.strerror) from error
             raise
-        self.close()
+        if self._file is not None:
+            self._file.close()
         self.index, self._file, self._chain = index, file, chain
         self._end, self._synced, self._marked = len(header), True, False
         with contextlib.suppress(DiskFullError):  # Then the next frame comes without it, and is as good a mark.
@@ -276,6 +290,7 @@ class JournalFiles:
 
     def close(self) -> None:
         """Close the last segment."""
+        self._noted.close()
         if self._file is not None:
             self._file.close()
             self._file = None

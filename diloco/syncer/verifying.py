@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from diloco.durable import ReadingDisk
 from diloco.sync.events import UpdateArrived
 from diloco.sync.journal import JournalError
+from diloco.syncer.journal_end import JournalEnd
 from diloco.syncer.journal_files import JournalFiles
 from diloco.syncer.snapshots import Snapshots
 from diloco.syncer.spool import SpoolError
@@ -43,6 +44,9 @@ def verify(folder: Path) -> Verified:
     if not any((folder / "journal").glob("journal-*.log")):
         raise JournalError(f"{folder / 'journal'} holds no journal")
     disk = ReadingDisk()
+    noted = JournalEnd(folder / "journal" / "journal.end", disk)
+    for why in noted.damage():
+        raise JournalError(f"{noted.path} is damaged: {why}")
     journal, snapshots = JournalFiles(folder / "journal", disk=disk), Snapshots(folder / "snapshots", disk=disk)
     numbers, segments = snapshots.numbers(), journal.segments()
     chains: dict[int, str] = {}

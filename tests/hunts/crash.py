@@ -92,6 +92,7 @@ CASES: Mapping[Step | str, Case] = {
     Step.JOURNAL_WRITE: Case("syncer", 24),
     Step.JOURNAL_SYNC: Case("syncer", 24),
     Step.JOURNAL_MARK: Case("syncer", 24),
+    Step.JOURNAL_END: Case("syncer", 24),
     Step.JOURNAL_CUT: Case("syncer", 2, before=torn_journal),
     Step.JOURNAL_PRUNE: Case("syncer", 4),
     Step.SNAPSHOT_BEGIN: Case("syncer", 4),

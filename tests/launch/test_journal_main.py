@@ -57,7 +57,7 @@ def test_everything_is_verified_and_the_first_damage_named(tmp_path: Path, capsy
         (line,) = capsys.readouterr().out.splitlines()
         assert line.startswith("whole: ")
         assert " 2 snapshots, " in line
-    path = max((desk.store.folder / "journal").iterdir())
+    path = max((desk.store.folder / "journal").glob("journal-*.log"))
     with path.open("ab") as file:
         file.write(b"torn")
     assert main(["journal", "verify", str(tmp_path / "run")]) == 0

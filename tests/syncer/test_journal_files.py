@@ -80,6 +80,7 @@ def test_an_end_that_was_not_acknowledged_is_cut_at_every_byte_and_written_over(
     found = read_file(tmp_path / "run" / name).found
     assert found is not None
     last = found.frames[-1].offset
+    (tmp_path / "run" / "journal.end").unlink()  # The note says that it was acknowledged: as if there were none.
     for cut in range(last, len(whole)):
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
         path = tmp_path / "copy" / name
@@ -110,7 +111,8 @@ def test_what_is_taken_over_is_durable_and_marked_before_it_is_gone_on_from(tmp_
     assert journal.take_over() == []
     journal.close()
     assert path.read_bytes() == whole
-    assert disk.done[-2:] == [Step.JOURNAL_SYNC, Step.JOURNAL_MARK]
+    assert disk.done[-4:-2] == [Step.JOURNAL_SYNC, Step.JOURNAL_MARK]
+    assert disk.done[-2:] == [Step.JOURNAL_END] * 2
 
 
 @pytest.mark.parametrize("size", [0, 1, 3, 4, 100])
@@ -202,6 +204,7 @@ def test_a_header_that_a_snapshot_names_is_missed(tmp_path: Path) -> None:
     """Nothing is in that segment yet; but the snapshot was written behind it, so it has been there."""
     _, places = written(tmp_path, segments=2, each=0)
     (tmp_path / "journal-000002.log").write_bytes(b"")
+    (tmp_path / "journal.end").unlink()
     assert read(tmp_path, 1, places[0].chain) == []
     with pytest.raises(JournalError, match="has lost its header"):
         read(tmp_path, 2, places[1].chain)
@@ -238,12 +241,12 @@ def test_a_frame_is_durable_before_its_mark_and_all_of_a_segment_before_the_next
     turn = journal.append([record(1), record(2)])
     assert disk.done == [Step.JOURNAL_WRITE]
     journal.flush()
-    assert disk.done == [Step.JOURNAL_WRITE, Step.JOURNAL_SYNC, Step.JOURNAL_MARK]
+    assert disk.done == [Step.JOURNAL_WRITE, Step.JOURNAL_SYNC, Step.JOURNAL_MARK, Step.JOURNAL_END]
     assert disk.synced[-1] == turn.offset + len(turn.data)
     disk.done.clear()
     first = journal.path(1).stat().st_size
     journal.rotate()
-    assert disk.done == [Step.JOURNAL_SYNC, *[Step.JOURNAL_BEGIN] * 4, Step.JOURNAL_MARK]
+    assert disk.done == [Step.JOURNAL_SYNC, *[Step.JOURNAL_BEGIN] * 4, Step.JOURNAL_MARK, Step.JOURNAL_END]
     assert disk.synced[-2] == first, "the last mark with it"
     journal.close()
 

@@ -203,14 +203,14 @@ def lose_payload(folder: Path) -> str:
 
 
 def damage_journal(folder: Path) -> str:
-    path = max((folder / "journal").iterdir())
+    path = max((folder / "journal").glob("journal-*.log"))
     whole = path.read_bytes()
     path.write_bytes(whole[:50] + b"?" + whole[51:])
     return f"{path}: unit at byte 0 is damaged"
 
 
 def lose_segment(folder: Path) -> str:
-    path = max((folder / "journal").iterdir())
+    path = max((folder / "journal").glob("journal-*.log"))
     path.unlink()
     return f"{path} is missing"
 

@@ -103,7 +103,7 @@ def test_sites_with_checkpoints_of_format_1_go_on_with_it(toy: Toy) -> None:
         assert all(now > then for now, then in zip(marks, before["watermarks"][name], strict=True))
     found = verify(Path(toy.folder) / "syncer")
     assert found.records > 0
-    last = max((Path(toy.folder) / "syncer" / "journal").iterdir())
+    last = max((Path(toy.folder) / "syncer" / "journal").glob("journal-*.log"))
     assert read_file(last).found is not None, "what is new is written in format 2"
     kept_now = Snapshots(Path(toy.folder) / "syncer" / "snapshots")
     assert all(kept_now.load(number).journal_chain for number in kept_now.numbers())
@@ -158,7 +158,7 @@ def test_a_snapshot_of_a_later_format_is_refused_and_left_alone(toy: Toy) -> Non
 
 
 def test_damage_in_a_folder_of_format_1_is_named(toy: Toy) -> None:
-    path = max((Path(toy.folder) / "syncer" / "journal").iterdir())
+    path = max((Path(toy.folder) / "syncer" / "journal").glob("journal-*.log"))
     whole = path.read_bytes()
     path.write_bytes(whole[:40] + b"?" + whole[41:])
     with pytest.raises(StoreError, match=f"{path}: journal record at byte 0 is damaged"):
