@@ -22,6 +22,7 @@ from diloco.inner.optimizer import InnerOptions, build_optimizers
 from diloco.inner.trainer import Trainer, TrainerOptions
 from diloco.launch.config import shared_config, shared_digest
 from diloco.launch.errors import ConfigError
+from diloco.launch.replicating import replication_options
 from diloco.launch.run_dir import RunDir
 from diloco.learner.agent import AgentOptions
 from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_layout
@@ -240,6 +241,7 @@ def syncer_options(config: RunConfig, run_dir: RunDir) -> SyncerOptions:
             linger_s=syncer.linger_s,
             memory_check_s=syncer.memory_check_s,
             backup=BackupOptions(url=syncer.backup, every_s=syncer.backup_every_s, keep=syncer.backup_keep),
+            replication=replication_options(config),
         )
 
 

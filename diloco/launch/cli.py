@@ -48,6 +48,7 @@ VERBS = (
     Verb(
         "restore", "diloco.launch.restore_main", "a stopped run taken up again: from a replay, a backup or a warm site"
     ),
+    Verb("standby", "diloco.launch.standby_main", "a second syncer that follows the first and takes its place"),
     Verb("journal", "diloco.launch.journal_main", "the syncer's journal as lines; a check of everything it keeps"),
     Verb("canary", "diloco.launch.canary_main", "does this machine give the same bits when it repeats a site's steps?"),
     Verb(

@@ -29,6 +29,8 @@ SECONDS_UNLESS_SAID = 150.0
 RESUMES = ("auto", "never", "must")
 SHORT = MappingProxyType({"seed": "run.seed", "seconds": "run.seconds", "tokens": "run.tokens"})
 """What may be typed for settings that every other command has."""
+LISTS = frozenset({"site.syncer"})
+"""Text in which commas are meant; elsewhere Hydra's several values would be several runs."""
 
 
 def compose(overrides: Sequence[str]) -> RunConfig:
@@ -173,6 +175,8 @@ def _parse_by_hydra(text: str) -> tuple[str, object]:
         raise ConfigError(f"{text!r} cannot be read: {first_line(error)}") from error
     if override.is_delete():
         raise ConfigError(f"{text!r}: nothing can be taken out of the configuration, only set")
+    if override.is_sweep_override() and override.key_or_group in LISTS:
+        return override.key_or_group, text.partition("=")[2]
     if override.is_sweep_override():
         raise ConfigError(f"{text!r} has several values: one run takes one (put text with a comma in quotes)")
     return override.key_or_group, override.value()

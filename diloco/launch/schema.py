@@ -200,7 +200,7 @@ class SiteSection:
     id: str = "site-a"
     """Its name on the wire; one process speaks for it."""
     syncer: str = "127.0.0.1:7077"
-    """host:port of the syncer."""
+    """host:port of the syncer; with a standby both addresses, host:port,host:port."""
     index: int | None = None
     """Which share of the text it draws; null: its place in cluster.sites."""
     num_sites: int | None = None
@@ -304,11 +304,33 @@ class AdmissionSection:
 
 
 @dataclass(kw_only=True, slots=True)
+class ReplicationSection:
+    """What the syncer waits for before it tells anything, where a standby follows it."""
+
+    mode: str = "off"
+    """off; sync: that the standby has it; async: the same, but for acknowledgements, and not while it is away."""
+    timeout_s: float = 5.0
+    """A standby that says nothing for so long is away."""
+
+
+@dataclass(kw_only=True, slots=True)
+class StandbySection:
+    """`diloco standby follow`; its own address and folder are cluster.syncer.listen and cluster.syncer.folder."""
+
+    primary: str = ""
+    """host:port of the syncer that it follows."""
+    name: str = "standby"
+    """What it is called; its data lie in RUN_DIR/NAME unless cluster.syncer.folder says another."""
+
+
+@dataclass(kw_only=True, slots=True)
 class ClusterSection:
     """Which sites there are.  A site may come that is not listed here, with site.index and site.num_sites."""
 
     sites: dict[str, ClusterSite] = field(default_factory=dict)
     syncer: SyncerSection = field(default_factory=SyncerSection)
+    replication: ReplicationSection = field(default_factory=ReplicationSection)
+    standby: StandbySection = field(default_factory=StandbySection)
     admission: AdmissionSection = field(default_factory=AdmissionSection)
 
 

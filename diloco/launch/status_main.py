@@ -104,6 +104,9 @@ def _print(status: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(status, sort_keys=True), flush=True)
         return
+    if status.get("role") == "standby":
+        print(standby_line(status), flush=True)
+        return
     from rich.console import Console
 
     console = Console()
@@ -125,8 +128,21 @@ def _watch(asked: Any, as_json: bool) -> NoReturn:
     with Live(console=console, auto_refresh=False) as live:
         while True:
             status = asked()
-            live.update(Group(heading(status), sites_table(status)), refresh=True)
+            standby = status.get("role") == "standby"
+            shown = standby_line(status) if standby else Group(heading(status), sites_table(status))
+            live.update(shown, refresh=True)
             time.sleep(EVERY_S)
+
+
+def standby_line(status: Mapping[str, Any]) -> str:
+    """One line about a standby."""
+    versions = ",".join(map(str, status["versions"])) or "none yet"
+    follows = "follows" if status["following"] else f"DOES NOT FOLLOW (heard {status['heard_seconds_ago']:.0f} s ago)"
+    failed = f"  FAILED: {status['failed']}" if status["failed"] else ""
+    return (
+        f"standby {status['name']} {follows} {status['primary']}  versions {versions}  epoch {status['epoch']}  "
+        f"{status['turns_behind']} turns to carry out{failed}"
+    )
 
 
 def heading(status: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from diloco.launch.schema import RunConfig
     from diloco.sync.events import Ending
     from diloco.syncer.server import Syncer
+    from diloco.syncer.standby import Warm
 
 DOES = """The syncer of a run: holds the fragments, merges what the sites send, publishes versions.
 
@@ -52,12 +53,12 @@ def main(arguments: Sequence[str]) -> ExitCode:
     from diloco.launch import build
 
     build.check(config)
-    _write_config(config, run_dir, given)
+    write_config(config, run_dir, given)
     with ExitStack() as stack:
         log = EventLog(run_dir.events, "syncer")
         stack.callback(log.close)
-        ending = _serve(config, run_dir, log, stack, given)
-    return _said(config, run_dir, ending)
+        ending = serve(config, run_dir, log, stack, given)
+    return said(config, run_dir, ending)
 
 
 def _check_resume(config: RunConfig, run_dir: RunDir) -> None:
@@ -88,7 +89,7 @@ def _data(config: RunConfig, run_dir: RunDir) -> Path:
     return Path(config.cluster.syncer.folder) if config.cluster.syncer.folder else run_dir.syncer
 
 
-def _write_config(config: RunConfig, run_dir: RunDir, given: argparse.Namespace) -> None:
+def write_config(config: RunConfig, run_dir: RunDir, given: argparse.Namespace) -> None:
     """Leave the resolved file in the run's folder; refuse to go on with a run that was another one."""
     if run_dir.config.is_file():
         before, now = configs.shared_config(configs.read(run_dir.config)), configs.shared_config(config)
@@ -102,10 +103,15 @@ def _write_config(config: RunConfig, run_dir: RunDir, given: argparse.Namespace)
         configs.write(config, run_dir.config)
 
 
-def _serve(
-    config: RunConfig, run_dir: RunDir, log: EventLog, stack: ExitStack, given: argparse.Namespace
+def serve(
+    config: RunConfig,
+    run_dir: RunDir,
+    log: EventLog,
+    stack: ExitStack,
+    given: argparse.Namespace,
+    warm: Warm | None = None,
 ) -> Ending | None:
-    """Start, wait for the last version, linger, stop; the run's ending."""
+    """Start (on what a standby hands over), wait for the last version, linger, stop; the run's ending."""
     import torch
 
     from diloco.launch import build
@@ -133,7 +139,7 @@ def _serve(
     hands_over = "the syncer stops, and the sites train on until another takes its place"
     stopping = stack.enter_context(Stopping("a last round, then the syncer stops", hands_over))
     try:
-        address = syncer.start()
+        address = syncer.start(warm)
     except StoreError as error:
         raise VerbError(ExitCode.MISMATCH, str(error)) from error
     except LeaseError as error:
@@ -196,7 +202,8 @@ def join_line(config: RunConfig, address: str, settings: Sequence[str], file: Pa
     return " ".join([*words, f"site.syncer={address}", "site.id=site-a"])
 
 
-def _said(config: RunConfig, run_dir: RunDir, ending: Ending | None) -> ExitCode:
+def said(config: RunConfig, run_dir: RunDir, ending: Ending | None) -> ExitCode:
+    """Say how it ended; the exit code."""
     from diloco.sync.events import Ending
 
     if ending is Ending.FINISHED:

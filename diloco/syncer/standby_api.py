@@ -68,6 +68,21 @@ class StandbyApi:
         del site
         self._elsewhere()
 
+    def readmit(self, site: str) -> NoReturn:
+        """Not here."""
+        del site
+        self._elsewhere()
+
+    def admit(self, site: str, fragment: int, sequence: int) -> NoReturn:
+        """Not here."""
+        del site, fragment, sequence
+        self._elsewhere()
+
+    def refuse(self, site: str, fragment: int, sequence: int) -> NoReturn:
+        """Not here."""
+        del site, fragment, sequence
+        self._elsewhere()
+
     def snapshot(self) -> NoReturn:
         """It writes one where the syncer does."""
         self._elsewhere()

@@ -201,3 +201,10 @@ def test_the_resolved_file_has_every_key() -> None:
         for part in key.replace("<name>", "site-a").split("."):
             assert isinstance(plain, dict)
             plain = plain[part]
+
+
+def test_a_site_may_have_several_addresses_and_nothing_else_has_several_values() -> None:
+    for text in ("site.syncer=fra:7077,iad:7077", "site.syncer='fra:7077,iad:7077'"):
+        assert compose([text]).site.syncer == "fra:7077,iad:7077"
+    with pytest.raises(ConfigError, match=r"has several values"):
+        compose(["site.id=a,b"])

@@ -20,6 +20,9 @@ ASK: dict[str, Callable[[StandbyApi], object]] = {
     "leave": lambda api: api.leave("a", 1, None),  # type: ignore[arg-type,func-returns-value]
     "drain": lambda api: api.drain(),  # type: ignore[func-returns-value]
     "evict": lambda api: api.evict("a"),  # type: ignore[func-returns-value]
+    "readmit": lambda api: api.readmit("a"),  # type: ignore[func-returns-value]
+    "admit": lambda api: api.admit("a", 0, 1),  # type: ignore[func-returns-value]
+    "refuse": lambda api: api.refuse("a", 0, 1),  # type: ignore[func-returns-value]
     "snapshot": lambda api: api.snapshot(),  # type: ignore[func-returns-value]
     "detach": lambda api: api.detach(),  # type: ignore[func-returns-value]
 }

@@ -1,0 +1,212 @@
+"""``diloco standby``: a second syncer that follows the first; and an operator's words to either of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from diloco.launch.arguments import limit_threads, load_config, settings_parser
+from diloco.launch.arming import disk_from_environment
+from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.launch.eventlog import EventLog
+from diloco.launch.run_dir import run_dir_of
+from diloco.launch.status_main import standby_line, syncer_address
+from diloco.launch.stopping import Stopping
+from diloco.launch.syncer_main import FROM_SETTINGS, said, serve, write_config
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterator, Sequence
+
+    from diloco.launch.run_dir import RunDir
+    from diloco.launch.schema import RunConfig
+    from diloco.syncer.standby import Warm
+    from diloco.syncer.standing_by import StandingBy
+    from diloco.wire.client import AdminClient
+
+DOES = """A second syncer that follows the first, and takes its place when it is told to.
+
+  diloco syncer         run.name=otter ... cluster.replication.mode=sync
+  diloco standby follow run.name=otter ... cluster.standby.primary=fra:7077 cluster.syncer.listen=iad:7077
+  diloco site           run.name=otter ... site.syncer=fra:7077,iad:7077
+  diloco standby status  iad:7077        how it stands: whether it follows, and how far it is
+  diloco standby promote iad:7077        when the first one is gone for good, or cut off: this one goes on
+  diloco standby detach  fra:7077        said to the syncer: go on without a standby until one has caught up
+
+With cluster.replication.mode=sync nothing is acknowledged before the standby has it, and nothing at all while the
+standby is away, in words, until it is back or detached.  With async acknowledgements do not wait, and while the standby
+is away nothing does: then a loss of the syncer's disk costs what came since.
+
+follow takes the settings of `diloco syncer`.  Promoted, it is that syncer, on the same address, with the same exit
+codes; its first own act is a larger epoch, and sites that have joined it never go back to the old one.  It needs
+cluster.replication itself, for the next standby, which begins with an empty folder.  Ctrl-C while it follows: exit 75,
+the same command goes on.  Where they want to know who asks: site.token_file=... site.tls_ca=..."""
+WORDS = ("follow", "promote", "detach", "status")
+WAIT_S = 0.1
+
+
+def main(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    parser = settings_parser("standby", DOES)
+    parser.usage = "diloco standby follow|promote|detach|status [HOST:PORT] [--lossy] [--json] [key=value ...]"
+    parser.add_argument(
+        "--lossy", action="store_true", help="promote: also where it may lack something that was acknowledged"
+    )
+    parser.add_argument("--json", action="store_true", help="status: print what the standby says, as it says it")
+    given = parser.parse_args(arguments)
+    words = [text for text in given.settings if "=" not in text]
+    if not words or words[0] not in WORDS:
+        raise VerbError(ExitCode.USAGE, f"say what to do: one of {', '.join(WORDS)}")
+    what, *targets = words
+    given.settings = [text for text in given.settings if "=" in text]
+    for option in ("lossy", "json"):
+        if getattr(given, option) and what != {"lossy": "promote", "json": "status"}[option]:
+            raise VerbError(ExitCode.USAGE, f"--{option} is nothing that {what} takes")
+    if len(targets) != (what != "follow"):
+        wanted = "no HOST:PORT, but settings" if what == "follow" else "one HOST:PORT"
+        raise VerbError(ExitCode.USAGE, f"{what} takes {wanted}")
+    return _follow(given) if what == "follow" else _say(what, targets[0], given)
+
+
+# --- an operator's words --------------------------------------------------------------------------------------------
+
+
+def _say(what: str, target: str, given: argparse.Namespace) -> ExitCode:
+    address = syncer_address(target)
+    with _asking(address, given.settings) as client:
+        if what == "promote":
+            client.promote(lossy=given.lossy)
+            print(f"{address} takes over")
+        elif what == "detach":
+            client.detach()
+            print(f"{address} goes on without a standby, until one has caught up")
+        else:
+            _show(address, client.status(), as_json=given.json)
+    return ExitCode.OK
+
+
+def _show(address: str, status: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(status, sort_keys=True))
+    elif status.get("role") == "standby":
+        print(standby_line(status))
+    else:
+        raise VerbError(ExitCode.FAILED, f"{address} is no standby, but the syncer: `diloco status {address}`")
+
+
+@contextmanager
+def _asking(address: str, settings: Sequence[str]) -> Iterator[AdminClient]:
+    from diloco.launch import build
+    from diloco.launch import config as configs
+    from diloco.wire.client import AdminClient
+    from diloco.wire.messages import Refused, Unreachable
+
+    security = build.site_security(configs.compose(settings))
+    try:
+        client = AdminClient(address, security)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{address}: {error}") from error
+    with client:
+        try:
+            yield client
+        except Unreachable as error:
+            raise VerbError(ExitCode.UNREACHABLE, f"{address} does not answer: {error.why}") from error
+        except Refused as error:
+            raise VerbError(ExitCode.FAILED, f"{address} does not do it: {error.text}") from error
+
+
+# --- following ------------------------------------------------------------------------------------------------------
+
+
+def _follow(given: argparse.Namespace) -> ExitCode:
+    config = load_config(given)
+    if config.run.name is None:
+        raise ConfigError("run.name is null: give the name that `diloco syncer` printed")
+    limit_threads(config.cluster.syncer.threads)
+    run_dir = run_dir_of(config)
+
+    from diloco.launch import build, replicating
+
+    build.check(config)
+    replicating.standby_primary(config)
+    write_config(config, run_dir, given)
+    config.cluster.syncer.folder = config.cluster.syncer.folder or str(run_dir.root / config.cluster.standby.name)
+    warm = _followed(config, run_dir)
+    if warm is None:
+        print(f"standby {config.cluster.standby.name} has stopped; the same command goes on")
+        return ExitCode.DRAINED
+    with ExitStack() as stack:
+        stack.callback(warm.taken.close)
+        log = EventLog(run_dir.events, "syncer")
+        stack.callback(log.close)
+        folder = config.cluster.syncer.folder
+        print(f"took over in {folder}; `diloco syncer` with cluster.syncer.folder={folder} goes on after its end")
+        ending = serve(config, run_dir, log, stack, given, warm)
+    return said(config, run_dir, ending)
+
+
+def _followed(config: RunConfig, run_dir: RunDir) -> Warm | None:
+    """Follow until it is promoted, or asked to stop (None)."""
+    from diloco.durable import LockedError
+    from diloco.syncer.standby import StandbyError, StoreError
+
+    log = EventLog(run_dir.events, config.cluster.standby.name)
+    standing = _standing_by(config, log)
+    try:
+        with Stopping("the standby stops; the syncer says what it waits for") as stopping:
+            stopping.ask(lambda: None)
+            address = standing.start()
+            primary, name = config.cluster.standby.primary, config.cluster.standby.name
+            print(f"standby {name} of run {config.run.name} follows {primary}, and answers at {address}", flush=True)
+            print(f"it takes over when it is told to:  diloco standby promote {address}", flush=True)
+            while not stopping.asked:
+                began = time.monotonic()
+                warm = standing.wait(WAIT_S)
+                if warm is not None:
+                    log.emit("promoted", {"seconds": round(time.monotonic() - began, 3)})
+                    return warm
+            return None
+    except StoreError as error:
+        raise VerbError(ExitCode.MISMATCH, str(error)) from error
+    except LockedError as error:
+        raise VerbError(ExitCode.FAILED, f"{error}: give the standby a folder of its own") from error
+    except StandbyError as error:
+        raise VerbError(ExitCode.FAILED, str(error)) from error
+    except ValueError as error:
+        if not str(error).startswith(FROM_SETTINGS):
+            raise
+        raise ConfigError(f"cluster.syncer.{str(error).replace('address is', 'listen is', 1)}") from error
+    finally:
+        standing.stop()
+        log.close()
+
+
+def _standing_by(config: RunConfig, log: EventLog) -> StandingBy:
+    from diloco.launch import build
+    from diloco.syncer.standby import Standby
+    from diloco.syncer.standing_by import StandingBy
+    from diloco.wire.following import FollowClient
+
+    primary = config.cluster.standby.primary
+    try:
+        client = FollowClient(primary, build.site_security(config))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"cluster.standby.primary is {primary!r}: {error}") from error
+    run_dir = run_dir_of(config)
+    standby = Standby(
+        config.cluster.standby.name,
+        build.syncer_options(config, run_dir),
+        build.plan(config, build.layout_of(config)),
+        client,
+        log.emit,
+        disk_from_environment(),
+    )
+    return StandingBy(
+        standby,
+        primary,
+        build.server_options(config),
+        build.syncer_security(config),
+        lambda text: log.emit("note", {"note": "identity", "why": text}),
+    )

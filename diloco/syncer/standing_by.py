@@ -1,0 +1,72 @@
+"""A standby on the network: it follows, says how it stands, and makes room for a syncer when it is to take over."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diloco.syncer.standby_api import StandbyApi
+from diloco.wire.server import serve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from diloco.syncer.standby import Standby, Warm
+    from diloco.wire.options import ServerOptions
+    from diloco.wire.security import SecurityOptions
+    from diloco.wire.server import RunningServer
+
+
+class StandingBy:
+    """Use: ``start``, then ``wait`` until it gives what a syncer on the same address goes on with; ``stop`` always.
+
+    The address is served from the start, so that a setting that cannot work shows before it is needed, and sites that
+    come too early are told where to ask.
+    """
+
+    def __init__(
+        self,
+        standby: Standby,
+        primary: str,
+        network: ServerOptions,
+        security: SecurityOptions,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """``note`` is told what changes about who may come in."""
+        self.standby = standby
+        self.api = StandbyApi(standby, primary)
+        self._network, self._security, self._note = network, security, note
+        self._server: RunningServer | None = None
+
+    def start(self) -> str:
+        """Begin to follow, and to answer; the address."""
+        self.standby.start()
+        try:
+            self._server = serve(self.api, self._network, self._security, self._note, ready=False)
+        except BaseException:
+            self.standby.close()
+            raise
+        return self._server.address
+
+    def wait(self, timeout_s: float) -> Warm | None:
+        """What the standby hands over once it is promoted: the address is free then.  None: not yet.
+
+        Raises what ended the following early, if anything did.
+        """
+        promoted = self.api.promoted.wait(timeout_s)
+        if self.standby.failed is not None:
+            raise self.standby.failed
+        if not promoted:
+            return None
+        self._end_answering()
+        return self.standby.promote()
+
+    def stop(self) -> None:
+        """Stop answering and following; what was handed over stays open."""
+        self._end_answering()
+        if not self.api.promoted.is_set():
+            self.standby.close()
+
+    def _end_answering(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.stop(0.0)
