@@ -8,7 +8,7 @@ PYTHON := $(shell for p in python3.12 python3.11 python3; do \
 endif
 VENV = $(or $(PYTHON),$(error Python 3.11 or newer with venv is needed: make PYTHON=/path/to/python3)) -m venv
 BIN := .venv/bin
-.PHONY: demo test check protos bench swarm soak flood upgrade crash fuzz-inputs disaster crowd fuzz hostile poison
+.PHONY: demo test check protos bench swarm soak flood upgrade crash fuzz-inputs disaster crowd fuzz hostile poison failover
 
 demo: .venv/.ready
 	$(BIN)/diloco up $(ARGS)
@@ -41,6 +41,9 @@ upgrade: .venv/.ready
 
 crash: .venv/.ready
 	$(HUNT).crash --kills $(KILLS) $(ARGS)
+
+failover: .venv/.ready
+	$(HUNT).failover $(if $(N),--n $(N)) $(ARGS)
 
 flood: .venv/.ready
 	$(HUNT).flood $(ARGS)

@@ -67,6 +67,32 @@ def gather_journal(run: Run, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
+def one_run(folder: Path, led: Sequence[str]) -> Path:
+    """The folder of a run that has had several syncers: the data of the one that led last, and everybody's past.
+
+    ``led`` are the names of their data folders in the order in which they led; each went on with what the one before
+    had told.  What that one wrote beyond it was told to nobody, and is no part of the run.
+    """
+    whole = folder / "one-run"
+    journal, spool = whole / "archive" / "journal", whole / "archive" / "spool"
+    journal.mkdir(parents=True)
+    for name in led:
+        own = {}
+        for source in (folder / f"archive-{name}" / "journal", folder / name / "journal"):
+            own |= {path.name: path for path in source.glob("journal-*.log")}
+        assert own, f"{name} has no journal"
+        for path in journal.iterdir():
+            if path.name >= min(own):
+                path.unlink()
+        for path in own.values():
+            shutil.copyfile(path, journal / path.name)
+        for payloads in (folder / f"archive-{name}" / "spool", folder / name / "spool"):
+            if payloads.exists():
+                shutil.copytree(payloads, spool, dirs_exist_ok=True)
+    shutil.copytree(folder / led[-1], whole / "syncer")
+    return whole
+
+
 def all_records(run: Run) -> list[Record]:
     """Every record there ever was, read from copies by the product's own reader."""
     folder = Path(run.folder) / "gathered"

@@ -40,7 +40,8 @@ from diloco.syncer.journal_files import JournalFiles
 from diloco.syncer.replicator import ReplicationOptions
 from diloco.syncer.server import RunPlan, Syncer, SyncerOptions
 from diloco.syncer.spool import Spool
-from diloco.syncer.standby import Standby
+from diloco.syncer.standby import Standby, Warm
+from diloco.syncer.standing_by import StandingBy
 from diloco.wire.client import SyncClient
 from diloco.wire.following import FollowClient
 from diloco.wire.options import ClientOptions, ServerOptions
@@ -319,11 +320,27 @@ def die_at(place: str, passes: int) -> None:
     setattr(owner, name, passing)
 
 
-def archive(folder: Path) -> None:
+class LateDisk(KillingDisk):
+    """Counts from the instant at which the process gets SIGUSR2: when it leads, and its standby has everything."""
+
+    def __init__(self, step: Step, passage: int) -> None:
+        super().__init__(step, passage)
+        self._counts = False
+        signal.signal(signal.SIGUSR2, self._begin)
+
+    def _begin(self, *_: object) -> None:
+        self._counts = True
+
+    def reached(self, step: Step) -> None:
+        if self._counts:
+            super().reached(step)
+
+
+def archive(folder: Path, data: Path) -> None:
     """Keep a second name for every journal segment and payload, so that what is pruned can still be audited."""
     prune, keep = JournalFiles.prune, Spool.keep
     (folder / "journal").mkdir(parents=True, exist_ok=True)
-    for path in (folder.parent / "syncer" / "spool").glob("*/*.update"):  # A power cut may have taken the second name.
+    for path in (data / "spool").glob("*/*.update"):  # A power cut may have taken the second name.
         if not path.parent.name.startswith("."):
             _link(path, folder / "spool" / path.parent.name / path.name)
 
@@ -363,18 +380,32 @@ def main(role: str, toy: Toy, death: tuple[str, int] | None, mine: dict[str, Any
             told.send({"what": what, **fields})
 
     try:
-        if role == "syncer":
-            archive(Path(toy.folder) / "archive")
-        disk = PLAIN_DISK if death is None else armed(*death)
-        {"syncer": run_syncer, "site": run_site, "rank": run_rank}[role](toy, emit, mine, disk)
+        if role in ("syncer", "standby"):
+            data = str(mine.get("data", "syncer"))
+            archive(Path(toy.folder) / ("archive" if data == "syncer" else f"archive-{data}"), Path(toy.folder) / data)
+        disk = (
+            PLAIN_DISK if death is None else LateDisk(Step(death[0]), death[1]) if mine.get("late") else armed(*death)
+        )
+        run = {"syncer": run_syncer, "standby": run_standby, "site": run_site, "rank": run_rank}[role]
+        run(toy, emit, mine, disk)
     except BaseException:
         emit("error", {"text": traceback.format_exc()})
         raise
 
 
-def run_syncer(toy: Toy, emit: Emit, mine: dict[str, Any], disk: Disk) -> None:
-    syncer = toy.syncer(emit, disk)
-    emit("listening", {"address": syncer.start()})
+def run_standby(toy: Toy, emit: Emit, mine: dict[str, Any], disk: Disk) -> None:
+    """Follow ``mine["primary"]``, and be the syncer once promoted; it has a folder and a port of its own."""
+    standby = toy.standby(mine["data"], mine["primary"], emit, disk)
+    standing = StandingBy(standby, mine["primary"], toy.network(mine["port"]), SecurityOptions())
+    emit("standing", {"address": standing.start()})
+    while (warm := standing.wait(0.02)) is None:
+        pass
+    run_syncer(toy, emit, mine, disk, warm)
+
+
+def run_syncer(toy: Toy, emit: Emit, mine: dict[str, Any], disk: Disk, warm: Warm | None = None) -> None:
+    syncer = toy.syncer(emit, disk, mine.get("data", "syncer"), mine.get("port", 0))
+    emit("listening", {"address": syncer.start(warm)})
     while (ending := syncer.wait(0.2)) is None:
         pass
     while mine.get("stay"):  # Until it is killed: for sites that ask after the end.

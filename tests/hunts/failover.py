@@ -1,0 +1,227 @@
+"""``make failover N=10``: kill -9 the syncer, again and again in one run, and let its standby take its place each time.
+
+Real processes over real gRPC, with ``replication=sync``.  The syncer dies at a drawn passage of a durable step, every
+second time in the middle of a merge; the standby is promoted by the operator's verb; the sites, which know both
+addresses, find it by themselves; and a new standby with an empty folder begins to follow it at the address that has
+become free.  A new version must be out within ``WITHIN_S`` of the verb, and the sites' training must not have stood
+still for it.  When the run has ended its books are audited, over all journals that there ever were: nothing
+acknowledged is lost or doubled, no version has two contents, epochs and versions only rise.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from diloco.durable import Step
+from diloco.learner.agent import Finished
+from diloco.wire.client import AdminClient
+from diloco.wire.messages import WireError
+from tests.hunts.reporting import Hunt
+from tests.loopback.audit import History, audit, one_run
+from tests.loopback.cluster import Process, free_port
+from tests.loopback.toy import Toy
+
+BOUND_S = 90.0
+SITES = ("a", "b")
+STEP_S = 0.08
+WITHIN_S = 2.0
+"""From the verb to a new version."""
+STALL_SHARE_MAX = 0.02
+PATIENCE_S = 15.0
+"""A step that is not passed by then is not waited for: SIGKILL from outside."""
+STEPS = (
+    Step.SPOOL_WRITE,
+    Step.SPOOL_SYNC,
+    Step.SPOOL_RENAME,
+    Step.JOURNAL_WRITE,
+    Step.JOURNAL_SYNC,
+    Step.JOURNAL_MARK,
+    Step.ACK,
+    Step.FATE,
+    Step.PUBLISH,
+    Step.SNAPSHOT_FILE,
+    Step.SNAPSHOT_PRUNE,
+    Step.JOURNAL_BEGIN,
+    Step.JOURNAL_PRUNE,
+)
+
+
+@dataclass
+class Took:
+    """What a failover cost, in seconds from the verb."""
+
+    serving_s: float
+    joined_s: float
+    published_s: float
+
+
+@dataclass
+class Failovers:
+    """One run, from its first process to its audit."""
+
+    folder: Path
+    seed: int
+    num: int
+    killed: Counter[str] = field(default_factory=Counter)
+    took: list[Took] = field(default_factory=list)
+    stalls: list[float] = field(default_factory=list)
+    longest_s: float = 0.0
+    """The longest that a site's training waited between two steps."""
+
+    def __post_init__(self) -> None:
+        self.dice = random.Random(f"failover/{self.seed}")
+        outer = {"num_fragments": 2, "grace": "fixed", "grace_ns": 5_000_000}
+        replication = {"mode": "sync", "timeout_s": 3.0, "alive_s": 0.2}
+        self.toy = Toy(
+            folder=str(self.folder), codec="int8", inner_steps=4, seed=11, outer=outer, replication=replication
+        )
+        self.ports = [free_port(), free_port()]
+        self.nodes: list[Process] = []
+        self.deaths: list[tuple[str, int]] = []
+
+    def run(self) -> History:
+        with ExitStack() as alive:
+            self._node(alive)
+            self._node(alive)
+            sites = {site: alive.enter_context(self._site(site)) for site in SITES}
+            self.nodes[0].log.wait_for("published", 2, BOUND_S)
+            for number in range(self.num):
+                self._fail_over(number, sites, alive)
+            led = self.num
+            with AdminClient(self._address(led)) as operator:
+                operator.drain()
+            done = {site: self._finished(site, process) for site, process in sites.items()}
+            assert self.nodes[led].wait(BOUND_S) == 0, self.nodes[led].errors
+        return self._audited(led, sites, done)
+
+    def _address(self, number: int) -> str:
+        return f"127.0.0.1:{self.ports[number % 2]}"
+
+    def _node(self, alive: ExitStack) -> None:
+        """The next process: the first leads, each later one follows the one before."""
+        number = len(self.nodes)
+        mine: dict[str, object] = {"data": f"node-{number}", "port": self.ports[number % 2], "late": True}
+        if number:
+            mine["primary"] = self._address(number - 1)
+        steps = [Step.MERGE] if number % 2 == 0 else [self.dice.choice(STEPS)]
+        self.deaths.append((str(steps[0]), self.dice.randint(1, 2 if number % 2 == 0 else 6)))
+        process = Process("standby" if number else "syncer", self.toy, self.deaths[-1], **mine)
+        alive.callback(process.__exit__)
+        self.nodes.append(process)
+        self._said(process, "standing" if number else "listening")
+
+    def _site(self, site: str) -> Process:
+        both = ",".join(self._address(number) for number in (0, 1))
+        return Process("site", self.toy, site=site, address=both, step_s=STEP_S * (1.0 if site == "a" else 1.6))
+
+    def _said(self, process: Process, what: str, count: int = 1) -> None:
+        """``process`` has said so; or it has ended, and its error says more."""
+        until = time.monotonic() + BOUND_S
+        while len(process.log.of(what)) < count:
+            assert process.wait(0.005) is None, f"it ended before {what}: {process.errors}"
+            assert time.monotonic() < until, f"no {what} in {BOUND_S} s: {process.log.events[-5:]}"
+
+    def _fail_over(self, number: int, sites: dict[str, Process], alive: ExitStack) -> None:
+        """Kill who leads, promote who follows, and have another follow that one."""
+        leads, follows = self.nodes[number], self.nodes[number + 1]
+        leads.send(signal.SIGUSR2)
+        step = self.deaths[number][0]
+        if leads.wait(PATIENCE_S) is None:
+            step = "instant"
+            leads.kill()
+        assert leads.wait(BOUND_S) == -signal.SIGKILL, f"it ended with {leads.wait(0)}: {leads.errors}"
+        self.killed[step] += 1
+        marks = {site: len(process.log) for site, process in sites.items()}
+        with AdminClient(self._address(number + 1)) as operator:
+            began = time.monotonic()
+            operator.promote()
+            self._said(follows, "listening")
+            serving_s = time.monotonic() - began
+            sites["a"].log.wait_for("joined", 1, BOUND_S, since=marks["a"])
+            joined_s = time.monotonic() - began
+            self._said(follows, "published")
+            self.took.append(Took(serving_s, joined_s, time.monotonic() - began))
+        self._node(alive)
+        self._said(follows, "standby_attached")
+        before = len(follows.log.of("published"))
+        self._said(follows, "published", before + 2)
+
+    # --- afterwards --------------------------------------------------------------------------------------------
+
+    def _finished(self, site: str, process: Process) -> Finished:
+        assert process.wait(BOUND_S) == 0, f"site {site}: {process.errors}"
+        (event,) = process.log.of("finished")
+        assert event["ending"] == "drained", event
+        meter = process.log.of("meter")[-1]
+        self.stalls.append(float(str(meter["stall_s"])) / float(str(meter["train_s"])))
+        self.longest_s = max(self.longest_s, float(str(meter["after_step_s_max"])))
+        return Finished(event["ending"], str(event["why"]), event["ledger"])  # type: ignore[arg-type]
+
+    def _audited(self, led: int, sites: dict[str, Process], done: dict[str, Finished]) -> History:
+        whole = one_run(self.folder, [f"node-{number}" for number in range(led + 1)])
+        logs = {site: [process.log] for site, process in sites.items()}
+        told = audit(replace(self.toy, folder=str(whole)), [node.log for node in self.nodes], logs, done)
+        epochs = [event["epoch"] for node in self.nodes for event in node.log.of("syncer_started")]
+        assert epochs == list(range(1, led + 2)), f"epochs are {epochs}"
+        return told
+
+
+def main(arguments: list[str] | None = None) -> int:
+    hunt = Hunt("failover", __doc__)
+    hunt.parser.add_argument("--n", type=int, default=10, help="kill so many syncers (default: 10)")
+    hunt.parser.add_argument("--each", type=int, default=10, help="so many of them in one run (default: 10)")
+    hunt.parser.add_argument("--within-s", type=float, default=WITHIN_S, help=f"default: {WITHIN_S:g}")
+    hunt.parser.add_argument("--stall-share", type=float, default=STALL_SHARE_MAX, help="largest (default: 0.02)")
+    asked = hunt.asked(arguments)
+    killed: Counter[str] = Counter()
+    took: list[Took] = []
+    stalls: list[float] = []
+    updates = versions = runs = 0
+    longest_s = 0.0
+    replay = {"n": asked.n, "each": asked.each, "seed": asked.seed, "within_s": asked.within_s}
+    with tempfile.TemporaryDirectory(prefix="failover-") as folder:
+        while len(took) < asked.n and not hunt.violations:
+            here = Path(folder) / str(runs)
+            run = Failovers(here, asked.seed * 1000 + runs, min(asked.each, asked.n - len(took)), killed)
+            try:
+                told = run.run()
+                updates, versions = updates + len(told.accepted), versions + len(told.published)
+            except (AssertionError, WireError) as error:
+                kept = shutil.copytree(here, tempfile.mkdtemp(prefix="failover-kept-"), dirs_exist_ok=True)
+                hunt.violated(f"run {runs}, kept in {kept}: {' '.join(str(error).split())}", **replay)
+            for number, cost in enumerate(run.took):
+                if cost.published_s > asked.within_s:
+                    hunt.violated(f"failover {number} of run {runs} took too long: {cost}", **replay)
+            for share in run.stalls:
+                if share > asked.stall_share:
+                    hunt.violated(f"a site's training stood still for {share:.1%} of run {runs}", **replay)
+            longest_s = max(longest_s, run.longest_s)
+            took, stalls, runs = took + run.took, stalls + run.stalls, runs + 1
+            with suppress(OSError):
+                shutil.rmtree(here)
+    counts = {"failovers": len(took), "runs": runs, "updates": updates, "versions": versions}
+    spreads = {
+        name: spread([getattr(cost, name) for cost in took]) for name in ("serving_s", "joined_s", "published_s")
+    }
+    stall = {"stall_share_max": round(max(stalls, default=0.0), 5), "waited_s_max": round(longest_s, 4)}
+    return hunt.finish({**counts, **spreads, **stall, "killed_at": dict(sorted(killed.items()))})
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """The middle, the 95th of a hundred, the largest."""
+    ordered = sorted(values) or [0.0]
+    at = {"p50": 0.5, "p95": 0.95, "max": 1.0}
+    return {name: round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 3) for name, share in at.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
