@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from diloco.wire.security import SecurityOptions
     from diloco.wire.server import RunningServer
 
+ANSWER_S = 0.5
+"""Who asked for the promotion is answered within that, before the address is given up."""
+
 
 class StandingBy:
     """Use: ``start``, then ``wait`` until it gives what a syncer on the same address goes on with; ``stop`` always.
@@ -69,4 +72,4 @@ class StandingBy:
     def _end_answering(self) -> None:
         server, self._server = self._server, None
         if server is not None:
-            server.stop(0.0)
+            server.stop(ANSWER_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -54,6 +55,27 @@ def test_it_says_how_it_stands_and_makes_room_for_the_syncer_at_its_address(tmp_
                 assert site.join(BOUND_S).ending == "drained"
         finally:
             promoted.stop()
+
+
+def test_whoever_promotes_it_hears_that_it_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer is on its way when the address is given up."""
+    toy = a_toy(tmp_path)
+    with serving(toy) as (_, first, _log):
+        standing = standing_by(toy, first, 0)
+        promote = standing.api.promote
+
+        def answered_late(*, lossy: bool) -> None:
+            promote(lossy=lossy)
+            time.sleep(0.2)
+
+        monkeypatch.setattr(standing.api, "promote", answered_late)
+        with ThreadPoolExecutor(1) as operators, AdminClient(standing.start()) as operator:
+            eventually(lambda: standing.standby.ready, BOUND_S, "it has a state")
+            said = operators.submit(operator.promote)
+            warm = standing.wait(BOUND_S)
+            assert warm is not None
+            warm.taken.close()
+            said.result(BOUND_S)
 
 
 def test_it_is_not_promoted_before_it_has_followed(tmp_path: Path) -> None:
