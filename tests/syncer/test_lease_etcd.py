@@ -1,0 +1,171 @@
+"""The lease in a real etcd: one winner an epoch, and the epoch outlives every holder."""
+
+from __future__ import annotations
+
+import base64
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from diloco.syncer.lease import Claim, LeaseError, LeaseRefusedError, Standing
+from diloco.syncer.lease_etcd import EtcdLease, HeldEtcd
+from tests.loopback.cluster import eventually, free_port
+from tests.syncer.etcd import Etcd, running_etcd
+
+FIRST = Claim("first", 0, 1, anew=True)
+SECOND = Claim("second", 0, 1, by_itself=True)
+BOUND_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
+    with running_etcd(tmp_path_factory.mktemp("etcd"), (free_port(), free_port())) as server:
+        yield server
+
+
+@pytest.fixture
+def lease(etcd: Etcd, request: pytest.FixtureRequest) -> Callable[[], EtcdLease]:
+    return lambda: EtcdLease([etcd.endpoint], f"run-{abs(hash(request.node.nodeid))}", 2)
+
+
+def taken(lease: EtcdLease, claim: Claim = FIRST) -> HeldEtcd:
+    held = lease.acquire(claim)
+    assert held is not None
+    return held
+
+
+def test_an_heir_takes_over_when_it_has_run_out_and_the_epoch_goes_on(lease: Callable[[], EtcdLease]) -> None:
+    holder, heir = lease(), lease()
+    assert holder.read() is None
+    held = taken(holder)
+    assert held.epoch == 1
+    assert held.mark("second")
+    began = time.monotonic()
+    while time.monotonic() - began < 3.0:
+        assert held.renew()
+        assert heir.acquire(SECOND) is None
+        assert not heir.vacant()
+        time.sleep(0.3)
+    second: list[HeldEtcd | None] = []
+    eventually(lambda: second.append(heir.acquire(SECOND)) or second[-1] is not None, BOUND_S, "it has run out")  # type: ignore[func-returns-value]
+    assert heir.read() == Standing(2, 1, "second")
+    assert not held.renew()
+    assert not held.mark("anybody")
+    held.release()
+    assert heir.read() == Standing(2, 1, "second"), "what is not held is not given back"
+
+
+def test_the_same_folder_takes_it_again_at_once_and_a_stranger_never(lease: Callable[[], EtcdLease]) -> None:
+    first = taken(lease())
+    again = taken(lease(), replace(FIRST, anew=False, epoch=7))
+    assert again.epoch == 8
+    assert not first.renew()
+    began = time.monotonic()
+    while time.monotonic() - began < 3.5:
+        assert again.renew(), "the end of the first one's etcd lease does not take the key along"
+        time.sleep(0.3)
+    again.release()
+    assert lease().vacant()
+    with pytest.raises(LeaseRefusedError, match="may lack"):
+        lease().acquire(Claim("third", 8, 1))
+    with pytest.raises(LeaseRefusedError, match="not the heir"):
+        lease().acquire(SECOND)
+
+
+def test_of_many_that_try_at_once_exactly_one_has_each_epoch(lease: Callable[[], EtcdLease]) -> None:
+    won: list[int] = []
+    until = time.monotonic() + 3.0
+
+    def take_often(name: str) -> None:
+        mine = lease()
+        while time.monotonic() < until:
+            last = mine.read()
+            try:
+                held = mine.acquire(Claim(name, 0, last.lineage + 1 if last is not None else 1, anew=True))
+            except LeaseRefusedError:
+                continue  # Another has just begun the same lineage.
+            if held is not None:
+                won.append(held.epoch)
+                held.release()
+
+    takers = [threading.Thread(target=take_often, args=(f"taker-{n}",)) for n in range(5)]
+    for taker in takers:
+        taker.start()
+    for taker in takers:
+        taker.join(BOUND_S)
+    assert sorted(won) == list(range(1, len(won) + 1))
+    assert len(won) > 5
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[1]", b'{"epoch": 1}'])
+def test_what_is_no_lease_is_an_error_in_words(lease: Callable[[], EtcdLease], damage: bytes) -> None:
+    mine = lease()
+    held = taken(mine)
+    key = base64.b64encode(mine.place.removeprefix("etcd:").encode()).decode()
+    mine.ask("kv/put", {"key": key, "value": base64.b64encode(damage).decode()})
+    for claim in (FIRST, SECOND, Claim("third", 9, 9)):
+        with pytest.raises(LeaseError, match="no lease that can be trusted"):
+            lease().acquire(claim)
+    with pytest.raises(LeaseError, match="no lease that can be trusted"):
+        held.renew()
+    mine.ask("kv/deleterange", {"key": key})
+    with pytest.raises(LeaseError, match="was removed"):
+        held.renew()
+    with pytest.raises(LeaseRefusedError, match="there is no lease at"):
+        lease().acquire(Claim("first", 1, 1))
+
+
+def test_an_endpoint_that_is_dead_or_frozen_is_passed_over_and_all_of_them_are_named(etcd: Etcd) -> None:
+    dead = f"http://127.0.0.1:{free_port()}"
+    assert EtcdLease([dead, etcd.endpoint], "another", 2).read() is None
+    alone = EtcdLease([dead, etcd.endpoint], "another", 2)
+    etcd.send(signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        with pytest.raises(LeaseError, match=rf"{dead}.*{etcd.endpoint}"):
+            alone.read()
+        assert time.monotonic() - began < BOUND_S / 2
+    finally:
+        etcd.send(signal.SIGCONT)
+    eventually(lambda: _answers(alone), BOUND_S, "it answers again")
+
+
+def _answers(lease: EtcdLease) -> bool:
+    try:
+        lease.read()
+    except LeaseError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "ttl_s", "named"),
+    [
+        ([], 10, "endpoints"),
+        (["fra:2379"], 10, "fra:2379"),
+        (["http://fra:2379/v3"], 10, "/v3"),
+        (["http://fra:2379"], 1, "ttl_s"),
+        (["http://fra:2379"], 2.5, "ttl_s"),
+    ],
+)
+def test_settings_that_cannot_work_are_named(endpoints: list[str], ttl_s: float, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        EtcdLease(endpoints, "run", ttl_s)
+
+
+def test_json_of_a_standing_is_what_people_can_read(lease: Callable[[], EtcdLease]) -> None:
+    mine = lease()
+    taken(mine).release()
+    key = base64.b64encode(mine.place.removeprefix("etcd:").encode()).decode()
+    (kept,) = mine.ask("kv/range", {"key": key})["kvs"]
+    plain = json.loads(base64.b64decode(kept["value"]))
+    assert plain == {"epoch": 1, "lineage": 1, "holder": "first", "heir": "", "released": True}
+
+
+def test_the_place_names_the_run() -> None:
+    assert EtcdLease(["https://fra:2379"], "otter", 10).place == "etcd:/diloco/otter/lease"
