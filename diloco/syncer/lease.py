@@ -93,6 +93,10 @@ class Lease(Protocol):
         """What it says; None where there is none yet."""
         ...
 
+    def vacant(self) -> bool:
+        """Whether nobody holds it, as far as this process knows: asked again and again it finds out."""
+        ...
+
     def acquire(self, claim: Claim) -> Held | None:
         """Take it; None while another holds it.  ``LeaseRefusedError`` when it is not to be had."""
         ...

@@ -83,6 +83,10 @@ class FileLease:
         content = self._read()
         return content.standing if content is not None else None
 
+    def vacant(self) -> bool:
+        """Whether it was given back, or stands still for too long."""
+        return self._runs_out(self._watched())
+
     def acquire(self, claim: Claim) -> HeldFile | None:
         """Take it; asked again and again, it is taken once the holder has been silent for long enough."""
         if not self._free(self._watched(), claim):
@@ -101,11 +105,13 @@ class FileLease:
         why = refusal(standing, claim, self.place)
         if why is not None:
             raise LeaseRefusedError(why)
+        # The name is its data folder's, whose lock we have: the process that held the lease under it has ended.
+        return self._runs_out(content) or (standing is not None and standing.holder == claim.name)
+
+    def _runs_out(self, content: _Content | None) -> bool:
         if content is None or content.standing.released:
             return True
-        # The name is its data folder's, whose lock we have: the process that held the lease under it has ended.
-        own = content.standing.holder == claim.name
-        return own or self._clock_s() - self._since_s >= max(content.ttl_s, self.ttl_s)
+        return self._clock_s() - self._since_s >= max(content.ttl_s, self.ttl_s)
 
     def _watched(self) -> _Content | None:
         """What the file says, with a note of since when it has said so."""

@@ -24,7 +24,7 @@ from diloco.sync.journal import JournalError, decode_records
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.holdings import Holdings
 from diloco.syncer.journal_files import Position
-from diloco.syncer.leadership import Leadership
+from diloco.syncer.leadership import Leadership, remembered
 from diloco.syncer.opening import open_store, recovered
 from diloco.syncer.replaying import Replayer
 from diloco.syncer.spool import SpoolError
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from diloco.durable import Disk
     from diloco.sync.journal import Record
+    from diloco.sync.state import OuterState
     from diloco.syncer.server import RunPlan, SyncerOptions
     from diloco.wire.following import FollowClient, FollowStream
     from diloco.wire.replication import FollowPart
@@ -76,8 +77,10 @@ class Standby:
         emit: Callable[[str, dict[str, object]], None],
         disk: Disk = PLAIN_DISK,
     ) -> None:
-        self.name = name
-        self._options, self._plan, self._client, self._emit, self._disk = options, plan, client, emit, disk
+        self.name = self.identity = name
+        """Once it has started the identity is its folder's own, by which no other one goes."""
+        self.folder = Path(options.folder)
+        self._options, self._plan, self._client, self.emit, self.disk = options, plan, client, emit, disk
         self._taken = ExitStack()
         self._stopping = threading.Event()
         self._stream: FollowStream | None = None
@@ -99,9 +102,9 @@ class Standby:
         ``LockedError`` when another process has the folder, ``StoreError`` when it cannot be continued.
         """
         try:
-            folder = Path(self._options.folder)
-            self._taken.enter_context(locked(folder))
-            self.store = open_store(self._options, self._plan, self._disk, self._emit)
+            self._taken.enter_context(locked(self.folder))
+            self.identity = remembered(self.folder, self.disk, self.name).name
+            self.store = open_store(self._options, self._plan, self.disk, self.emit)
             self._taken.callback(self.store.journal.close)
             if not self.store.is_new():
                 self._recover()
@@ -115,7 +118,7 @@ class Standby:
 
     def _recover(self) -> None:
         options, plan = self._options, self._plan
-        found = recovered(self.store, options, plan, self._emit)
+        found = recovered(self.store, options, plan, self.emit)
         replayer = Replayer(
             found.machine,
             found.holdings.values,
@@ -130,7 +133,12 @@ class Standby:
     @property
     def ready(self) -> bool:
         """Whether there is a state to take over with."""
-        return self._replayer is not None and self.failed is None
+        return self.state() is not None
+
+    def state(self) -> OuterState | None:
+        """How the run stood at some instant of late; None while there is nothing to take over with."""
+        replayer = self._replayer
+        return replayer.machine.state if replayer is not None and self.failed is None else None
 
     def promote(self) -> Warm:
         """Stop following and hand everything over; ``StandbyError`` when there is nothing that could go on."""
@@ -161,7 +169,7 @@ class Standby:
             work()
         except BaseException as error:
             self.failed = self.failed or error
-            self._emit("failed", {"why": str(error) or repr(error)})
+            self.emit("failed", {"why": str(error) or repr(error)})
             self._stopping.set()
 
     def status(self) -> dict[str, object]:
@@ -198,7 +206,7 @@ class Standby:
 
     def _lost(self, why: str) -> None:
         if self.connected:
-            self._emit("disconnected", {"why": why})
+            self.emit("disconnected", {"why": why})
         self.connected = False
         self._incoming = None
         self._stopping.wait(PAUSE_S)
@@ -209,7 +217,7 @@ class Standby:
         )
         agreement = self._plan.agreement
         fingerprint, shared = agreement.layout_fingerprint, self._plan.shared_digest
-        start = FollowStart(agreement.run_id, self.name, fingerprint, shared, segment, chain)
+        start = FollowStart(agreement.run_id, self.identity, fingerprint, shared, segment, chain)
         with self._client.follow(start) as stream:
             self._stream = stream
             for part in stream:
@@ -227,9 +235,9 @@ class Standby:
                     )
                 self._began_at = Position(part.segment, part.chain) if part.anew else None
                 for leftover in self.store.snapshots.folder.glob(".incoming-*"):
-                    self._disk.remove(leftover, Step.SNAPSHOT_PRUNE)
+                    self.disk.remove(leftover, Step.SNAPSHOT_PRUNE)
                 self.connected = True
-                self._emit("connected", {"anew": part.anew})
+                self.emit("connected", {"anew": part.anew})
             case Item():
                 self._incoming = _Incoming(self.store, part)
             case Chunk():
@@ -240,7 +248,7 @@ class Standby:
                 stream.ack(FollowAck(*self.acked))
         if self._incoming is not None and self._incoming.complete:
             incoming, self._incoming = self._incoming, None
-            data = incoming.finish(self._disk)
+            data = incoming.finish(self.disk)
             if not incoming.item.name:
                 self._unit(incoming.item, data)
                 self.acked = (incoming.item.segment, incoming.item.offset + incoming.item.item_bytes)
@@ -278,8 +286,8 @@ class Standby:
         self.store.journal.close()
         folder = self.store.snapshots.folder
         for path in sorted(folder.glob(".incoming-*")):
-            self._disk.rename(path, folder / path.name.removeprefix(".incoming-"), Step.SNAPSHOT_RENAME)
-        self._disk.sync_folder(folder, Step.SNAPSHOT_FOLDER)
+            self.disk.rename(path, folder / path.name.removeprefix(".incoming-"), Step.SNAPSHOT_RENAME)
+        self.disk.sync_folder(folder, Step.SNAPSHOT_FOLDER)
         self._recover()
 
     # --- carrying out ------------------------------------------------------------------------------------------------
@@ -302,7 +310,7 @@ class Standby:
             except (JournalError, SpoolError) as error:
                 # It is durable here all the same; but whoever computes other bits than the syncer must not go on.
                 self.failed = StandbyError(str(error))
-                self._emit("failed", {"why": str(error)})
+                self.emit("failed", {"why": str(error)})
                 self._stopping.set()
                 if self._stream is not None:
                     self._stream.cancel()
@@ -310,7 +318,7 @@ class Standby:
     def _snapshot(self, replayer: Replayer, place: Position) -> None:
         began = time.monotonic()
         size = self.store.snapshot_writer(replayer.machine, list(replayer.values), place)()
-        self._emit("snapshot", {"seconds": round(time.monotonic() - began, 4), "bytes": size})
+        self.emit("snapshot", {"seconds": round(time.monotonic() - began, 4), "bytes": size})
 
 
 class _Incoming:

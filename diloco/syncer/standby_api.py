@@ -9,6 +9,7 @@ from diloco.wire.messages import Refusal, Status
 
 if TYPE_CHECKING:
     from diloco.syncer.standby import Standby
+    from diloco.syncer.succession import Succession
     from diloco.wire.identity import Identity
     from diloco.wire.messages import JoinAsk, PullAsk, PushHeader, ReportInfo
 
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
 class StandbyApi:
     """Satisfies ``wire.service.SyncerApi``.  ``promoted`` is set when an operator wants the standby to take over."""
 
-    def __init__(self, standby: Standby, primary: str) -> None:
+    def __init__(self, standby: Standby, primary: str, succession: Succession) -> None:
         self._standby = standby
+        self._succession = succession
         self._primary = primary
         self.promoted = threading.Event()
         self.lossy = False
@@ -57,7 +59,7 @@ class StandbyApi:
 
     def status(self) -> dict[str, object]:
         """How the standby stands."""
-        return {**self._standby.status(), "primary": self._primary}
+        return {**self._standby.status(), "primary": self._primary, "lease": self._succession.status()}
 
     def drain(self) -> NoReturn:
         """Not here."""
@@ -91,6 +93,8 @@ class StandbyApi:
         """Take over, as soon as what has come is carried out."""
         if not self._standby.ready:
             raise Refusal(Status.FAILED_PRECONDITION, "this standby has no state to go on from yet")
+        if (why := self._succession.refusal(lossy=lossy)) is not None:
+            raise Refusal(Status.FAILED_PRECONDITION, why)
         self.lossy = lossy
         self.promoted.set()
 

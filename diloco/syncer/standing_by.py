@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from diloco.syncer.standby_api import StandbyApi
+from diloco.syncer.succession import Succession
 from diloco.wire.server import serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from diloco.syncer.lease import Lease
     from diloco.syncer.standby import Standby, Warm
     from diloco.wire.options import ServerOptions
     from diloco.wire.security import SecurityOptions
@@ -33,10 +35,12 @@ class StandingBy:
         network: ServerOptions,
         security: SecurityOptions,
         note: Callable[[str], None] = lambda text: None,
+        lease: Lease | None = None,
     ) -> None:
         """``note`` is told what changes about who may come in."""
         self.standby = standby
-        self.api = StandbyApi(standby, primary)
+        self._succession = Succession(standby, lease, lambda: self.api.promoted.set())
+        self.api = StandbyApi(standby, primary, self._succession)
         self._network, self._security, self._note = network, security, note
         self._server: RunningServer | None = None
 
@@ -48,6 +52,7 @@ class StandingBy:
         except BaseException:
             self.standby.close()
             raise
+        self._succession.start()
         return self._server.address
 
     def wait(self, timeout_s: float) -> Warm | None:
@@ -61,11 +66,12 @@ class StandingBy:
         if not promoted:
             return None
         self._end_answering()
-        return self.standby.promote()
+        return self._succession.hand_over(self.standby.promote(), lossy=self.api.lossy)
 
     def stop(self) -> None:
         """Stop answering and following; what was handed over stays open."""
         self._end_answering()
+        self._succession.stop()
         if not self.api.promoted.is_set():
             self.standby.close()
 

@@ -28,8 +28,9 @@ ASK: dict[str, Callable[[StandbyApi], object]] = {
 }
 
 
-def an_api(**standby: Any) -> StandbyApi:
-    return StandbyApi(SimpleNamespace(**standby), "host:7077")  # type: ignore[arg-type]
+def an_api(why_not: str | None = None, **standby: Any) -> StandbyApi:
+    succession = SimpleNamespace(refusal=lambda lossy: why_not, status=lambda: None)
+    return StandbyApi(SimpleNamespace(**standby), "host:7077", succession)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("method", ASK)
@@ -44,6 +45,10 @@ def test_it_takes_over_when_it_has_something_to_go_on_from() -> None:
     with pytest.raises(Refusal, match="no state to go on from"):
         api.promote(lossy=False)
     assert not api.promoted.is_set()
+    api = an_api("it is not the heir", ready=True)
+    with pytest.raises(Refusal, match="it is not the heir"):
+        api.promote(lossy=False)
+    assert not api.promoted.is_set()
     api = an_api(ready=True)
     api.promote(lossy=True)
     assert api.promoted.is_set()
@@ -52,4 +57,4 @@ def test_it_takes_over_when_it_has_something_to_go_on_from() -> None:
 
 def test_its_status_says_whose_standby_it_is() -> None:
     api = an_api(status=lambda: {"role": "standby"})
-    assert api.status() == {"role": "standby", "primary": "host:7077"}
+    assert api.status() == {"role": "standby", "primary": "host:7077", "lease": None}

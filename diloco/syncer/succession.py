@@ -1,0 +1,141 @@
+"""How a standby comes to lead: by itself when it is the heir and the lease has run out, or by an operator's word.
+
+With a lease a thread looks at it all the time.  An heir has everything that anybody was told; so it takes the lease as
+soon as the holder has let it run out, without being asked.  Whoever is not the heir takes over by an operator's word
+only (``lossy``), once nobody holds the lease; what it lacks is given up, and so a new lineage begins with what it has.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from diloco.sync.lineage import next_lineage
+from diloco.syncer.leadership import claim_of, try_to_lead
+from diloco.syncer.lease import LeaseError, LeaseRefusedError
+from diloco.syncer.restoring import begin_lineage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from diloco.syncer.leadership import Leadership
+    from diloco.syncer.lease import Lease, Standing
+    from diloco.syncer.standby import Standby, Warm
+
+LOOK_SHARE = 1 / 20
+LOSSY = "an operator promoted {name}, which may have lacked what was acknowledged before"
+
+
+class Succession:
+    """Use: ``start`` when the standby has started; ``hand_over`` what it gives when it is promoted; ``stop`` always."""
+
+    def __init__(self, standby: Standby, lease: Lease | None, on_taken: Callable[[], None]) -> None:
+        """``on_taken`` is called in the thread that looks, when the lease is taken: the standby must take over now."""
+        self._standby = standby
+        self._lease = lease
+        self._on_taken = on_taken
+        self._leadership: Leadership | None = None
+        self._standing: Standing | None = None
+        self._vacant = False
+        self._trouble: str | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="succession", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        if self._lease is not None:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more.  A lease that was taken and not handed over is not given back: it runs out."""
+        self._end()
+        leadership, self._leadership = self._leadership, None
+        if leadership is not None:
+            leadership.stop(release=False)
+
+    def _end(self) -> None:
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def refusal(self, *, lossy: bool) -> str | None:
+        """Why an operator's word to take over cannot be followed now; None when it can."""
+        if self._lease is None:
+            return None
+        if self._trouble is not None or self._standing is None:
+            return f"what the lease {self._lease.place} says is not known: {self._trouble or 'it was not read yet'}"
+        standing, name = self._standing, self._standby.identity
+        if not self._vacant:
+            itself = ", and this standby takes over by itself then" if standing.heir == name else ""
+            return (
+                f"{standing.holder} holds the lease {self._lease.place}: stop it, or wait until it has run out{itself}"
+            )
+        if not lossy and name not in (standing.heir, standing.holder):
+            return (
+                f"{name} is not the heir of {standing.holder} and may lack what was acknowledged there: start that, "
+                "or promote this one with --lossy, which begins a new lineage with what it has"
+            )
+        return None
+
+    def hand_over(self, warm: Warm, *, lossy: bool) -> Warm:
+        """What a syncer starts with: ``warm`` with the lease that was taken, or in a new lineage."""
+        self._end()
+        leadership, self._leadership = self._leadership, None
+        if leadership is not None:
+            return replace(warm, leadership=leadership)
+        return begun_anew(warm, LOSSY.format(name=self._standby.identity), int(time.time())) if lossy else warm
+
+    def status(self) -> dict[str, object] | None:
+        """For ``diloco status``."""
+        if self._lease is None:
+            return None
+        standing = self._standing
+        return {
+            "place": self._lease.place,
+            "epoch": standing.epoch if standing is not None else 0,
+            "holder": standing.holder if standing is not None else "",
+            "is_heir": standing is not None and standing.heir == self._standby.identity,
+            "vacant": self._vacant,
+            "trouble": self._trouble,
+        }
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        lease = self._lease
+        assert lease is not None
+        while not self._stopping.wait(lease.ttl_s * LOOK_SHARE):
+            try:
+                self._standing = lease.read()
+                self._vacant = lease.vacant()
+                if self._taken(lease):
+                    self._on_taken()
+                    return
+                self._trouble = None
+            except LeaseRefusedError:
+                self._trouble = None  # It is not the heir, which is how most standbys begin.
+            except LeaseError as error:
+                if self._trouble is None:
+                    self._standby.emit("note", {"note": "lease", "why": str(error)})
+                self._trouble = str(error)
+
+    def _taken(self, lease: Lease) -> bool:
+        standby = self._standby
+        state = standby.state()
+        if state is None or self._standing is None:
+            return False
+        claim = claim_of(lease, standby.folder, standby.disk, state, by_itself=True)
+        self._leadership = try_to_lead(lease, standby.folder, standby.disk, claim, standby.emit)
+        return self._leadership is not None
+
+
+def begun_anew(warm: Warm, why: str, clock_s: int) -> Warm:
+    """``warm`` in a new lineage, which begins with its values as every fragment's next version."""
+    machine, values = warm.machine, warm.holdings.values
+    begin_lineage(warm.store, machine, values, None, why, next_lineage(machine.state.lineage, clock_s))
+    fragments = machine.state.fragments
+    published = [replace(each, version=now.version) for each, now in zip(values, fragments, strict=True)]
+    warm.holdings.begin_again(published)
+    return warm
