@@ -22,7 +22,7 @@ from diloco.inner.optimizer import InnerOptions, build_optimizers
 from diloco.inner.trainer import Trainer, TrainerOptions
 from diloco.launch.config import shared_config, shared_digest
 from diloco.launch.errors import ConfigError
-from diloco.launch.replicating import replication_options
+from diloco.launch.replicating import lease, replication_options
 from diloco.launch.run_dir import RunDir
 from diloco.learner.agent import AgentOptions
 from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_layout
@@ -57,6 +57,7 @@ def check(config: RunConfig) -> None:
     learner_options(config)
     agent_options(config, Path())
     syncer_options(config, RunDir(Path()))
+    lease(config)
     server_options(config)
     syncer_security(config)
     data_options(config)

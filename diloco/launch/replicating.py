@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diloco.durable import PLAIN_DISK
 from diloco.launch.config import is_name
 from diloco.launch.errors import ConfigError
+from diloco.syncer.lease_etcd import EtcdLease
+from diloco.syncer.lease_file import FileLease
 from diloco.syncer.replicator import ReplicationOptions
 from diloco.wire.lines import split_addresses
 
 if TYPE_CHECKING:
+    from diloco.durable import Disk
     from diloco.launch.schema import RunConfig
+    from diloco.syncer.lease import Lease
 
+LEASES = ("none", "file", "etcd")
+TTL_S_MIN = 1.0
+TTL_S_MAX = 3600.0
 TIMEOUT_S_MIN = 0.5
 ALIVE_S = 1.0
 NOT_A_STANDBY = "syncer"
@@ -29,6 +38,31 @@ def replication_options(config: RunConfig) -> ReplicationOptions:
         return ReplicationOptions(mode=replication.mode, timeout_s=replication.timeout_s, alive_s=alive_s)
     except ValueError as error:
         raise ConfigError(f"cluster.replication.{error}") from error
+
+
+def lease(config: RunConfig, disk: Disk = PLAIN_DISK) -> Lease | None:
+    """What says who leads the run; None: an operator does."""
+    section, run_id = config.cluster.lease, config.run.name or ""
+    if section.kind not in LEASES:
+        raise ConfigError(f"cluster.lease.kind is {section.kind!r}: one of {', '.join(LEASES)}")
+    for name, kind in (("path", "file"), ("endpoints", "etcd")):
+        value = getattr(section, name)
+        if bool(value) != (section.kind == kind):
+            wanted = f"it is for kind={kind}" if value else f"kind={kind} needs it"
+            raise ConfigError(f"cluster.lease.{name} is {value!r}: {wanted}")
+    if section.kind == "none":
+        return None
+    if not TTL_S_MIN <= section.ttl_s <= TTL_S_MAX:
+        raise ConfigError(f"cluster.lease.ttl_s is {section.ttl_s!r}: {TTL_S_MIN:g} to {TTL_S_MAX:g}")
+    if section.kind == "file":
+        path = Path(section.path)
+        if not path.is_absolute():
+            raise ConfigError(f"cluster.lease.path is {section.path!r}: an absolute path, of the same file everywhere")
+        return FileLease(path, run_id, section.ttl_s, disk)
+    try:
+        return EtcdLease(section.endpoints, run_id, section.ttl_s)
+    except ValueError as error:
+        raise ConfigError(f"cluster.lease.{error}") from error
 
 
 def standby_primary(config: RunConfig) -> str:

@@ -288,6 +288,20 @@ class SyncerSection:
 
 
 @dataclass(kw_only=True, slots=True)
+class LeaseSection:
+    """What says which syncer leads, so that a standby can take over by itself and the old one never goes on."""
+
+    kind: str = "none"
+    """none: an operator says who leads; file; etcd."""
+    path: str = ""
+    """For file: a file on a file system that both machines reach (NFS from version 4 on); its folder must be there."""
+    endpoints: list[str] = field(default_factory=list)
+    """Of etcd: http://host:2379, any number."""
+    ttl_s: float = 10.0
+    """How long it is held without being renewed: after that the standby takes over."""
+
+
+@dataclass(kw_only=True, slots=True)
 class AdmissionSection:
     """What becomes of an update that is far from what its site and the others usually send."""
 
@@ -331,6 +345,7 @@ class ClusterSection:
     syncer: SyncerSection = field(default_factory=SyncerSection)
     replication: ReplicationSection = field(default_factory=ReplicationSection)
     standby: StandbySection = field(default_factory=StandbySection)
+    lease: LeaseSection = field(default_factory=LeaseSection)
     admission: AdmissionSection = field(default_factory=AdmissionSection)
 
 

@@ -184,7 +184,7 @@ def _followed(config: RunConfig, run_dir: RunDir) -> Warm | None:
 
 
 def _standing_by(config: RunConfig, log: EventLog) -> StandingBy:
-    from diloco.launch import build
+    from diloco.launch import build, replicating
     from diloco.syncer.standby import Standby
     from diloco.syncer.standing_by import StandingBy
     from diloco.wire.following import FollowClient
@@ -194,14 +194,14 @@ def _standing_by(config: RunConfig, log: EventLog) -> StandingBy:
         client = FollowClient(primary, build.site_security(config))
     except (ValueError, OSError) as error:
         raise ConfigError(f"cluster.standby.primary is {primary!r}: {error}") from error
-    run_dir = run_dir_of(config)
+    run_dir, disk = run_dir_of(config), disk_from_environment()
     standby = Standby(
         config.cluster.standby.name,
         build.syncer_options(config, run_dir),
         build.plan(config, build.layout_of(config)),
         client,
         log.emit,
-        disk_from_environment(),
+        disk,
     )
     return StandingBy(
         standby,
@@ -209,4 +209,5 @@ def _standing_by(config: RunConfig, log: EventLog) -> StandingBy:
         build.server_options(config),
         build.syncer_security(config),
         lambda text: log.emit("note", {"note": "identity", "why": text}),
+        replicating.lease(config, disk),
     )

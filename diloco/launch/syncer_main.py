@@ -114,7 +114,7 @@ def serve(
     """Start (on what a standby hands over), wait for the last version, linger, stop; the run's ending."""
     import torch
 
-    from diloco.launch import build
+    from diloco.launch import build, replicating
     from diloco.launch.metrics import page_at
     from diloco.launch.syncer_metrics import SyncerMetrics
     from diloco.syncer.lease import LeaseError, LeaseRefusedError
@@ -123,7 +123,7 @@ def serve(
 
     if config.cluster.syncer.threads:
         torch.set_num_threads(config.cluster.syncer.threads)
-    layout = build.layout_of(config)
+    layout, disk = build.layout_of(config), disk_from_environment()
     syncer = Syncer(
         build.syncer_options(config, run_dir),
         build.plan(config, layout),
@@ -131,7 +131,8 @@ def serve(
         build.server_options(config),
         build.syncer_security(config),
         log.emit,
-        disk_from_environment(),
+        disk,
+        replicating.lease(config, disk),
     )
     metrics = SyncerMetrics(config, syncer.status)
     log.follow(metrics.take)

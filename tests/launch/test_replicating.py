@@ -4,7 +4,7 @@ import pytest
 
 from diloco.launch.config import settle
 from diloco.launch.errors import ConfigError
-from diloco.launch.replicating import replication_options, standby_primary
+from diloco.launch.replicating import lease, replication_options, standby_primary
 from diloco.launch.schema import RunConfig
 
 
@@ -57,3 +57,40 @@ def test_a_standby_needs_whom_to_follow_and_a_name(config: RunConfig, primary: s
 def test_whom_it_follows(config: RunConfig) -> None:
     config.cluster.standby.primary = "fra.example:7077"
     assert standby_primary(config) == "fra.example:7077"
+
+
+def test_without_a_word_an_operator_says_who_leads(config: RunConfig) -> None:
+    assert lease(config) is None
+
+
+def test_a_lease_is_built_as_it_is_said(config: RunConfig) -> None:
+    config.run.name, section = "otter", config.cluster.lease
+    section.kind, section.path, section.ttl_s = "file", "/shared/lease.json", 4.0
+    made = lease(config)
+    assert made is not None
+    assert (made.place, made.ttl_s) == ("file:/shared/lease.json", 4.0)
+    section.kind, section.path, section.endpoints = "etcd", "", ["http://fra:2379", "http://iad:2379"]
+    made = lease(config)
+    assert made is not None
+    assert (made.place, made.ttl_s) == ("etcd:/diloco/otter/lease", 4.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"kind": "zookeeper"}, r"cluster\.lease\.kind is 'zookeeper': one of none, file, etcd"),
+        ({"kind": "file"}, r"cluster\.lease\.path is '': kind=file needs it"),
+        ({"kind": "file", "path": "lease.json"}, r"cluster\.lease\.path is 'lease\.json': an absolute path"),
+        ({"path": "/lease.json"}, r"cluster\.lease\.path is '/lease\.json': it is for kind=file"),
+        ({"kind": "etcd"}, r"cluster\.lease\.endpoints is \[\]: kind=etcd needs it"),
+        ({"kind": "etcd", "endpoints": ["fra:2379"]}, r"cluster\.lease\.endpoints has 'fra:2379'"),
+        ({"kind": "etcd", "endpoints": ["http://fra:2379"], "ttl_s": 2.5}, r"cluster\.lease\.ttl_s is 2\.5: whole"),
+        ({"kind": "file", "path": "/lease.json", "ttl_s": 0.5}, r"cluster\.lease\.ttl_s is 0\.5: 1 to 3600"),
+        ({"kind": "file", "path": "/lease.json", "ttl_s": float("nan")}, r"cluster\.lease\.ttl_s is nan"),
+    ],
+)
+def test_a_lease_that_cannot_be_is_refused_in_words(config: RunConfig, settings: dict[str, object], why: str) -> None:
+    for name, value in settings.items():
+        setattr(config.cluster.lease, name, value)
+    with pytest.raises(ConfigError, match=why):
+        lease(config)
