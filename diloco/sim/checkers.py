@@ -345,6 +345,12 @@ class Merging(Checker):
             self.theta[index, self.newest[index]] = (kept.theta, kept.momentum)
             self.published[lineage, index, self.newest[index]] = kept.published
 
+    def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
+        """A version counts when its record is there; one that was only computed may be computed again."""
+        del now_ns, effects, machine
+        if isinstance(event, OuterStepDone):
+            self.newest[event.fragment] = event.version
+
     def encoded(self, site: SiteProcess, fragment: int, digest: str, decoded: Value) -> None:
         """Remember what each update says."""
         del site
@@ -362,7 +368,6 @@ class Merging(Checker):
         self.require((made.theta, made.momentum) == expected, effect, "made", made, "and not", expected)
         self.theta[index, version] = expected
         self.published[self.lineage, index, version] = made.published
-        self.newest[index] = version
 
     def fetched(self, site: SiteProcess, fragment: int, version: int, value: Value) -> None:
         """Compare what a site has followed to with what was published."""

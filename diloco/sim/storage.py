@@ -67,8 +67,10 @@ class Storage:
         file.data += data
 
     def cut(self, name: str, size: int) -> None:
-        """Cut a file off, and sync it."""
-        del self._names[name].data[size:]
+        """Cut a file off, and sync it; what had rotted behind the cut is gone with it."""
+        file = self._names[name]
+        self._rotten = [rot for rot in self._rotten if rot[0] is not file or rot[1] < size]
+        del file.data[size:]
         self.sync(name)
 
     def sync(self, name: str) -> None:

@@ -65,6 +65,16 @@ def test_rot_is_one_bit_until_it_is_mended() -> None:
     assert (storage.read("a"), storage.is_rotten()) == (b"some data", False)
 
 
+def test_what_was_cut_off_and_written_anew_is_not_mended() -> None:
+    storage = Storage()
+    storage.append("a", b"x")
+    assert storage.rot(Random(0))
+    storage.cut("a", 0)
+    storage.append("a", b"y")
+    storage.mend()
+    assert storage.read("a") == b"y"
+
+
 def test_a_seal_shows_every_flip() -> None:
     whole = sealed(b"data")
     assert unsealed("a", whole) == b"data"
