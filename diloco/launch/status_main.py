@@ -153,8 +153,24 @@ def heading(status: Mapping[str, Any]) -> str:
     return (
         f"run {status['run_id']}  {status['phase']}{ending}  {status['progress']:.0%} of the run  versions {versions}  "
         f"{status['run_tokens']:,} tokens merged  {waiting} arrived for the open rounds  epoch {status['epoch']}  "
-        f"up {status['up_seconds']:.0f} s{_troubles(status)}"
+        f"up {status['up_seconds']:.0f} s{_lineage(status)}{_backup(status)}{_troubles(status)}"
     )
+
+
+def _lineage(status: Mapping[str, Any]) -> str:
+    """When the run was restored, if it was: that is what a lineage has for its number."""
+    lineage = status.get("lineage", 1)
+    return "" if lineage <= 1 else f"  restored {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime(lineage))} UTC"
+
+
+def _backup(status: Mapping[str, Any]) -> str:
+    """How old the last good backup is, where any are made."""
+    backup = status.get("backup")
+    if backup is None:
+        return ""
+    age_s = backup["age_s"]
+    age = "none yet" if age_s is None else f"{age_s:.0f} s old"
+    return f"  backup {age}" + (f", FAILING: {backup['failing']}" if backup["failing"] else "")
 
 
 def _troubles(status: Mapping[str, Any]) -> str:

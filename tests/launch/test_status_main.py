@@ -97,3 +97,13 @@ def test_what_must_be_seen_at_once_is_in_the_first_line() -> None:
     held = {"fragment": 1, "sequence": 7, "seconds": 12.4, "why": "its norm is 400 times the usual one"}
     told = heading({**STATUS, "sites": {"site-a": {"held": [held]}, "site-b": {"held": []}}})
     assert "HELD for 12 s: site-a 1 7: its norm is 400 times the usual one (diloco admit, diloco refuse)" in told
+
+
+def test_a_restored_run_and_its_backups_are_in_the_first_line() -> None:
+    assert "restored" not in heading({**STATUS, "lineage": 1, "backup": None})
+    assert "backup" not in heading({**STATUS, "lineage": 1, "backup": None})
+    backup = {"age_s": 12.4, "failing": "", "last": "x", "url": "vault"}
+    told = heading({**STATUS, "lineage": 1_795_235_467, "backup": backup})
+    assert "restored 2026-11-21 04:31:07 UTC  backup 12 s old" in told
+    failing = heading({**STATUS, "backup": {**backup, "age_s": None, "failing": "no route"}})
+    assert "backup none yet, FAILING: no route" in failing
