@@ -115,12 +115,12 @@ class JournalFiles:
 
     def walk(self, first: int, chain: str = "") -> Iterator[SegmentRead]:
         """Segment by segment from ``first`` on, each checked; ``JournalError`` names file and offset of damage."""
+        noted = self._noted.read()  # Before the journal, which may be longer by the time that it is looked at.
         wanted = [index for index in self.segments() if index >= first]
         missing = sorted(set(range(first, max(wanted, default=first) + 1)) - set(wanted))
         if missing:
             raise JournalError(f"{self.path(missing[0])} is missing: the journal is needed from segment {first} on")
         before = bytes.fromhex(chain) if chain else None
-        noted = self._noted.read()  # Before the journal, which may be longer by the time that it is read.
         for index in wanted:
             read = read_file(self.path(index))
             is_last = index == wanted[-1]

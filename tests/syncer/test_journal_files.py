@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import pytest
 
-from diloco.durable import Disk, DiskFullError, Step
+from diloco.durable import Disk, DiskFullError, ReadingDisk, Step
 from diloco.sync.events import JoinRequested
 from diloco.sync.frames import CHAIN_START, UNIT
 from diloco.sync.journal import FRAME, JournalError, Record, encode_record
@@ -412,4 +412,28 @@ def test_a_failed_sync_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(OSError, match="No space left") as raised:
         journal.flush()
     assert not isinstance(raised.value, DiskFullError)
+    journal.close()
+
+
+def test_a_segment_that_begins_while_somebody_looks_accuses_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader beside the writer: the list of segments and the note of the end are of two instants."""
+    journal = JournalFiles(tmp_path)
+    journal.begin()
+    journal.append([record(0)])
+    journal.flush()
+    listed = JournalFiles.segments
+
+    def then_rotated(self: JournalFiles) -> list[int]:
+        found = listed(self)
+        if self is not journal and journal.index == 1:
+            journal.rotate()
+            journal.append([record(1)])
+            journal.flush()
+        return found
+
+    reader = JournalFiles(tmp_path, disk=ReadingDisk())
+    monkeypatch.setattr(JournalFiles, "segments", then_rotated)
+    assert reader.read(1) == [record(0)]
     journal.close()
