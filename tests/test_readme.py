@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,24 @@ SHORT_RUN = ["run.seconds=null", "run.tokens=12000", "outer.final_wait_s=5"]
 UP = [*TINY, *SHORT_RUN, "cluster=one", "scenario=none", "model.layers=1"]
 REAL = [*TINY, *SHORT_RUN]
 SITE = "diloco site run.name=first run.tokens=2e9"
+SECOND = "run.name=second run.tokens=2e9"
+LONG = [*TINY, "run.tokens=60000", "outer.final_wait_s=5", "cluster.replication.timeout_s=2"]
+CERTS = [
+    "diloco certs init certs",
+    "diloco certs issue certs --syncer --host 127.0.0.1",
+    "diloco certs issue certs --site fra",
+]
+UNDO = [
+    "diloco journal verify runs/latest",
+    "diloco replay runs/latest --without site=site-a:versions=1..2 --out without",
+    "diloco restore runs/latest --from without",
+]
+STANDBY = [
+    f"diloco syncer {SECOND} cluster.syncer.listen=127.0.0.1:7077 cluster.replication.mode=sync",
+    f"diloco standby follow {SECOND} cluster.syncer.listen=127.0.0.1:7078 cluster.standby.primary=127.0.0.1:7077",
+    f"diloco site {SECOND} site.id=fra site.index=0 site.num_sites=1 site.syncer=127.0.0.1:7077,127.0.0.1:7078",
+    "diloco standby promote 127.0.0.1:7078",
+]
 SHORT: dict[str, list[str]] = {
     "diloco up": UP,
     "diloco up run.seconds=60 run.seed=3 network=transatlantic": UP,
@@ -35,6 +53,11 @@ SHORT: dict[str, list[str]] = {
     "diloco up run.init_from=runs/warm/train/checkpoints": [*UP, "run.name=from-warm"],
     "diloco report runs/latest": [],
     "diloco journal show runs/latest": [],
+    "diloco canary runs/latest/sites/site-a": [],
+    **{line: [] for line in [*CERTS, *UNDO]},
+    **{line: [*LONG, "cluster.replication.mode=sync"] for line in STANDBY[:2]},
+    STANDBY[2]: LONG,
+    STANDBY[3]: [],
 }
 
 
@@ -51,8 +74,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         yield place
 
 
-def start(place: Place, command: str, port: int = 7077) -> Verb:
-    verb = shlex.split(command.replace(":7077", f":{port}"))
+def start(place: Place, command: str, ports: Mapping[str, str] | None = None) -> Verb:
+    """Run ``command`` with the ports of this test for those of the text."""
+    verb = shlex.split(command)
+    for written, ours in (ports or {}).items():
+        verb = [word.replace(written, ours) for word in verb]
     assert verb[0] == "diloco", command
     short = SHORT[command]
     return place.start(re.sub(r"\W+", "-", command)[:60], *verb[1:], *short)
@@ -71,22 +97,38 @@ def test_a_whole_run(place: Place, command: str) -> None:
     assert verb.end(90.0) == 0, verb.text()
 
 
-def test_real_sites_by_hand_and_status(place: Place) -> None:
-    port = free_port()
-    syncer_line, *site_lines = [line for line in SHORT if line.startswith(("diloco syncer", "diloco site"))]
-    syncer = start(place, syncer_line, port)
-    wait_for(lambda: "listening on" in syncer.text(), "the syncer", syncer.text)
-    sites = [start(place, line, port) for line in site_lines]
-    status = start(place, "diloco status 127.0.0.1:7077", port)
-    assert status.end(60.0) == 0, status.text()
-    assert "first" in status.text()
-    for verb in (*sites, syncer):
-        assert verb.end(90.0) == 0, verb.text()
+AFTERWARDS = ["diloco report runs/latest", "diloco journal show runs/latest", "diloco canary runs/latest/sites/site-a"]
 
 
-@pytest.mark.parametrize("command", ["diloco report runs/latest", "diloco journal show runs/latest"])
-def test_afterwards(place: Place, command: str) -> None:
+@pytest.mark.parametrize("command", [*AFTERWARDS, *UNDO, *CERTS])
+def test_what_is_asked_of_a_run_afterwards(place: Place, command: str) -> None:
     assert (place.folder / "runs" / "latest").exists(), "no run was made above"
     verb = start(place, command)
     assert verb.end(60.0) == 0, verb.text()
     assert verb.text().strip()
+
+
+@pytest.mark.slow
+def test_a_standby_takes_over(place: Place) -> None:
+    ports = {":7077": f":{free_port()}", ":7078": f":{free_port()}"}
+    syncer, standby, site = (start(place, line, ports) for line in STANDBY[:3])
+    wait_for(lambda: place.seen("second", "syncer", "published"), "a version", lambda: syncer.text() + site.text())
+    syncer.process.kill()
+    promoted = start(place, STANDBY[3], ports)
+    assert promoted.end(60.0) == 0, promoted.text()
+    for verb in (site, standby):
+        assert verb.end(120.0) == 0, verb.text()
+
+
+def test_real_sites_by_hand_and_status(place: Place) -> None:
+    ports = {":7077": f":{free_port()}"}
+    lines = [line for line in SHORT if line.startswith(("diloco syncer", "diloco site")) and line not in STANDBY]
+    syncer_line, *site_lines = lines
+    syncer = start(place, syncer_line, ports)
+    wait_for(lambda: "listening on" in syncer.text(), "the syncer", syncer.text)
+    sites = [start(place, line, ports) for line in site_lines]
+    status = start(place, "diloco status 127.0.0.1:7077", ports)
+    assert status.end(60.0) == 0, status.text()
+    assert "first" in status.text()
+    for verb in (*sites, syncer):
+        assert verb.end(90.0) == 0, verb.text()

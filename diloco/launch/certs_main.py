@@ -7,6 +7,7 @@ whenever it changes.  ``ca.key`` is what everything rests on: it is needed to is
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -19,7 +20,6 @@ from diloco.launch.arguments import OneLineParser
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Sequence
 
 DOES = """Certificates for mutual TLS, from an authority of your own.
@@ -39,7 +39,7 @@ DAYS_MAX = 825
 
 def main(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
-    parser = OneLineParser(prog="diloco certs", description=DOES)
+    parser = OneLineParser(prog="diloco certs", description=DOES, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["init", "issue", "show", "revoke"])
     parser.add_argument("target", metavar="DIR|FILE")
     parser.add_argument("--trust-domain", metavar="X", help="init: the name in front of every id (default: diloco)")

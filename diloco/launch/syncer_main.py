@@ -196,7 +196,17 @@ def _greet(config: RunConfig, run_dir: RunDir, address: str, given: argparse.Nam
 
 def join_line(config: RunConfig, address: str, settings: Sequence[str], file: Path | None) -> str:
     """The command with which a site joins: what was said here about the run, without what is the syncer's own."""
-    own = ("run.name=", "run.dir=", "run.resume=", "run.init_from=", "cluster.syncer.", "cluster.syncer=")
+    own = (
+        "run.name=",
+        "run.dir=",
+        "run.resume=",
+        "run.init_from=",
+        "cluster.syncer.",
+        "cluster.syncer=",
+        "cluster.replication",
+        "cluster.lease",
+        "cluster.standby",
+    )
     shared = [shlex.quote(text) for text in settings if not text.lstrip("+").startswith(own)]
     begin = ["--config", shlex.quote(str(file))] if file is not None else []
     words = ["diloco", "site", *begin, f"run.name={config.run.name}", *shared]
