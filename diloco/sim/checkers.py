@@ -318,7 +318,7 @@ class Grace(Checker):
                 self.require(
                     waited_ns < options.grace_ns, f"fragment {index} waits since {waited_ns} ns with", sorted(arrived)
                 )
-                self.require(not arrived >= set(state.live()), f"fragment {index} waits although all are here")
+                self.require(not arrived >= set(state.awaited(index)), f"fragment {index} waits although all are here")
 
 
 class Merging(Checker):
@@ -424,6 +424,7 @@ class Bounds(Checker):
                 self.require(
                     len(line.undecided) <= options.updates_in_flight_max, name, "waiting:", len(line.undecided)
                 )
+                self.require(len(line.vitals) <= machine.state.health.history, name, "vitals:", len(line.vitals))
                 self.require(len(line.fates) <= options.fates_kept_max, name, "fates:", len(line.fates))
 
     def carried_out(self, site: SiteProcess, event: LearnerEvent) -> None:

@@ -114,7 +114,10 @@ class Cluster:
         self.checkers.set_back()
         self.lineage += 1
         self.restarts += 1
-        self.outer = OuterProcess(self.heap, self.outer_disk, self.plan, self.checkers, self._outer_died)
+        try:
+            self.outer = OuterProcess(self.heap, self.outer_disk, self.plan, self.checkers, self._outer_died)
+        except Damaged as error:
+            raise Violation("storage", f"a copy of a whole disk is damaged: {error}") from error
         self.outer.begin_lineage(self.lineage)
         self.outer.start()
 
@@ -218,7 +221,7 @@ class Cluster:
         for site in self.sites.values():
             site.link.heal()
             site.link.weather = Weather(site.link.weather.latency_ns, site.link.weather.jitter_ns)
-            site.trouble.poisoned = site.trouble.ruined = 0.0
+            site.trouble.poisoned = site.trouble.ruined = site.trouble.outlying = 0.0
             for process in (site.process, *site.twins):
                 if process is not None:
                     process.thaw()

@@ -204,6 +204,8 @@ class Courier:
             stored.finite,
             stored.value,
             self.process.plan.transfer_ns,
+            stored.norm,
+            stored.cosine,
         )
 
         def again() -> None:

@@ -35,6 +35,8 @@ class Push:
     finite: bool
     value: Value
     transfer_ns: int
+    norm: float
+    cosine: float
 
 
 @dataclass(frozen=True, slots=True)

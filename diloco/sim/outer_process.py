@@ -6,7 +6,7 @@ told to die at each of the instants between.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -44,12 +44,14 @@ from diloco.sync.events import (
     SiteEvicted,
     SiteLeft,
     SyncerStarted,
+    UpdateAdmitted,
     UpdateArrived,
+    UpdateWithdrawn,
     VersionPublished,
 )
 from diloco.sync.journal import Record, digest_effects
 from diloco.sync.leases import Leases
-from diloco.sync.options import OuterOptions
+from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.sync.state import Phase, Status
 
 if TYPE_CHECKING:
@@ -87,6 +89,7 @@ class OuterPlan:
     fail_per_mille: int = 0
     """Share of outer steps without a finite result."""
     snapshot_records: int = 50
+    health: HealthOptions = field(default_factory=HealthOptions)
 
 
 class OuterProcess(Process):
@@ -117,7 +120,7 @@ class OuterProcess(Process):
 
     def start(self) -> None:
         """Take over: work that was under way is issued again."""
-        self.deliver(lambda: self._apply(SyncerStarted(self.machine.state.epoch + 1)))
+        self.deliver(lambda: self._apply(SyncerStarted(self.machine.state.epoch + 1, self.plan.health)))
 
     def begin_lineage(self, lineage: int) -> None:
         """The disk is a copy of before: its newest values become the next versions, and the momentum is lost."""
@@ -239,6 +242,8 @@ class OuterProcess(Process):
                 "exact",
                 push.finite,
                 push.final,
+                push.norm,
+                push.cosine,
             )
         )
 
@@ -283,6 +288,10 @@ class OuterProcess(Process):
         """An operator puts a site out."""
         self._apply(SiteEvicted(self._expect(lambda _: None), site))
         self.leases.forget(site)
+
+    def say(self, word: type[UpdateAdmitted] | type[UpdateWithdrawn], site: str, fragment: int, sequence: int) -> None:
+        """An operator decides on an update."""
+        self._apply(word(self._expect(lambda _: None), site, fragment, sequence))
 
     def drain(self) -> None:
         """An operator asks for a pause."""

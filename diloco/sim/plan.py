@@ -9,11 +9,20 @@ from diloco.sim.network import MILLISECOND_NS, Weather
 from diloco.sim.outer_process import OuterPlan
 from diloco.sim.site_process import SitePlan
 from diloco.sim.values import OuterRule
-from diloco.sync.options import ADOPT_RULES, GRACE_KINDS, SECOND_NS, WEIGHT_RULES, LearnerOptions, OuterOptions
+from diloco.sync.options import (
+    ADMISSION_POLICIES,
+    ADOPT_RULES,
+    GRACE_KINDS,
+    SECOND_NS,
+    WEIGHT_RULES,
+    HealthOptions,
+    LearnerOptions,
+    OuterOptions,
+)
 
 GENTLE = ("outer_crash", "power_cut", "rot", "outer_freeze", "freeze", "partition", "half_partition", "storm")
 """Faults that throw no progress away, so that conservation can be checked to the last bit."""
-HARSH = ("kill", "wipe", "twin", "leave", "evict", "poison", "ruin", "drain", "restore")
+HARSH = ("kill", "wipe", "twin", "leave", "evict", "poison", "ruin", "drain", "restore", "outlier", "word")
 """Faults that may."""
 
 
@@ -48,6 +57,13 @@ def draw_plan(seed: int) -> SwarmPlan:
         0 if conserving else random.choice((0, 5, 100, 700)) * MILLISECOND_NS,
         0 if conserving else random.choice((0, 0, 0, 50)),
         random.randint(10, 80),
+        HealthOptions(
+            policy=random.choice((*ADMISSION_POLICIES, "hold")),
+            policies={"b": random.choice(ADMISSION_POLICIES)} if random.random() < 0.3 else {},
+            history=random.choice((4, 8)),
+            history_min=2,
+            hold_ns=random.choice((500, 3000, 8000)) * MILLISECOND_NS,
+        ),
     )
     learner = LearnerOptions(
         num_fragments=num_fragments,

@@ -6,6 +6,7 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from diloco.sim import values
+from diloco.sim.admission_checkers import Admission
 from diloco.sim.checkers import (
     Acknowledged,
     Bounds,
@@ -335,6 +336,7 @@ CHECKERS: tuple[type[Checker], ...] = (
     Grace,
     Merging,
     Lineages,
+    Admission,
     Bounds,
     Ledger,
     Carried,

@@ -75,10 +75,12 @@ class SitePlan:
 
 @dataclass(slots=True)
 class Trouble:
-    """Shares of steps that ruin the values, and of updates that arrive ruined; both end with the safety phase."""
+    """Shares of steps that ruin the values, of updates that arrive ruined, and of updates like no other; all of it
+    ends with the safety phase."""
 
     poisoned: float = 0.0
     ruined: float = 0.0
+    outlying: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,8 @@ class Stored:
     digest: str
     value: Value
     finite: bool
+    norm: float
+    cosine: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,11 +357,18 @@ class SiteProcess(Process):
         decoded = values.quantised(gradient, self.plan.quantum)
         ruined = self.trouble.ruined > 0 and self.random.random() < self.trouble.ruined
         content = f"{self.name}:{self.step}:{decoded[0]}:{decoded[1]}:{ruined}"
-        self.disk.outbox[key] = Stored(seal, content, decoded, not ruined)
+        self.disk.outbox[key] = Stored(seal, content, decoded, not ruined, *self._vitals())
         self.rounded = values.minus(decoded, self.sealing.pop(key, values.ZERO))
         self.sent[key] = decoded
         self.checkers.encoded(self, seal.fragment, content, decoded)
         self.handle(Sealed(*key, content))
+
+    def _vitals(self) -> tuple[float, float]:
+        """Norm and cosine of an update: as usual, or far too large, or the wrong way round."""
+        norm, cosine = 0.8 + 0.4 * self.random.random(), 0.4 + 0.2 * self.random.random()
+        if self.trouble.outlying and self.random.random() < self.trouble.outlying:
+            return (1e6 * norm, cosine) if self.random.random() < 0.5 else (norm, -cosine)
+        return norm, cosine
 
     def _adopt(self, effect: Adopt) -> None:
         index = effect.fragment

@@ -15,7 +15,7 @@ from diloco.sim.network import MILLISECOND_NS, Direction, Weather
 from diloco.sim.outer_process import CrashPoint
 from diloco.sim.plan import SwarmPlan, draw_plan
 from diloco.sim.site_checkers import CHECKERS, History
-from diloco.sync.events import Ending
+from diloco.sync.events import Ending, UpdateAdmitted, UpdateWithdrawn
 from diloco.sync.options import SECOND_NS
 
 if TYPE_CHECKING:
@@ -276,6 +276,29 @@ class Swarm:
     def _poison(self, name: str) -> None:
         trouble = self.cluster.sites[name].trouble
         trouble.poisoned = self.random.choice((0.0, 0.02, 0.2))
+
+    def _outlier(self, name: str) -> None:
+        trouble = self.cluster.sites[name].trouble
+        trouble.outlying = self.random.choice((0.0, 0.3, 0.6))
+
+    def _word(self, name: str) -> bool:
+        """An operator decides on an update that is held, or on one that only waits."""
+        del name
+        outer = self.cluster.outer
+        if outer is None:
+            return False
+        waiting = [
+            (pending.held is None, site, index, pending.sequence)
+            for site, member in sorted(outer.machine.state.sites.items())
+            for index, line in enumerate(member.lines)
+            for pending in line.undecided
+        ]
+        if not waiting:
+            return False
+        _, site, index, sequence = min(waiting)
+        word = self.random.choice((UpdateAdmitted, UpdateWithdrawn))
+        outer.deliver(lambda: outer.say(word, site, index, sequence))
+        return True
 
     def _ruin(self, name: str) -> None:
         trouble = self.cluster.sites[name].trouble

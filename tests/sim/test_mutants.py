@@ -19,7 +19,7 @@ from diloco.sync.events import JoinAnswered, Outcome, Reason
 from diloco.sync.frames import encode_frame, encode_mark
 from diloco.sync.journal import encode_records
 from diloco.sync.learner import LearnerSync
-from diloco.sync.state import FragmentState
+from diloco.sync.state import FragmentState, Line
 from diloco.sync.syncer import OuterSync
 
 if TYPE_CHECKING:
@@ -229,6 +229,10 @@ def go_on_in_a_new_lineage(patch: Patch) -> None:
     patch.setattr(LearnerSync, "handle", handle)
 
 
+def merge_what_is_held(patch: Patch) -> None:
+    patch.setattr(Line, "waiting", Line.unmerged)
+
+
 def never_end(patch: Patch) -> None:
     patch.setattr(ending, "all_final", lambda turn, index: False)
 
@@ -247,6 +251,7 @@ MUTATIONS: tuple[tuple[str, Callable[[Patch], None]], ...] = (
     ("same_versions", publish_unrounded),
     ("same_versions", merge_only_the_first_update_of_a_site),
     ("lineages", go_on_in_a_new_lineage),
+    ("admission", merge_what_is_held),
     ("bounds", seal_without_a_window),
     ("ledger", lose_refused_tokens),
     ("carried", measure_what_is_in_flight_again),
