@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
+import pkgutil
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from diloco.codec.registry import make_codec
 from diloco.sync.agreement import PROTOCOL
-from diloco.wire import convert
+from diloco.wire import convert, v1
 from diloco.wire.calls import ADMIN_SERVICE, SYNC_SERVICE
 from diloco.wire.chunks import checksum
 from diloco.wire.convert_bulk import pack_pull, pack_push
@@ -118,8 +120,18 @@ def raw_header(header: PushHeader, **changes: Any) -> bytes:
 
 
 def methods() -> dict[str, Any]:
-    """Every method of every service, with the message it takes."""
-    files = [sync_pb2, admin_pb2, health_pb2, reflection_pb2]
+    """Every method that a site, an operator or anybody may call, with the message it takes."""
+    return _methods([sync_pb2, admin_pb2, health_pb2, reflection_pb2])
+
+
+def other_methods() -> dict[str, Any]:
+    """Those of every other service of ours: none of them is for who attacks here."""
+    names = [module.name for module in pkgutil.iter_modules(v1.__path__) if module.name.endswith("_pb2")]
+    found = _methods([importlib.import_module(f"{v1.__name__}.{name}") for name in sorted(names)])
+    return {path: kind for path, kind in found.items() if path not in methods()}
+
+
+def _methods(files: list[Any]) -> dict[str, Any]:
     return {
         f"/{service.full_name}/{method.name}": method.input_type
         for file in files

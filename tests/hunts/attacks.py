@@ -44,6 +44,7 @@ from tests.hunts.asking import (
     asked_by,
     good,
     methods,
+    other_methods,
     pushed,
     raw_header,
     with_fields,
@@ -126,7 +127,7 @@ def disagreement(world: World, chance: random.Random) -> Call:
 
 def no_layout(world: World, chance: random.Random) -> Call:
     text = spoiled(world.layout.to_json().encode(), [b"[" * 3000], chance)
-    text = chance.choice((b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe", b"{}", text[: len(text) // 2]))
+    text = chance.choice((b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe", b"{}", text[: len(text) // 2] or b"["))
     ask = world.join(layout_fingerprint="1" * 64, layout_json=text)
     return Call(s.DECLARED, f"{SYNC}Join", [convert.pack_join(ask)], world.site)
 
@@ -307,6 +308,17 @@ def compressed(world: World, chance: random.Random) -> Call:
     return Call(s.COMPRESSED, path, [raw], asked_by(path, world), compression=grpc.Compression.Gzip)
 
 
+def other_service(world: World, chance: random.Random) -> Call | None:
+    """A service that is not for sites, nor for operators, served here or not."""
+    others = other_methods()
+    if not others:
+        return None
+    path = chance.choice(sorted(others))
+    raw = drawn(others[path], chance).SerializeToString() if chance.random() < 0.5 else chance.randbytes(30)
+    allowed = s.ROWS[s.NOT_ALLOWED] | s.ROWS[s.NO_METHOD]
+    return Call(s.NOT_ALLOWED, path, [raw], world.site, allowed)
+
+
 def no_method(world: World, chance: random.Random) -> Call:
     names = ("/a.B/c", f"{SYNC}Merge", f"{ADMIN}Exec", "/x", f"{HEALTH}check", "/diloco.wire.v2.SyncService/Join", "//")
     return Call(s.NO_METHOD, chance.choice(names), [chance.randbytes(20)], world.site)
@@ -346,6 +358,7 @@ STRICT: dict[str, tuple[Attack, float]] = {
     "long_chunk": (long_chunk, 0.2),
     "compressed": (compressed, 0.7),
     "no_method": (no_method, 1.0),
+    "other_service": (other_service, 1.0),
     "not_known": (not_known, 2.0),
 }
 """By name, with how often it is drawn.  None of them changes the run, and the answer to each is known."""
@@ -358,7 +371,7 @@ def strict(world: World, chance: random.Random) -> Iterator[Call]:
     while True:
         call = STRICT[chance.choices(names, weights)[0]][0](world, chance)
         if call is not None:
-            call.allowed = s.ROWS[call.row]
+            call.allowed = call.allowed or s.ROWS[call.row]
             yield call
 
 

@@ -196,6 +196,24 @@ def resets(siege: Siege) -> None:
     siege.facts["resets"] = siege.count(200)
 
 
+def rapid(siege: Siege) -> None:
+    """Streams that are opened and reset at once, by the hundred, and pings without end, on connections of one site."""
+    opening = http2.headers(f"{PATH}Push", siege.token)
+    sent = 0
+    for _ in range(siege.count(20)):
+        with http2.hello(siege.address) as connection:
+            try:
+                for number in range(500):
+                    stream = 2 * number + 1
+                    opened = http2.frame(http2.HEADERS, http2.END_HEADERS, stream, opening)
+                    connection.sendall(opened + http2.frame(http2.RST, 0, stream, b"\x00\x00\x00\x08"))
+                    sent += 1
+                connection.sendall(http2.frame(http2.PING, 0, 0, bytes(8)) * 1000)
+            except OSError:
+                continue  # The syncer has had enough of it, which is what it should.
+    siege.facts["rapid_resets"] = sent
+
+
 def reconnects(siege: Siege) -> None:
     """One call on each connection; every one is answered."""
     call = http2.frame(http2.HEADERS, http2.END_HEADERS, 1, http2.headers("/grpc.health.v1.Health/Check"))
@@ -212,7 +230,16 @@ def reconnects(siege: Siege) -> None:
         )
 
 
-SCENARIOS: tuple[Callable[[Siege], None], ...] = (silent, half_open, many, trickle, abandoned, resets, reconnects)
+SCENARIOS: tuple[Callable[[Siege], None], ...] = (
+    silent,
+    half_open,
+    many,
+    trickle,
+    abandoned,
+    resets,
+    rapid,
+    reconnects,
+)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -11,7 +11,7 @@ import pytest
 from tests.hunts import statuses
 from tests.hunts.asking import World, good, methods
 from tests.hunts.attacks import STRICT, strict
-from tests.hunts.fuzz import Findings, Siege, main
+from tests.hunts.fuzz import Findings, Siege, growth_of, main
 from tests.hunts.target import View, guarded
 
 
@@ -64,6 +64,12 @@ def test_a_wrong_answer_is_a_complaint(answer: str, details: str, words: str) ->
     assert (
         statuses.complaint("row", frozenset({"INVALID_ARGUMENT"}), "INVALID_ARGUMENT", "steps is 0: at least 1") is None
     )
+
+
+def test_growth_is_judged_by_many_looks() -> None:
+    assert growth_of([]) == 0
+    assert growth_of([100, 100, 130, 100, 100, 100, 90, 100]) == pytest.approx(-0.05)
+    assert growth_of(list(range(100, 140))) > 0.2
 
 
 def view(**changes: object) -> View:
