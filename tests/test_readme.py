@@ -102,7 +102,8 @@ AFTERWARDS = ["diloco report runs/latest", "diloco journal show runs/latest", "d
 
 @pytest.mark.parametrize("command", [*AFTERWARDS, *UNDO, *CERTS])
 def test_what_is_asked_of_a_run_afterwards(place: Place, command: str) -> None:
-    assert (place.folder / "runs" / "latest").exists(), "no run was made above"
+    if "runs/latest" in command:
+        assert (place.folder / "runs" / "latest").exists(), "no run was made above"
     verb = start(place, command)
     assert verb.end(60.0) == 0, verb.text()
     assert verb.text().strip()
