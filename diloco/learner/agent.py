@@ -440,6 +440,7 @@ class Agent:
                 reply.progress_ppm,
                 reply.ending,
                 reply.lineage,
+                reply.settings.keep_until_decided,
             )
         )
 

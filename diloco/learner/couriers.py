@@ -130,7 +130,10 @@ class Sender:
             self._emit("pushed", {**facts, "reason": reason, "bytes": len(payload)})
             if result.outcome is Outcome.RETRY:
                 pause.wait()
-                continue
+                if self.queue.empty():
+                    continue
+                self.queue.put((fragment, sequence))  # What it waits for may stand behind it here.
+                return
             self._answered(header, result)
             return
 

@@ -296,6 +296,7 @@ class JoinAnswered:
     """The syncer took the site in.  ``progress_ppm`` is the run's progress in millionths.
 
     A ``lineage`` larger than the site's says that the run was restored: what the site knows of versions is void.
+    ``keep``: the bytes of an update are kept until its fate is known, because its ack does not wait for a standby.
     """
 
     epoch: int
@@ -305,6 +306,7 @@ class JoinAnswered:
     progress_ppm: int
     ending: Ending | None
     lineage: int = 1
+    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True)

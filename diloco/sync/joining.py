@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from diloco.sync.effects import Forget, Join, Release, Send, SkipData, StartOver
 from diloco.sync.progress import Doubt, Orphan, Retaking, SentState
+from diloco.sync.resending import acknowledged, send_again
 from diloco.sync.sending import accept, fate_told, write_off
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def joined(turn: SiteTurn, event: JoinAnswered) -> None:
         return
     restored = event.lineage > state.lineage
     state.lineage, state.epoch, state.incarnation = event.lineage, event.epoch, event.incarnation
-    state.run_tokens, state.progress_ppm = event.run_tokens, event.progress_ppm
+    state.run_tokens, state.progress_ppm, state.keep = event.run_tokens, event.progress_ppm, event.keep
     state.closed = state.closed and event.ending is not None
     before = state.cursor
     if restored:
@@ -50,12 +51,14 @@ def _compare(turn: SiteTurn, standing: FragmentStanding) -> bool:
     index, part = standing.fragment, turn.state.fragments[standing.fragment]
     part.published = max(part.published, standing.version)
     turn.state.cursor = max(turn.state.cursor, standing.cursor)
-    accepted = max((s.sequence for s in part.in_flight if s.state is SentState.ACCEPTED), default=0)
+    accepted = acknowledged(part)
     if standing.watermark < accepted or standing.version < part.base_version:
         doubt, part.doubt = part.doubt, Doubt(accepted, part.base_version)
-        if doubt is not None and (standing.watermark < doubt.sequence or standing.version < doubt.version):
+        if doubt is None or not (standing.watermark < doubt.sequence or standing.version < doubt.version):
+            return False
+        if not send_again(turn, standing):
             turn.stop(f"the syncer has forgotten what it acknowledged of fragment {index}")
-        return False
+            return False
     part.doubt = None
     if standing.watermark >= part.next_sequence or part.contradicted(standing.fates):
         _outrun(turn, standing)
@@ -79,7 +82,7 @@ def _outrun(turn: SiteTurn, standing: FragmentStanding) -> None:
     """
     index, part = standing.fragment, turn.state.fragments[standing.fragment]
     for sent in part.in_flight:
-        if sent.state is not SentState.ACCEPTED:
+        if sent.state is not SentState.ACCEPTED or sent.kept:
             turn.effects.append(Forget(index, sent.sequence))
         turn.effects.append(Release(index, sent.sequence))
     part.in_flight = []
@@ -87,7 +90,7 @@ def _outrun(turn: SiteTurn, standing: FragmentStanding) -> None:
     part.next_sequence = standing.watermark + 1
     part.tokens_merged = standing.tokens_merged
     part.tokens_refused = max(part.tokens_refused, standing.tokens_discarded)
-    part.orphans = [Orphan(sequence, tokens) for sequence, tokens in standing.undecided]
+    part.orphans = [Orphan(sequence, tokens, turn.state.epoch) for sequence, tokens in standing.undecided]
     part.retaking = Retaking(standing.version, "an earlier process of this site had sent later work")
     turn.note("outrun", part.retaking.why, index)
 
@@ -103,7 +106,7 @@ def _start_over(turn: SiteTurn, event: JoinAnswered) -> None:
             sent.void = sent.state is SentState.SEALING
             if sent.void:
                 continue  # Its number is not given again before its bytes are here and can be thrown away.
-            if sent.state is not SentState.ACCEPTED:
+            if sent.state is not SentState.ACCEPTED or sent.kept:
                 turn.effects.append(Forget(index, sent.sequence))
             turn.effects.append(Release(index, sent.sequence))
             fate = told.get((sent.sequence, sent.digest))
@@ -115,7 +118,7 @@ def _start_over(turn: SiteTurn, event: JoinAnswered) -> None:
         part.tokens_refused += sum(orphan.tokens for orphan in part.orphans if orphan.sequence not in merged)
         part.tokens_refused = max(part.tokens_refused, standing.tokens_discarded)
         part.tokens_merged = standing.tokens_merged
-        part.orphans = [Orphan(sequence, tokens) for sequence, tokens in standing.undecided]
+        part.orphans = [Orphan(sequence, tokens, turn.state.epoch) for sequence, tokens in standing.undecided]
         part.next_sequence = standing.watermark + 1
         part.published, part.fetched, part.fetching = standing.version, -1, False
         part.base_version = part.stale_base = -1

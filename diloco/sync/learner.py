@@ -83,6 +83,7 @@ class LearnerSync:
                     write_off(part, sent)
                     continue
                 stored = outbox.get((index, sent.sequence)) == sent.digest
+                sent.kept = sent.kept and stored
                 if sent.state is not SentState.ACCEPTED and not (sent.state is SentState.SEALED and stored):
                     unsend(options, part, sent)
         settle(machine.state)

@@ -27,6 +27,8 @@ class Sent:
     ``merged_version`` is set once it is known to be merged; it leaves the list when that version is adopted.
     ``since_adopt``: it was measured from the values of the latest adopt (matters to overwrite and blend only).
     ``void``: it was still being encoded when the run was restored; its number is free once that is over.
+    ``unwanted``: the same, because a number before it is free again; its progress is unsent then.
+    ``kept``: it was accepted, by a syncer of ``epoch``, and its bytes are still in the outbox.
     """
 
     sequence: int
@@ -38,14 +40,21 @@ class Sent:
     merged_version: int | None = None
     since_adopt: bool = True
     void: bool = False
+    unwanted: bool = False
+    kept: bool = False
+    epoch: int = 0
 
 
 @dataclass(slots=True)
 class Orphan:
-    """An update of an earlier process, accepted and undecided, whose pseudo-gradient was lost with that process."""
+    """An update of an earlier process, accepted and undecided, whose pseudo-gradient was lost with that process.
+
+    ``epoch`` is that of the syncer which told of it.
+    """
 
     sequence: int
     tokens: int
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +156,8 @@ class LearnerState:
     """All of a site machine's memory.
 
     ``stopping``: the training loop was told to end; ``at_rest``: it has been at a boundary since, so that no step is
-    under way any more; ``closed``: the syncer takes nothing any more; ``left``: goodbye is said.
+    under way any more; ``closed``: the syncer takes nothing any more; ``left``: goodbye is said; ``keep``: the syncer
+    acknowledges what its standby may lack, so that bytes are kept until their fate is known.
     """
 
     fragments: list[FragmentProgress]
@@ -165,6 +175,7 @@ class LearnerState:
     at_rest: bool = False
     closed: bool = False
     left: bool = False
+    keep: bool = False
 
 
 def ledger_of(state: LearnerState, index: int) -> Ledger:

@@ -9,6 +9,8 @@ from diloco.sync.events import DISCARDING, Fate, Outcome, PushAnswered, Reason, 
 from diloco.sync.progress import FragmentProgress, Orphan, Retaking, Sent, SentState
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from diloco.sync.options import LearnerOptions
     from diloco.sync.site_turn import SiteTurn
 
@@ -23,6 +25,10 @@ def sealed(turn: SiteTurn, event: Sealed) -> None:
         turn.effects += [Forget(event.fragment, event.sequence), Release(event.fragment, event.sequence)]
         if sent is not None:
             write_off(turn.state.fragments[event.fragment], sent)
+        return
+    if sent.unwanted:
+        unsend(turn.options, turn.state.fragments[event.fragment], sent)
+        turn.effects += [Forget(event.fragment, event.sequence), Release(event.fragment, event.sequence)]
         return
     if sent.state is SentState.SEALING:
         sent.state, sent.digest = SentState.SEALED, event.digest
@@ -48,6 +54,9 @@ def push_answered(turn: SiteTurn, event: PushAnswered) -> None:
         return
     assert event.outcome is Outcome.REFUSED, event
     assert event.reason is not None, event
+    if event.reason not in GIVING_UP:  # There is something after it only where it was sent again.
+        part = turn.state.fragments[event.fragment]
+        take_back(turn, event.fragment, [each for each in part.in_flight if each.sequence > sent.sequence])
     if event.reason in GIVING_UP:
         turn.stop(f"the syncer no longer takes this process for the site: {event.reason.value}")
     elif event.reason in DISCARDING:
@@ -68,14 +77,15 @@ def push_answered(turn: SiteTurn, event: PushAnswered) -> None:
 
 def accept(turn: SiteTurn, index: int, sent: Sent) -> None:
     """The syncer has it; its fate follows."""
-    sent.state = SentState.ACCEPTED
-    turn.effects.append(Forget(index, sent.sequence))
+    sent.state, sent.epoch, sent.kept = SentState.ACCEPTED, turn.state.epoch, turn.state.keep
+    if not sent.kept:
+        turn.effects.append(Forget(index, sent.sequence))
 
 
 def unsend(options: LearnerOptions, part: FragmentProgress, sent: Sent) -> None:
     """The update never was: its progress is unsent again and its number free."""
     give_back(options, part, sent)
-    part.next_sequence = sent.sequence
+    part.next_sequence = min(part.next_sequence, sent.sequence)
 
 
 def give_back(options: LearnerOptions, part: FragmentProgress, sent: Sent) -> None:
@@ -87,6 +97,17 @@ def give_back(options: LearnerOptions, part: FragmentProgress, sent: Sent) -> No
         part.due = True
     else:
         part.tokens_overwritten += sent.tokens
+
+
+def take_back(turn: SiteTurn, index: int, behind: Sequence[Sent]) -> None:
+    """Make the progress of ``behind`` unsent again: a number before theirs is free, and they are never taken."""
+    part = turn.state.fragments[index]
+    for sent in reversed(behind):
+        if sent.state is SentState.SEALING:
+            sent.unwanted = True
+            continue  # Its number is not given again before its bytes are here and can be thrown away.
+        unsend(turn.options, part, sent)
+        turn.effects += [Forget(index, sent.sequence), Release(index, sent.sequence)]
 
 
 def write_off(part: FragmentProgress, sent: Sent) -> None:
@@ -121,7 +142,7 @@ def discard(turn: SiteTurn, index: int, sent: Sent, reason: Reason) -> None:
     part.in_flight.remove(sent)
     part.tokens_refused += sent.tokens
     if sent.state is not SentState.ACCEPTED:
-        part.next_sequence = sent.sequence
+        part.next_sequence = min(part.next_sequence, sent.sequence)
         turn.effects.append(Forget(index, sent.sequence))
     turn.effects.append(Release(index, sent.sequence))
     if part.retaking is None and reason is not Reason.RESTORED:
@@ -146,8 +167,9 @@ def fate_told(turn: SiteTurn, fate: Fate) -> None:
     if sent.digest != fate.digest:
         turn.effects.append(Join("another process of this site has used the number of an update of this one"))
         return
-    if sent.state is not SentState.ACCEPTED:
-        accept(turn, fate.fragment, sent)
+    if sent.state is not SentState.ACCEPTED or sent.kept:
+        sent.state, sent.kept = SentState.ACCEPTED, False
+        turn.effects.append(Forget(fate.fragment, sent.sequence))
     if fate.merged:
         sent.merged_version = fate.version
         part.tokens_merged += sent.tokens

@@ -109,6 +109,7 @@ class Api:
                 chunk_bytes=syncer.network.chunk_bytes,
                 updates_in_flight_max=options.updates_in_flight_max,
                 site_timeout_ns=options.site_timeout_ns,
+                keep_until_decided=syncer.replicator.acks_first,
             ),
         )
         return protocols.join_reply(reply, request.protocol)

@@ -137,6 +137,27 @@ def test_an_update_is_sent_until_it_has_its_definite_answer(tmp_path: Path) -> N
     assert [event["outcome"] for event in desk.events.of("pushed")] == ["retry", "accepted"]
 
 
+def test_one_that_waits_for_another_lets_it_go_first(tmp_path: Path) -> None:
+    """A promoted standby lacks update 1, which was acknowledged; number 2 is on its way when that is found."""
+    desk = Desk(tmp_path)
+    desk.sealed(1)
+    desk.sealed(2)
+    gap = PushResult(Outcome.RETRY, 0, Reason.GAP)
+    desk.answers = [gap, ACCEPTED, ACCEPTED]
+    for order in ((0, 2), (0, 1)):
+        desk.sender.queue.put(order)
+    with thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)):
+        eventually(lambda: len(desk.told) == 2, "both are answered")
+    assert [pushed.sequence for pushed in desk.pushed] == [2, 1, 2]
+
+
+def test_a_pause_ends_when_another_syncer_has_taken_the_site_in() -> None:
+    epochs = iter([1, 1])
+    pause, began = Pause(threading.Event(), epoch=lambda: next(epochs, 2)), time.monotonic()
+    pause.wait(30.0)
+    assert time.monotonic() - began < 10
+
+
 def test_a_fate_that_comes_with_the_answer_is_told_after_it(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     fate = Fate(0, 1, 2, 100, desk.sealed(1).digest)
