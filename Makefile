@@ -8,7 +8,7 @@ PYTHON := $(shell for p in python3.12 python3.11 python3; do \
 endif
 VENV = $(or $(PYTHON),$(error Python 3.11 or newer with venv is needed: make PYTHON=/path/to/python3)) -m venv
 BIN := .venv/bin
-.PHONY: demo test check protos bench swarm soak flood upgrade crash fuzz-inputs disaster crowd fuzz hostile poison failover
+.PHONY: demo test check protos bench swarm soak flood upgrade crash powercut fuzz-inputs disaster crowd fuzz hostile poison failover
 
 demo: .venv/.ready
 	$(BIN)/diloco up $(ARGS)
@@ -29,6 +29,7 @@ HUNT = $(BIN)/python -m tests.hunts
 SEEDS ?= 200
 MINUTES ?= 1
 KILLS ?= 100
+CUTS ?= 6
 
 swarm: .venv/.ready
 	$(HUNT).swarm --seeds $(SEEDS) $(ARGS)
@@ -41,6 +42,9 @@ upgrade: .venv/.ready
 
 crash: .venv/.ready
 	$(HUNT).crash --kills $(KILLS) $(ARGS)
+
+powercut: .venv/.ready
+	$(HUNT).powercut --cuts $(CUTS) $(ARGS)
 
 failover: .venv/.ready
 	$(HUNT).failover $(if $(N),--n $(N)) $(ARGS)

@@ -18,6 +18,10 @@ from typing import BinaryIO
 from diloco.durable import Disk, Step
 
 PAGE = 4096
+ALONE_MAX = 2
+"""So many unsynced changes of one file or folder are lost and kept one by one."""
+TORN_MAX = 4
+"""So many of the latest unsynced changes are torn."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,25 @@ class QuietDisk(Disk):
 
     def sync_folder(self, folder: Path, step: Step) -> None:
         pass
+
+
+class ForgetfulDisk(Disk):
+    """Leaves out the syncs of one step, as a program with that mistake would."""
+
+    def __init__(self, forgotten: Step) -> None:
+        self._forgotten = forgotten
+
+    def sync(self, file: BinaryIO, step: Step) -> None:
+        if step is not self._forgotten:
+            super().sync(file, step)
+
+    def sync_file(self, path: Path, step: Step) -> None:
+        if step is not self._forgotten:
+            super().sync_file(path, step)
+
+    def sync_folder(self, folder: Path, step: Step) -> None:
+        if step is not self._forgotten:
+            super().sync_folder(folder, step)
 
 
 class RecordingDisk(QuietDisk):
@@ -182,11 +205,14 @@ def cuts_at(log: Sequence[Operation], at: int, dice: random.Random, drawn: int) 
     everything = frozenset(pending)
     yield Cut(at, frozenset())
     yield Cut(at, everything)
+    # What is never synced piles up; of each file and folder the newest changes are the ones that matter.
+    nodes = [node_of(log[number]) for number in pending]
+    pending = [number for place, number in enumerate(pending) if nodes[place:].count(nodes[place]) <= ALONE_MAX]
     if len(pending) > 1:
         for number in pending:
             yield Cut(at, frozenset([number]))
             yield Cut(at, everything - {number})
-    for number in pending:
+    for number in pending[-TORN_MAX:]:
         change = log[number]
         if isinstance(change, Written) and len(change.data) > 1:
             size = len(change.data)
@@ -196,7 +222,7 @@ def cuts_at(log: Sequence[Operation], at: int, dice: random.Random, drawn: int) 
             yield Cut(at, everything, (number, 0, True))
             yield Cut(at, everything, (number, size // 2, True))
     for _ in range(drawn if len(pending) > 2 else 0):
-        yield Cut(at, frozenset(number for number in pending if dice.random() < 0.5))
+        yield Cut(at, frozenset(number for number in everything if dice.random() < 0.5))
 
 
 def pending_at(log: Sequence[Operation], at: int) -> list[int]:

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 
 from diloco.durable import Step
 from diloco.learner.agent import Finished
-from tests.hunts.reporting import Hunt
+from tests.hunts.reporting import Hunt, why
 from tests.loopback.audit import History, audit
 from tests.loopback.cluster import Log, Process, free_port
 from tests.loopback.stranger import Stranger
@@ -312,7 +312,7 @@ def main(arguments: list[str] | None = None) -> int:
                     compare(told, run.final(), unkilled)
             except AssertionError as error:
                 kept = shutil.copytree(here, tempfile.mkdtemp(prefix="crash-kept-"), dirs_exist_ok=True)
-                hunt.violated(f"run {number}, kept in {kept}: {' '.join(str(error).split())}", **replay)
+                hunt.violated(f"run {number}, kept in {kept}: {why(error)}", **replay)
                 break
             shutil.rmtree(here)
             kills, runs, updates = kills + run.kills, runs + 1, updates + len(told.accepted)

@@ -42,7 +42,7 @@ from tests.syncer.desk import Desk
 
 State = tuple[str, ...]
 """The machine's memory and the digests of all values."""
-GOES_ON_EVERY = 5
+GOES_ON_EVERY = 10
 """In every so many states the syncer that was recovered goes on, and is recovered once more."""
 
 

@@ -5,9 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import time
+import traceback
 from collections.abc import Mapping
+from pathlib import Path
 
 from benchmarks.record import RESULTS, record
+
+
+def why(error: AssertionError) -> str:
+    """What an audit found, on one line, with the place that looked."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{' '.join(str(error).split()) or place.line} ({Path(place.filename).name}:{place.lineno})"
 
 
 class Hunt:

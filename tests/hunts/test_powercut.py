@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -11,6 +12,7 @@ import torch
 
 from diloco.durable import Step
 from tests.hunts.cutting import Recording, quick_folder, record_site, record_syncer
+from tests.hunts.powercut import main
 
 SYNCER_SYNCS = (
     Step.CARD,
@@ -61,6 +63,16 @@ def test_every_prefix_of_a_round_recovers_to_a_legal_state(
 def test_a_forgotten_sync_is_found(recorded: dict[str, Recording], folder: Path, who: str, step: Step) -> None:
     mutant, first = recorded[who].forgetting(step)
     assert any(why for _, why in mutant.examined(folder / "state", Random(1), first=first)), step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forgotten", ["", "journal.sync", "spool.sync"])
+def test_real_cuts_lose_nothing_unless_a_sync_is_forgotten(forgotten: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["--cuts", "3", "--rounds", "0", "--forget", forgotten])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    if "not_permitted" in found:
+        pytest.skip(found["not_permitted"])
+    assert code == (1 if forgotten else 0), found
 
 
 def test_no_sync_is_left_out_of_the_mutants(recorded: dict[str, Recording]) -> None:

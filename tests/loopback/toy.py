@@ -46,6 +46,7 @@ from diloco.wire.client import SyncClient
 from diloco.wire.following import FollowClient
 from diloco.wire.options import ClientOptions, ServerOptions
 from diloco.wire.security import SecurityOptions
+from tests.power import ForgetfulDisk
 
 SHAPES = (("blocks.0.w", (40, 30)), ("blocks.1.w", (30, 20)), ("head", (257,)), ("norm", (9,)))
 TOKENS_PER_STEP = 10
@@ -386,11 +387,13 @@ def main(role: str, toy: Toy, death: tuple[str, int] | None, mine: dict[str, Any
         disk = (
             PLAIN_DISK if death is None else LateDisk(Step(death[0]), death[1]) if mine.get("late") else armed(*death)
         )
+        if mine.get("forgets"):
+            disk = ForgetfulDisk(Step(mine["forgets"]))
         run = {"syncer": run_syncer, "standby": run_standby, "site": run_site, "rank": run_rank}[role]
         run(toy, emit, mine, disk)
     except BaseException:
         emit("error", {"text": traceback.format_exc()})
-        raise
+        raise SystemExit(1) from None  # It is told, and need not be printed as well.
 
 
 def run_standby(toy: Toy, emit: Emit, mine: dict[str, Any], disk: Disk) -> None:

@@ -1,0 +1,206 @@
+"""``make powercut CUTS=6``: states that a power cut may leave by a model, and then real cuts under real traffic.
+
+The model is that of ``tests/power.py``, over every operation of a small run of syncer and site.  The real cuts are of
+an ext4 that is shut down without flushing, while a syncer and a site work in it over real gRPC with a second site
+elsewhere.  What the processes said before the cut is known outside.  After it the folder is mounted again, the state is
+recovered and compared with what was said, both processes go on, and at the end the books of the run are audited.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from diloco.learner.agent import Finished
+from diloco.sync.syncer import OuterSync
+from diloco.syncer.store import RunCard, Store, StoreError
+from tests.hunts.cutting import Recording, quick_folder, record_site, record_syncer
+from tests.hunts.loop_disk import LoopDisk, NotPermittedError
+from tests.hunts.reporting import Hunt, why
+from tests.loopback.audit import audit
+from tests.loopback.cluster import Log, Process, SiteThread, free_port
+from tests.loopback.toy import RUN, Toy
+
+BOUND_S = 120.0
+CUTS_A_RUN = 5
+STEP_S = 0.004
+
+
+@dataclass
+class Said:
+    """What the syncer has told somebody, read from the logs of those who heard it."""
+
+    accepted: set[tuple[str, int, int]] = field(default_factory=set)
+    published: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    def hear(self, sites: dict[str, list[Log]], syncers: list[Log]) -> None:
+        pushed = [(site, event) for site, logs in sites.items() for log in logs for event in log.of("pushed")]
+        for site, event in pushed:
+            if event["outcome"] in ("accepted", "duplicate"):
+                self.accepted.add((site, int(str(event["fragment"])), int(str(event["sequence"]))))
+        for log in syncers:
+            for event in log.of("published"):
+                self.published[int(str(event["fragment"])), int(str(event["version"]))] = str(event["digest"])
+
+
+class CutRun:
+    """One run on one disk."""
+
+    def __init__(self, place: Path, disk: LoopDisk, seed: int, cuts: int, forgotten: str) -> None:
+        self.dice = random.Random(f"powercut/{seed}")
+        self.disk, self.place, self.cuts_left, self.forgotten = disk, place, cuts, forgotten
+        outer = {"num_fragments": 2, "grace": "fixed", "grace_ns": 5_000_000, "token_budget": 25_000}
+        port = free_port()
+        self.toy = Toy(folder=str(disk.folder), codec="int8", inner_steps=6, seed=seed, outer=outer, port=port)
+        self.address = f"127.0.0.1:{port}"
+        self.syncers: list[Process] = []
+        self.sites: list[Process] = []
+        self.cuts = 0
+        self.said = Said()
+
+    def run(self) -> None:
+        elsewhere = replace(self.toy, folder=str(self.place / "elsewhere"))
+        with ExitStack() as alive:
+            other = alive.enter_context(SiteThread(elsewhere, "b", self.address, step_s=1.7 * STEP_S))
+            self._start(alive)
+            while self.cuts_left and self._goes_on(self.dice.uniform(0.3, 1.5)):
+                self._cut(other.log)
+                self._start(alive)
+            finished = {"b": other.join(BOUND_S), "a": self._end_of_site(alive)}
+        logs = [process.log for process in self.syncers]
+        audit(self.toy, logs, {"a": [site.log for site in self.sites], "b": [other.log]}, finished)
+
+    def _start(self, alive: ExitStack) -> None:
+        self.syncers.append(alive.enter_context(Process("syncer", self.toy, None, forgets=self.forgotten)))
+        mine = {"site": "a", "address": self.address, "step_s": STEP_S, "checkpoint_every": 7}
+        self.sites.append(alive.enter_context(Process("site", self.toy, None, **mine)))
+
+    def _goes_on(self, seconds: float) -> bool:
+        """Wait until updates are accepted again and then for ``seconds``; False if the run has ended before."""
+        process, began_s = self.syncers[-1], time.monotonic()
+        while not process.log.of("published"):
+            if (status := process.wait(0.05)) is not None:
+                assert status == 0, process.errors
+                return False
+            assert time.monotonic() - began_s < BOUND_S, "no version after the power came back"
+        return process.wait(seconds) is None and not process.log.of("final")
+
+    def _cut(self, other: Log) -> None:
+        """Cut, end the processes, note what they had said, bring the disk back, and look at what is there."""
+        self.disk.cut()
+        for process in (self.syncers[-1], self.sites[-1]):
+            process.kill()
+        self.cuts, self.cuts_left = self.cuts + 1, self.cuts_left - 1
+        # A site says of a thread that its disk has failed, as it should; after the cut that is no complaint.
+        log = self.sites[-1].log
+        log.events = [event for event in log.events if event.get("note") != "thread_died"]
+        sites = {"a": [site.log for site in self.sites], "b": [other]}
+        self.said.hear(sites, [process.log for process in self.syncers])
+        self.disk.back()
+        self._compare()
+
+    def _compare(self) -> None:
+        """Recover from a copy, and look for everything that was said."""
+        copy = self.place / "copy"
+        shutil.copytree(Path(self.toy.folder) / "syncer", copy)
+        rules, optimizer = self.toy.rules()
+        store = Store(copy, RunCard(RUN, self.toy.layout().fingerprint, "shared"))
+        try:
+            found = store.recover(rules, optimizer, self.toy.codec)
+        except StoreError as error:
+            raise AssertionError(f"no start: {error}") from error
+        finally:
+            store.journal.close()
+        machine: OuterSync = found.machine
+        for site, fragment, sequence in self.said.accepted:
+            known = machine.state.sites.get(site)
+            assert known is not None, f"{site} was taken in and is forgotten"
+            assert known.lines[fragment].watermark >= sequence, f"update {(site, fragment, sequence)} is lost"
+        for (fragment, version), digest in self.said.published.items():
+            values = found.holdings.values[fragment]
+            assert values.version >= version, f"version {version} of fragment {fragment} is lost"
+            assert values.version > version or values.digest == digest, f"version {version} has another content"
+        shutil.rmtree(copy)
+
+    def _end_of_site(self, alive: ExitStack) -> Finished:
+        site, until = self.sites[-1], time.monotonic() + BOUND_S
+        while (status := site.wait(0.05)) is None:
+            if self.syncers[-1].wait(0) is not None:  # The run had ended, and a cut made the site ask once more.
+                self.syncers.append(alive.enter_context(Process("syncer", self.toy, None, stay=True)))
+            assert time.monotonic() < until, "the site does not end"
+        assert status == 0, site.errors
+        (event,) = site.log.of("finished")
+        assert self.syncers[-1].log.wait_for("final", 1, BOUND_S)
+        self.syncers[-1].wait(10.0)
+        return Finished(str(event["ending"]), str(event["why"]), event["ledger"])  # type: ignore[arg-type]
+
+
+def real_cuts(hunt: Hunt, cuts: int, seed: int, forgotten: str) -> dict[str, object]:
+    """Run after run until so many cuts were made."""
+    made = runs = accepted = 0
+    for number in itertools.count():
+        if made >= cuts or hunt.violations:
+            return {"cuts": made, "runs": runs, "updates_said": accepted}
+        with tempfile.TemporaryDirectory(prefix="powercut-") as folder:
+            try:
+                disk = LoopDisk(Path(folder))
+                with disk:
+                    run = CutRun(Path(folder), disk, seed * 1000 + number, min(CUTS_A_RUN, cuts - made), forgotten)
+                    run.run()
+            except NotPermittedError as error:
+                return {"cuts": made, "not_permitted": str(error)}
+            except AssertionError as error:
+                hunt.violated(f"run {number}: {why(error)}", seed=seed, cuts=cuts)
+                continue
+            made, runs, accepted = made + run.cuts, runs + 1, accepted + len(run.said.accepted)
+    raise AssertionError("the loop above returns")
+
+
+def model_cuts(hunt: Hunt, rounds: int, seed: int) -> dict[str, object]:
+    """Every state that the model makes of a small run."""
+    counts: dict[str, object] = {}
+    with quick_folder() as folder:
+        recordings: dict[str, Recording] = {}
+        for who in ("site", "syncer"):
+            (folder / who).mkdir()
+            recordings[who] = record_site(folder / who) if who == "site" else record_syncer(folder / who, rounds)
+        for who, recording in recordings.items():
+            states = 0
+            for cut, wrong in recording.examined(folder / "state", random.Random(f"powercut/{seed}"), drawn=2):
+                states += 1
+                if wrong:
+                    hunt.violated(f"{who}, {cut}: {wrong}", seed=seed, cuts=0, rounds=rounds)
+                    break
+            counts[f"{who}_operations"], counts[f"{who}_states"] = len(recording.log), states
+    return counts
+
+
+def main(arguments: list[str] | None = None) -> int:
+    hunt = Hunt("powercut", __doc__)
+    hunt.parser.add_argument("--cuts", type=int, default=6, help="real power cuts (default: 6)")
+    hunt.parser.add_argument("--rounds", type=int, default=2, help="rounds of the run in the model (default: 2)")
+    hunt.parser.add_argument(
+        "--forget", default="", metavar="STEP", help="leave out the syncs of a step: the hunt must find it"
+    )
+    asked = hunt.asked(arguments)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    counts = model_cuts(hunt, asked.rounds, asked.seed)
+    torch.set_num_threads(threads)
+    found = real_cuts(hunt, asked.cuts, asked.seed, asked.forget)
+    if "not_permitted" in found:
+        print(f"no real power cut was made: {found['not_permitted']}", flush=True)
+    return hunt.finish({**counts, **found})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
