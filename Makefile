@@ -8,7 +8,7 @@ PYTHON := $(shell for p in python3.12 python3.11 python3; do \
 endif
 VENV = $(or $(PYTHON),$(error Python 3.11 or newer with venv is needed: make PYTHON=/path/to/python3)) -m venv
 BIN := .venv/bin
-.PHONY: demo test check protos bench swarm soak flood upgrade crash powercut fuzz-inputs disaster crowd fuzz hostile poison failover
+.PHONY: demo test check protos bench swarm soak flood upgrade crash powercut flips fuzz-inputs disaster crowd fuzz hostile poison failover
 
 demo: .venv/.ready
 	$(BIN)/diloco up $(ARGS)
@@ -30,6 +30,7 @@ SEEDS ?= 200
 MINUTES ?= 1
 KILLS ?= 100
 CUTS ?= 6
+FLIPS ?= 2000
 
 swarm: .venv/.ready
 	$(HUNT).swarm --seeds $(SEEDS) $(ARGS)
@@ -45,6 +46,9 @@ crash: .venv/.ready
 
 powercut: .venv/.ready
 	$(HUNT).powercut --cuts $(CUTS) $(ARGS)
+
+flips: .venv/.ready
+	$(HUNT).flips --flips $(FLIPS) $(ARGS)
 
 failover: .venv/.ready
 	$(HUNT).failover $(if $(N),--n $(N)) $(ARGS)

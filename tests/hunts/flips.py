@@ -1,0 +1,103 @@
+"""``make flips FLIPS=2000``: in a syncer's data folder a random bit is flipped, or a file is cut off or missing.
+
+``diloco journal verify`` or a start must name the file, or the bytes are ones that nothing acknowledged rests on: then
+the state that is recovered is the same to the bit.  A start after any flip ends in words or with that very state.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+
+from diloco.sync.journal import JournalError
+from diloco.syncer.snapshots import SnapshotError
+from diloco.syncer.spool import SpoolError
+from diloco.syncer.store import StoreError
+from diloco.syncer.verifying import verify
+from tests.hunts.cutting import State, quick_folder, record_syncer, state_of
+from tests.hunts.reporting import Hunt
+from tests.power import QuietDisk
+from tests.syncer.desk import Desk
+
+START_EVERY = 10
+"""In every so many cases that were found by looking, a process is started as well."""
+
+
+def damage(path: Path, dice: random.Random) -> str:
+    """Flip a bit, or cut the file off, or remove it; what was done."""
+    data = path.read_bytes()
+    kind = dice.random()
+    if kind < 0.02:
+        path.unlink()
+        return "missing"
+    if kind < 0.05 and data:
+        path.write_bytes(data[: dice.randrange(len(data))])
+        return "cut off"
+    at, bit = dice.randrange(len(data)), dice.randrange(8)
+    path.write_bytes(data[:at] + bytes([data[at] ^ (1 << bit)]) + data[at + 1 :])
+    return f"bit {bit} of byte {at} flipped"
+
+
+def looked_at(folder: Path) -> str:
+    """What looking finds; nothing if all is whole."""
+    try:
+        verify(folder)
+    except (JournalError, SnapshotError, SpoolError) as error:
+        return str(error)
+    return ""
+
+
+def started(folder: Path, copy: Path, wanted: State) -> tuple[str, bool]:
+    """What a start on a copy says, and whether it goes on with the state that was acknowledged."""
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(folder, copy)
+    try:
+        desk = Desk(copy, disk=QuietDisk())
+    except StoreError as error:
+        return str(error), True
+    desk.close()
+    said = "; ".join(desk.recovered.notes) if desk.recovered is not None else ""
+    return said, state_of(desk) == wanted
+
+
+def main(arguments: list[str] | None = None) -> int:
+    hunt = Hunt("flips", __doc__)
+    hunt.parser.add_argument("--flips", type=int, default=2000, help="so many cases (default: 2000)")
+    asked = hunt.asked(arguments)
+    dice, found = random.Random(f"flips/{asked.seed}"), Counter[str]()
+    with quick_folder() as place:
+        record_syncer(place, 2)
+        folder, copy = place / "syncer", place / "copy"
+        started(folder, copy, ())
+        shutil.rmtree(folder)
+        shutil.copytree(copy, folder)  # As a start leaves it: nothing is there that nobody needs.
+        desk = Desk(copy, disk=QuietDisk())
+        desk.close()
+        wanted = state_of(desk)
+        paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "lock"]
+        for number in range(asked.flips):
+            path = dice.choice(paths)
+            before = path.read_bytes()
+            what = damage(path, dice) if before else ""
+            if not what:
+                continue
+            name = path.relative_to(folder).as_posix()
+            said = looked_at(folder)
+            named = path.name in said or path.parent.name in said
+            if not named or number % START_EVERY == 0:
+                told, same = started(folder, copy, wanted)
+                named = named or path.name in told
+                if not same:
+                    hunt.violated(f"{name}, {what}: goes on with another state", seed=asked.seed, flips=asked.flips)
+            found["named" if named else "harmless"] += 1
+            if not named:
+                found[f"harmless in {path.name.split('-')[0]}"] += 1
+            path.write_bytes(before)
+    return hunt.finish({"files": len(paths), "found": dict(sorted(found.items()))})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,22 @@
+"""A flipped bit is named or harmless, and one with which a start went on wrongly would be told."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.hunts import flips
+
+
+def test_every_damage_is_named_or_harmless(capsys: pytest.CaptureFixture[str]) -> None:
+    assert flips.main(["--flips", "400", "--seed", "7"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["found"]["named"] > 300
+
+
+def test_a_start_that_goes_on_with_another_state_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flips, "looked_at", lambda folder: "")
+    started = flips.started
+    monkeypatch.setattr(flips, "started", lambda folder, copy, wanted: (started(folder, copy, wanted)[0], False))
+    assert flips.main(["--flips", "5"]) == 1
