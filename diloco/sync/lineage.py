@@ -33,6 +33,16 @@ def next_lineage(known: int, clock_s: int) -> int:
     return max(known + 1, clock_s)
 
 
+def promoted_epoch(known: int, clock_s: int) -> int:
+    """The epoch of a standby that takes over at an operator's word, where no lease gives it one; ``known`` is its last.
+
+    A restart takes the next number, and the old syncer may be started again by somebody who knows nothing of the
+    promotion.  So this is the second in which it happens (``clock_s``, since 1970), which an old syncer never gets to
+    by restarts: sites that have heard of the new one pass it over.
+    """
+    return max(known + 1, clock_s)
+
+
 def lineage_began(turn: Turn, event: LineageBegan) -> None:
     """Give every fragment its next version with the digest told; close every round empty; fence every process.
 

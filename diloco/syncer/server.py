@@ -257,7 +257,7 @@ class Syncer:
         taken = warm.leadership if warm is not None else None
         self.leadership = taken or lead(self._lease, Path(self.options.folder), self._disk, state, self._emit)
         if self.leadership is None:
-            return state.epoch + 1
+            return warm.epoch if warm is not None else state.epoch + 1
         self._taken.callback(self._end_lead)
         return self.leadership.epoch
 

@@ -21,6 +21,7 @@ from diloco.durable import PLAIN_DISK, Step, locked
 from diloco.sync.effects import TellFate
 from diloco.sync.frames import FRAME, HEADER, chain_after, units
 from diloco.sync.journal import JournalError, decode_records
+from diloco.sync.lineage import promoted_epoch
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.holdings import Holdings
 from diloco.syncer.journal_files import Position
@@ -61,6 +62,8 @@ class Warm:
     machine: OuterSync
     holdings: Holdings
     taken: ExitStack
+    epoch: int = 0
+    """The one to begin with where there is no lease to give it."""
     leadership: Leadership | None = None
     """Where the standby has taken the lease already."""
 
@@ -148,7 +151,9 @@ class Standby:
             raise StandbyError(
                 f"standby {self.name} has no state to go on from: {self.failed or 'it has followed nobody'}"
             )
-        return Warm(self.store, self._replayer.machine, self._replayer.holdings, self._taken)
+        machine = self._replayer.machine
+        epoch = promoted_epoch(machine.state.epoch, int(time.time()))
+        return Warm(self.store, machine, self._replayer.holdings, self._taken, epoch)
 
     def close(self) -> None:
         """Stop following and let go of the folder."""

@@ -36,7 +36,7 @@ def test_sites_go_over_to_the_standby_and_the_old_syncer_does_not_win_them_back(
         log = Log()
         promoted = toy.syncer(log.emit, folder="standby", port=int(second.rpartition(":")[2]))
         promoted.start(standby.promote())
-        (moved,) = site.log.wait_for("joined", 1, BOUND_S, where=lambda event: event["epoch"] == 2)
+        (moved,) = site.log.wait_for("joined", 1, BOUND_S, where=lambda event: event["epoch"] > 1)
         assert moved["syncer"] == second
         log.wait_for("published", 4, BOUND_S)
         had, answer = old.core.machine.state.sites["a"].lines[0].watermark, old.api.join
@@ -57,13 +57,13 @@ def test_sites_go_over_to_the_standby_and_the_old_syncer_does_not_win_them_back(
             with AdminClient(second) as later:
                 later.detach()
                 (back,) = site.log.wait_for("joined", 1, BOUND_S, since=again)
-                assert (back["epoch"], back["syncer"]) == (3, second)
+                assert (back["epoch"], back["syncer"]) == (moved["epoch"] + 1, second)
                 later.drain()
                 assert site.join(BOUND_S).ending == "drained"
         finally:
             promoted.stop()
         assert old.core.ask(lambda machine: machine.state.sites["a"].lines[0].watermark) == had
-        assert {event["epoch"] for event in site.log.of("joined")} == {1, 2, 3}
+        assert {event["epoch"] for event in site.log.of("joined")} == {1, moved["epoch"], back["epoch"]}
 
 
 def brings_an_update(data: bytes) -> bool:
@@ -113,7 +113,7 @@ def test_what_was_acknowledged_and_not_replicated_is_sent_again_by_the_site_that
             promoted = toy.syncer(log.emit, folder="standby", port=int(second.rpartition(":")[2]))
             promoted.start(warm)
             try:
-                site.log.wait_for("joined", 1, BOUND_S, where=lambda event: event["epoch"] == 2)
+                site.log.wait_for("joined", 1, BOUND_S, where=lambda event: event["epoch"] > 1)
                 told = site.log.wait_for("note", len(lacks), BOUND_S, where=lambda note: note["note"] == "sent_again")
                 assert len(told) == len(lacks)
                 for fragment, sequence in lacks:

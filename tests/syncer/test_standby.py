@@ -116,7 +116,7 @@ def test_a_promoted_standby_goes_on_with_everything_that_was_acknowledged(tmp_pa
         promoted = toy.syncer(log.emit, folder="standby", port=second)
         address = promoted.start(warm)
         try:
-            assert promoted.core.machine.state.epoch == epoch + 1
+            assert promoted.core.machine.state.epoch > epoch
             lines = promoted.core.ask(lambda machine: machine.state.sites["a"].lines)
             for fragment, sequence in acknowledged:
                 assert lines[int(str(fragment))].watermark >= int(str(sequence))
