@@ -8,7 +8,7 @@ PYTHON := $(shell for p in python3.12 python3.11 python3; do \
 endif
 VENV = $(or $(PYTHON),$(error Python 3.11 or newer with venv is needed: make PYTHON=/path/to/python3)) -m venv
 BIN := .venv/bin
-.PHONY: demo test check protos bench swarm soak flood upgrade crash powercut flips fuzz-inputs disaster crowd fuzz hostile poison failover
+.PHONY: demo test check protos bench swarm admission soak flood upgrade crash powercut flips fuzz-inputs disaster crowd fuzz hostile poison failover
 
 demo: .venv/.ready
 	$(BIN)/diloco up $(ARGS)
@@ -34,6 +34,9 @@ FLIPS ?= 2000
 
 swarm: .venv/.ready
 	$(HUNT).swarm --seeds $(SEEDS) $(ARGS)
+
+admission: .venv/.ready
+	$(HUNT).admission $(if $(PLACES),--places $(PLACES)) $(ARGS)
 
 soak: .venv/.ready
 	$(HUNT).soak --minutes $(MINUTES) $(ARGS)

@@ -1,0 +1,127 @@
+"""Bad updates of one of four sites among the real pseudo-gradients of all: each is refused, or bounded as documented.
+
+A small model is trained (``pseudo_gradients``), every update is measured as the syncer measures it and judged by the
+product's machine.  At so many places of the run each fault is injected into a copy of that machine.  An update that is
+not refused must be finite and no larger than ``norm_ratio_max`` times the usual: then its site's weight bounds it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+import sys
+from collections import Counter
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco.codec.contract import DecodeError
+from diloco.codec.registry import make_codec
+from diloco.sync import effects as fx
+from diloco.sync import events as ev
+from diloco.sync.options import HealthOptions, OuterOptions
+from diloco.sync.syncer import OuterSync
+from diloco.syncer.vitals import measured
+from tests.hunts.pseudo_gradients import SITES, Scene, Sent, Training
+from tests.hunts.reporting import Hunt
+
+FAULTS = ("nan", "scale", "sign", "exponent_bit", "stale_replay", "wrong_layout")
+ALWAYS_REFUSED = frozenset({"nan", "scale", "stale_replay", "wrong_layout"})
+BEGINS = 20
+"""Rounds before the first fault, so that there is something that is usual."""
+
+
+class Run:
+    """The machine beside a training: it hears of every update that the training sends."""
+
+    def __init__(self, scene: Scene, seed: int) -> None:
+        self.training = Training(scene, seed)
+        everybody = len(scene.speeds)
+        options = OuterOptions(num_fragments=scene.fragments, quorum=everybody, staleness_max=2)
+        self.machine = OuterSync(options)
+        self.machine.handle(ev.SyncerStarted(1, HealthOptions()), 0)
+        for name in SITES[:everybody]:
+            self.machine.handle(ev.JoinRequested(1, name, name), 0)
+
+    def answer(self, machine: OuterSync, sent: Sent, sequence: int, base: int, values: Tensor) -> fx.AnswerPush:
+        """What the syncer says to ``values`` as an update of ``sent``'s site."""
+        vitals = measured(values, sent.momentum)
+        event = ev.UpdateArrived(
+            *(1, sent.site, 1, sent.fragment, sequence, base, sent.steps, sent.steps, 1, 1),
+            *(f"{sent.site}-{sent.fragment}-{sequence}", "payload", "fp32", vitals.finite, False),
+            *(vitals.norm, vitals.cosine),
+        )
+        effects = machine.handle(event, 0)
+        self.started = [effect for effect in effects if isinstance(effect, fx.StartOuterStep)]
+        return next(effect for effect in effects if isinstance(effect, fx.AnswerPush))
+
+    def take(self, sent: Sent) -> fx.AnswerPush:
+        """An update as it is; the round closes with the last one."""
+        answer = self.answer(self.machine, sent, sent.version + 1, sent.version, sent.gradient)
+        for step in self.started:
+            self.machine.handle(ev.OuterStepDone(step.fragment, step.version, "", ""), 0)
+        return answer
+
+    def inject(self, kind: str, sent: Sent, random: Random) -> tuple[str, float]:
+        """``kind`` into an update of ``sent``'s site: what came of it, and how many times the usual norm it had."""
+        machine = OuterSync(self.machine.options, copy.deepcopy(self.machine.state))
+        values, sequence, base = sent.gradient.clone(), sent.version + 1, sent.version
+        place = random.randrange(values.numel())
+        if kind == "nan":
+            values[place] = math.nan
+        elif kind == "scale":
+            values *= 1e6
+        elif kind == "sign":
+            values = -values
+        elif kind == "exponent_bit":
+            values.view(torch.int32)[place] ^= 1 << random.randrange(23, 31)
+        elif kind == "stale_replay":  # Under a new number; under its own it is a duplicate, which is merged no more.
+            base = sent.version - 3
+        elif kind == "wrong_layout":
+            codec = make_codec("fp32")
+            try:
+                codec.decode(codec.encode(values[:-1]), values.numel())
+            except DecodeError:
+                return "refused", 0.0
+            return "taken", math.inf
+        answer = self.answer(machine, sent, sequence, base, values)
+        lines = [site.lines[sent.fragment] for site in self.machine.state.sites.values()]
+        usual = statistics.median(vital.norm for line in lines for vital in line.vitals)
+        return answer.outcome.value, float(torch.linalg.vector_norm(values.double())) / usual
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the hunt; exit code 1 when something bad entered, or something good did not."""
+    hunt = Hunt("admission", __doc__)
+    hunt.parser.add_argument("--places", type=int, default=20, help="where each fault is injected (default: 20)")
+    hunt.parser.add_argument("--rounds", type=int, default=1000, help="clean rounds (default: 1000)")
+    given = hunt.asked(arguments)
+    random = Random(given.seed)
+    run = Run(Scene(rounds=given.rounds, inner_steps=2), given.seed)
+    at = set(random.sample(range(BEGINS, given.rounds), given.places))
+    counts: Counter[str] = Counter()
+    updates = false_refusals = 0
+    replay: dict[str, Any] = {"seed": given.seed, "places": given.places, "rounds": given.rounds}
+    for number, arrived in enumerate(run.training.updates()):
+        if number in at:
+            victim = random.choice(arrived)
+            for kind in FAULTS:
+                outcome, ratio = run.inject(kind, victim, random)
+                counts[f"{kind}_{outcome}"] += 1
+                bounded = kind not in ALWAYS_REFUSED and ratio <= HealthOptions().norm_ratio_max
+                if outcome != "refused" and not bounded:
+                    hunt.violated(f"round {number}: {kind} of {ratio:.3g} times the usual norm is {outcome}", **replay)
+        for sent in arrived:
+            updates += 1
+            answer = run.take(sent)
+            if answer.outcome is not ev.Outcome.ACCEPTED:
+                false_refusals += 1
+                hunt.violated(f"round {number}: a clean update of {sent.site} is {answer}", **replay)
+    return hunt.finish({"updates": updates, "false_refusals": false_refusals, **dict(sorted(counts.items()))})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
