@@ -49,7 +49,9 @@ def restored_machine(
     listed = {(index, sent.sequence) for index, part in enumerate(machine.state.fragments) for sent in part.in_flight}
     for fragment, sequence in [key for key in site_tensors.sent if key not in listed]:
         site_tensors.release(fragment, sequence)
-    outbox.clear(listed)
+    # A process that died between an ack and the removal has left bytes that nobody asks for again.
+    parts = enumerate(machine.state.fragments)
+    outbox.clear({(index, sent.sequence) for index, part in parts for sent in part.in_flight if sent.bytes_wanted})
     if redo is not None:
         effects = machine.handle(StepDone(redo.step, redo.tokens, redo.step_ns, redo.cursor), time.monotonic_ns())
         assert not effects, "before it has joined, a machine decides nothing"

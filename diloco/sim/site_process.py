@@ -201,7 +201,7 @@ class SiteProcess(Process):
             for sent in part.in_flight
         }
         self.sent = {key: value for key, value in self.sent.items() if key in listed}
-        for key in [key for key in self.disk.outbox if key not in listed]:
+        for key in [key for key in self.disk.outbox if key not in listed or not listed[key].bytes_wanted]:
             del self.disk.outbox[key]
 
     def exit(self, why: str) -> None:

@@ -82,7 +82,7 @@ def _outrun(turn: SiteTurn, standing: FragmentStanding) -> None:
     """
     index, part = standing.fragment, turn.state.fragments[standing.fragment]
     for sent in part.in_flight:
-        if sent.state is not SentState.ACCEPTED or sent.kept:
+        if sent.bytes_wanted:
             turn.effects.append(Forget(index, sent.sequence))
         turn.effects.append(Release(index, sent.sequence))
     part.in_flight = []
@@ -106,7 +106,7 @@ def _start_over(turn: SiteTurn, event: JoinAnswered) -> None:
             sent.void = sent.state is SentState.SEALING
             if sent.void:
                 continue  # Its number is not given again before its bytes are here and can be thrown away.
-            if sent.state is not SentState.ACCEPTED or sent.kept:
+            if sent.bytes_wanted:
                 turn.effects.append(Forget(index, sent.sequence))
             turn.effects.append(Release(index, sent.sequence))
             fate = told.get((sent.sequence, sent.digest))

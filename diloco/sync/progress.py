@@ -44,6 +44,11 @@ class Sent:
     kept: bool = False
     epoch: int = 0
 
+    @property
+    def bytes_wanted(self) -> bool:
+        """Whether its encoded bytes may still have to be sent."""
+        return self.state is not SentState.ACCEPTED or self.kept
+
 
 @dataclass(slots=True)
 class Orphan:

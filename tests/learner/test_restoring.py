@@ -15,10 +15,21 @@ from diloco.learner.restoring import restored_machine
 from diloco.learner.site_tensors import SiteTensors
 from diloco.outer.fragments import plan_layout
 from diloco.sync.effects import Retake
-from diloco.sync.events import BoundaryReached, FragmentStanding, JoinAnswered, SealFailed, StepDone, VersionFetched
+from diloco.sync.events import (
+    BoundaryReached,
+    FragmentStanding,
+    JoinAnswered,
+    Outcome,
+    PushAnswered,
+    Sealed,
+    SealFailed,
+    StepDone,
+    VersionFetched,
+)
 from diloco.sync.learner import LearnerSync
 from diloco.sync.options import LearnerOptions
 from diloco.sync.progress import Ledger, site_ledger
+from tests.wire.fake_syncer import push_header
 
 TOKENS = 10
 
@@ -119,3 +130,26 @@ def test_a_site_without_a_checkpoint_has_lost_what_it_read(tmp_path: Path) -> No
     )
     machine.handle(joined(standing()), 0)
     assert site_ledger(machine.state) == Ledger(7 * TOKENS, 0, 0, 0, 0, 0, 7 * TOKENS)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_bytes_that_outlived_their_ack_go_unless_they_may_be_wanted_again(tmp_path: Path, kept: bool) -> None:
+    """The process died after the ack and before it had removed them."""
+    machine = LearnerSync(LearnerOptions(inner_steps=2))
+    machine.handle(JoinAnswered(1, 1, (standing(),), 0, 0, None, keep=kept), 0)
+    machine.handle(VersionFetched(0, 0, ()), 0)
+    for number in (0, 1, 2):
+        machine.handle(StepDone(number, TOKENS, 1000, number) if number else BoundaryReached(), 0)
+    machine.handle(Sealed(0, 1, "digest"), 0)
+    machine.handle(PushAnswered(0, 1, Outcome.ACCEPTED, None, "digest"), 0)
+    outbox = Outbox(tmp_path / "outbox")
+    header = push_header(b"bytes", fragment=0, sequence=1)
+    machine.state.fragments[0].in_flight[0].digest = header.digest
+    outbox.put(header, b"bytes")
+    layout = plan_layout([("w", (4,))], 1)
+    site_tensors = SiteTensors(layout, {"w": torch.zeros(4)}, "rebase", 0.5)
+    tensors = {"base.0": torch.zeros(4), "sent.0.1": torch.zeros(4)}
+    restored = (tensors, {"machine": machine.snapshot()})
+    again = restored_machine(machine.options, restored, None, outbox, Odometer(tmp_path / "odometer"), site_tensors)
+    assert len(again.state.fragments[0].in_flight) == 1
+    assert set(outbox.digests()) == ({(0, 1)} if kept else set())
