@@ -321,6 +321,7 @@ class Core:
         while (why := _wanting(attempt)) is not None:
             if self._stopping.is_set():
                 return False
+            self._leads()  # Who leads no more need not wait: it raises.
             if time.monotonic() - began > HELD_AFTER_S:
                 self._hold(why)
             self._answer_early(RETRY_S)

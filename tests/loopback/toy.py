@@ -37,6 +37,9 @@ from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import LearnerOptions, OuterOptions
 from diloco.syncer.journal_files import JournalFiles
+from diloco.syncer.lease import Lease
+from diloco.syncer.lease_etcd import EtcdLease
+from diloco.syncer.lease_file import FileLease
 from diloco.syncer.replicator import ReplicationOptions
 from diloco.syncer.server import RunPlan, Syncer, SyncerOptions
 from diloco.syncer.spool import Spool
@@ -76,6 +79,9 @@ class Toy:
     client: dict[str, object] = field(default_factory=lambda: {"stall_s": 3.0, "control_timeout_s": 2.0})
     server: dict[str, object] = field(default_factory=dict)
     replication: dict[str, object] = field(default_factory=dict)
+    lease: str = ""
+    """The file of it, or the address of an etcd; none where it is empty."""
+    lease_ttl_s: float = 2.0
 
     @property
     def run_id(self) -> str:
@@ -116,6 +122,11 @@ class Toy:
     def network(self, port: int) -> ServerOptions:
         return ServerOptions(run_id=RUN, address=f"127.0.0.1:{port}", **self.server)  # type: ignore[arg-type]
 
+    def made_lease(self, disk: Disk = PLAIN_DISK) -> Lease | None:
+        if self.lease.startswith("http"):
+            return EtcdLease([self.lease], RUN, self.lease_ttl_s)
+        return FileLease(Path(self.lease), RUN, self.lease_ttl_s, disk) if self.lease else None
+
     def syncer(
         self,
         emit: Callable[[str, dict[str, object]], None],
@@ -125,7 +136,8 @@ class Toy:
     ) -> Syncer:
         security = SecurityOptions(tokens_file=self.tokens, permissions=self.permissions)
         network = self.network(port or self.port)
-        return Syncer(self.options(folder), self.plan(), self.version_zero, network, security, emit, disk)
+        lease = self.made_lease(disk)
+        return Syncer(self.options(folder), self.plan(), self.version_zero, network, security, emit, disk, lease)
 
     def standby(
         self, folder: str, primary: str, emit: Callable[[str, dict[str, object]], None], disk: Disk = PLAIN_DISK
@@ -399,7 +411,8 @@ def main(role: str, toy: Toy, death: tuple[str, int] | None, mine: dict[str, Any
 def run_standby(toy: Toy, emit: Emit, mine: dict[str, Any], disk: Disk) -> None:
     """Follow ``mine["primary"]``, and be the syncer once promoted; it has a folder and a port of its own."""
     standby = toy.standby(mine["data"], mine["primary"], emit, disk)
-    standing = StandingBy(standby, mine["primary"], toy.network(mine["port"]), SecurityOptions())
+    network, lease = toy.network(mine["port"]), toy.made_lease(disk)
+    standing = StandingBy(standby, mine["primary"], network, SecurityOptions(), lease=lease)
     emit("standing", {"address": standing.start()})
     while (warm := standing.wait(0.02)) is None:
         pass
@@ -409,8 +422,12 @@ def run_standby(toy: Toy, emit: Emit, mine: dict[str, Any], disk: Disk) -> None:
 def run_syncer(toy: Toy, emit: Emit, mine: dict[str, Any], disk: Disk, warm: Warm | None = None) -> None:
     syncer = toy.syncer(emit, disk, mine.get("data", "syncer"), mine.get("port", 0))
     emit("listening", {"address": syncer.start(warm)})
-    while (ending := syncer.wait(0.2)) is None:
-        pass
+    try:
+        while (ending := syncer.wait(0.2)) is None:
+            pass
+    except BaseException:
+        syncer.stop(0.0)
+        raise
     while mine.get("stay"):  # Until it is killed: for sites that ask after the end.
         time.sleep(0.1)
     syncer.linger()

@@ -158,7 +158,7 @@ def test_who_may_not_lead_tells_nobody_anything_not_even_what_it_knew_before() -
         assert desk.effects == effects
         why[0] = None
         eventually(lambda: desk.core.held is None, "the loop goes on")
-        assert desk.push().outcome is Outcome.DUPLICATE
+        assert desk.push().outcome is Outcome.ACCEPTED
 
 
 @pytest.mark.parametrize("acks_first", [False, True])
@@ -181,4 +181,23 @@ def test_a_lease_that_is_lost_while_a_turn_becomes_durable_ends_the_loop_before_
         assert "flush" in desk.disk.log, "it was durable here"
         assert desk.effects == effects
         eventually(lambda: desk.failures, "whoever owns the loop is told")
+        assert isinstance(desk.core.failed, LeaseLostError)
+
+
+def test_a_lease_that_is_lost_ends_the_wait_for_whatever_is_wanting() -> None:
+    lost, wanting = [False], [False]
+
+    def leads() -> str | None:
+        if lost[0]:
+            raise LeaseLostError("another has taken it")
+        return None
+
+    with running(leads=leads, replicated=lambda turn: "the standby is away" if wanting[0] else None) as desk:
+        desk.join()
+        wanting[0] = True
+        pushing, _ = background(desk.push)
+        eventually(lambda: desk.core.held, "the loop says that it waits")
+        lost[0] = True
+        eventually(lambda: desk.failures, "the standby will never be back: it is the one that leads now")
+        pushing.join(10.0)
         assert isinstance(desk.core.failed, LeaseLostError)

@@ -1,0 +1,138 @@
+"""A syncer is frozen for longer than its lease: the heir takes over, and the thawed one tells nobody anything."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from diloco.syncer.store import RunCard, Store
+from diloco.wire.client import AdminClient
+from tests.loopback.cluster import Log, Process, SiteThread, free_port
+from tests.loopback.toy import RUN, Toy
+from tests.syncer.etcd import running_etcd
+
+BOUND_S = 60.0
+STEP_S = 0.01
+TELLS = ("published", "outer_step", "refused", "standby_attached", "final")
+
+
+@pytest.fixture(params=["file", pytest.param("etcd", marks=pytest.mark.slow)])
+def lease(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "file":
+        yield str(tmp_path / "lease.json")
+        return
+    with running_etcd(tmp_path, (free_port(), free_port())) as etcd:
+        yield etcd.endpoint
+
+
+@dataclass
+class Pair:
+    """A syncer, and the standby that is its heir."""
+
+    toy: Toy
+    first: Process
+    second: Process
+    addresses: tuple[str, str]
+
+
+@pytest.fixture(params=["sync", pytest.param("async", marks=pytest.mark.slow)])
+def pair(request: pytest.FixtureRequest, tmp_path: Path, lease: str) -> Iterator[Pair]:
+    toy = Toy(
+        folder=str(tmp_path),
+        codec="int8",
+        inner_steps=4,
+        outer={"grace": "fixed", "grace_ns": 5_000_000, "num_fragments": 2},
+        replication={"mode": request.param, "timeout_s": 2.0, "alive_s": 0.2},
+        lease=lease,
+    )
+    ports = free_port(), free_port()
+    addresses = f"127.0.0.1:{ports[0]}", f"127.0.0.1:{ports[1]}"
+    first = Process("syncer", toy, port=ports[0])
+    second = Process("standby", toy, data="standby", primary=addresses[0], port=ports[1])
+    with first, second:
+        is_heir(first.log)
+        yield Pair(toy, first, second, addresses)
+
+
+def is_heir(log: Log) -> None:
+    log.wait_for("note", 1, BOUND_S, where=lambda note: note["note"] == "heir" and "standby-" in str(note["why"]))
+
+
+def test_the_heir_takes_over_from_a_frozen_syncer_which_tells_nothing_when_it_thaws(pair: Pair, tmp_path: Path) -> None:
+    toy, first, second = pair.toy, pair.first, pair.second
+    both = ",".join(pair.addresses)
+    with (
+        SiteThread(toy, "a", both, step_s=STEP_S) as site,
+        SiteThread(toy, "b", pair.addresses[0], step_s=STEP_S) as faithful,
+    ):
+        first.log.wait_for("published", 6, BOUND_S)
+        first.send(signal.SIGSTOP)
+        (taken,) = second.log.wait_for("lease_taken", 1, BOUND_S)
+        assert taken["epoch"] == 2
+        (moved,) = site.log.wait_for("joined", 1, BOUND_S, where=lambda event: event["epoch"] == 2)
+        assert moved["syncer"] == pair.addresses[1]
+        second.log.wait_for("published", 3, BOUND_S)
+        told, heard = len(first.log), len(faithful.log)
+        first.send(signal.SIGCONT)
+        assert first.wait(BOUND_S) == 1
+        assert "the lease of epoch 1 is lost" in first.errors
+        assert "nothing more is told" in first.errors
+        since = [event["what"] for event in first.log.events[told:]]
+        assert not set(since) & set(TELLS), since
+        # What its only site heard of it after it had thawed was on its way before: the new one has it.
+        adopted = [event for event in faithful.log.events[heard:] if event["what"] == "adopted"]
+        acknowledged = faithful.log.of("pushed")
+        assert not [event for event in adopted if event["merged"]]
+        second.log.wait_for("published", len(second.log.of("published")) + 3, BOUND_S)
+        with AdminClient(pair.addresses[1]) as operator:
+            status = operator.status()
+            assert status["epoch"] == 2
+            assert status["lease"]["epoch"] == 2  # type: ignore[index]
+            operator.drain()
+        assert site.join(BOUND_S).ending == "drained"
+    assert second.wait(BOUND_S) == 0, second.errors
+    if toy.replication["mode"] == "sync":
+        card = RunCard(RUN, toy.layout().fingerprint, "shared")
+        store = Store(tmp_path / "standby", card)
+        outer, optimizer = toy.rules()
+        lines = store.recover(outer, optimizer, toy.codec).machine.state.sites["b"].lines
+        store.journal.close()
+        for event in acknowledged:
+            assert lines[int(str(event["fragment"]))].watermark >= int(str(event["sequence"]))
+
+
+def test_a_syncer_that_is_killed_is_replaced_by_its_heir_and_does_not_come_back(pair: Pair) -> None:
+    toy, first, second = pair.toy, pair.first, pair.second
+    with SiteThread(toy, "a", ",".join(pair.addresses), step_s=STEP_S) as site:
+        first.log.wait_for("published", 4, BOUND_S)
+        first.kill()
+        second.log.wait_for("lease_taken", 1, BOUND_S)
+        site.log.wait_for("joined", 1, BOUND_S, where=lambda event: event["epoch"] == 2)
+        with Process("syncer", toy, port=int(pair.addresses[0].rpartition(":")[2])) as again:
+            assert again.wait(BOUND_S) == 1
+            assert "may lack what was acknowledged there" in again.errors
+        with AdminClient(pair.addresses[1]) as operator:
+            operator.drain()
+        assert site.join(BOUND_S).ending == "drained"
+    assert second.wait(BOUND_S) == 0, second.errors
+
+
+def test_a_syncer_that_starts_again_at_once_leads_on_and_its_heir_stays_one(pair: Pair) -> None:
+    toy, first, second = pair.toy, pair.first, pair.second
+    with SiteThread(toy, "a", pair.addresses[0], step_s=STEP_S) as site:
+        first.log.wait_for("published", 4, BOUND_S)
+        first.kill()
+        with Process("syncer", toy, port=int(pair.addresses[0].rpartition(":")[2])) as again:
+            (taken,) = again.log.wait_for("lease_taken", 1, BOUND_S)
+            assert taken["epoch"] == 2
+            is_heir(again.log)
+            again.log.wait_for("published", 4, BOUND_S)
+            with AdminClient(pair.addresses[0]) as operator:
+                operator.drain()
+            assert site.join(BOUND_S).ending == "drained"
+            assert again.wait(BOUND_S) == 0, again.errors
+            assert second.log.of("lease_taken") == []
