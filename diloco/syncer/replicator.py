@@ -23,7 +23,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from diloco.sync.events import UpdateArrived
+from diloco.sync.events import LineageBegan, UpdateArrived
 from diloco.sync.frames import FRAME, MARK, units
 from diloco.sync.journal import JournalError, decode_records
 from diloco.syncer.snapshots import SnapshotError
@@ -338,6 +338,9 @@ class Follower:
         except JournalError as error:
             raise Refusal(Status.FAILED_PRECONDITION, str(error)) from error
         for record in records:
+            if isinstance(record.event, LineageBegan):  # Before that record is sent: who has it cannot go back.
+                text = f"lineage {record.event.lineage} began with restored values: give the standby an empty folder"
+                raise Refusal(Status.FAILED_PRECONDITION, text)
             if isinstance(record.event, UpdateArrived) and record.event.payload:
                 yield from self._file(f"spool/{record.event.payload}", self._store.spool.folder / record.event.payload)
 

@@ -1,11 +1,14 @@
-"""A standby that an operator promotes where there is no lease: nobody but the operator knows of the old syncer."""
+"""What only an operator can put right: a syncer that was replaced or restored, a standby that nobody lets in."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tests.loopback.cluster import Log, eventually, free_port, serving
-from tests.syncer.test_standby import BOUND_S, a_toy, following
+from diloco.durable import PLAIN_DISK
+from diloco.syncer.opening import open_store, recovered
+from diloco.syncer.restoring import begin_lineage
+from tests.loopback.cluster import Log, SiteThread, eventually, free_port, serving
+from tests.syncer.test_standby import BOUND_S, STEP_S, a_toy, following
 
 
 def test_an_old_syncer_that_is_started_again_is_older_than_the_one_that_was_promoted(tmp_path: Path) -> None:
@@ -23,3 +26,18 @@ def test_an_old_syncer_that_is_started_again_is_older_than_the_one_that_was_prom
                     assert epoch < promoted.core.ask(lambda machine: machine.state.epoch)
         finally:
             promoted.stop()
+
+
+def test_a_standby_from_before_a_restore_is_told_to_begin_anew(tmp_path: Path) -> None:
+    """The restored values are in no journal; the standby must not take the record of them as its own."""
+    toy = a_toy(tmp_path, snapshot_every=1000, retain_steps=1000)
+    with following(toy, f"127.0.0.1:{toy.port}") as (standby, _):
+        with serving(toy) as (_, address, log), SiteThread(toy, "a", address, step_s=STEP_S):
+            log.wait_for("published", 6, BOUND_S)
+        store = open_store(toy.options(), toy.plan(), PLAIN_DISK, Log().emit)
+        found = recovered(store, toy.options(), toy.plan(), Log().emit)
+        begin_lineage(store, found.machine, found.holdings.values, None, "poison", 5)
+        store.journal.close()
+        with serving(toy):
+            eventually(lambda: standby.failed is not None, BOUND_S, "it ends")
+        assert "give the standby an empty folder" in str(standby.failed)
