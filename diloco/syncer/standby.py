@@ -93,6 +93,7 @@ class Standby:
         self._incoming: _Incoming | None = None
         self._began_at: Position | None = None
         self.connected = False
+        self._trouble: str | None = None
         self.acked = (0, 0)
         self.heard_s = time.monotonic()
         self.failed: BaseException | None = None
@@ -189,6 +190,7 @@ class Standby:
             "versions": versions,
             "epoch": replayer.machine.state.epoch if replayer is not None else 0,
             "turns_behind": self._orders.qsize(),
+            "trouble": self._trouble,
             "failed": str(self.failed) if self.failed is not None else None,
         }
 
@@ -212,7 +214,9 @@ class Standby:
     def _lost(self, why: str) -> None:
         if self.connected:
             self.emit("disconnected", {"why": why})
-        self.connected = False
+        elif why != self._trouble:
+            self.emit("note", {"note": "not_following", "why": why})
+        self.connected, self._trouble = False, why
         self._incoming = None
         self._stopping.wait(PAUSE_S)
 
@@ -241,7 +245,7 @@ class Standby:
                 self._began_at = Position(part.segment, part.chain) if part.anew else None
                 for leftover in self.store.snapshots.folder.glob(".incoming-*"):
                     self.disk.remove(leftover, Step.SNAPSHOT_PRUNE)
-                self.connected = True
+                self.connected, self._trouble = True, None
                 self.emit("connected", {"anew": part.anew})
             case Item():
                 self._incoming = _Incoming(self.store, part)

@@ -41,3 +41,12 @@ def test_a_standby_from_before_a_restore_is_told_to_begin_anew(tmp_path: Path) -
         with serving(toy):
             eventually(lambda: standby.failed is not None, BOUND_S, "it ends")
         assert "give the standby an empty folder" in str(standby.failed)
+
+
+def test_why_a_standby_is_not_let_in_is_said_once(tmp_path: Path) -> None:
+    toy = a_toy(tmp_path)
+    other = a_toy(tmp_path / "other", shapes=(("w", (40, 30)), ("v", (7,))))
+    with serving(toy) as (_, address, _log), following(other, address) as (standby, log):
+        (note,) = log.wait_for("note", 1, BOUND_S)
+        assert (note["note"], "another run" in str(note["why"])) == ("not_following", True)
+        assert "another run" in str(standby.status()["trouble"])
