@@ -20,7 +20,10 @@ STEP_S = 0.01
 TELLS = ("published", "outer_step", "refused", "standby_attached", "final")
 
 
-@pytest.fixture(params=["file", pytest.param("etcd", marks=pytest.mark.slow)])
+pytestmark = pytest.mark.slow  # Its clocks are those of a lease.
+
+
+@pytest.fixture(params=["file", "etcd"])
 def lease(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "file":
         yield str(tmp_path / "lease.json")
