@@ -55,6 +55,10 @@ class CoreHeld(Refusal):
         super().__init__(WireStatus.UNAVAILABLE, why)
 
 
+class NotHandedIn(CoreHeld):
+    """The same, and of what was asked the loop will never hear."""
+
+
 class CoreStopped(Refusal):
     """The decision loop gave no answer, or has ended; a site hears that it may come back."""
 
@@ -175,10 +179,10 @@ class Core:
         """Hand in the event that ``make`` gives for a call number, and wait for its answer.
 
         The event stays handed in when the wait ends without one: then ``late`` gets the answer, in the loop's thread.
-        While the loop is held nothing is handed in: who asks again and again would fill the inbox.
+        While the loop is held nothing is handed in (``NotHandedIn``): who asks again and again would fill the inbox.
         """
         if (held := self.held) is not None:
-            raise CoreHeld(held)
+            raise NotHandedIn(held)
         future: Future[Answer] = Future()
         with self._calls_lock:
             number = self._next_call

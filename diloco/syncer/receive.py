@@ -13,6 +13,7 @@ from diloco.sync.agreement import PROTOCOL
 from diloco.sync.effects import AnswerPush
 from diloco.sync.events import Outcome, Reason, UpdateArrived
 from diloco.syncer import protocols
+from diloco.syncer.core import NotHandedIn
 from diloco.syncer.spool import Settled
 from diloco.syncer.vitals import Vitals, measured
 from diloco.wire.messages import PushResult, Refusal, Status
@@ -88,7 +89,11 @@ class Reception:
         except OSError as error:
             # Discarded, never tried again with the same pages: after a failed fsync they count as written.
             raise self._no_room(error) from error
-        result = self._decided(reference, vitals, intact=True)
+        try:
+            result = self._decided(reference, vitals, intact=True)
+        except NotHandedIn:
+            self._spool.settle(reference, Settled.GIVEN_BACK, self._partial)
+            raise
         self._settle(reference, result, self._partial)
         return protocols.push_result(result, self._protocol)
 

@@ -23,6 +23,7 @@ TOP = {
     "identity_complaints",
     "wanting",
     "replication",
+    "lease",
     "epoch",
     "phase",
     "ending",
