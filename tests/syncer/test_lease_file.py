@@ -166,7 +166,7 @@ def take_often(path: Path, name: str, until_s: float) -> None:
         while time.monotonic() < until_s:
             last = lease.read()
             claim = Claim(name, 0, last.lineage + 1 if last is not None else 1, anew=True)  # Never refused as older.
-            with contextlib.suppress(LeaseRefusedError):  # Unless another has just begun the same lineage.
+            with contextlib.suppress(LeaseRefusedError, LeaseError):  # Another was quicker, or kept the file too long.
                 held = lease.acquire(claim)
                 if held is not None:
                     told.write(f"{held.epoch}\n")
