@@ -45,7 +45,8 @@ class Claim:
     """Who wants the lease: the name and the lineage of its data folder, and the largest epoch that it knows of.
 
     ``anew``: this folder never had a lease, so that one may be made where there is none.  ``by_itself``: nobody asked
-    for it, so that only the heir of a holder that did not stop in order may have it.
+    for it, so that only the heir of a holder that did not stop in order may have it; or that holder, which is a standby
+    that did not live to hear that it had taken the lease, and nobody else could take it any more.
     """
 
     name: str
@@ -111,7 +112,7 @@ def refusal(standing: Standing | None, claim: Claim, place: str) -> str | None:
             f"there is no lease at {place}, and this data folder was led under one: put it back; or, when no other "
             "process leads the run, remove leadership.json from the data folder, and a new one is made"
         )
-    if claim.by_itself and (standing.released or standing.heir != claim.name):
+    if claim.by_itself and (standing.released or claim.name not in (standing.holder, standing.heir)):
         return f"{claim.name} is not the heir of a syncer that fell silent"
     if claim.lineage > standing.lineage:
         return None  # It began by an operator's word, who has said what that gives up.

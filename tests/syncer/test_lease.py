@@ -17,11 +17,12 @@ STANDING = Standing(epoch=5, lineage=2, holder="first", heir="second")
         (Claim("first", 5, 2), None),
         (Claim("second", 5, 2), None),
         (Claim("second", 5, 2, by_itself=True), None),
-        (Claim("first", 5, 2, by_itself=True), "not the heir"),
+        (Claim("first", 5, 2, by_itself=True), None),
         (Claim("third", 5, 2), "first led the run last, in epoch 5 of lineage 2, and its heir is second"),
         (Claim("first", 5, 1), "may lack"),
         (Claim("third", 5, 3), None),
         (Claim("third", 5, 3, by_itself=True), "not the heir"),
+        (Claim("third", 5, 2, by_itself=True), "not the heir"),
     ],
 )
 def test_the_last_holder_its_heir_and_a_later_lineage_may_have_it(claim: Claim, why: str | None) -> None:
@@ -33,6 +34,13 @@ def test_an_heir_does_not_take_over_by_itself_from_a_syncer_that_stopped_in_orde
     standing = replace(STANDING, released=True)
     assert refusal(standing, Claim("second", 5, 2), "the place") is None
     assert "not the heir" in str(refusal(standing, Claim("second", 5, 2, by_itself=True), "the place"))
+
+
+def test_a_standby_that_took_it_and_did_not_live_to_know_takes_it_again_by_itself() -> None:
+    taken = next_standing(STANDING, Claim("second", 5, 2, by_itself=True))
+    again = Claim("second", 5, 2, by_itself=True)
+    assert refusal(taken, again, "the place") is None, "the first one may not have it any more: nobody would lead"
+    assert "not the heir" in str(refusal(replace(taken, released=True), again, "the place"))
 
 
 def test_a_lease_that_has_gone_is_made_anew_only_for_a_folder_that_never_had_one() -> None:
