@@ -45,6 +45,9 @@ MODES = ("off", "sync", "async")
 CHUNK_BYTES = 512 * 1024
 Place = tuple[int, int]
 """Segment, and a byte in it."""
+NEAR_S = 1.0
+"""A detached standby that is no further behind is waited for again.  While turns do not wait for it there is always one
+on its way to it, where they come faster than a message goes there and back; it catches up when they wait."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -96,6 +99,8 @@ class Replicator:
         """What ``replicated`` answered last."""
         self._detached = False
         self._attaching = False
+        self._goal: Place = (0, 0)
+        self._goal_s = self._heard_s
         self._nudge: Callable[[], None] = lambda: None
         self._attach: Callable[[str], None] = lambda name: None
 
@@ -190,6 +195,7 @@ class Replicator:
             self._follower = follower
             self._heard_s = time.monotonic()
             self._acked, self._acker = follower.place, follower.name
+            self._goal, self._goal_s = self.durable, self._heard_s
         self._emit("standby_follows", {"standby": start.standby, "anew": start.segment == 0})
         return follower
 
@@ -201,13 +207,21 @@ class Replicator:
             self._heard_s = time.monotonic()
             self._acked = max(self._acked, place)
             caught_up = self._acked >= self.durable
-            attach = caught_up and self._detached and not self._attaching
+            attach = (self._is_near() or caught_up) and self._detached and not self._attaching
             self._attaching = self._attaching or attach
             if caught_up and not self._detached and self._leadership is not None:
                 self._leadership.name_heir(follower.name)
         if attach:
             self._attach(follower.name)
         self._nudge()
+
+    def _is_near(self) -> bool:
+        """Whether what was durable a short time ago is there now."""
+        if self._acked < self._goal:
+            return False
+        near = self._heard_s - self._goal_s <= NEAR_S
+        self._goal, self._goal_s = self.durable, self._heard_s
+        return near
 
     def gone(self, follower: Follower) -> None:
         """The stream of ``follower`` has ended."""

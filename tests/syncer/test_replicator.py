@@ -92,6 +92,23 @@ def test_a_detached_standby_is_told_of_once_when_it_has_caught_up(tmp_path: Path
     assert replicator.replicated(a_turn(replicator)) == "the standby s is behind"
 
 
+@pytest.mark.parametrize("near", [True, False])
+def test_a_detached_standby_is_attached_although_there_is_always_a_turn_on_its_way_to_it(
+    tmp_path: Path, closing: ExitStack, monkeypatch: pytest.MonkeyPatch, near: bool
+) -> None:
+    replicator, log = a_replicator(tmp_path, closing)
+    monkeypatch.setattr("diloco.syncer.replicator.NEAR_S", 60.0 if near else -1.0)
+    replicator.detach()
+    follower = replicator.follow(start())
+    for _ in range(4):
+        before = replicator.durable
+        assert replicator.replicated(a_turn(replicator)) is None
+        follower.acknowledged(FollowAck(*before))
+    assert len(log.of("attach")) == int(near), "one that is far behind would be waited for too long"
+    follower.acknowledged(FollowAck(*replicator.durable))
+    assert len(log.of("attach")) == 1
+
+
 @pytest.mark.parametrize("field", ["layout_fingerprint", "shared_digest"])
 def test_a_standby_of_another_run_is_refused(tmp_path: Path, closing: ExitStack, field: str) -> None:
     replicator, _ = a_replicator(tmp_path, closing)
