@@ -15,8 +15,8 @@ from diloco.sync.weights import raw_weight
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from diloco.sim.outer_disk import Kept
     from diloco.sim.outer_process import OuterPlan
+    from diloco.sim.replaying import Kept
     from diloco.sim.site_process import SiteProcess
     from diloco.sim.values import Value
     from diloco.sync.effects import LearnerEffect, OuterEffect, Seal
@@ -135,7 +135,7 @@ class Versions(Checker):
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """Exactly the outer step that is done is announced."""
-        del now_ns
+        del now_ns, machine
         published = [(effect.fragment, effect.version) for effect in effects if isinstance(effect, PublishVersion)]
         expected = []
         if isinstance(event, OuterStepDone):
@@ -145,8 +145,11 @@ class Versions(Checker):
             self.version = [version + 1 for version in self.version]
             expected = list(enumerate(self.version))
         self.require(published == expected, "published", published, "and not", expected)
-        found = [fragment.version for fragment in machine.state.fragments]
-        self.require(found == self.version, "versions are", found, "and should be", self.version)
+
+    def told(self, machine: OuterSync, chain: bytes | None, effects: Sequence[OuterEffect]) -> None:
+        """At the end of a turn the machine has the versions of the book."""
+        del chain, effects
+        self.recovered(machine)
 
     def carried_out(self, site: SiteProcess, event: LearnerEvent) -> None:
         """The base of a process is never one of before."""
@@ -161,7 +164,7 @@ class Versions(Checker):
     def recovered(self, machine: OuterSync) -> None:
         """A restart changes no version."""
         found = [fragment.version for fragment in machine.state.fragments]
-        self.require(found == self.version, "versions are", found, "after recovery and were", self.version)
+        self.require(found == self.version, "versions are", found, "and should be", self.version)
 
 
 class Acknowledged(Checker):
@@ -169,11 +172,11 @@ class Acknowledged(Checker):
 
     name = "acknowledged"
     mutation = "the syncer answers before the record is synced"
-    of_the_disk = ("told",)
+    of_the_disk = ("acked",)
 
     def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
         super().__init__(plan, conserving=conserving)
-        self.told: dict[tuple[str, int], int] = {}
+        self.acked: dict[tuple[str, int], int] = {}
         self.lineage = 1
 
     def restored(self, lineage: int, made: Sequence[Kept]) -> None:
@@ -187,11 +190,11 @@ class Acknowledged(Checker):
         answered = isinstance(event, PushAnswered) and site.machine.state.lineage == self.lineage
         if isinstance(event, PushAnswered) and answered and event.outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE):
             key = (site.site, event.fragment)
-            self.told[key] = max(self.told.get(key, 0), event.sequence)
+            self.acked[key] = max(self.acked.get(key, 0), event.sequence)
 
     def recovered(self, machine: OuterSync) -> None:
         """The watermark has not fallen behind what was told; who follows each update to its fate is ExactlyOnce."""
-        for (name, index), sequence in self.told.items():
+        for (name, index), sequence in self.acked.items():
             member = machine.state.sites.get(name)
             watermark = member.lines[index].watermark if member else 0
             self.require(watermark >= sequence, name, index, sequence, "was acknowledged; the watermark is", watermark)
@@ -296,7 +299,8 @@ class Grace(Checker):
 
     def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
         super().__init__(plan, conserving=conserving)
-        self.met_ns: dict[int, int] = {}
+        self.met_ns: dict[int, tuple[int, int]] = {}
+        """When the round of a fragment was opened, and when its quorum was met."""
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """A round that stands open although its quorum was met long ago waits too long."""
@@ -313,7 +317,10 @@ class Grace(Checker):
             if not met:
                 self.met_ns.pop(index, None)
                 continue
-            waited_ns = now_ns - self.met_ns.setdefault(index, now_ns)
+            opened_ns = fragment.round.opened_ns if fragment.round else 0
+            if self.met_ns.get(index, (-1, 0))[0] != opened_ns:
+                self.met_ns[index] = (opened_ns, now_ns)
+            waited_ns = now_ns - self.met_ns[index][1]
             if fragment.merging_since_ns is None:
                 self.require(
                     waited_ns < options.grace_ns, f"fragment {index} waits since {waited_ns} ns with", sorted(arrived)

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, ClassVar
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from diloco.sim.outer_disk import Kept
     from diloco.sim.outer_process import OuterPlan
+    from diloco.sim.replaying import Kept
+    from diloco.sim.replicator import Unit
     from diloco.sim.site_process import SiteProcess
+    from diloco.sim.storage import Storage
     from diloco.sim.values import Value
     from diloco.sync.effects import LearnerEffect, OuterEffect, Seal, StartOuterStep
     from diloco.sync.events import LearnerEvent, OuterEvent
@@ -52,6 +54,18 @@ class Checker:
 
     def recovered(self, machine: OuterSync) -> None:
         """A new process of the syncer has read the disk."""
+
+    def told(self, machine: OuterSync, chain: bytes | None, effects: Sequence[OuterEffect]) -> None:
+        """A process is about to carry out ``effects``, or (no ``chain``) to answer who only asked."""
+
+    def replicated(self, storage: Storage, journal: str, unit: Unit) -> None:
+        """A standby is about to acknowledge a frame."""
+
+    def resumed(self, storage: Storage, journal: str, chain: bytes) -> None:
+        """A standby is about to ask for what follows the frame with this chain value."""
+
+    def stands_alone(self) -> None:
+        """From now on no standby is waited for: an operator has said so, or it was promoted itself."""
 
     def backed_up(self) -> None:
         """The syncer's disk was copied."""
@@ -103,6 +117,8 @@ class Checkers(Checker):
         self.all = tuple(checkers)
         self._outer = self._having("outer")
         self._recovered = self._having("recovered")
+        self._told = self._having("told")
+        self._replicated = self._having("replicated")
         self._restored = self._having("restored")
         self._stored = self._having("stored")
         self._process_started = self._having("process_started")
@@ -126,6 +142,26 @@ class Checkers(Checker):
         """Tell those who have this hook."""
         for each in self._recovered:
             each.recovered(machine)
+
+    def told(self, machine: OuterSync, chain: bytes | None, effects: Sequence[OuterEffect]) -> None:
+        """Tell those who have this hook."""
+        for each in self._told:
+            each.told(machine, chain, effects)
+
+    def replicated(self, storage: Storage, journal: str, unit: Unit) -> None:
+        """Tell those who have this hook."""
+        for each in self._replicated:
+            each.replicated(storage, journal, unit)
+
+    def resumed(self, storage: Storage, journal: str, chain: bytes) -> None:
+        """Tell all."""
+        for each in self.all:
+            each.resumed(storage, journal, chain)
+
+    def stands_alone(self) -> None:
+        """Tell all."""
+        for each in self.all:
+            each.stands_alone()
 
     def backed_up(self) -> None:
         """Tell all."""

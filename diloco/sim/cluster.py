@@ -1,23 +1,18 @@
-"""A syncer, its sites and their links under one clock, and a supervisor that starts again what has died."""
+"""The syncers, the sites and their links under one clock, and a supervisor that starts again what has died."""
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
-from diloco.sim.checking import Violation
-from diloco.sim.network import MILLISECOND_NS, Direction, Heap, Link, Weather
-from diloco.sim.outer_disk import OuterDisk
-from diloco.sim.outer_process import CrashPoint, OuterPlan, OuterProcess
+from diloco.sim.network import Direction, Heap, Link, Weather
 from diloco.sim.site_process import SiteDisk, SitePlan, SiteProcess, Trouble
-from diloco.sim.storage import Damaged
+from diloco.sim.syncers import RESTART_NS, Syncers
 
 if TYPE_CHECKING:
     from diloco.sim.checking import Checkers
-
-RESTART_NS = 300 * MILLISECOND_NS
+    from diloco.sim.outer_process import OuterPlan, OuterProcess
 
 
 @dataclass(slots=True)
@@ -47,101 +42,27 @@ class Cluster:
     """The whole simulated run."""
 
     def __init__(self, plan: OuterPlan, checkers: Checkers, random: Random) -> None:
-        """``random`` is what becomes of the syncer's disk in a power cut."""
+        """``random`` is for the syncers."""
         self.heap = Heap()
         self.plan, self.checkers = plan, checkers
-        self._random = random
-        self.outer_disk = OuterDisk(plan.options, plan.rule)
-        self.outer: OuterProcess | None = None
-        self.outer_restart_ns = RESTART_NS
-        self.backup: OuterDisk | None = None
-        self.lineage = 1
+        self.syncers = Syncers(self.heap, plan, checkers, random)
         self.sites: dict[str, Site] = {}
-        self.restarts = 0
-        self.damage_found = 0
-        self.power_cuts = 0
-        self._power = False
-        self._versions = [0] * plan.options.num_fragments
+        self._restarts = 0
+
+    @property
+    def outer(self) -> OuterProcess | None:
+        """The syncer that leads."""
+        return self.syncers.outer
+
+    @property
+    def restarts(self) -> int:
+        """Processes that were started again, of all kinds."""
+        return self._restarts + self.syncers.restarts
 
     def add_site(self, name: str, plan: SitePlan, weather: Weather, random: Random) -> Site:
         """A place without a process yet."""
         site = self.sites[name] = Site(name, plan, Link(self.heap, random, weather), random)
         return site
-
-    # --- the syncer --------------------------------------------------------------------------------------------
-
-    def start_outer(self) -> None:
-        """A new process on the syncer's disk; where that is damaged, an operator brings the files from a copy."""
-        if self.outer is not None:
-            return
-        try:
-            self.outer = OuterProcess(self.heap, self.outer_disk, self.plan, self.checkers, self._outer_died)
-        except Damaged as error:
-            if not self.outer_disk.storage.is_rotten():
-                raise Violation("storage", f"a disk on which nothing has rotted is damaged: {error}") from error
-            self.damage_found += 1
-            self.outer_disk.storage.mend()
-            self.heap.after(self.outer_restart_ns, self.start_outer)
-            return
-        self.outer.start()
-
-    def kill_outer(self, *, power: bool = False) -> None:
-        """SIGKILL, or the machine loses power; the supervisor starts it again."""
-        self._power = power
-        if self.outer is not None:
-            self.outer.kill()
-            self._outer_died()
-
-    def doom_outer(self, point: CrashPoint, *, power: bool = False) -> None:
-        """Let the syncer die when it next comes to ``point``."""
-        self._power = power
-        if self.outer is not None:
-            self.outer.doom = point
-
-    def back_up_outer(self) -> None:
-        """Copy the syncer's disk to where nothing happens to it."""
-        self.backup = copy.deepcopy(self.outer_disk)
-        self.backup.storage.mend()  # Who makes a copy reads what is there, and compares it.
-        self.checkers.backed_up()
-
-    def restore_outer(self) -> None:
-        """Set the syncer's disk back to the backup; a new process begins a new lineage there."""
-        assert self.backup is not None
-        if self.outer is not None:
-            self.outer.kill()
-        self._power = False
-        self.outer_disk = copy.deepcopy(self.backup)
-        self.checkers.set_back()
-        self.lineage += 1
-        self.restarts += 1
-        try:
-            self.outer = OuterProcess(self.heap, self.outer_disk, self.plan, self.checkers, self._outer_died)
-        except Damaged as error:
-            raise Violation("storage", f"a copy of a whole disk is damaged: {error}") from error
-        self.outer.begin_lineage(self.lineage)
-        self.outer.start()
-
-    def _outer_died(self) -> None:
-        self._versions = self.versions()
-        self.outer = None
-        self.restarts += 1
-        if self._power:
-            self.power_cuts += 1
-            # What the journal does not claim to tell apart: rot in the last frame and a power cut that took its mark.
-            self.outer_disk.storage.mend()
-            self.outer_disk.storage.power_cut(self._random)
-        self._power = False
-        self.heap.after(self.outer_restart_ns, self.start_outer)
-
-    def versions(self) -> list[int]:
-        """Every fragment's version, as the syncer has it or had it last."""
-        if self.outer is not None:
-            self._versions = [fragment.version for fragment in self.outer.machine.state.fragments]
-        return list(self._versions)
-
-    def ended(self) -> bool:
-        """Whether the run has ended, as the syncer says."""
-        return self.outer is not None and self.outer.over()
 
     # --- sites -------------------------------------------------------------------------------------------------
 
@@ -161,7 +82,7 @@ class Cluster:
             site.trouble,
             site.random,
             self.checkers,
-            lambda: self.outer,
+            self.syncers.addresses(),
             self._exited,
         )
         site.process.start()
@@ -171,7 +92,7 @@ class Cluster:
         site = self.sites[name]
         if site.process is not None and site.process.alive:
             site.process.kill()
-            self.restarts += 1
+            self._restarts += 1
             self.heap.after(down_ns, lambda: self.start_site(name))
 
     def wipe_site(self, name: str, down_ns: int) -> None:
@@ -198,7 +119,7 @@ class Cluster:
         if why in ("left", "left without a word") or "evicted" in why:
             site.wanted = False
         else:
-            self.restarts += 1
+            self._restarts += 1
             self.heap.after(RESTART_NS, lambda: self.start_site(process.site))
 
     def come_back(self, name: str) -> None:
@@ -219,14 +140,9 @@ class Cluster:
     def heal(self) -> None:
         """Everything works again from now on: links, processes, and the values."""
         for site in self.sites.values():
-            site.link.heal()
-            site.link.weather = Weather(site.link.weather.latency_ns, site.link.weather.jitter_ns)
+            site.link.calm()
             site.trouble.poisoned = site.trouble.ruined = site.trouble.outlying = 0.0
             for process in (site.process, *site.twins):
                 if process is not None:
                     process.thaw()
-        self._power = False
-        self.outer_disk.storage.mend()
-        if self.outer is not None:
-            self.outer.doom = None
-            self.outer.thaw()
+        self.syncers.heal()

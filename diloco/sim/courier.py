@@ -17,9 +17,10 @@ from diloco.sync.effects import DropSite, Fetch
 from diloco.sync.events import FateTold, FetchFailed, LearnerEvent, Outcome, PushAnswered, Reason, VersionFetched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from diloco.sim.site_process import Key, SiteProcess
+    from diloco.sim.standby_process import StandbyProcess
 
 CALL_DEADLINE_NS = 1500 * MILLISECOND_NS
 BACKOFF_FIRST_NS = 100 * MILLISECOND_NS
@@ -47,12 +48,15 @@ class Call:
 class Courier:
     """The network work of one learner process."""
 
-    def __init__(self, process: SiteProcess, syncer: Callable[[], OuterProcess | None]) -> None:
+    def __init__(
+        self, process: SiteProcess, syncers: Sequence[Callable[[], OuterProcess | StandbyProcess | None]]
+    ) -> None:
+        """``syncers``: whoever answers at each address that the site was given."""
         self.process = process
         self.session: Session | None = None
-        self._syncer = syncer
+        self._syncers, self._at = syncers, 0
         self._tasks: dict[Key, Session] = {}
-        self._early: list[tuple[OuterProcess, LearnerEvent | None]] = []
+        self._early: list[tuple[OuterProcess | StandbyProcess, LearnerEvent | None]] = []
         """What a stream told before the answer to the join that opened it was here; None: it broke."""
         self._missed = 0
 
@@ -62,13 +66,12 @@ class Courier:
 
     def _ask(
         self,
-        outer: Callable[[], OuterProcess | None],
-        request: Callable[[OuterProcess, Callable[[object], None]], None],
+        request: Callable[[Callable[[object], None]], None],
         answered: Callable[[object], None],
         missed: Callable[[], None],
         deadline_ns: int = CALL_DEADLINE_NS,
     ) -> None:
-        """Ask the syncer; exactly one of ``answered`` and ``missed`` happens, unless this process dies."""
+        """Have ``request`` done there; exactly one of ``answered`` and ``missed`` happens, unless this process dies."""
         call = Call()
 
         def settle(action: Callable[[], None]) -> None:
@@ -81,12 +84,7 @@ class Courier:
                 Direction.DOWN, lambda: self.process.deliver(lambda: settle(lambda: answered(answer)))
             )
 
-        def receive() -> None:
-            there = outer()
-            if there is not None:
-                there.deliver(lambda: request(there, reply))
-
-        self.process.link.send(Direction.UP, receive)
+        self.process.link.send(Direction.UP, lambda: request(reply))
         self.process.heap.after(deadline_ns, lambda: self.process.deliver(lambda: settle(missed)))
 
     def later(self, delay_ns: int, action: Callable[[], None]) -> None:
@@ -95,11 +93,17 @@ class Courier:
         self.process.heap.after(jittered, lambda: self.process.deliver(action))
 
     def join(self, backoff_ns: int) -> None:
-        """Ask whichever syncer there is to take this process in, until one answers."""
+        """Ask one address after the other to take this process in, until one does."""
 
         process = self.process
 
-        def request(outer: OuterProcess, reply: Callable[[object], None]) -> None:
+        address = self._syncers[self._at]
+
+        def request(reply: Callable[[object], None]) -> None:
+            outer = address()
+            if outer is None:
+                return
+
             def feed(incarnation: int) -> Feed:
                 return Feed(
                     incarnation,
@@ -108,23 +112,29 @@ class Courier:
                     lambda: process.deliver(lambda: self._told(outer, None)),
                 )
 
-            outer.join(self.process.site, self.process.name, feed, lambda answer: reply((outer, answer)))
+            outer.ask(lambda: outer.join(process.site, process.name, feed, lambda answer: reply((outer, answer))))
 
         def again() -> None:
+            self._at = (self._at + 1) % len(self._syncers)
             self.later(backoff_ns, lambda: self.join(min(2 * backoff_ns, BACKOFF_MAX_NS)))
 
-        self._ask(self._syncer, request, lambda answer: self._joined(answer, again), again)
+        self._ask(request, lambda answer: self._joined(answer, again), again)
 
     def _joined(self, answer: object, again: Callable[[], None]) -> None:
         assert isinstance(answer, tuple)
         outer, reply = answer
         assert isinstance(reply, JoinReply)
         if reply.answered is None:
-            if reply.reason is Reason.FULL:
+            if reply.reason in (None, Reason.FULL):
                 again()
             else:
                 self.process.exit(f"join refused: {reply.reason}")
             return
+        known = self.process.machine.state
+        if (reply.answered.lineage, reply.answered.epoch) < (known.lineage, known.epoch):
+            again()  # One that came back after another had taken its place.
+            return
+        assert isinstance(outer, OuterProcess)
         self.session = Session(outer, reply.answered.incarnation)
         self._missed = 0
         self._tasks.clear()
@@ -142,7 +152,7 @@ class Courier:
             self._tasks.clear()
             self.later(BACKOFF_FIRST_NS, lambda: self.join(BACKOFF_FIRST_NS))
 
-    def _told(self, outer: OuterProcess, what: LearnerEvent | DropSite | None) -> None:
+    def _told(self, outer: OuterProcess | StandbyProcess, what: LearnerEvent | DropSite | None) -> None:
         if isinstance(what, DropSite):
             self.process.exit(f"dropped: {what.reason.value}")
         elif self.session is None:
@@ -169,9 +179,9 @@ class Courier:
                 self.break_off()
 
         if self.session is session:
+            outer = session.outer
             self._ask(
-                lambda: session.outer,
-                lambda outer, reply: outer.report(self.process.site, session.incarnation, reply),
+                lambda reply: outer.ask(lambda: outer.report(self.process.site, session.incarnation, reply)),
                 answered,
                 missed,
             )
@@ -212,8 +222,7 @@ class Courier:
             self.later(backoff_ns, lambda: self._attempt(key, session, min(2 * backoff_ns, BACKOFF_MAX_NS)))
 
         self._ask(
-            lambda: session.outer,
-            lambda outer, reply: outer.push(push, reply),
+            lambda reply: session.outer.ask(lambda: session.outer.push(push, reply)),
             lambda answer: self._pushed(key, session, stored.digest, answer, again),
             again,
             CALL_DEADLINE_NS + self.process.plan.transfer_ns,
@@ -242,9 +251,6 @@ class Courier:
         def failed() -> None:
             self.later(BACKOFF_FIRST_NS, lambda: self.process.handle(FetchFailed(index)) if current() else None)
 
-        def request(outer: OuterProcess, reply: Callable[[object], None]) -> None:
-            outer.pull(self.process.site, index, effect.have_version, reply)
-
         def answered(answer: object) -> None:
             if isinstance(answer, Pulled) and current():
                 self._fetched(index, answer)
@@ -255,7 +261,12 @@ class Courier:
         if session is None:
             failed()
         else:
-            self._ask(lambda: session.outer, request, answered, failed)
+            outer = session.outer
+            self._ask(
+                lambda reply: outer.ask(lambda: outer.pull(self.process.site, index, effect.have_version, reply)),
+                answered,
+                failed,
+            )
 
     def _fetched(self, index: int, pulled: Pulled) -> None:
         """Follow the down-links from what is here, or take the whole values."""
@@ -279,8 +290,7 @@ class Courier:
             self.later(BACKOFF_MAX_NS, lambda: self.leave(tries - 1))
             return
         self._ask(
-            lambda: session.outer,
-            lambda outer, reply: outer.leave(self.process.site, session.incarnation, reply),
+            lambda reply: session.outer.ask(lambda: session.outer.leave(self.process.site, session.incarnation, reply)),
             lambda _: self.process.exit("left"),
             lambda: self.leave(tries - 1),
         )

@@ -50,7 +50,7 @@ class PushReply:
 
 @dataclass(frozen=True, slots=True)
 class JoinReply:
-    """The answer to a join: refused with a ``reason``, or ``answered``."""
+    """The answer to a join: refused with a ``reason``, or ``answered``; neither from a standby."""
 
     answered: JoinAnswered | None
     reason: Reason | None

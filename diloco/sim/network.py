@@ -76,6 +76,7 @@ class Link:
 
     def __init__(self, heap: Heap, random: Random, weather: Weather) -> None:
         self.weather = weather
+        self._usual = Weather(weather.latency_ns, weather.jitter_ns)
         self._heap = heap
         self._random = random
         self._cut: set[Direction] = set()
@@ -111,6 +112,11 @@ class Link:
                     self.send(direction, deliver, lost=lost)
                 elif lost is not None:
                     lost()
+
+    def calm(self) -> None:
+        """End the partition, and let nothing be lost any more, come twice or be held up by a storm."""
+        self.heal()
+        self.weather = self._usual
 
     def _arrive(self, direction: Direction, message: Message) -> None:
         deliver, lost = message

@@ -12,54 +12,33 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from diloco.sim import values
+from diloco.sim.replaying import ZERO, Kept, Replayer, Versions
 from diloco.sim.storage import Damaged, Storage, sealed, unsealed
-from diloco.sim.values import Value
-from diloco.sync.effects import StartOuterStep
-from diloco.sync.events import LineageBegan, OuterStepDone, OuterStepFailed, UpdateArrived
-from diloco.sync.frames import CHAIN_START, encode_frame, encode_header, encode_mark, read_segment
-from diloco.sync.journal import JournalError, Record, decide_again, decode_records, encode_records
+from diloco.sync.events import UpdateArrived
+from diloco.sync.frames import CHAIN_START, encode_frame, encode_header, encode_mark, read_segment, units
+from diloco.sync.journal import JournalError, Record, decode_records, encode_records
 from diloco.sync.plain import canonical
 from diloco.sync.syncer import OuterSync
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from diloco.sim.values import OuterRule
-    from diloco.sync.effects import OuterEffect
+    from diloco.sim.values import OuterRule, Value
+    from diloco.sync.events import Fate
     from diloco.sync.frames import Frame, Segment
     from diloco.sync.options import OuterOptions
     from diloco.sync.state import FragmentState
 
-VERSIONS_KEPT = 4
-"""Of each fragment, in memory: so far may a site be behind and still follow the down-links."""
 SNAPSHOTS_KEPT = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """One version.  ``link`` is the decoded down-link from the version before."""
-
-    theta: Value
-    momentum: Value
-    published: Value
-    link: Value
-
-
-ZERO = Kept(values.ZERO, values.ZERO, values.ZERO, values.ZERO)
-Versions = list[dict[int, Kept]]
+Place = tuple[int, int]
+"""Segment, and a byte in it."""
 
 
 @dataclass(slots=True)
 class Recovered:
-    """A machine with its versions, as a new process finds them.
+    """What a new process finds; ``notes`` say what was not as it should be."""
 
-    ``last`` is the last record that was replayed; ``notes`` say what was not as it should be.
-    """
-
-    machine: OuterSync
-    versions: Versions
-    last: Record | None
+    replayer: Replayer
     notes: list[str]
 
 
@@ -69,19 +48,21 @@ class OuterDisk:
     def __init__(self, options: OuterOptions, rule: OuterRule) -> None:
         self.options, self.rule = options, rule
         self.storage = Storage()
-        self._chain = CHAIN_START
-        self._segment = 0
+        self.chain = CHAIN_START
+        self.segment = 0
         self._decided: deque[tuple[int, str]] = deque()
-        self.unsettled: tuple[Record, Sequence[OuterEffect]] | None = None
-        """The record that a process was writing when it died; only the next one knows whether it is there."""
 
     # --- writing -----------------------------------------------------------------------------------------------
 
     def keep_payload(self, payload: str, value: Value, reached: Callable[[str], None]) -> None:
         """Make an update's payload durable under its name."""
+        self.keep_file(payload, sealed(canonical(value)), reached)
+
+    def keep_file(self, payload: str, data: bytes, reached: Callable[[str], None]) -> None:
+        """The same for bytes that are a payload already."""
         beside = f"partial/{payload}"
         self.storage.remove(beside)
-        self.storage.append(beside, sealed(canonical(value)))
+        self.storage.append(beside, data)
         reached("payload written")
         self.storage.sync(beside)
         self.storage.rename(beside, f"spool/{payload}")
@@ -94,21 +75,64 @@ class OuterDisk:
 
     def release(self, payload: str) -> None:
         """An update has its fate: its payload goes with the last snapshot from which a replay would want it."""
-        self._decided.append((self._segment, payload))
+        self._decided.append((self.segment, payload))
 
-    def write(self, record: Record, reached: Callable[[str], None]) -> None:
-        """Make one record durable, and mark it."""
-        name = _journal(self._segment)
-        frame, chain = encode_frame(encode_records([record]), self._chain)
+    def frame(self, records: Sequence[Record]) -> tuple[bytes, bytes]:
+        """The next frame of the journal, and its chain value."""
+        return encode_frame(encode_records(records), self.chain)
+
+    def write(self, frame: bytes, chain: bytes, reached: Callable[[str], None]) -> Place:
+        """Make a frame durable, and mark it; where it ends."""
+        name = journal_name(self.segment)
         reached("before the record")
         self.storage.append(name, frame[: len(frame) // 2])
         reached("in the record")
         self.storage.append(name, frame[len(frame) // 2 :])
         reached("record written")
+        end = len(self.storage.read(name))
         self.storage.sync(name)
         reached("record synced")
         self.storage.append(name, encode_mark(chain))
-        self._chain = chain
+        self.chain = chain
+        return self.segment, end
+
+    def journal_name(self) -> str:
+        """The file that is being written."""
+        return journal_name(self.segment)
+
+    def decided(self, site: str, fate: Fate) -> None:
+        """``release`` by the update's name."""
+        self.release(payload_name(site, fate.fragment, fate.sequence, fate.digest))
+
+    def begin(
+        self,
+        segment: int,
+        header: bytes,
+        snapshot: tuple[str, bytes],
+        payloads: Sequence[tuple[str, bytes]],
+        reached: Callable[[str], None],
+    ) -> None:
+        """Make an empty folder the one that a snapshot and the journal behind it are of.
+
+        The journal first: one without an event is taken for a folder that is new, a snapshot without one is not.
+        """
+        for name in self.storage.names(""):
+            self.storage.remove(name)  # Of an attempt that came to nothing.
+        self.storage.sync_names()
+        for name, data in payloads:
+            self.keep_file(name, data, reached)
+        (unit,) = units(header)
+        self.segment, self.chain = segment, unit.chain
+        self.storage.append(journal_name(segment), header)
+        self.storage.sync(journal_name(segment))
+        self.storage.sync_names()
+        self.storage.append(journal_name(segment), encode_mark(unit.chain))
+        self.storage.append("partial/snapshot", snapshot[1])
+        reached("snapshot written")
+        self.storage.sync("partial/snapshot")
+        self.storage.rename("partial/snapshot", snapshot[0])
+        reached("snapshot renamed")
+        self.storage.sync_names()
 
     def snapshot(self, machine: OuterSync, versions: Versions, reached: Callable[[str], None]) -> None:
         """Cut the journal, keep everything, then let go of what no snapshot left needs."""
@@ -117,7 +141,7 @@ class OuterDisk:
         facts = {
             "state": machine.snapshot(),
             "values": [[kept.theta, kept.momentum, kept.published, kept.link] for kept in newest],
-            "segment": self._segment,
+            "segment": self.segment,
         }
         number = 1 + max((_number(name) for name in self.storage.names("snapshot-")), default=0)
         beside = f"partial/snapshot-{number:06d}"
@@ -132,24 +156,24 @@ class OuterDisk:
         self._prune()
 
     def _rotate(self) -> None:
-        if self._segment:
-            self.storage.sync(_journal(self._segment))  # Its last mark: only the last segment may end torn.
-        self._segment += 1
-        name = _journal(self._segment)
-        header, chain = encode_header(self._segment, self._chain, {})
+        if self.segment:
+            self.storage.sync(journal_name(self.segment))  # Its last mark: only the last segment may end torn.
+        self.segment += 1
+        name = journal_name(self.segment)
+        header, chain = encode_header(self.segment, self.chain, {})
         self.storage.remove(name)  # One that was begun and never written to.
         self.storage.append(name, header)
         self.storage.sync(name)
         self.storage.sync_names()
         self.storage.append(name, encode_mark(chain))
-        self._chain = chain
+        self.chain = chain
 
     def _prune(self) -> None:
         snapshots = self.storage.names("snapshot-")
         for name in snapshots[:-SNAPSHOTS_KEPT]:
             self.storage.remove(name)
         try:
-            first = int(str(self._facts(self.storage.names("snapshot-")[0])["segment"]))
+            first = int(str(self.facts(self.storage.names("snapshot-")[0])["segment"]))
         except Damaged:
             return  # Until it goes, nothing else does.
         for name in self.storage.names("journal-"):
@@ -166,21 +190,26 @@ class OuterDisk:
         first, second, third = json.loads(unsealed(name, self.storage.read(name)))
         return (first, second, third)
 
-    def _facts(self, name: str) -> dict[str, object]:
+    def facts(self, name: str) -> dict[str, object]:
+        """A snapshot; ``Damaged`` when it is not what was kept."""
         facts = json.loads(unsealed(name, self.storage.read(name)))
         assert isinstance(facts, dict)
         return facts
 
-    def recover(self, again: Callable[[Versions, StartOuterStep], Kept]) -> Recovered:
-        """What the last process had; ``again`` computes an outer step once more.  ``Damaged`` says why it cannot be."""
+    def is_new(self) -> bool:
+        """Whether no process ever kept a snapshot here; then nothing was ever acknowledged here either."""
+        return not self.storage.names("snapshot-")
+
+    def recover(self) -> Recovered:
+        """What the last process had.  ``Damaged`` says why it cannot be."""
         damaged: dict[str, str] = {}
         for name in reversed(self.storage.names("snapshot-")):
             try:
-                facts = self._facts(name)
+                facts = self.facts(name)
             except Damaged as error:
                 damaged[name] = str(error)
                 continue
-            found = self._replayed(facts, again)
+            found = self._replayed(facts)
             found.notes += damaged.values()
             for each in damaged:
                 self.storage.remove(each)
@@ -190,41 +219,24 @@ class OuterDisk:
         # Nothing was ever acknowledged: before that there is a first snapshot.
         machine = OuterSync(self.options)
         versions: Versions = [{0: ZERO} for _ in machine.state.fragments]
-        self._chain, self._segment = CHAIN_START, 0
+        self.chain, self.segment = CHAIN_START, 0
         self.snapshot(machine, versions, lambda _: None)
-        return Recovered(machine, versions, None, [])
+        return Recovered(self._replayer(machine, versions), [])
 
-    def _replayed(self, facts: dict[str, object], again: Callable[[Versions, StartOuterStep], Kept]) -> Recovered:
+    def _replayer(self, machine: OuterSync, versions: Versions) -> Replayer:
+        return Replayer(machine, versions, self.payload, self.rule)
+
+    def _replayed(self, facts: dict[str, object]) -> Recovered:
         machine = OuterSync.restore(self.options, facts["state"])
-        versions = _versions(machine.state.fragments, facts["values"])
-        under_way = {
-            index: machine.outer_step(index)
-            for index, fragment in enumerate(machine.state.fragments)
-            if fragment.merging_since_ns is not None
-        }
-        records = self._records(int(str(facts["segment"])))
-        try:
-            for number, record in enumerate(records):
-                effects = decide_again(machine, record, number)
-                event = record.event
-                if isinstance(event, OuterStepDone):
-                    made = again(versions, under_way.pop(event.fragment))
-                    if (digest(made.published), digest(made.link)) != (event.digest, event.downlink_digest):
-                        raise Damaged(f"version {event.version} of fragment {event.fragment} is another one now")
-                    store(versions, event.fragment, event.version, made)
-                elif isinstance(event, OuterStepFailed):
-                    del under_way[event.fragment]
-                elif isinstance(event, LineageBegan):
-                    versions, under_way = restored(versions), {}
-                under_way |= {effect.fragment: effect for effect in effects if isinstance(effect, StartOuterStep)}
-        except JournalError as error:
-            raise Damaged(str(error)) from error
+        replayer = self._replayer(machine, _versions(machine.state.fragments, facts["values"]))
+        for record in self._records(int(str(facts["segment"]))):
+            replayer.apply(record)
         self._sweep(machine)
-        return Recovered(machine, versions, records[-1] if records else None, [])
+        return Recovered(replayer, [])
 
     def _records(self, first: int) -> list[Record]:
         """The records from segment ``first`` on; what a crash has cut short is cut off."""
-        names = [_journal(number) for number in range(first, 1 + _number(self.storage.names("journal-")[-1]))]
+        names = [journal_name(number) for number in range(first, 1 + _number(self.storage.names("journal-")[-1]))]
         found = [self._read(name) for name in names]
         if found[-1].header is None and len(found) > 1:
             self.storage.remove(names.pop())  # It was being begun: nothing in it was ever acknowledged.
@@ -237,9 +249,9 @@ class OuterDisk:
             if segment is not found[-1] and segment.end < len(self.storage.read(name)):
                 raise Damaged(f"{name} ends at byte {segment.end} and is not the last segment")
         self.storage.cut(names[-1], found[-1].end)
-        self._chain, self._segment = found[-1].chain, _number(names[-1])
+        self.chain, self.segment = found[-1].chain, _number(names[-1])
         if not found[-1].marked:
-            self.storage.append(names[-1], encode_mark(self._chain))
+            self.storage.append(names[-1], encode_mark(self.chain))
         return [record for segment in found for frame in segment.frames for record in _in(frame)]
 
     def _read(self, name: str) -> Segment:
@@ -250,18 +262,18 @@ class OuterDisk:
 
     def _sweep(self, machine: OuterSync) -> None:
         """Drop payloads that were never accepted; the others wait for a snapshot again."""
-        waiting = _payloads(machine.snapshot())
+        waiting = payloads_in(machine.snapshot())
         needed = set(waiting)
-        first = self._segment
+        first = self.segment
         for name in self.storage.names("snapshot-"):
             try:
-                facts = self._facts(name)
+                facts = self.facts(name)
             except Damaged:
                 continue
-            needed |= _payloads(facts["state"])
+            needed |= payloads_in(facts["state"])
             first = min(first, int(str(facts["segment"])))
         try:
-            kept = [self._read(_journal(number)) for number in range(first, self._segment + 1)]
+            kept = [self._read(journal_name(number)) for number in range(first, self.segment + 1)]
         except Damaged:
             return  # It is older than what is in use, and nothing is dropped for it.
         events = [record.event for segment in kept for frame in segment.frames for record in _in(frame)]
@@ -270,34 +282,20 @@ class OuterDisk:
             payload = name.removeprefix("spool/")
             if payload not in needed:
                 self.storage.remove(name)
-        self._decided = deque((self._segment, payload) for payload in sorted(needed - waiting))
+        self._decided = deque((self.segment, payload) for payload in sorted(needed - waiting))
 
 
-def store(versions: Versions, fragment: int, version: int, made: Kept) -> None:
-    """``made`` is the newest version; the oldest one of too many goes."""
-    versions[fragment][version] = made
-    versions[fragment].pop(version - VERSIONS_KEPT, None)
-
-
-def restored(versions: Versions) -> Versions:
-    """The first versions of a new lineage: the newest values again, and nothing of the momentum.
-
-    No site can follow a down-link to them: whoever has the version before has it from another lineage.
-    """
-    newest = [(max(kept), kept[max(kept)]) for kept in versions]
-    return [{version + 1: Kept(kept.theta, values.ZERO, kept.published, values.ZERO)} for version, kept in newest]
-
-
-def digest(value: Value) -> str:
-    """What stands for the digest of a tensor."""
-    return f"{value[0]}:{value[1]}:{value[2]}"
+def payload_name(site: str, fragment: int, sequence: int, digest: str) -> str:
+    """The name of an update's payload."""
+    return f"{site}-{fragment}-{sequence}-{digest}"
 
 
 def _in(frame: Frame) -> list[Record]:
     return decode_records(frame.body, frame.offset)
 
 
-def _journal(number: int) -> str:
+def journal_name(number: int) -> str:
+    """The file of a segment."""
     return f"journal-{number:06d}"
 
 
@@ -311,7 +309,8 @@ def _versions(fragments: Sequence[FragmentState], plain: object) -> Versions:
     return [{part.version: Kept(*row)} for part, row in zip(fragments, rows, strict=True)]
 
 
-def _payloads(state: object) -> set[str]:
+def payloads_in(state: object) -> set[str]:
+    """What is accepted and not decided in ``state``."""
     assert isinstance(state, dict)
     lines = [line for site in state["sites"].values() for line in site["lines"]]
     return {pending["payload"] for line in lines for pending in line["undecided"]}

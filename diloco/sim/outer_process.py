@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from diloco.sim import values
 from diloco.sim.messages import Feed, JoinReply, Pulled, Push, PushReply
-from diloco.sim.outer_disk import Kept, digest, restored, store
-from diloco.sim.process import Died, Process
+from diloco.sim.outer_disk import payload_name
+from diloco.sim.process import Died
+from diloco.sim.replaying import digest, restored
+from diloco.sim.replicator import ReplicationPlan, Replicator
 from diloco.sim.storage import Damaged
-from diloco.sim.values import OuterRule, Value
+from diloco.sim.turns import Loop, Turn, Untold
+from diloco.sim.values import OuterRule
 from diloco.sync.effects import (
     AnnounceFinal,
     AnswerDone,
@@ -43,6 +45,8 @@ from diloco.sync.events import (
     Reason,
     SiteEvicted,
     SiteLeft,
+    StandbyAttached,
+    StandbyDetached,
     SyncerStarted,
     UpdateAdmitted,
     UpdateArrived,
@@ -58,9 +62,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from diloco.sim.checking import Checkers
+    from diloco.sim.leadership import Leadership
     from diloco.sim.network import Heap
-    from diloco.sim.outer_disk import OuterDisk, Versions
-    from diloco.sync.effects import Contribution
+    from diloco.sim.outer_disk import OuterDisk
 
 
 class CrashPoint(Enum):
@@ -90,16 +94,29 @@ class OuterPlan:
     """Share of outer steps without a finite result."""
     snapshot_records: int = 50
     health: HealthOptions = field(default_factory=HealthOptions)
+    replication: ReplicationPlan | None = None
+    """How a standby follows; None: there is none, and no lease."""
 
 
-class OuterProcess(Process):
-    """One life of the syncer.  Making it is the recovery; ``Damaged`` when the disk does not let it begin."""
+class OuterProcess(Loop):
+    """One life of a syncer that leads.  Making it is the recovery; ``Damaged`` when the disk does not let it begin."""
 
     def __init__(
-        self, heap: Heap, disk: OuterDisk, plan: OuterPlan, checkers: Checkers, on_death: Callable[[], None]
+        self,
+        heap: Heap,
+        disk: OuterDisk,
+        plan: OuterPlan,
+        checkers: Checkers,
+        untold: Untold,
+        on_death: Callable[[], None],
+        leadership: Leadership | None = None,
+        *,
+        promoted: bool = False,
     ) -> None:
-        super().__init__(on_death)
-        self.heap, self.disk, self.plan, self.checkers = heap, disk, plan, checkers
+        """``promoted``: it was a standby until now, and has none of its own."""
+        super().__init__(heap, on_death)
+        self.disk, self.plan, self.checkers = disk, plan, checkers
+        self.leadership = leadership
         self.doom: CrashPoint | None = None
         self.final: MarkFinal | None = None
         self.feeds: dict[str, Feed] = {}
@@ -108,54 +125,92 @@ class OuterProcess(Process):
         self._call = 0
         self._armed_ns: int | None = None
         self._records = 0
-        found = disk.recover(self._again)
-        self.machine, self.versions = found.machine, found.versions
-        self._settle(found.last)
+        self._untold = untold
+        self.replayer = disk.recover().replayer
+        self.machine = self.replayer.machine
+        self._settle_untold()
         checkers.recovered(self.machine)
+        if promoted:
+            checkers.stands_alone()
         self._offset_ns = self.machine.state.now_ns - heap.now_ns
         self.leases = Leases(plan.options.site_timeout_ns)
         for name, site in sorted(self.machine.state.sites.items()):
             if site.status in (Status.LIVE, Status.SILENT):
                 self.leases.watch(name, self.now_ns(), silent=site.status is Status.SILENT)
+        self._promoted = promoted
+        self.replicator: Replicator | None = None
+        if plan.replication is not None:
+            alone = promoted or self.machine.state.detached
+            self.replicator = Replicator(self, plan.replication, detached=alone)
 
     def start(self) -> None:
         """Take over: work that was under way is issued again."""
-        self.deliver(lambda: self._apply(SyncerStarted(self.machine.state.epoch + 1, self.plan.health)))
+        if self.leadership is not None:
+            self.leadership.start(self)
+        epoch = self.leadership.epoch if self.leadership is not None else self.machine.state.epoch + 1
+        self.own(lambda: self._apply(SyncerStarted(epoch, self.plan.health)))
+        if self._promoted and not self.machine.state.detached:
+            self.own(self._detached)
 
     def begin_lineage(self, lineage: int) -> None:
         """The disk is a copy of before: its newest values become the next versions, and the momentum is lost."""
-        made = restored(self.versions)
+        made = restored(self.replayer.versions)
         self.checkers.restored(lineage, [kept[max(kept)] for kept in made])
-        self.versions[:] = made
+        self.replayer.versions = made
         digests = tuple(digest(kept[max(kept)].published) for kept in made)
-        self.deliver(lambda: self._apply(LineageBegan(lineage, digests, "a backup was restored")))
+        self.own(lambda: self._apply(LineageBegan(lineage, digests, "a backup was restored")))
 
     def now_ns(self) -> int:
         """The machine's own time, which stands still while no process lives."""
         return self.heap.now_ns + self._offset_ns
 
-    def _settle(self, last: Record | None) -> None:
-        """A record that the last process wrote and did not live to sync is either there or was never told."""
-        unsettled, self.disk.unsettled = self.disk.unsettled, None
-        if unsettled is not None and unsettled[0] == last:
-            record, effects = unsettled
+    def _settle_untold(self) -> None:
+        """A turn that the last process wrote and did not live to tell is either there or was never told."""
+        turn, self._untold.turn = self._untold.turn, None
+        if turn is not None and turn.chain == self.disk.chain:
+            self._book(turn)
+
+    def _book(self, turn: Turn) -> None:
+        for record, effects in turn.decided:
             self.checkers.outer(record.at_ns, record.event, effects, self.machine)
 
-    # --- events ------------------------------------------------------------------------------------------------
+    # --- turns -------------------------------------------------------------------------------------------------
+
+    def _write(self, turn: Turn) -> None:
+        frame, turn.chain = self.disk.frame([record for record, _ in turn.decided])
+        self._untold.turn = turn
+        turn.place = self.disk.write(frame, turn.chain, self._reached)
 
     def _apply(self, event: OuterEvent) -> None:
-        now_ns = self.now_ns()
-        effects = self.machine.handle(event, now_ns)
-        record = Record(now_ns, event, digest_effects(effects))
-        self.disk.unsettled = (record, effects)
-        self.disk.write(record, self._reached)
-        self.disk.unsettled = None
-        self.checkers.outer(now_ns, event, effects, self.machine)
-        for effect in effects:
-            self._carry_out(effect)
-            if len(effects) > 1:
-                self._reached(CrashPoint.AMONG_EFFECTS.value)
-        self._records += 1
+        """Let the machine decide, as a part of the turn."""
+        assert self._turn is not None
+        effects = self.machine.handle(event, self.now_ns())
+        self._turn.decided.append((Record(self.now_ns(), event, digest_effects(effects)), effects))
+
+    def _must_wait(self, turn: Turn) -> bool:
+        if turn.place is not None and self.replicator is not None and self.replicator.wanting(turn.place):
+            return True
+        return self.leadership is not None and self.leadership.wanting()
+
+    def _tell(self, turn: Turn) -> None:
+        if self._untold.turn is turn:
+            self._untold.turn = None
+        self._book(turn)
+        self.checkers.told(self.machine, turn.chain, turn.effects())
+        for record, effects in turn.decided:
+            for effect in effects:
+                self._carry_out(effect)
+                if len(effects) > 1:
+                    self._reached(CrashPoint.AMONG_EFFECTS.value)
+            if isinstance(record.event, StandbyAttached) and self.replicator is not None:
+                self.replicator.attached()
+        for answer in turn.answers:
+            answer()
+
+    def _told(self, turn: Turn) -> None:
+        if self.heap.now_ns - turn.began_ns > self.leases.timeout_ns // 2:
+            self.leases.renew(self.now_ns())  # It was this process that waited; nobody could be heard.
+        self._records += len(turn.decided)
         if self._records >= self.plan.snapshot_records:
             self.snapshot()
         self._arm()
@@ -167,7 +222,9 @@ class OuterProcess(Process):
     def snapshot(self) -> None:
         """Keep the machine's state and the versions, so that the next recovery replays less."""
         self._records = 0
-        self.disk.snapshot(self.machine, self.versions, self._reached)
+        self.disk.snapshot(self.machine, self.replayer.versions, self._reached)
+        if self.replicator is not None:
+            self.replicator.rotated()
 
     def _arm(self) -> None:
         """Plan to look at the deadlines again when the next one comes."""
@@ -175,7 +232,7 @@ class OuterProcess(Process):
         ahead = min((instant for instant in wanted if instant is not None), default=None)
         if ahead is not None and (self._armed_ns is None or ahead < self._armed_ns):
             self._armed_ns = ahead
-            self.heap.at(ahead - self._offset_ns, lambda: self.deliver(lambda: self._look(ahead)))
+            self.heap.at(ahead - self._offset_ns, lambda: self.own(lambda: self._look(ahead)))
 
     def _look(self, armed_ns: int) -> None:
         if self._armed_ns == armed_ns:
@@ -185,7 +242,6 @@ class OuterProcess(Process):
         deadline_ns = self.machine.next_deadline_ns()
         if deadline_ns is not None and deadline_ns <= self.now_ns():
             self._apply(DeadlinePassed())
-        self._arm()
 
     def _heard(self, site: str, incarnation: int) -> None:
         member = self.machine.state.sites.get(site)
@@ -193,7 +249,6 @@ class OuterProcess(Process):
             event = self.leases.heard(site, self.now_ns())
             if event is not None:
                 self._apply(event)
-        self._arm()
 
     def _expect(self, reply: Callable[[object], None]) -> int:
         self._call += 1
@@ -215,13 +270,13 @@ class OuterProcess(Process):
             push.site, push.incarnation, push.fragment, push.sequence, push.base_version, push.digest
         )
         if verdict.outcome is not Outcome.ACCEPTED:
-            reply(PushReply(verdict.outcome, verdict.reason, verdict.fate))
+            self._say(lambda: reply(PushReply(verdict.outcome, verdict.reason, verdict.fate)))
         else:
-            self.heap.after(push.transfer_ns, lambda: self.deliver(lambda: self._commit(push, reply)))
+            self.heap.after(push.transfer_ns, lambda: self.own(lambda: self._commit(push, reply)))
 
     def _commit(self, push: Push, reply: Callable[[object], None]) -> None:
         """The whole payload is here: spool it, then decide."""
-        payload = _payload(push.site, push.fragment, push.sequence, push.digest)
+        payload = payload_name(push.site, push.fragment, push.sequence, push.digest)
         call = self._expect(lambda answer: self._answer_push(answer, payload, reply))
         self.disk.keep_payload(payload, push.value, self._reached)
         self._heard(push.site, push.incarnation)
@@ -259,23 +314,24 @@ class OuterProcess(Process):
     def pull(self, site: str, fragment: int, have_version: int, reply: Callable[[object], None]) -> None:
         """Answer with the newest version and the site's fates, or None when there is none newer."""
         newest = self.machine.state.fragments[fragment].version
-        kept = self.versions[fragment]
+        kept = self.replayer.versions[fragment]
         member = self.machine.state.sites.get(site)
-        if newest <= have_version or member is None:
-            reply(None)
-            return
-        fates = tuple(member.lines[fragment].fates)
-        steps = range(have_version + 1, newest + 1)
-        if have_version >= 0 and all(version in kept for version in steps):
-            reply(Pulled(newest, False, tuple(kept[version].link for version in steps), fates))
-        else:
-            reply(Pulled(newest, True, (kept[newest].published,), fates))
+        answer = None
+        if newest > have_version and member is not None:
+            fates = tuple(member.lines[fragment].fates)
+            steps = range(have_version + 1, newest + 1)
+            if have_version >= 0 and all(version in kept for version in steps):
+                answer = Pulled(newest, False, tuple(kept[version].link for version in steps), fates)
+            else:
+                answer = Pulled(newest, True, (kept[newest].published,), fates)
+        self._say(lambda: reply(answer))
 
     def report(self, site: str, incarnation: int, reply: Callable[[object], None]) -> None:
         """A sign of life; the answer says whether this process knows the sender's stream."""
         self._heard(site, incarnation)
         feed = self.feeds.get(site)
-        reply(feed is not None and feed.incarnation == incarnation)
+        known = feed is not None and feed.incarnation == incarnation
+        self._say(lambda: reply(known))
 
     def leave(self, site: str, incarnation: int, reply: Callable[[object], None]) -> None:
         """A goodbye."""
@@ -297,9 +353,24 @@ class OuterProcess(Process):
         """An operator asks for a pause."""
         self._apply(DrainRequested(self._expect(lambda _: None)))
 
+    def detach(self) -> None:
+        """An operator says not to wait for the standby; to be called at once, also while a turn waits."""
+        if self.replicator is not None and not self.replicator.detached:
+            self.checkers.stands_alone()
+            self.replicator.detached = True
+            self.own(self._detached)
+            self.go_on()
+
+    def _detached(self) -> None:
+        self._apply(StandbyDetached(self._expect(lambda _: None)))
+
+    def attach(self, standby: str) -> None:
+        """The standby has everything again."""
+        self.own(lambda: self._apply(StandbyAttached(standby)))
+
     def over(self) -> bool:
         """Whether the run, or this part of it, has ended."""
-        return self.machine.state.phase is Phase.ENDED
+        return self.machine.state.phase is Phase.ENDED and self.settled()
 
     # --- effects -----------------------------------------------------------------------------------------------
 
@@ -313,7 +384,7 @@ class OuterProcess(Process):
             case AnswerDone():
                 self._calls.pop(effect.call)(effect.reason)
             case StartOuterStep():
-                self.heap.after(self.plan.merge_ns, lambda: self.deliver(lambda: self._step(effect)))
+                self.heap.after(self.plan.merge_ns, lambda: self.own(lambda: self._step(effect)))
             case PublishVersion():
                 published = VersionPublished(
                     self.machine.state.epoch,
@@ -364,8 +435,7 @@ class OuterProcess(Process):
         feed = self.feeds.get(effect.site)
         if feed is not None:
             feed.tell(FateTold(effect.fate))
-        fate = effect.fate
-        self.disk.release(_payload(effect.site, fate.fragment, fate.sequence, fate.digest))
+        self.disk.decided(effect.site, effect.fate)
 
     def _step(self, effect: StartOuterStep) -> None:
         """Compute an outer step; what it is made of is on the disk, and so it can be computed again."""
@@ -373,36 +443,15 @@ class OuterProcess(Process):
             self._apply(OuterStepFailed(effect.fragment, effect.version))
             return
         try:
-            made = self._again(self.versions, effect)
+            made = self.replayer.made_again(effect)
         except Damaged as error:
             raise Died(str(error)) from error  # The next process does not get past it either, and says so.
         self.checkers.stored(effect, made)
         self._reached(CrashPoint.STEP_MADE.value)
-        store(self.versions, effect.fragment, effect.version, made)
+        self.replayer.store(effect.fragment, effect.version, made)
         self._apply(OuterStepDone(effect.fragment, effect.version, digest(made.published), digest(made.link)))
-
-    def _again(self, versions: Versions, command: StartOuterStep) -> Kept:
-        """The outer step ``command``, also long after it was computed for the first time."""
-        contributions = [(part.weight, self._updates(part)) for part in command.contributions]
-        return self.made(versions[command.fragment][command.version - 1], contributions)
-
-    def _updates(self, part: Contribution) -> list[Value]:
-        return [self.disk.payload(update.payload) for update in part.updates]
-
-    def made(self, before: Kept, contributions: list[tuple[float, list[Value]]]) -> Kept:
-        """The version after ``before``."""
-        rule = self.plan.rule
-        theta, momentum = values.outer_step(before.theta, before.momentum, values.merged(contributions), rule)
-        if rule.published_quantum == 1:
-            return Kept(theta, momentum, theta, values.minus(theta, before.published))
-        link = values.quantised(values.minus(theta, before.published), rule.published_quantum)
-        return Kept(theta, momentum, values.plus(before.published, link), link)
 
     def _fails(self, effect: StartOuterStep) -> bool:
         """A property of what is merged, so that the same step fails again after a crash."""
         seen = sum(sum(update.digest.encode()) for part in effect.contributions for update in part.updates)
         return seen % 1000 < self.plan.fail_per_mille
-
-
-def _payload(site: str, fragment: int, sequence: int, digest: str) -> str:
-    return f"{site}-{fragment}-{sequence}-{digest}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from diloco.sim.network import MILLISECOND_NS, Weather
 from diloco.sim.outer_process import OuterPlan
+from diloco.sim.pair_faults import PAIR
+from diloco.sim.replicator import ReplicationPlan
 from diloco.sim.site_process import SitePlan
 from diloco.sim.values import OuterRule
 from diloco.sync.options import (
@@ -24,6 +26,8 @@ GENTLE = ("outer_crash", "power_cut", "rot", "outer_freeze", "freeze", "partitio
 """Faults that throw no progress away, so that conservation can be checked to the last bit."""
 HARSH = ("kill", "wipe", "twin", "leave", "evict", "poison", "ruin", "drain", "restore", "outlier", "word")
 """Faults that may."""
+OF_ONE_MACHINE = ("rot", "restore")
+"""Not in runs with a standby: there an operator has the other machine's files for rot, and promotes or restores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,28 @@ class SwarmPlan:
 
 def draw_plan(seed: int) -> SwarmPlan:
     """The plan of ``seed``, always the same."""
+    plan, random = _alone(seed), Random(f"{seed}/replication")
+    return _with_a_standby(plan, random) if random.random() < 0.3 else plan
+
+
+def _with_a_standby(plan: SwarmPlan, random: Random) -> SwarmPlan:
+    between, to_lease = _weather(random), _weather(random)
+    replication = ReplicationPlan(
+        between,
+        to_lease,
+        # A lease for which a message there and back takes too long is lost all the time.
+        ttl_ns=max(random.choice((1500, 3000)) * MILLISECOND_NS, 12 * (to_lease.latency_ns + to_lease.jitter_ns)),
+        timeout_ns=random.choice((1500, 3000)) * MILLISECOND_NS,
+    )
+    kept = tuple(kind for kind in plan.faults if kind not in OF_ONE_MACHINE)
+    return replace(
+        plan,
+        outer=replace(plan.outer, replication=replication),
+        faults=kept + tuple(kind for kind in PAIR if random.random() < 0.6),
+    )
+
+
+def _alone(seed: int) -> SwarmPlan:
     random = Random(f"{seed}/plan")
     conserving = random.random() < 0.25
     num_sites, num_fragments = random.randint(1, 5), random.randint(1, 4)

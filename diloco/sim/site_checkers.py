@@ -20,6 +20,7 @@ from diloco.sim.checkers import (
     Weights,
 )
 from diloco.sim.checking import Checker
+from diloco.sim.leader_checkers import OneLeader, Replicated
 from diloco.sync.effects import Leave, Release, Retake, Seal, StartOuterStep, StopTraining, TellFate
 from diloco.sync.events import (
     JoinAnswered,
@@ -345,4 +346,6 @@ CHECKERS: tuple[type[Checker], ...] = (
     Farewell,
     Cursor,
     Conservation,
+    OneLeader,
+    Replicated,
 )

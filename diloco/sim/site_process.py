@@ -43,12 +43,13 @@ from diloco.sync.options import LearnerOptions
 from diloco.sync.plain import canonical
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from random import Random
 
     from diloco.sim.checking import Checkers
     from diloco.sim.network import Link
     from diloco.sim.outer_process import OuterProcess
+    from diloco.sim.standby_process import StandbyProcess
 
 LOCK_STEP_WAIT_NS = 3000 * MILLISECOND_NS
 """A site in lock-step waits no longer than twice this for an answer, and then trains on."""
@@ -138,14 +139,14 @@ class SiteProcess(Process):
         trouble: Trouble,
         random: Random,
         checkers: Checkers,
-        syncer: Callable[[], OuterProcess | None],
+        syncers: Sequence[Callable[[], OuterProcess | StandbyProcess | None]],
         on_exit: Callable[[SiteProcess, str], None],
     ) -> None:
         super().__init__(lambda: None)
         self.site, self.name, self.heap, self.link, self.disk = site, name, heap, link, disk
         self.plan, self.trouble, self.checkers = plan, trouble, checkers
         self.random, self._on_exit = random, on_exit
-        self.courier = Courier(self, syncer)
+        self.courier = Courier(self, syncers)
         parts = range(plan.options.num_fragments)
         self.machine = LearnerSync(plan.options)
         self.theta: list[Value] = [values.COLD for _ in parts]

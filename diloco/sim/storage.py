@@ -89,6 +89,12 @@ class Storage:
         """The names as they are now are safe."""
         self._synced = dict(self._names)
 
+    def is_safe(self, name: str, data: bytes) -> bool:
+        """Whether ``data`` is in a file, and no power cut would take it from there."""
+        file = self._synced.get(name)
+        at = -1 if file is None or self._names.get(name) is not file else file.data.find(data)
+        return file is not None and at >= 0 and not any(offset < at + len(data) for offset, _ in file.pending)
+
     def power_cut(self, random: Random) -> None:
         """Everything that is not safe meets its fate."""
         found: dict[str, File] = {}

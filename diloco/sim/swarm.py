@@ -13,6 +13,7 @@ from diloco.sim.checking import Checker, Checkers, Violation
 from diloco.sim.cluster import Cluster
 from diloco.sim.network import MILLISECOND_NS, Direction, Weather
 from diloco.sim.outer_process import CrashPoint
+from diloco.sim.pair_faults import PAIR, PairFaults
 from diloco.sim.plan import SwarmPlan, draw_plan
 from diloco.sim.site_checkers import CHECKERS, History
 from diloco.sync.events import Ending, UpdateAdmitted, UpdateWithdrawn
@@ -20,6 +21,8 @@ from diloco.sync.options import SECOND_NS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from diloco.sim.syncers import Seat
 
 RISE_NS = 30 * SECOND_NS
 """Within this, after the heal, every fragment gets a new version."""
@@ -41,6 +44,7 @@ class Outcome:
     simulated_ns: int = 0
     restarts: int = 0
     power_cuts: int = 0
+    promotions: int = 0
     damage_found: int = 0
     staleness_worst: int = 0
     versions: int = 0
@@ -65,6 +69,7 @@ class Swarm:
         self.cluster = Cluster(
             plan.outer, Checkers([*checkers, self.staleness, self.history]), Random(f"{plan.seed}/disk")
         )
+        self.pair_faults = PairFaults(self.cluster.syncers, self.random)
         self.outcome = Outcome(plan.seed)
         self.calm = False
         for index, (site, weather) in enumerate(zip(plan.sites, plan.weathers, strict=True)):
@@ -86,17 +91,18 @@ class Swarm:
         outcome.digest = self.history.hexdigest()
         outcome.events, outcome.simulated_ns = heap.events, heap.now_ns
         outcome.restarts = self.cluster.restarts
-        outcome.power_cuts, outcome.damage_found = self.cluster.power_cuts, self.cluster.damage_found
+        outcome.power_cuts, outcome.damage_found = self.cluster.syncers.power_cuts, self.cluster.syncers.damage_found
+        outcome.promotions = self.cluster.syncers.promotions
         outcome.staleness_worst = self.staleness.worst
         outcome.fates.update(self.history.fates)
-        outcome.versions = sum(self.cluster.versions())
+        outcome.versions = sum(self.cluster.syncers.versions())
         return outcome
 
     # --- the two phases ----------------------------------------------------------------------------------------
 
     def _safety(self) -> None:
         cluster, heap = self.cluster, self.cluster.heap
-        cluster.start_outer()
+        cluster.syncers.start()
         for name, start_ns in zip(cluster.sites, self.plan.starts_ns, strict=True):
             heap.at(start_ns, lambda name=name: cluster.start_site(name))  # type: ignore[misc]
         if self.plan.faults:
@@ -111,13 +117,18 @@ class Swarm:
         for site in cluster.sites.values():
             if site.wanted and not site.running():
                 cluster.start_site(site.name)
-        before = cluster.versions()
+        before = cluster.syncers.versions()
         if self._can_rise():
             # A site in lock-step gives up waiting for each of its fragments in turn before it is in step again.
             bound_ns = RISE_NS * (4 if self.plan.sites[0].options.lock_step else 1)
-            heap.run_until(heap.now_ns + bound_ns, lambda: self._too_much() or cluster.ended() or self._rose(before))
+            heap.run_until(
+                heap.now_ns + bound_ns, lambda: self._too_much() or cluster.syncers.ended() or self._rose(before)
+            )
             if self._can_rise() and not self._rose(before):
                 raise Violation("liveness", f"versions stand at {before} since the heal: {self._why()}")
+        heap.run_until(heap.now_ns + RISE_NS, lambda: self._too_much() or cluster.syncers.caught_up())
+        if not cluster.syncers.caught_up():
+            raise Violation("liveness", f"the standby does not catch up: {self._why()}")
         self._ask_for_the_end()
         heap.run_until(heap.now_ns + END_NS, lambda: self._too_much() or self._gone())
         if not self._gone():
@@ -134,30 +145,30 @@ class Swarm:
     def _can_rise(self) -> bool:
         options = self.plan.outer.options
         needed = options.quorum_min if options.quorum == "all" else max(int(options.quorum), options.quorum_min)
-        return sum(site.wanted for site in self.cluster.sites.values()) >= needed and not self.cluster.ended()
+        return sum(site.wanted for site in self.cluster.sites.values()) >= needed and not self.cluster.syncers.ended()
 
     def _rose(self, before: list[int]) -> bool:
-        now = self.cluster.versions()
+        now = self.cluster.syncers.versions()
         return all(version > was for version, was in zip(now, before, strict=True))
 
     def _gone(self) -> bool:
         sites = self.cluster.sites.values()
         alone = not any(process.alive for site in sites for process in (site.process, *site.twins) if process)
-        return self.cluster.ended() and alone and not any(site.wanted for site in sites if site.lives)
+        return self.cluster.syncers.ended() and alone and not any(site.wanted for site in sites if site.lives)
 
     def _ask_for_the_end(self) -> None:
         """An operator asks for a pause until the run has ended, and starts sites that went too early no more."""
         cluster = self.cluster
-        if cluster.outer is not None and not cluster.ended():
+        if cluster.outer is not None and not cluster.syncers.ended():
             outer = cluster.outer
-            outer.deliver(outer.drain)
-        if not cluster.ended():
+            outer.ask(outer.drain)
+        if not cluster.syncers.ended():
             cluster.heap.after(2 * SECOND_NS, self._ask_for_the_end)
 
     def _why(self) -> str:
         outer = self.cluster.outer
         if outer is None:
-            return "no syncer"
+            return f"no syncer, {self.cluster.syncers.why()}"
         rounds = [
             (fragment.version, fragment.round, fragment.merging_since_ns) for fragment in outer.machine.state.fragments
         ]
@@ -165,8 +176,9 @@ class Swarm:
             name: (site.why, site.running(), site.process and site.process.stopping)
             for name, site in self.cluster.sites.items()
         }
+        syncers = self.cluster.syncers.why()
         members = {name: site.status.value for name, site in outer.machine.state.sites.items()}
-        return f"{outer.machine.state.phase.value}, rounds {rounds}, sites {sites}, members {members}"
+        return f"{outer.machine.state.phase.value}, rounds {rounds}, sites {sites}, members {members}, {syncers}"
 
     # --- faults ------------------------------------------------------------------------------------------------
 
@@ -178,7 +190,9 @@ class Swarm:
             return
         kind = self.random.choice(self.plan.faults)
         running = [name for name, site in self.cluster.sites.items() if site.running()]
-        if running and getattr(self, f"_{kind}")(self.random.choice(running)) is not False:
+        if kind in PAIR:
+            self.outcome.faults[kind] += self.pair_faults.inject(kind)
+        elif running and getattr(self, f"_{kind}")(self.random.choice(running)) is not False:
             self.outcome.faults[kind] += 1
         self.cluster.heap.after(self._pause_ns(), self._trouble)
 
@@ -187,12 +201,15 @@ class Swarm:
 
     def _outer_crash(self, name: str, *, power: bool = False) -> None:
         del name
-        self.cluster.outer_restart_ns = self._down_ns()
+        self._crash(self.cluster.syncers.seat_of_outer(), power=power)
+
+    def _crash(self, seat: Seat, *, power: bool) -> None:
+        seat.restart_ns = self._down_ns()
         point = self.random.choice((None, *CrashPoint))
         if point is None:
-            self.cluster.kill_outer(power=power)
+            self.cluster.syncers.kill(seat, power=power)
         else:
-            self.cluster.doom_outer(point, power=power)
+            self.cluster.syncers.doom(seat, point, power=power)
 
     def _power_cut(self, name: str) -> None:
         self._outer_crash(name, power=True)
@@ -200,7 +217,7 @@ class Swarm:
     def _rot(self, name: str) -> bool:
         del name
         # Not while no process lives: rot in a last frame whose mark a power cut took is not claimed to be found.
-        return self.cluster.outer is not None and self.cluster.outer_disk.storage.rot(self.random)
+        return self.cluster.outer is not None and self.cluster.syncers.disk.storage.rot(self.random)
 
     def _outer_freeze(self, name: str) -> bool:
         del name
@@ -258,19 +275,19 @@ class Swarm:
         outer = self.cluster.outer
         if outer is None or self.outcome.faults["evict"] or self.random.random() < 0.5:
             return False
-        outer.deliver(lambda: outer.evict(name))
+        outer.ask(lambda: outer.evict(name))
         return True
 
     def _restore(self, name: str) -> bool:
         """The syncer's disk is copied, and some time later set back to the copy, with a new lineage."""
         del name
         outer = self.cluster.outer
-        if outer is None or self.cluster.lineage > LINEAGES_MAX:
+        if outer is None or self.cluster.syncers.lineage > LINEAGES_MAX:
             return False
-        if self.cluster.backup is None or self.random.random() < 0.5:
-            self.cluster.back_up_outer()
+        if self.cluster.syncers.backup is None or self.random.random() < 0.5:
+            self.cluster.syncers.back_up()
             return False
-        self.cluster.restore_outer()
+        self.cluster.syncers.restore()
         return True
 
     def _poison(self, name: str) -> None:
@@ -297,7 +314,7 @@ class Swarm:
             return False
         _, site, index, sequence = min(waiting)
         word = self.random.choice((UpdateAdmitted, UpdateWithdrawn))
-        outer.deliver(lambda: outer.say(word, site, index, sequence))
+        outer.ask(lambda: outer.say(word, site, index, sequence))
         return True
 
     def _ruin(self, name: str) -> None:
@@ -310,7 +327,7 @@ class Swarm:
         outer = self.cluster.outer
         if outer is None or self.outcome.faults["drain"]:
             return False
-        outer.deliver(outer.drain)
+        outer.ask(outer.drain)
         self.cluster.heap.after(SECOND_NS, self._resume)
         return True
 
@@ -322,7 +339,7 @@ class Swarm:
         if outer is None or outer.final is None or any(site.running() for site in cluster.sites.values()):
             cluster.heap.after(SECOND_NS, self._resume)
         elif outer.final.ending is Ending.DRAINED:
-            cluster.kill_outer()
+            cluster.syncers.kill(cluster.syncers.seat_of_outer())
             for name, site in cluster.sites.items():
                 if site.lives:
                     cluster.come_back(name)

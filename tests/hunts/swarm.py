@@ -45,6 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
             events=outcome.events,
             restarts=outcome.restarts,
             versions=outcome.versions,
+            promotions=outcome.promotions,
             simulated_seconds=outcome.simulated_ns // 1_000_000_000,
         )
         faults += outcome.faults

@@ -9,20 +9,33 @@ from diloco.sim.checking import Checkers
 from diloco.sim.cluster import Cluster
 from diloco.sim.network import MILLISECOND_NS, Weather
 from diloco.sim.outer_process import OuterPlan
+from diloco.sim.replicator import ReplicationPlan
 from diloco.sim.site_checkers import CHECKERS
 from diloco.sim.site_process import SitePlan
 from diloco.sim.values import OuterRule
 from diloco.sync.options import SECOND_NS, LearnerOptions, OuterOptions
 
 
+def a_pair(**changes: Any) -> ReplicationPlan:
+    """A standby that is near, and a lease of two seconds."""
+    near = Weather(10 * MILLISECOND_NS)
+    return ReplicationPlan(**{"between": near, "to_lease": near, **changes})
+
+
 class Small:
     """Sites ``a``, ``b``... at one step per 100 ms, two fragments, an update of each every four steps."""
 
-    def __init__(self, sites: int = 2, learner: dict[str, Any] | None = None, **outer: Any) -> None:
+    def __init__(
+        self,
+        sites: int = 2,
+        learner: dict[str, Any] | None = None,
+        replication: ReplicationPlan | None = None,
+        **outer: Any,
+    ) -> None:
         options = OuterOptions(num_fragments=2, grace_ns=0, grace="fixed", **outer)
-        plan = OuterPlan(options, OuterRule(), merge_ns=5 * MILLISECOND_NS)
+        plan = OuterPlan(options, OuterRule(), merge_ns=5 * MILLISECOND_NS, replication=replication)
         self.cluster = Cluster(plan, Checkers([kind(plan) for kind in CHECKERS]), Random("disk"))
-        self.cluster.start_outer()
+        self.cluster.syncers.start()
         given = {"num_fragments": 2, "inner_steps": 4} | (learner or {})
         site = SitePlan(
             options=LearnerOptions(**given),
@@ -46,4 +59,4 @@ class Small:
         heap.run_until(heap.now_ns + int(seconds * SECOND_NS), lambda: False)
 
     def versions(self) -> list[int]:
-        return self.cluster.versions()
+        return self.cluster.syncers.versions()

@@ -76,4 +76,4 @@ def test_version_that_nobody_announced_is_seen() -> None:
     checker.recovered(machine)
     machine.state.fragments[0].version = 1
     with pytest.raises(Violation, match="should be"):
-        checker.outer(0, update("a"), [], machine)
+        checker.told(machine, None, [])

@@ -27,7 +27,7 @@ def test_evicted_site_is_not_started_again() -> None:
     small.run(2)
     outer = small.cluster.outer
     assert outer is not None
-    outer.deliver(lambda: outer.evict("a"))
+    outer.ask(lambda: outer.evict("a"))
     small.run(3)
     site = small.cluster.sites["a"]
     assert (site.running(), site.wanted) == (False, False)
@@ -39,12 +39,12 @@ def test_drained_run_ends_with_everybody_gone_and_goes_on_when_started_again() -
     small.run(3)
     outer = small.cluster.outer
     assert outer is not None
-    outer.deliver(outer.drain)
+    outer.ask(outer.drain)
     small.run(10)
-    assert small.cluster.ended()
+    assert small.cluster.syncers.ended()
     assert not any(site.running() for site in small.cluster.sites.values())
     before = small.versions()
-    small.cluster.kill_outer()
+    small.cluster.syncers.kill(small.cluster.syncers.seats[0])
     for name in small.cluster.sites:
         small.cluster.come_back(name)
     small.run(5)

@@ -25,8 +25,8 @@ def test_site_that_hears_nothing_breaks_off_and_joins_again_after_the_heal() -> 
 
 def test_site_joins_a_syncer_that_comes_up_late() -> None:
     small = Small()
-    small.cluster.outer_restart_ns = 20_000_000_000
-    small.cluster.kill_outer()
+    small.cluster.syncers.seats[0].restart_ns = 20_000_000_000
+    small.cluster.syncers.kill(small.cluster.syncers.seats[0])
     small.run(19)
     assert session(small) is None
     small.run(5)

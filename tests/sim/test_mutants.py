@@ -7,23 +7,28 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from diloco.sim.outer_disk import Kept, OuterDisk, Recovered
+from diloco.sim.leadership import Leadership
+from diloco.sim.lease import Lease
+from diloco.sim.outer_disk import OuterDisk, Place, Recovered
 from diloco.sim.outer_process import OuterProcess
+from diloco.sim.plan import draw_plan
+from diloco.sim.replaying import Kept, Replayer
+from diloco.sim.replicator import Replicator
 from diloco.sim.site_checkers import CHECKERS
 from diloco.sim.site_process import SiteProcess
+from diloco.sim.standby_process import StandbyProcess
 from diloco.sim.storage import Storage
 from diloco.sim.swarm import run_seed
 from diloco.sync import arrivals, boundary, ending, following, joining, learner, rounds, sending, syncer
 from diloco.sync.effects import Adopt, Leave, Seal, SkipData
 from diloco.sync.events import JoinAnswered, Outcome, Reason
-from diloco.sync.frames import encode_frame, encode_mark
-from diloco.sync.journal import encode_records
+from diloco.sync.frames import encode_mark
 from diloco.sync.learner import LearnerSync
 from diloco.sync.state import FragmentState, Line
 from diloco.sync.syncer import OuterSync
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 SEEDS_MAX = 400
 Patch = pytest.MonkeyPatch
@@ -51,9 +56,9 @@ def recover_an_older_version(patch: Patch) -> None:
 def after_recovery(patch: Patch, spoil: Callable[[OuterSync], None]) -> None:
     right = OuterDisk.recover
 
-    def recover(self: OuterDisk, again: Any) -> Recovered:
-        found = right(self, again)
-        spoil(found.machine)
+    def recover(self: OuterDisk) -> Recovered:
+        found = right(self)
+        spoil(found.replayer.machine)
         return found
 
     patch.setattr(OuterDisk, "recover", recover)
@@ -67,12 +72,13 @@ def never_sync(patch: Patch, prefix: str) -> None:
 def answer_before_syncing(patch: Patch) -> None:
     """A record is synced when the next one is written, after its effects were carried out."""
 
-    def write(self: OuterDisk, record: Any, reached: Any) -> None:
-        name = self.storage.names("journal-")[-1]
+    def write(self: OuterDisk, frame: bytes, chain: bytes, reached: Any) -> Place:
+        name = self.journal_name()
         self.storage.sync(name)
-        frame, self._chain = encode_frame(encode_records([record]), self._chain)
         reached("before the record")
-        self.storage.append(name, frame + encode_mark(self._chain))
+        self.storage.append(name, frame + encode_mark(chain))
+        self.chain = chain
+        return self.segment, len(self.storage.read(name)) - len(encode_mark(chain))
 
     patch.setattr(OuterDisk, "write", write)
 
@@ -104,8 +110,8 @@ def leave_weights_as_they_are(patch: Patch) -> None:
 def judge_staleness_laxly(patch: Patch) -> None:
     init = OuterProcess.__init__
 
-    def begin(self: OuterProcess, *given: Any) -> None:
-        init(self, *given)
+    def begin(self: OuterProcess, *given: Any, **named: Any) -> None:
+        init(self, *given, **named)
         lax = self.plan.options.staleness_max + 3
         self.machine.options = dataclasses.replace(self.machine.options, staleness_max=lax)
 
@@ -117,22 +123,22 @@ def double_the_grace(patch: Patch) -> None:
 
 
 def publish_unrounded(patch: Patch) -> None:
-    right = OuterProcess.made
+    right = Replayer.made
 
-    def made(self: OuterProcess, before: Kept, contributions: Any) -> Kept:
+    def made(self: Replayer, before: Kept, contributions: Any) -> Kept:
         kept = right(self, before, contributions)
         return dataclasses.replace(kept, published=kept.theta)
 
-    patch.setattr(OuterProcess, "made", made)
+    patch.setattr(Replayer, "made", made)
 
 
 def merge_only_the_first_update_of_a_site(patch: Patch) -> None:
-    right = OuterProcess.made
+    right = Replayer.made
 
-    def made(self: OuterProcess, before: Kept, contributions: Any) -> Kept:
+    def made(self: Replayer, before: Kept, contributions: Any) -> Kept:
         return right(self, before, [(weight, each[:1]) for weight, each in contributions])
 
-    patch.setattr(OuterProcess, "made", made)
+    patch.setattr(Replayer, "made", made)
 
 
 def seal_without_a_window(patch: Patch) -> None:
@@ -237,6 +243,49 @@ def never_end(patch: Patch) -> None:
     patch.setattr(ending, "all_final", lambda turn, index: False)
 
 
+def tell_without_asking_for_the_lease(patch: Patch) -> None:
+    patch.setattr(Leadership, "wanting", lambda self: False)
+
+
+def take_a_lease_that_has_not_run_out(patch: Patch) -> None:
+    right = Lease.acquire
+
+    def acquire(self: Lease, name: str, *, by_itself: bool) -> Any:
+        self.renewed_ns -= self.ttl_ns
+        return right(self, name, by_itself=by_itself)
+
+    patch.setattr(Lease, "acquire", acquire)
+
+
+def wait_for_no_standby(patch: Patch) -> None:
+    right = Replicator.wanting
+
+    def wanting(self: Replicator, end: Place) -> bool:
+        right(self, end)
+        return False
+
+    patch.setattr(Replicator, "wanting", wanting)
+
+
+def acknowledge_at_the_standby_before_syncing(patch: Patch) -> None:
+    right = StandbyProcess._unit
+
+    def unit(self: StandbyProcess, *given: Any) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            never_sync(inner, "journal-")
+            right(self, *given)
+
+    patch.setattr(StandbyProcess, "_unit", unit)
+
+
+def leave_the_heir_where_it_is(patch: Patch) -> None:
+    patch.setattr(Leadership, "may_inherit", lambda self, name: False)
+
+
+def never_attach_again(patch: Patch) -> None:
+    patch.setattr(OuterProcess, "attach", lambda self, standby: None)
+
+
 MUTATIONS: tuple[tuple[str, Callable[[Patch], None]], ...] = (
     ("exactly_once", admit_again),
     ("versions", recover_an_older_version),
@@ -263,15 +312,21 @@ MUTATIONS: tuple[tuple[str, Callable[[Patch], None]], ...] = (
     ("conservation", take_stale_for_merged),
     ("liveness", never_end),
 )
+OF_A_PAIR: tuple[tuple[str, str, Callable[[Patch], None]], ...] = (
+    ("one_leader", "primary_frozen", tell_without_asking_for_the_lease),
+    ("one_leader", "lease_partition", take_a_lease_that_has_not_run_out),
+    ("replicated", "", wait_for_no_standby),
+    ("replicated", "", acknowledge_at_the_standby_before_syncing),
+    ("recovery", "deserted", leave_the_heir_where_it_is),
+    ("liveness", "primary_gone", never_attach_again),
+)
+"""Of runs with a standby, and with the fault that shows it."""
 
 
-def noticed(name: str) -> int | None:
+def noticed(name: str, seeds: Iterable[int]) -> int | None:
     """The first seed at which the checker ``name``, alone, sees something."""
     only = [checker for checker in CHECKERS if checker.name == name]
-    for seed in range(SEEDS_MAX):
-        if run_seed(seed, only).checker == name:
-            return seed
-    return None
+    return next((seed for seed in seeds if run_seed(seed, only).checker == name), None)
 
 
 @pytest.mark.parametrize(("name", "mutate"), MUTATIONS, ids=lambda value: getattr(value, "__name__", value))
@@ -279,9 +334,19 @@ def test_each_checker_notices_its_mutation(
     name: str, mutate: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch)
-    assert noticed(name) is not None, f"{name} sees nothing in {SEEDS_MAX} seeds"
+    assert noticed(name, range(SEEDS_MAX)) is not None, f"{name} sees nothing in {SEEDS_MAX} seeds"
+
+
+@pytest.mark.parametrize(("name", "fault", "mutate"), OF_A_PAIR, ids=lambda value: getattr(value, "__name__", value))
+def test_each_checker_notices_its_mutation_where_there_is_a_standby(
+    name: str, fault: str, mutate: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = [draw_plan(seed) for seed in range(3 * SEEDS_MAX)]
+    pairs = [plan.seed for plan in plans if plan.outer.replication is not None and (not fault or fault in plan.faults)]
+    mutate(monkeypatch)
+    assert noticed(name, pairs) is not None, f"{name} sees nothing in {len(pairs)} seeds"
 
 
 def test_every_checker_has_a_mutation() -> None:
-    assert {checker.name for checker in CHECKERS} <= {name for name, _ in MUTATIONS}
+    assert {checker.name for checker in CHECKERS} <= {name for name, *_ in (*MUTATIONS, *OF_A_PAIR)}
     assert all(checker.mutation for checker in CHECKERS)

@@ -14,12 +14,12 @@ def test_syncer_that_dies_comes_back_and_goes_on(point: CrashPoint, power: bool)
     small = Small(site_timeout_ns=1_500_000_000)  # So reports are frequent and a dead syncer is soon noticed.
     small.run(3)
     before = small.versions()
-    small.cluster.doom_outer(point, power=power)
+    small.cluster.syncers.doom(small.cluster.syncers.seats[0], point, power=power)
     if point.value.startswith("snapshot"):
         assert small.cluster.outer is not None
-        small.cluster.outer.deliver(small.cluster.outer.snapshot)
+        small.cluster.outer.ask(small.cluster.outer.snapshot)
     small.run(5)
-    assert (small.cluster.restarts, small.cluster.power_cuts) == (1, int(power)), point
+    assert (small.cluster.restarts, small.cluster.syncers.power_cuts) == (1, int(power)), point
     assert small.cluster.outer is not None
     assert small.cluster.outer.machine.state.epoch == 2
     assert all(now > was for now, was in zip(small.versions(), before, strict=True)), (before, small.versions())
@@ -33,7 +33,7 @@ def test_payloads_go_with_the_snapshots_that_need_them() -> None:
     for _ in range(3):
         outer.snapshot()
     undecided = sum(len(line.undecided) for site in outer.machine.state.sites.values() for line in site.lines)
-    assert len(small.cluster.outer_disk.storage.names("spool/")) == undecided
+    assert len(small.cluster.syncers.disk.storage.names("spool/")) == undecided
 
 
 def test_rot_is_found_or_harmless() -> None:
@@ -41,11 +41,11 @@ def test_rot_is_found_or_harmless() -> None:
     for seed in range(40):
         small = Small(1)
         small.run(3)
-        assert small.cluster.outer_disk.storage.rot(Random(seed))
-        small.cluster.kill_outer()
+        assert small.cluster.syncers.disk.storage.rot(Random(seed))
+        small.cluster.syncers.kill(small.cluster.syncers.seats[0])
         small.run(3)
         assert small.cluster.outer is not None, seed
-        found += small.cluster.damage_found
+        found += small.cluster.syncers.damage_found
     assert found > 20
 
 
@@ -54,8 +54,8 @@ def test_machine_time_stands_still_while_no_process_lives() -> None:
     small.run(2)
     assert small.cluster.outer is not None
     before = small.cluster.outer.now_ns()
-    small.cluster.outer_restart_ns = 50 * 1_000_000_000
-    small.cluster.kill_outer()
+    small.cluster.syncers.seats[0].restart_ns = 50 * 1_000_000_000
+    small.cluster.syncers.kill(small.cluster.syncers.seats[0])
     small.run(50)
     assert small.cluster.outer is not None
     assert small.cluster.outer.now_ns() - before < 1_000_000_000

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from diloco.sim.plan import GENTLE, draw_plan
+from diloco.sim.pair_faults import PAIR
+from diloco.sim.plan import GENTLE, OF_ONE_MACHINE, draw_plan
 
 PLANS = [draw_plan(seed) for seed in range(300)]
 
@@ -22,12 +23,16 @@ def test_every_choice_is_drawn_by_some_seed() -> None:
     assert {bool(each.token_budget) for each in options} == {True, False}
     assert {len(plan.sites) for plan in PLANS} == {1, 2, 3, 4, 5}
     assert any(len(set(plan.starts_ns)) > 1 for plan in PLANS), "nobody joins late"
+    pairs = [plan for plan in PLANS if plan.outer.replication is not None]
+    assert len(PLANS) / 5 < len(pairs) < len(PLANS) / 2
+    assert {kind for plan in pairs for kind in plan.faults} > set(PAIR)
+    assert not {kind for plan in pairs for kind in plan.faults} & set(OF_ONE_MACHINE)
 
 
 def test_conserving_plan_has_nothing_that_throws_progress_away() -> None:
     conserving = [plan for plan in PLANS if plan.conserving]
     assert conserving
     for plan in conserving:
-        assert set(plan.faults) <= set(GENTLE), plan.seed
+        assert set(plan.faults) <= {*GENTLE, *PAIR}, plan.seed
         assert (plan.outer.rule.lr_tenths, plan.outer.rule.momentum_tenths) == (10, 0), plan.seed
         assert plan.sites[0].options.adopt == "rebase", plan.seed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from diloco.sim.pair_faults import PAIR
 from diloco.sim.plan import GENTLE, HARSH
 from diloco.sim.swarm import Outcome, run_seed
 
@@ -23,7 +24,9 @@ def check_that_it_counts(outcomes: list[Outcome]) -> None:
     """Seeds in which little happens prove little (etcd's rule)."""
     faults: Counter[str] = sum((each.faults for each in outcomes), Counter())
     fates: Counter[str] = sum((each.fates for each in outcomes), Counter())
-    assert set(faults) == {*GENTLE, *HARSH}, f"never injected: {sorted({*GENTLE, *HARSH} - set(faults))}"
+    wanted = {*GENTLE, *HARSH, *PAIR}
+    assert set(faults) == wanted, f"never injected: {sorted(wanted - set(faults))}"
+    assert sum(each.promotions for each in outcomes) > len(outcomes) // 20
     assert fates["merged"] > 20 * len(outcomes), fates
     assert {"merged", "stale", "non_finite", "evicted"} <= set(fates), fates
     assert sum(each.restarts for each in outcomes) > len(outcomes)

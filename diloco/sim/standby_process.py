@@ -1,0 +1,216 @@
+"""A standby as a process of the simulator: a second folder that follows the first, and a machine that is warm.
+
+What comes is laid down as the syncer did: a payload before the frame that names it, the frame synced and marked before
+it is acknowledged.  Then the records are carried out, so that every version is computed here as well.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diloco.sim.checking import Violation
+from diloco.sim.leadership import claim
+from diloco.sim.messages import JoinReply
+from diloco.sim.network import MILLISECOND_NS, Direction
+from diloco.sim.process import Died, Process
+from diloco.sim.replicator import START, Alive, Begin, GoAway, Part, Unit
+from diloco.sim.storage import Damaged
+from diloco.sync.effects import TellFate
+from diloco.sync.frames import HEADER, chain_after, units
+from diloco.sync.journal import decode_records
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from diloco.sim.checking import Checkers
+    from diloco.sim.leadership import Leadership
+    from diloco.sim.lease import LeaseLine
+    from diloco.sim.messages import Feed
+    from diloco.sim.network import Heap, Link
+    from diloco.sim.outer_disk import OuterDisk, Place
+    from diloco.sim.outer_process import CrashPoint, OuterPlan, OuterProcess
+    from diloco.sim.replaying import Replayer
+
+PAUSE_NS = 500 * MILLISECOND_NS
+
+
+class Stream:
+    """One attempt to follow: its parts come in order, and once."""
+
+    def __init__(self, name: str, link: Link, process: StandbyProcess) -> None:
+        self.name, self.link, self._process = name, link, process
+        self._expected = 0
+        self._early: dict[int, Part] = {}
+
+    def arrived(self, number: int, part: Part) -> None:
+        """A part is here, perhaps before its turn, perhaps again."""
+        self._process.deliver(lambda: self._take(number, part))
+
+    def _take(self, number: int, part: Part) -> None:
+        if number >= self._expected:
+            self._early[number] = part
+        while self._expected in self._early:
+            self._process.take(self, self._early.pop(self._expected))
+            self._expected += 1
+
+    def broken(self) -> None:
+        """The connection is gone."""
+        self._process.deliver(lambda: self._process.lost(self))
+
+
+class StandbyProcess(Process):
+    """One life of a standby.  Making it is the recovery of what is there."""
+
+    def __init__(
+        self,
+        heap: Heap,
+        name: str,
+        disk: OuterDisk,
+        plan: OuterPlan,
+        checkers: Checkers,
+        link: Link,
+        line: LeaseLine,
+        primary: Callable[[], OuterProcess | None],
+        on_death: Callable[[], None],
+    ) -> None:
+        """``name`` is the folder's, by which the lease knows it; ``link`` leads to the other machine."""
+        super().__init__(on_death)
+        assert plan.replication is not None
+        self.heap, self.name, self.disk, self.plan, self.checkers = heap, name, disk, plan, checkers
+        self.replication = plan.replication
+        self.doom: CrashPoint | None = None
+        self.useless = False
+        """Whether this folder cannot follow any more: an operator gives it an empty one."""
+        self._link, self._line, self._primary = link, line, primary
+        self._stream: Stream | None = None
+        self._began_at: Begin | None = None
+        self._heard_ns = heap.now_ns
+        self._place: Place = START
+        self.replayer: Replayer | None = None if disk.is_new() else disk.recover().replayer
+
+    def start(self, taken: Callable[[Leadership], None]) -> None:
+        """Follow, and take over as the heir of a syncer that fell silent: then ``taken`` is called."""
+        self.deliver(self._follow)
+        self.deliver(lambda: claim(self, self._line, self.name, taken, lambda why: None, by_itself=True))
+
+    def ask(self, action: Callable[[], None]) -> None:
+        """As the syncer's."""
+        self.deliver(action)
+
+    def join(self, site: str, process: str, feed: Callable[[int], Feed], reply: Callable[[object], None]) -> None:
+        """Not here."""
+        del site, process, feed
+        reply(JoinReply(None, None))
+
+    # --- following -----------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        stream = self._stream = Stream(self.name, self._link, self)
+        self._heard_ns = self.heap.now_ns
+        segment, chain = 0, ""
+        if self.replayer is not None:
+            segment, chain = self.disk.segment, self.disk.chain.hex()
+            self.checkers.resumed(self.disk.storage, self.disk.journal_name(), self.disk.chain)
+
+        def receive() -> None:
+            primary = self._primary()
+            if primary is not None:
+                primary.deliver(lambda: self._asked(primary, stream, chain, segment))
+            else:
+                self._link.send(Direction.DOWN, stream.broken)  # Nobody listens there.
+
+        self._link.send(Direction.UP, receive, lost=stream.broken)
+        self._watch(stream)
+
+    def _asked(self, primary: OuterProcess, stream: Stream, chain: str, segment: int) -> None:
+        if primary.replicator is not None:
+            primary.replicator.follow(stream, chain, segment)
+
+    def _watch(self, stream: Stream) -> None:
+        def look() -> None:
+            if self._stream is stream:
+                if self.heap.now_ns - self._heard_ns > self.replication.timeout_ns:
+                    self.lost(stream)
+                else:
+                    self._watch(stream)
+
+        self.heap.after(self.replication.timeout_ns // 2, lambda: self.deliver(look))
+
+    def lost(self, stream: Stream) -> None:
+        """The syncer is not heard any more: try again."""
+        if self._stream is stream:
+            self._stream = None
+            self.heap.after(PAUSE_NS, lambda: self.deliver(self._follow))
+
+    def take(self, stream: Stream, part: Part) -> None:
+        """One part of the stream, in order."""
+        if self._stream is not stream:
+            return
+        self._heard_ns = self.heap.now_ns
+        match part:
+            case GoAway():
+                self.useless = True
+                raise Died("an empty folder is needed")
+            case Begin():
+                self._began_at = part if part.anew else None
+            case Unit():
+                self._unit(part, stream)
+            case Alive():
+                self._ack(stream)
+
+    def _ack(self, stream: Stream) -> None:
+        place = self._place
+
+        def receive() -> None:
+            primary = self._primary()
+            if primary is not None:
+                primary.deliver(lambda: self._acked(primary, stream, place))
+
+        self._link.send(Direction.UP, receive, lost=stream.broken)
+
+    def _acked(self, primary: OuterProcess, stream: Stream, place: Place) -> None:
+        if primary.replicator is not None:
+            primary.replicator.heard(stream, place)
+
+    def _unit(self, part: Unit, stream: Stream) -> None:
+        """One unit of the journal: durable when it is acknowledged, carried out afterwards."""
+        if self._began_at is not None:
+            assert part.kind == HEADER
+            self._begin(self._began_at, part.raw)
+            self._began_at = None
+        elif part.kind == HEADER:
+            assert self.replayer is not None
+            self.disk.snapshot(self.replayer.machine, self.replayer.versions, self._reached)
+        else:
+            (unit,) = units(part.raw)
+            assert chain_after(self.disk.chain, unit.body) == unit.chain, "a frame does not go on from the journal here"
+            for name, data in part.payloads:
+                self.disk.keep_file(name, data, self._reached)
+            self.disk.write(part.raw, part.chain, self._reached)
+            self.checkers.replicated(self.disk.storage, self.disk.journal_name(), part)
+        assert self.disk.chain == part.chain, "the journal here is another one"
+        self._place = part.end
+        self._ack(stream)
+        if part.kind != HEADER:
+            self._carry_out(part.raw)
+
+    def _begin(self, begin: Begin, header: bytes) -> None:
+        assert begin.snapshot is not None
+        self.disk.begin(begin.segment, header, begin.snapshot, begin.payloads, self._reached)
+        self.replayer = self.disk.recover().replayer
+
+    def _carry_out(self, raw: bytes) -> None:
+        assert self.replayer is not None
+        (unit,) = units(raw)
+        for record in decode_records(unit.body, 0):
+            try:
+                effects = self.replayer.apply(record)
+            except Damaged as error:
+                raise Violation("replicated", f"the standby computes something else: {error}") from error
+            for effect in effects:
+                if isinstance(effect, TellFate):
+                    self.disk.decided(effect.site, effect.fate)
+
+    def _reached(self, where: str) -> None:
+        if self.doom is not None and self.doom.value == where:
+            raise Died(where)

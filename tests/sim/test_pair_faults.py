@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from diloco.sim.network import Direction
+from diloco.sim.pair_faults import PAIR, PairFaults
+from tests.sim.small import Small, a_pair
+
+
+@pytest.mark.parametrize("kind", PAIR)
+def test_a_run_survives_each_fault(kind: str) -> None:
+    small = Small(replication=a_pair(), site_timeout_ns=1_500_000_000)
+    small.run(3)
+    faults = PairFaults(small.cluster.syncers, Random(kind))
+    if kind == "detach":
+        assert not faults.inject(kind), "there is no need"
+        assert small.cluster.syncers.between is not None
+        small.cluster.syncers.between.cut(*Direction)
+        small.run(3)
+    found = [faults.inject(kind) for _ in range(4)]
+    assert any(found)
+    small.run(6)
+    before = small.versions()
+    small.cluster.heal()
+    small.run(12)
+    assert min(small.versions()) > max(before)
+    assert small.cluster.syncers.caught_up()
+
+
+def test_there_are_none_without_a_standby() -> None:
+    small = Small()
+    faults = PairFaults(small.cluster.syncers, Random(0))
+    assert not any(faults.inject(kind) for kind in PAIR)

@@ -1,0 +1,55 @@
+"""What waits for a standby; the cluster is without faults but for the one that is shown."""
+
+from __future__ import annotations
+
+from diloco.sim.network import Direction
+from diloco.sim.outer_process import OuterProcess
+from diloco.sim.replicator import Replicator
+from tests.sim.small import Small, a_pair
+
+
+def a_leader(small: Small) -> tuple[OuterProcess, Replicator]:
+    outer = small.cluster.outer
+    assert outer is not None
+    assert outer.replicator is not None
+    return outer, outer.replicator
+
+
+def test_nothing_is_told_while_the_standby_is_away_until_an_operator_detaches_it() -> None:
+    small = Small(replication=a_pair())
+    small.run(3)
+    outer, replicator = a_leader(small)
+    assert replicator.caught_up()
+    between = small.cluster.syncers.between
+    assert between is not None
+    between.cut(*Direction)
+    small.run(3)
+    before = small.versions()
+    assert not replicator.follows()
+    small.run(3)
+    assert small.versions() == before
+    outer.deliver(outer.detach)
+    small.run(5)
+    assert sum(small.versions()) > sum(before)
+    between.heal()
+    small.run(4)
+    assert replicator.caught_up(), "it is attached again"
+    assert not outer.machine.state.detached
+
+
+def test_a_standby_whose_journal_was_left_behind_gets_a_new_folder() -> None:
+    small = Small(replication=a_pair())
+    small.run(2)
+    outer, replicator = a_leader(small)
+    between = small.cluster.syncers.between
+    assert between is not None
+    between.cut(*Direction)
+    small.run(3)
+    outer.deliver(outer.detach)
+    for _ in range(4):
+        small.run(3)
+        outer.snapshot()
+    between.heal()
+    small.run(8)
+    assert small.cluster.syncers.seats[1].folder() == "q2"
+    assert replicator.caught_up()
