@@ -162,7 +162,7 @@ class Toy:
             num_fragments=self.fragments, inner_steps=self.inner_steps, adopt=self.adopt, lock_step=self.lock_step
         )
         options = AgentOptions(
-            folder=f"{self.folder}/{site}", up_codec=self.codec, finish_timeout_s=10.0, join_timeout_s=30.0
+            folder=f"{self.folder}/{site}", up_codec=self.codec, finish_timeout_s=10.0, join_timeout_s=120.0
         )
         client = SyncClient(address, site, RUN, SecurityOptions(token=self.token), ClientOptions(**self.client))  # type: ignore[arg-type]
         group = group or SiteGroup()
