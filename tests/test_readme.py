@@ -88,7 +88,11 @@ def test_every_command_is_run_here_or_by_ci() -> None:
     assert set(commands()) == BY_CI | set(SHORT)
 
 
-@pytest.mark.parametrize("command", [line for line in SHORT if line.startswith(("diloco up", "diloco train"))])
+RUNS = [line for line in SHORT if line.startswith(("diloco up", "diloco train"))]
+OTHER_RUNS = [pytest.param(line, marks=pytest.mark.slow) for line in RUNS if line != "diloco up"]
+
+
+@pytest.mark.parametrize("command", ["diloco up", *OTHER_RUNS])
 def test_a_whole_run(place: Place, command: str) -> None:
     if "init_from" in command:
         warm = Path("runs/warm/train/checkpoints")

@@ -34,6 +34,7 @@ def one_line(text: str) -> str:
     return lines[0]
 
 
+@pytest.mark.slow
 def test_a_syncer_and_two_sites_train_to_a_budget_and_tell_a_stranger_what_differs(place: Place) -> None:
     settings = ["run.tokens=30000", "outer.quorum=2"]
     syncer, address = place.syncer("pair", *settings)

@@ -106,6 +106,7 @@ def test_children_do_not_outlive_a_killed_parent(place: Place) -> None:
     wait_for(lambda: not any(alive(pid) for pid in pids), "the children's end", bound_s=10)
 
 
+@pytest.mark.slow
 def test_a_child_that_cannot_start_ends_it_in_one_line(place: Place) -> None:
     code, text = place.run("up", *UP, "run.name=otter", "site.device=cuda:9", bound_s=BOUND_S)
     assert code != 0
