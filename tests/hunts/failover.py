@@ -1,11 +1,13 @@
 """``make failover N=10``: kill -9 the syncer, again and again in one run, and let its standby take its place each time.
 
 Real processes over real gRPC, with ``replication=sync``.  The syncer dies at a drawn passage of a durable step, every
-second time in the middle of a merge; the standby is promoted by the operator's verb; the sites, which know both
+second time in the middle of a merge.  In one run the standby is promoted by the operator's verb; in the next one nobody
+says anything, and as the heir it takes the lease (a file) that the dead one lets run out.  The sites, which know both
 addresses, find it by themselves; and a new standby with an empty folder begins to follow it at the address that has
-become free.  A new version must be out within ``WITHIN_S`` of the verb, and the sites' training must not have stood
-still for it.  When the run has ended its books are audited, over all journals that there ever were: nothing
-acknowledged is lost or doubled, no version has two contents, epochs and versions only rise.
+become free.  A new version must be out within ``WITHIN_S`` of the verb, or within ``WITHIN_LEASES`` times the lease of
+the kill, and the sites' training must not have stood still for it.  When the run has ended its books are audited, over
+all journals that there ever were: nothing acknowledged is lost or doubled, no version has two contents, epochs and
+versions only rise.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from diloco.durable import Step
 from diloco.learner.agent import Finished
 from diloco.wire.client import AdminClient
 from diloco.wire.messages import WireError
-from tests.hunts.reporting import Hunt
+from tests.hunts.reporting import Hunt, why
 from tests.loopback.audit import History, audit, one_run
 from tests.loopback.cluster import Process, free_port
 from tests.loopback.toy import Toy
@@ -35,6 +37,10 @@ SITES = ("a", "b")
 STEP_S = 0.08
 WITHIN_S = 2.0
 """From the verb to a new version."""
+WITHIN_LEASES = 3.0
+"""From the kill to a new version, where nobody says a word, in times of the lease."""
+LEASE_TTL_S = 2.0
+BY = ("verb", "lease")
 STALL_SHARE_MAX = 0.02
 PATIENCE_S = 15.0
 """A step that is not passed by then is not waited for: SIGKILL from outside."""
@@ -57,7 +63,7 @@ STEPS = (
 
 @dataclass
 class Took:
-    """What a failover cost, in seconds from the verb."""
+    """What a failover cost, in seconds from the verb, or by the lease from the kill."""
 
     serving_s: float
     joined_s: float
@@ -71,6 +77,7 @@ class Failovers:
     folder: Path
     seed: int
     num: int
+    by: str
     killed: Counter[str] = field(default_factory=Counter)
     took: list[Took] = field(default_factory=list)
     stalls: list[float] = field(default_factory=list)
@@ -82,7 +89,14 @@ class Failovers:
         outer = {"num_fragments": 2, "grace": "fixed", "grace_ns": 5_000_000}
         replication = {"mode": "sync", "timeout_s": 3.0, "alive_s": 0.2}
         self.toy = Toy(
-            folder=str(self.folder), codec="int8", inner_steps=4, seed=11, outer=outer, replication=replication
+            folder=str(self.folder),
+            codec="int8",
+            inner_steps=4,
+            seed=11,
+            outer=outer,
+            replication=replication,
+            lease=str(self.folder / "lease.json") if self.by == "lease" else "",
+            lease_ttl_s=LEASE_TTL_S,
         )
         self.ports = [free_port(), free_port()]
         self.nodes: list[Process] = []
@@ -131,8 +145,11 @@ class Failovers:
             assert time.monotonic() < until, f"no {what} in {BOUND_S} s: {process.log.events[-5:]}"
 
     def _fail_over(self, number: int, sites: dict[str, Process], alive: ExitStack) -> None:
-        """Kill who leads, promote who follows, and have another follow that one."""
+        """Kill who leads, have who follows take its place, and have another follow that one."""
         leads, follows = self.nodes[number], self.nodes[number + 1]
+        if self.by == "lease":  # What it was told before it was the heir is waited for by nobody.
+            heir = f"names node-{number + 1}-"
+            leads.log.wait_for("note", 1, BOUND_S, where=lambda note: heir in str(note.get("why")))
         leads.send(signal.SIGUSR2)
         step = self.deaths[number][0]
         if leads.wait(PATIENCE_S) is None:
@@ -140,16 +157,17 @@ class Failovers:
             leads.kill()
         assert leads.wait(BOUND_S) == -signal.SIGKILL, f"it ended with {leads.wait(0)}: {leads.errors}"
         self.killed[step] += 1
-        marks = {site: len(process.log) for site, process in sites.items()}
-        with AdminClient(self._address(number + 1)) as operator:
-            began = time.monotonic()
-            operator.promote()
-            self._said(follows, "listening")
-            serving_s = time.monotonic() - began
-            sites["a"].log.wait_for("joined", 1, BOUND_S, since=marks["a"])
-            joined_s = time.monotonic() - began
-            self._said(follows, "published")
-            self.took.append(Took(serving_s, joined_s, time.monotonic() - began))
+        began, joined = time.monotonic(), len(sites["a"].log)
+        if self.by == "verb":
+            with AdminClient(self._address(number + 1)) as operator:
+                began = time.monotonic()
+                operator.promote()
+        self._said(follows, "listening")
+        serving_s = time.monotonic() - began
+        sites["a"].log.wait_for("joined", 1, BOUND_S, since=joined)
+        joined_s = time.monotonic() - began
+        self._said(follows, "published")
+        self.took.append(Took(serving_s, joined_s, time.monotonic() - began))
         self._node(alive)
         self._said(follows, "standby_attached")
         before = len(follows.log.of("published"))
@@ -176,45 +194,72 @@ class Failovers:
         return told
 
 
+@dataclass
+class Tally:
+    """What the failovers of one kind cost, over all their runs."""
+
+    runs: int = 0
+    took: list[Took] = field(default_factory=list)
+    stalls: list[float] = field(default_factory=list)
+    longest_s: float = 0.0
+
+    def add(self, run: Failovers) -> None:
+        """One run more."""
+        self.runs += 1
+        self.took += run.took
+        self.stalls += run.stalls
+        self.longest_s = max(self.longest_s, run.longest_s)
+
+    def told(self, by: str) -> dict[str, object]:
+        """For the last line: the verb's in seconds, the lease's in times of the lease."""
+        unit, one = ("_leases", LEASE_TTL_S) if by == "lease" else ("_s", 1.0)
+        counts = {"failovers": len(self.took), "runs": self.runs}
+        names = ("serving", "joined", "published")
+        spreads = {name + unit: spread([getattr(cost, f"{name}_s") / one for cost in self.took]) for name in names}
+        stall = {"stall_share_max": round(max(self.stalls, default=0.0), 5), "waited_s_max": round(self.longest_s, 4)}
+        return {**counts, **spreads, **stall}
+
+
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("failover", __doc__)
     hunt.parser.add_argument("--n", type=int, default=10, help="kill so many syncers (default: 10)")
-    hunt.parser.add_argument("--each", type=int, default=10, help="so many of them in one run (default: 10)")
-    hunt.parser.add_argument("--within-s", type=float, default=WITHIN_S, help=f"default: {WITHIN_S:g}")
+    hunt.parser.add_argument("--by", choices=[*BY, "both"], default="both", help="run by run (default: both)")
+    hunt.parser.add_argument("--each", type=int, default=5, help="so many of them in one run (default: 5)")
+    hunt.parser.add_argument("--within-s", type=float, default=WITHIN_S, help=f"of the verb (default: {WITHIN_S:g})")
+    hunt.parser.add_argument(
+        "--within-leases", type=float, default=WITHIN_LEASES, help=f"of the kill (default: {WITHIN_LEASES:g})"
+    )
     hunt.parser.add_argument("--stall-share", type=float, default=STALL_SHARE_MAX, help="largest (default: 0.02)")
     asked = hunt.asked(arguments)
+    kinds = BY if asked.by == "both" else (asked.by,)
+    bounds_s = {"verb": asked.within_s, "lease": asked.within_leases * LEASE_TTL_S}
     killed: Counter[str] = Counter()
-    took: list[Took] = []
-    stalls: list[float] = []
-    updates = versions = runs = 0
-    longest_s = 0.0
-    replay = {"n": asked.n, "each": asked.each, "seed": asked.seed, "within_s": asked.within_s}
+    tallies = {by: Tally() for by in kinds}
+    updates = versions = runs = done = 0
+    replay = {"n": asked.n, "each": asked.each, "by": asked.by, "seed": asked.seed}
     with tempfile.TemporaryDirectory(prefix="failover-") as folder:
-        while len(took) < asked.n and not hunt.violations:
-            here = Path(folder) / str(runs)
-            run = Failovers(here, asked.seed * 1000 + runs, min(asked.each, asked.n - len(took)), killed)
+        while done < asked.n and not hunt.violations:
+            here, by = Path(folder) / str(runs), kinds[runs % len(kinds)]
+            run = Failovers(here, asked.seed * 1000 + runs, min(asked.each, asked.n - done), by, killed)
             try:
                 told = run.run()
                 updates, versions = updates + len(told.accepted), versions + len(told.published)
             except (AssertionError, WireError) as error:
                 kept = shutil.copytree(here, tempfile.mkdtemp(prefix="failover-kept-"), dirs_exist_ok=True)
-                hunt.violated(f"run {runs}, kept in {kept}: {' '.join(str(error).split())}", **replay)
+                hunt.violated(f"run {runs} (by {by}), kept in {kept}: {why(error)}", **replay)
             for number, cost in enumerate(run.took):
-                if cost.published_s > asked.within_s:
-                    hunt.violated(f"failover {number} of run {runs} took too long: {cost}", **replay)
+                if cost.published_s > bounds_s[by]:
+                    hunt.violated(f"failover {number} of run {runs} (by {by}) took too long: {cost}", **replay)
             for share in run.stalls:
                 if share > asked.stall_share:
-                    hunt.violated(f"a site's training stood still for {share:.1%} of run {runs}", **replay)
-            longest_s = max(longest_s, run.longest_s)
-            took, stalls, runs = took + run.took, stalls + run.stalls, runs + 1
+                    hunt.violated(f"a site's training stood still for {share:.1%} of run {runs} (by {by})", **replay)
+            tallies[by].add(run)
+            done, runs = done + len(run.took), runs + 1
             with suppress(OSError):
                 shutil.rmtree(here)
-    counts = {"failovers": len(took), "runs": runs, "updates": updates, "versions": versions}
-    spreads = {
-        name: spread([getattr(cost, name) for cost in took]) for name in ("serving_s", "joined_s", "published_s")
-    }
-    stall = {"stall_share_max": round(max(stalls, default=0.0), 5), "waited_s_max": round(longest_s, 4)}
-    return hunt.finish({**counts, **spreads, **stall, "killed_at": dict(sorted(killed.items()))})
+    counts = {"failovers": done, "runs": runs, "updates": updates, "versions": versions}
+    by_kind = {f"by_{by}": tally.told(by) for by, tally in tallies.items()}
+    return hunt.finish({**counts, **by_kind, "lease_s": LEASE_TTL_S, "killed_at": dict(sorted(killed.items()))})
 
 
 def spread(values: list[float]) -> dict[str, float]:

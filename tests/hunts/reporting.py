@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.record import RESULTS, record
 
 
-def why(error: AssertionError) -> str:
+def why(error: Exception) -> str:
     """What an audit found, on one line, with the place that looked."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{' '.join(str(error).split()) or place.line} ({Path(place.filename).name}:{place.lineno})"

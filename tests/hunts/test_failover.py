@@ -11,15 +11,31 @@ from tests.hunts.failover import main, spread
 from tests.loopback.audit import one_run
 
 
+@pytest.mark.parametrize("by", ["verb", pytest.param("lease", marks=pytest.mark.slow)])
 def test_two_syncers_die_one_after_the_other_and_nothing_acknowledged_is_lost(
-    capsys: pytest.CaptureFixture[str],
+    by: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = main(["--n", "2", "--seed", "3", "--within-s", "30", "--stall-share", "0.5"])
+    bounds = ["--within-s", "30", "--within-leases", "15", "--stall-share", "0.5"]
+    code = main(["--n", "2", "--seed", "3", "--by", by, *bounds])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (code, found["violations"]) == (0, 0), found
     assert (found["failovers"], sum(found["killed_at"].values())) == (2, 2)
     assert found["updates"] > 0
-    assert 0 < found["serving_s"]["max"] <= found["published_s"]["max"]
+    measured, unit = found[f"by_{by}"], {"verb": "s", "lease": "leases"}[by]
+    assert (measured["failovers"], measured["runs"]) == (2, 1)
+    assert 0 < measured[f"serving_{unit}"]["max"] <= measured[f"published_{unit}"]["max"]
+    if by == "lease":
+        assert measured["serving_leases"]["p50"] > 0.5, "it waited for the lease to run out"
+
+
+@pytest.mark.slow
+def test_a_take_over_that_takes_too_long_is_a_violation_of_the_bound_of_its_kind(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = main(["--n", "1", "--by", "lease", "--within-leases", "0.1", "--stall-share", "0.5"])
+    said = capsys.readouterr().out
+    assert (code, json.loads(said.splitlines()[-1])["violations"]) == (1, 1)
+    assert "(by lease) took too long" in said
 
 
 def test_what_a_syncer_wrote_beyond_what_its_standby_had_is_no_part_of_the_run(tmp_path: Path) -> None:
