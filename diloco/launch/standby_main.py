@@ -7,6 +7,7 @@ import time
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from diloco.launch.arenas import limit_arenas
 from diloco.launch.arguments import limit_threads, load_config, settings_parser
 from diloco.launch.arming import disk_from_environment
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
@@ -125,6 +126,7 @@ def _follow(given: argparse.Namespace) -> ExitCode:
     if config.run.name is None:
         raise ConfigError("run.name is null: give the name that `diloco syncer` printed")
     limit_threads(config.cluster.syncer.threads)
+    limit_arenas()
     run_dir = run_dir_of(config)
 
     from diloco.launch import build, replicating

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from diloco.durable import LockedError, write_file
 from diloco.launch import config as configs
+from diloco.launch.arenas import limit_arenas
 from diloco.launch.arguments import limit_threads, load_config, settings_parser
 from diloco.launch.arming import disk_from_environment
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     given = settings_parser("syncer", DOES).parse_args(arguments)
     config = load_config(given)
     limit_threads(config.cluster.syncer.threads)
+    limit_arenas()
     name_run(config)
     run_dir = run_dir_of(config)
     _check_resume(config, run_dir)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from diloco.durable import PLAIN_DISK, Disk
+from diloco.launch.arenas import limit_arenas
 from diloco.syncer.server import RunPlan, Syncer, SyncerOptions
 from diloco.wire.options import ServerOptions
 from diloco.wire.security import SecurityOptions
@@ -197,6 +198,7 @@ class _Said(logging.Handler):
 
 
 def main(fortress: Fortress, pipe: Connection) -> None:
+    limit_arenas()  # As the program itself does, whose memory is to be judged.
     torch.set_num_threads(1)
     faulthandler.enable()
     # A message that takes all memory is to be seen in this process, and not in the others of the machine.
