@@ -101,7 +101,7 @@ def load(path: Path) -> Checkpoint:
         told = json.loads(manifest.read_text())
         digest = told.pop("sha256")
         files, meta = told["files"], told["meta"]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{manifest} cannot be read: {error}") from error
     if digest != _digest(told):
         raise CheckpointError(f"{manifest} is damaged: its own sha256 does not match")

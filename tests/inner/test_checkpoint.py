@@ -68,6 +68,20 @@ def test_a_damaged_file_is_named_and_the_one_before_is_taken(tmp_path: Path, fil
     assert file in found.skipped[0]
 
 
+@pytest.mark.parametrize(
+    "text", ["[]", "7", '"x"', "null", '{"sha256": "x"}', "[" * 100_000, '{"a":' * 100_000, "\x00"]
+)
+def test_a_manifest_of_another_kind_is_damage_like_any_other(tmp_path: Path, text: str) -> None:
+    save(tmp_path, "step-1", some(1), {"step": 1})
+    manifest = save(tmp_path, "step-2", some(2), {"step": 2}) / "manifest.json"
+    manifest.write_text(text)
+    with pytest.raises(CheckpointError, match=r"step-2/manifest\.json cannot be read"):
+        load(tmp_path / "step-2")
+    found = latest(tmp_path)
+    assert found is not None
+    assert found.meta == {"step": 1}
+
+
 def test_none_is_none_and_all_damaged_is_an_error(tmp_path: Path) -> None:
     assert latest(tmp_path / "nowhere") is None
     (tmp_path / ".tmp-step-9").mkdir()
