@@ -3,7 +3,8 @@
     IMAGE/  fragment-0.safetensors ...  image.json (what it is, sizes and SHA-256 of the others)
 
 Written into a temporary folder beside its place, every file made durable, then renamed: a folder with an ``image.json``
-is whole.  On reading every file is verified, and every fragment against the digest of its published values.
+is whole.  On reading every file is verified, ``image.json`` by a digest of its own, and every fragment against the
+digest of its published values.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import save_file
 
 from diloco.codec.contract import digest
 from diloco.durable import PLAIN_DISK, Step
-from diloco.sync.plain import parse_json
+from diloco.sync.plain import canonical, parse_json, shown
 from diloco.syncer.snapshots import FragmentValues, pack, unpack
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 Held = dict[tuple[str, int], tuple[int, int]]
 """(site, fragment) to the tokens and updates of it that some values hold."""
-FORMAT = 1
+FORMAT = 2
+"""Format 1 had no digest of its own, and was never released."""
 MANIFEST = "image.json"
 MODEL = "model.safetensors"
 
@@ -75,7 +77,7 @@ def write_image(
         "facts": image.facts,
         "files": files,
     }
-    disk.write_file(beside / MANIFEST, json.dumps(manifest, sort_keys=True, indent=1).encode(), Step.FILE)
+    disk.write_file(beside / MANIFEST, _text({**manifest, "sha256": _digest_of(manifest)}), Step.FILE)
     disk.rename(beside, folder, Step.FILE)
     disk.sync_folder(folder.parent, Step.FILE)
 
@@ -83,9 +85,7 @@ def write_image(
 def read_image(folder: Path) -> Image:
     """The image in ``folder``, verified; ``ImageError`` names what is missing or damaged."""
     try:
-        manifest = parse_json((folder / MANIFEST).read_bytes())
-        if manifest["format"] != FORMAT:
-            raise ImageError(f"{folder} has format {manifest['format']!r}: {FORMAT} wanted")
+        manifest = _manifest(folder / MANIFEST)
         fragments = []
         for index, (version, told) in enumerate(zip(manifest["versions"], manifest["digests"], strict=True)):
             path = folder / f"fragment-{index}.safetensors"
@@ -104,3 +104,22 @@ def read_image(folder: Path) -> Image:
         raise
     except (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ImageError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    text = path.read_bytes()
+    manifest = dict(parse_json(text))
+    told = {name: value for name, value in manifest.items() if name != "sha256"}
+    if manifest["sha256"] != _digest_of(told) or _text(manifest) != text:
+        raise ImageError(f"{path} is damaged: its own digest does not match")
+    if manifest["format"] != FORMAT:
+        raise ImageError(f"{path.parent} has format {shown(manifest['format'])}: {FORMAT} wanted")
+    return manifest
+
+
+def _text(manifest: dict[str, Any]) -> bytes:
+    return json.dumps(manifest, sort_keys=True, indent=1).encode()
+
+
+def _digest_of(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(canonical(manifest)).hexdigest()

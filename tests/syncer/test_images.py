@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import random
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from diloco.outer.fragments import scatter
+from diloco.sync.plain import canonical
 from diloco.syncer.images import Image, ImageError, read_image, write_image
 from diloco.syncer.snapshots import same_values
 from tests.syncer.building import LAYOUT, version_zero
@@ -67,16 +70,37 @@ def test_damage_is_named(tmp_path: Path) -> None:
         read_image(tmp_path / "image")
     path.write_bytes(whole)
     for changed, said in (
+        ({"held": [["a", 1, 301, 3]]}, r"image\.json is damaged: its own digest does not match"),
+        ({"facts": {}}, "its own digest does not match"),
         ({"digests": [told["digests"][0], "0" * 64]}, "is not the version"),
         ({"versions": [told["versions"][0], 99]}, "is not the version 99"),
         ({"format": 7}, "has format 7"),
         ({"card": 1}, "is damaged: TypeError"),
         ({"files": []}, "is damaged: TypeError"),
     ):
-        manifest.write_text(json.dumps({**told, **changed}))
+        lying = {**told, **changed}
+        if not said.endswith("does not match"):  # Somebody has written it so, and it is whole.
+            del lying["sha256"]
+            lying["sha256"] = hashlib.sha256(canonical(lying)).hexdigest()
+        manifest.write_text(json.dumps(lying, sort_keys=True, indent=1))
         with pytest.raises(ImageError, match=said):
             read_image(tmp_path / "image")
     path.unlink()
-    manifest.write_text(json.dumps(told))
+    manifest.write_text(json.dumps(told, sort_keys=True, indent=1))
     with pytest.raises(ImageError, match=r"fragment-1\.safetensors is missing"):
         read_image(tmp_path / "image")
+
+
+def test_every_flipped_byte_and_every_cut_is_found(tmp_path: Path) -> None:
+    write_image(tmp_path / "image", image(tmp_path / "run"))
+    dice = random.Random(7)
+    for path in sorted((tmp_path / "image").iterdir()):
+        whole = path.read_bytes()
+        for turn in range(200):
+            at = dice.randrange(len(whole))
+            flipped = whole[:at] + bytes([whole[at] ^ 1 << dice.randrange(8)]) + whole[at + 1 :]
+            path.write_bytes(flipped if turn % 4 else whole[:at])
+            with pytest.raises(ImageError, match=str(tmp_path / "image")):
+                read_image(tmp_path / "image")
+        path.write_bytes(whole)
+    assert read_image(tmp_path / "image").held == {("a", 1): (300, 3)}
