@@ -357,11 +357,3 @@ def outbox(folder: Path) -> Reader:
         return True
 
     return Reader([path.read_bytes()], read, (OutboxError,), weight=0.5)
-
-
-def readers(folder: Path) -> dict[str, Reader]:
-    """All of them by name; names of messages come more than once, and are numbered."""
-    found: dict[str, Reader] = {}
-    for name, reader in (*codecs(), *journals(), *messages(), *texts(), *files(folder)):
-        found[name if name not in found else f"{name} ({len(found)})"] = reader
-    return found

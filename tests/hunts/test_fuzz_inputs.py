@@ -9,8 +9,7 @@ import pytest
 
 from diloco.codec.entropy import EntropyCodec
 from diloco.sync import frames
-from tests.hunts.fuzz_inputs import main, run_piece
-from tests.hunts.inputs import readers
+from tests.hunts.fuzz_inputs import main, readers, run_piece
 
 
 def test_a_share_of_the_hunt(capsys: pytest.CaptureFixture[str]) -> None:
