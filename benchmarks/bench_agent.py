@@ -29,7 +29,8 @@ from diloco.outer.fragments import Layout, named_parameters_once, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import LearnerOptions, OuterOptions
-from diloco.syncer.server import RunPlan, Syncer, SyncerOptions
+from diloco.syncer.options import RunPlan, SyncerOptions
+from diloco.syncer.server import Syncer
 from diloco.wire.client import SyncClient
 from diloco.wire.options import ServerOptions
 from diloco.wire.security import SecurityOptions

@@ -24,7 +24,8 @@ from diloco.outer.fragments import Layout, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import OuterOptions
-from diloco.syncer.server import RunPlan, Syncer, SyncerOptions
+from diloco.syncer.options import RunPlan, SyncerOptions
+from diloco.syncer.server import Syncer
 from diloco.syncer.snapshots import FragmentValues, Snapshot, Snapshots
 from diloco.wire.options import ServerOptions
 from diloco.wire.security import SecurityOptions

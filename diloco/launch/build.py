@@ -30,7 +30,7 @@ from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import HealthOptions, LearnerOptions, OuterOptions
 from diloco.syncer.backups import BackupOptions
-from diloco.syncer.server import RunPlan, SyncerOptions
+from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.wan.link import LinkOptions
 from diloco.wire.options import ServerOptions
 from diloco.wire.security import SecurityOptions, check_own_files

@@ -9,6 +9,7 @@ from diloco.sync.state import Phase
 if TYPE_CHECKING:
     from diloco.sync.effects import StartOuterStep, TellFate
     from diloco.sync.events import Ending
+    from diloco.sync.state import OuterState
     from diloco.sync.syncer import OuterSync
     from diloco.syncer.executor import OuterResult
 
@@ -37,3 +38,10 @@ def outer_step_facts(command: StartOuterStep, result: OuterResult) -> dict[str, 
         "norm": result.norm,
         "seconds": round(result.seconds, 6),
     }
+
+
+def merged_into(state: OuterState, fragment: int, version: int) -> dict[str, tuple[int, int]]:
+    """Tokens and updates of each site that a version of a moment ago holds and the one before it did not."""
+    fates = {name: site.lines[fragment].fates for name, site in sorted(state.sites.items())}
+    tokens = {name: [f.tokens for f in each if f.merged and f.version == version] for name, each in fates.items()}
+    return {name: (sum(each), len(each)) for name, each in tokens.items() if each}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from diloco.durable import Disk
-    from diloco.syncer.server import RunPlan, SyncerOptions
+    from diloco.syncer.options import RunPlan, SyncerOptions
 
 
 def open_store(

@@ -10,15 +10,11 @@ import errno
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.codec.registry import make_codec
 from diloco.durable import PLAIN_DISK, DiskFullError, Step, locked
-from diloco.outer.fragments import Layout
-from diloco.outer.optimizer import OuterOptimizerOptions
-from diloco.sync.agreement import Agreement
 from diloco.sync.effects import (
     AnnounceFinal,
     DropSite,
@@ -39,22 +35,21 @@ from diloco.sync.events import (
     StandbyDetached,
     SyncerStarted,
 )
-from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.syncer.api import Api
-from diloco.syncer.backups import BackupOptions, Backups
+from diloco.syncer.backups import Backups
 from diloco.syncer.core import Core, CoreHeld, CoreStopped
 from diloco.syncer.executor import OuterResult, run_outer_step
 from diloco.syncer.exporting import export, full_parameters, when_there_is_room
-from diloco.syncer.facts import outer_step_facts, refusal_facts, start_facts
+from diloco.syncer.facts import merged_into, outer_step_facts, refusal_facts, start_facts
 from diloco.syncer.feeds import Feeds
 from diloco.syncer.keeping import Keeper
 from diloco.syncer.leadership import lead
 from diloco.syncer.memory import MemoryCheck
 from diloco.syncer.opening import begun, open_store, recovered
 from diloco.syncer.readiness import Readiness, Unready
-from diloco.syncer.replicator import ReplicationOptions, Replicator
+from diloco.syncer.replicator import Replicator
 from diloco.syncer.room import LOOK_EVERY_S, Room
-from diloco.wire.messages import PARTS_MAX, Published
+from diloco.wire.messages import Published
 from diloco.wire.server import RunningServer, serve
 
 if TYPE_CHECKING:
@@ -68,6 +63,7 @@ if TYPE_CHECKING:
     from diloco.sync.syncer import OuterSync
     from diloco.syncer.leadership import Leadership
     from diloco.syncer.lease import Lease
+    from diloco.syncer.options import RunPlan, SyncerOptions
     from diloco.syncer.snapshots import FragmentValues
     from diloco.syncer.standby import Warm
     from diloco.wire.options import ServerOptions
@@ -75,58 +71,6 @@ if TYPE_CHECKING:
 
 START_WAIT_S = 10.0
 """For room on the disk, at a start; a process that never served need not wait for it."""
-
-
-@dataclass(kw_only=True, slots=True)
-class SyncerOptions:
-    """The process around the machine.  ``folder`` is its own data folder."""
-
-    folder: str
-    up_codecs: list[str] = field(default_factory=lambda: ["fp32"])
-    """Encodings that a site may push."""
-    down_codec: str = "fp32"
-    snapshot_every: int = 16
-    """Outer steps (over all fragments) between two snapshots."""
-    downlinks_kept: int = 32
-    """Versions per fragment that a site may lag behind and still be sent differences."""
-    heartbeat_s: float = 1.0
-    linger_s: float = 10.0
-    """After the last version: longest wait for the sites to have heard of it."""
-    retain_steps: int = 256
-    """Outer steps (over all fragments) of the past that can be replayed; 0: only what recovery needs is kept."""
-    retain_mb: int = 8192
-    """What the past may take beyond what recovery needs: old snapshots, journal, payloads.  The oldest goes first."""
-    disk_reserve_mb: int = 64
-    """Free space below which no update is taken in; 0: as long as the disk takes it."""
-    memory_check_s: float = 10.0
-    """Between two looks at whether a fragment in memory is still what it was; 0: never."""
-    replication: ReplicationOptions = field(default_factory=ReplicationOptions)
-    backup: BackupOptions = field(default_factory=BackupOptions)
-
-    def __post_init__(self) -> None:
-        for name in [*self.up_codecs, self.down_codec]:
-            make_codec(name)
-        if self.snapshot_every < 1:
-            raise ValueError(f"snapshot_every is {self.snapshot_every!r}: at least 1")
-        if not 1 <= self.downlinks_kept <= PARTS_MAX:
-            raise ValueError(f"downlinks_kept is {self.downlinks_kept!r}: 1 to {PARTS_MAX}")
-        if self.heartbeat_s <= 0:
-            raise ValueError(f"heartbeat_s is {self.heartbeat_s!r}: positive")
-        for name in ("linger_s", "memory_check_s", "disk_reserve_mb", "retain_steps", "retain_mb"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)!r}: not negative")
-
-
-@dataclass(frozen=True, slots=True)
-class RunPlan:
-    """What the run is, agreed by all: built once by the launcher."""
-
-    agreement: Agreement
-    layout: Layout
-    shared_digest: str
-    outer: OuterOptions
-    optimizer: OuterOptimizerOptions
-    health: HealthOptions = field(default_factory=HealthOptions)
 
 
 class Syncer:
@@ -490,10 +434,3 @@ class Syncer:
     def parameters(self) -> dict[str, torch.Tensor]:
         """The published values as full parameters, fp32."""
         return full_parameters(self.plan.layout, [values.published for values in self.holdings.values])
-
-
-def merged_into(state: OuterState, fragment: int, version: int) -> dict[str, tuple[int, int]]:
-    """Tokens and updates of each site that a version of a moment ago holds and the one before it did not."""
-    fates = {name: site.lines[fragment].fates for name, site in sorted(state.sites.items())}
-    tokens = {name: [f.tokens for f in each if f.merged and f.version == version] for name, each in fates.items()}
-    return {name: (sum(each), len(each)) for name, each in tokens.items() if each}

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from diloco.durable import Disk
     from diloco.sync.journal import Record
     from diloco.sync.state import OuterState
-    from diloco.syncer.server import RunPlan, SyncerOptions
+    from diloco.syncer.options import RunPlan, SyncerOptions
     from diloco.wire.following import FollowClient, FollowStream
     from diloco.wire.replication import FollowPart
 

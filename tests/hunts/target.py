@@ -24,7 +24,8 @@ import torch
 
 from diloco.durable import PLAIN_DISK, Disk
 from diloco.launch.arenas import limit_arenas
-from diloco.syncer.server import RunPlan, Syncer, SyncerOptions
+from diloco.syncer.options import RunPlan, SyncerOptions
+from diloco.syncer.server import Syncer
 from diloco.wire.options import ServerOptions
 from diloco.wire.security import SecurityOptions
 from tests.loopback.toy import RUN, Toy

@@ -40,8 +40,9 @@ from diloco.syncer.journal_files import JournalFiles
 from diloco.syncer.lease import Lease
 from diloco.syncer.lease_etcd import EtcdLease
 from diloco.syncer.lease_file import FileLease
+from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.replicator import ReplicationOptions
-from diloco.syncer.server import RunPlan, Syncer, SyncerOptions
+from diloco.syncer.server import Syncer
 from diloco.syncer.spool import Spool
 from diloco.syncer.standby import Standby, Warm
 from diloco.syncer.standing_by import StandingBy

@@ -19,7 +19,8 @@ from diloco.outer.fragments import plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import HealthOptions, OuterOptions
-from diloco.syncer.server import RunPlan, Syncer, SyncerOptions
+from diloco.syncer.options import RunPlan, SyncerOptions
+from diloco.syncer.server import Syncer
 from diloco.wire.identity import Identity
 from diloco.wire.messages import JoinAsk, JoinReply, PushHeader, PushResult, ReportInfo
 from diloco.wire.options import ServerOptions
