@@ -24,7 +24,8 @@ from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.optimizer import InnerOptions, build_optimizers
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo, Trainer, TrainerOptions, Verdict
-from diloco.learner.agent import Agent, AgentOptions
+from diloco.learner.agent import Agent
+from diloco.learner.options import AgentOptions
 from diloco.outer.fragments import Layout, named_parameters_once, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.agreement import PROTOCOL, Agreement

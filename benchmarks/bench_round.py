@@ -26,7 +26,8 @@ import torch.distributed as dist
 from benchmarks.record import add_arguments, finish, percentile, record
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo
-from diloco.learner.agent import Agent, AgentOptions
+from diloco.learner.agent import Agent
+from diloco.learner.options import AgentOptions
 from diloco.outer.fragments import plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions, outer_step
 from diloco.sync.agreement import PROTOCOL, Agreement

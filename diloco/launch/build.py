@@ -24,7 +24,7 @@ from diloco.launch.config import shared_config, shared_digest
 from diloco.launch.errors import ConfigError
 from diloco.launch.replicating import lease, replication_options
 from diloco.launch.run_dir import RunDir
-from diloco.learner.agent import AgentOptions
+from diloco.learner.options import AgentOptions
 from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.agreement import PROTOCOL, Agreement

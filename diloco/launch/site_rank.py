@@ -227,7 +227,7 @@ def _build_agent(
 def join_group(config: RunConfig, place: Place) -> SiteGroup:
     """The ranks of this site.  The others wait for rank 0 while it joins or, in lock-step, for a version."""
     from diloco.inner.parallel import SiteGroup
-    from diloco.learner.agent import AgentOptions
+    from diloco.learner.options import AgentOptions
 
     bound_s = RANKS_WAIT_S + config.site.join_timeout_s
     if config.outer.lock_step:

@@ -1,8 +1,8 @@
 """Between a training loop and the syncer: the one object that a site's loop talks to.
 
 ``after_step`` is called by the training thread between two inner steps.  It lets the machine decide, copies tensors,
-and returns; it waits for no socket and no file.  Encoding, disk and network are the work of the threads in ``couriers``
-and of the sealing thread here.  The lock is held for decisions and copies only, never while waiting.
+and returns; it waits for no socket and no file.  Encoding, disk and network are the work of the threads in ``sealing``
+and ``couriers``.  The lock is held for decisions and copies only, never while waiting.
 
 With several ranks, rank 0 has the ``Agent`` and the others a ``Follower``; rank 0 tells them at every boundary what it
 has adopted, over the site's own process group, so that all ranks change at the same inner step.
@@ -11,15 +11,12 @@ has adopted, over the site's own process group, so that all ranks change at the 
 from __future__ import annotations
 
 import contextlib
-import queue
 import secrets
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.codec.contract import NonFiniteError
 from diloco.codec.registry import make_codec
 from diloco.durable import PLAIN_DISK
 from diloco.inner.trainer import StepInfo, Verdict
@@ -30,7 +27,7 @@ from diloco.learner.odometer import Odometer
 from diloco.learner.outbox import Outbox
 from diloco.learner.outcome import Finished, JoinFailed
 from diloco.learner.restoring import restored_machine
-from diloco.learner.sealing import SealJob, seal
+from diloco.learner.sealing import SealedUpdate, Sealer, SealJob
 from diloco.learner.site_tensors import SealInputs, SiteTensors
 from diloco.learner.touch import Touch
 from diloco.sync.effects import (
@@ -49,7 +46,7 @@ from diloco.sync.effects import (
     StartOver,
     StopTraining,
 )
-from diloco.sync.events import BoundaryReached, JoinAnswered, LeaveAsked, Sealed, SealFailed, StepDone
+from diloco.sync.events import BoundaryReached, JoinAnswered, LeaveAsked, Sealed, StepDone
 from diloco.sync.progress import SentState, site_ledger
 from diloco.wire.messages import JoinAsk, Refused, Status, Unreachable
 
@@ -60,6 +57,7 @@ if TYPE_CHECKING:
 
     from diloco.durable import Disk
     from diloco.inner.parallel import SiteGroup
+    from diloco.learner.options import AgentOptions
     from diloco.outer.fragments import Layout
     from diloco.sync.agreement import Agreement
     from diloco.sync.events import LearnerEvent, VersionFetched
@@ -68,30 +66,7 @@ if TYPE_CHECKING:
     from diloco.wire.messages import JoinReply
 
 
-__all__ = ["Agent", "AgentOptions", "Finished", "JoinFailed"]
-
-
-@dataclass(kw_only=True, slots=True)
-class AgentOptions:
-    """``folder`` is the site's own; it holds the outbox and the odometer."""
-
-    folder: str
-    up_codec: str = "fp32"
-    adopt_alpha: float = 0.5
-    """Share of the local values that ``blend`` keeps."""
-    join_timeout_s: float = 60.0
-    lock_step_timeout_s: float = 300.0
-    finish_timeout_s: float = 30.0
-    """Longest wait at the end for what was sent to be accepted, and then again for its fate."""
-    meter_every_s: float = 2.0
-
-    def __post_init__(self) -> None:
-        make_codec(self.up_codec)
-        if not 0 <= self.adopt_alpha <= 1:
-            raise ValueError(f"adopt_alpha is {self.adopt_alpha!r}: must be from 0 to 1")
-        for name in ("join_timeout_s", "lock_step_timeout_s", "finish_timeout_s", "meter_every_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self, name)!r}: positive")
+__all__ = ["Agent", "Finished", "JoinFailed"]
 
 
 class Agent:
@@ -120,7 +95,6 @@ class Agent:
         self._agreement, self._client, self._site_id = agreement, client, site_id
         self._emit, self._group = emit, group
         self._process = secrets.token_hex(8)
-        self._codec = make_codec(options.up_codec)
         self._outbox = Outbox(Path(options.folder) / "outbox", disk)
         self._odometer = Odometer(Path(options.folder) / "odometer", disk)
         self._tensors = SiteTensors(layout, parameters, learner.adopt, options.adopt_alpha)
@@ -130,7 +104,7 @@ class Agent:
         self._machine = restored_machine(learner, restored, redo, self._outbox, self._odometer, self._tensors)
         self._stopping = threading.Event()
         self._stop: StopTraining | None = None
-        self._seals: queue.SimpleQueue[SealJob | tuple[int, int] | None] = queue.SimpleQueue()
+        self._sealer = self._sealing()
         self._sender = Sender(
             client,
             self._outbox,
@@ -165,8 +139,20 @@ class Agent:
             self._stopping,
         )
         self._touch = self._in_touch()
-        loops = (self._sender.run, self._fetcher.run, self._listener.run, self._seal_loop, self._touch.run)
+        loops = (self._sender.run, self._fetcher.run, self._listener.run, self._sealer.run, self._touch.run)
         self._threads = [threading.Thread(target=self._guarded, args=(loop,), daemon=True) for loop in loops]
+
+    def _sealing(self) -> Sealer:
+        return Sealer(
+            self._agreement.run_id,
+            self._site_id,
+            make_codec(self._options.up_codec),
+            self._outbox,
+            self._incarnation,
+            self._keep_sealed,
+            self._tell,
+            self._emit,
+        )
 
     def _in_touch(self) -> Touch:
         return Touch(
@@ -305,7 +291,7 @@ class Agent:
     def close(self) -> None:
         """End the threads."""
         self._stopping.set()
-        for orders in (self._seals, self._sender.queue, self._fetcher.queue):
+        for orders in (self._sealer.queue, self._sender.queue, self._fetcher.queue):
             orders.put(None)
         self._listener.wake()
         self._client.close()
@@ -354,11 +340,11 @@ class Agent:
                     self._emit("retaken", {"fragment": effect.fragment, "version": effect.version, "why": effect.why})
                 case Seal():
                     inputs: SealInputs = self._tensors.measure(effect.fragment, effect.in_flight)
-                    self._seals.put(SealJob(effect, inputs))
+                    self._sealer.queue.put(SealJob(effect, inputs))
                 case Send():
                     self._sender.queue.put((effect.fragment, effect.sequence))
                 case Forget():
-                    self._seals.put((effect.fragment, effect.sequence))
+                    self._sealer.queue.put((effect.fragment, effect.sequence))
                 case Release():
                     self._tensors.release(effect.fragment, effect.sequence)
                 case StartOver():
@@ -468,26 +454,9 @@ class Agent:
                 self._give_up(f"a thread of the agent failed: {error!r}")
                 raise
 
-    def _seal_loop(self) -> None:
-        """Encode and store updates, and drop those that are needed no more."""
-        while (job := self._seals.get()) is not None:
-            if isinstance(job, tuple):
-                self._outbox.drop(*job)
-                continue
-            self._seal(job)
-
-    def _seal(self, job: SealJob) -> None:
-        effect = job.effect
-        try:
-            sealed = seal(job, self._codec, self._agreement.run_id, self._site_id, self._incarnation())
-        except NonFiniteError:
-            self._tell(SealFailed(effect.fragment, effect.sequence))
-            return
-        self._outbox.put(sealed.header, sealed.payload)
-        facts: dict[str, object] = {"fragment": effect.fragment, "sequence": effect.sequence, "steps": effect.steps}
-        self._emit(
-            "sealed", {**facts, "base_version": effect.base_version, "tokens": effect.tokens, "norm": sealed.norm}
-        )
+    def _keep_sealed(self, sealed: SealedUpdate) -> None:
+        """An update is durable: its values and the machine's knowledge of it come at one instant."""
+        header = sealed.header
         with self._changed:
-            self._tensors.sent[effect.fragment, effect.sequence] = sealed.decoded
-            self._tell(Sealed(effect.fragment, effect.sequence, sealed.header.digest))
+            self._tensors.sent[header.fragment, header.sequence] = sealed.decoded
+            self._tell(Sealed(header.fragment, header.sequence, header.digest))

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import queue
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from diloco.codec.contract import digest
+from diloco.codec.contract import NonFiniteError, digest
 from diloco.learner.site_tensors import SealInputs
 from diloco.sync.effects import Seal
+from diloco.sync.events import SealFailed
 from diloco.wire.messages import PushHeader
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from diloco.codec.contract import Codec
+    from diloco.learner.outbox import Outbox
+    from diloco.sync.events import LearnerEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +67,51 @@ def seal(job: SealJob, codec: Codec, run_id: str, site_id: str, incarnation: int
         values_digest=digest(decoded),
     )
     return SealedUpdate(header, payload, decoded, float(torch.linalg.vector_norm(measured)))
+
+
+class Sealer:
+    """Encodes updates and makes them durable, and drops from the outbox those that are needed no more, in order."""
+
+    def __init__(
+        self,
+        run_id: str,
+        site_id: str,
+        codec: Codec,
+        outbox: Outbox,
+        incarnation: Callable[[], int],
+        keep: Callable[[SealedUpdate], None],
+        tell: Callable[[LearnerEvent], None],
+        emit: Callable[[str, dict[str, object]], None],
+    ) -> None:
+        """``keep`` gets every update that is durable."""
+        self._run_id = run_id
+        self._site_id = site_id
+        self._codec = codec
+        self._outbox = outbox
+        self._incarnation = incarnation
+        self._keep = keep
+        self._tell = tell
+        self._emit = emit
+        self.queue: queue.SimpleQueue[SealJob | tuple[int, int] | None] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """The thread; None in the queue ends it."""
+        while (job := self.queue.get()) is not None:
+            if isinstance(job, tuple):
+                self._outbox.drop(*job)
+                continue
+            self._seal(job)
+
+    def _seal(self, job: SealJob) -> None:
+        effect = job.effect
+        try:
+            sealed = seal(job, self._codec, self._run_id, self._site_id, self._incarnation())
+        except NonFiniteError:
+            self._tell(SealFailed(effect.fragment, effect.sequence))
+            return
+        self._outbox.put(sealed.header, sealed.payload)
+        facts: dict[str, object] = {"fragment": effect.fragment, "sequence": effect.sequence, "steps": effect.steps}
+        self._emit(
+            "sealed", {**facts, "base_version": effect.base_version, "tokens": effect.tokens, "norm": sealed.norm}
+        )
+        self._keep(sealed)

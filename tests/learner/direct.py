@@ -17,7 +17,8 @@ from torch import Tensor
 
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo, Verdict
-from diloco.learner.agent import Agent, AgentOptions
+from diloco.learner.agent import Agent
+from diloco.learner.options import AgentOptions
 from diloco.outer.fragments import gather
 from diloco.sync.agreement import Agreement
 from diloco.sync.options import LearnerOptions

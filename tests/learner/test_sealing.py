@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from diloco.codec.contract import NonFiniteError, digest
 from diloco.codec.registry import make_codec
-from diloco.learner.sealing import SealJob, seal
+from diloco.learner.outbox import Outbox
+from diloco.learner.sealing import SealedUpdate, Sealer, SealJob, seal
 from diloco.learner.site_tensors import SealInputs
 from diloco.sync.effects import Seal
+from diloco.sync.events import SealFailed
 from tests.syncer.building import dice
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 EFFECT = Seal(0, 7, 3, (5, 6), 120, 12, 1000, 99, final=True)
 
@@ -43,3 +50,30 @@ def test_values_that_are_not_finite_are_never_encoded(codec: str, bad: float) ->
     job.inputs.local[3] = bad
     with pytest.raises(NonFiniteError):
         seal(job, make_codec(codec), "run", "a", 4)
+
+
+def test_an_update_is_in_the_outbox_before_it_is_told_and_out_of_it_when_it_is_dropped(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path)
+    found: list[tuple[SealedUpdate, dict[tuple[int, int], str]]] = []
+    told: list[object] = []
+    sealer = Sealer(
+        "run",
+        "a",
+        make_codec("fp32"),
+        outbox,
+        lambda: 4,
+        lambda sealed: found.append((sealed, outbox.digests())),
+        told.append,
+        lambda name, facts: None,
+    )
+    ruined = SealInputs(dice("base", 0), dice("local", 0) / 0.0, [])
+    for order in (SealJob(EFFECT, inputs()), SealJob(replace(EFFECT, sequence=8), ruined), None):
+        sealer.queue.put(order)
+    sealer.run()
+    ((sealed, held),) = found
+    assert held == {(0, 7): sealed.header.digest}
+    assert told == [SealFailed(0, 8)]
+    for drop in ((0, 7), None):
+        sealer.queue.put(drop)
+    sealer.run()
+    assert outbox.digests() == {}

@@ -29,8 +29,9 @@ from diloco.durable import PLAIN_DISK, Disk, KillingDisk, Step
 from diloco.inner import checkpoint
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo
-from diloco.learner.agent import Agent, AgentOptions, Finished
+from diloco.learner.agent import Agent, Finished
 from diloco.learner.follower import Follower
+from diloco.learner.options import AgentOptions
 from diloco.learner.site_tensors import SiteTensors
 from diloco.outer.fragments import Layout, gather, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions

@@ -1,0 +1,30 @@
+"""What a site's agent is told before it starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diloco.codec.registry import make_codec
+
+
+@dataclass(kw_only=True, slots=True)
+class AgentOptions:
+    """``folder`` is the site's own; it holds the outbox and the odometer."""
+
+    folder: str
+    up_codec: str = "fp32"
+    adopt_alpha: float = 0.5
+    """Share of the local values that ``blend`` keeps."""
+    join_timeout_s: float = 60.0
+    lock_step_timeout_s: float = 300.0
+    finish_timeout_s: float = 30.0
+    """Longest wait at the end for what was sent to be accepted, and then again for its fate."""
+    meter_every_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        make_codec(self.up_codec)
+        if not 0 <= self.adopt_alpha <= 1:
+            raise ValueError(f"adopt_alpha is {self.adopt_alpha!r}: must be from 0 to 1")
+        for name in ("join_timeout_s", "lock_step_timeout_s", "finish_timeout_s", "meter_every_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: positive")
