@@ -78,6 +78,10 @@ class Step(StrEnum):
     CHECKPOINT_PRUNE = "checkpoint.prune"
 
 
+LOCK = "lock"
+"""The file in a folder by which a process holds it."""
+
+
 class LockedError(OSError):
     """Another process holds the folder."""
 
@@ -270,7 +274,7 @@ def locked(folder: Path) -> Iterator[None]:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if stat.S_IMODE(folder.stat().st_mode) & 0o077:
         folder.chmod(0o700)
-    with (folder / "lock").open("a+") as file:
+    with (folder / LOCK).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -166,6 +166,7 @@ def serve(
 def _wait(syncer: Syncer, stopping: Stopping) -> Ending | None:
     from diloco.syncer.lease import LeaseLostError
     from diloco.syncer.memory import MemoryDamaged
+    from diloco.syncer.room import FolderLostError
 
     asked = False
     wanted: list[bool] = []
@@ -178,7 +179,7 @@ def _wait(syncer: Syncer, stopping: Stopping) -> Ending | None:
                 syncer.drain()
         if ending is not None:
             syncer.linger()
-    except (MemoryDamaged, LeaseLostError) as error:
+    except (MemoryDamaged, LeaseLostError, FolderLostError) as error:
         raise VerbError(ExitCode.FAILED, str(error)) from error
     finally:
         syncer.stop(HAND_OVER_S if stopping.handing_over else STOP_S)

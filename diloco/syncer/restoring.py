@@ -18,7 +18,7 @@ import contextlib
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from diloco.durable import PLAIN_DISK, Step
+from diloco.durable import LOCK, PLAIN_DISK, Step
 from diloco.sync.effects import TellFate
 from diloco.sync.events import LineageBegan
 from diloco.sync.journal import Record, digest_effects
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 KEEP_PAST = Retention(steps=1 << 40, bytes_max=1 << 60)
 """A restore lets nothing go of what can be replayed; the syncer that goes on does what its settings say."""
-LEFT_ALONE = frozenset({"lock", "leadership.json", STAGING})
+LEFT_ALONE = frozenset({LOCK, "leadership.json", STAGING})
 MOVED = ("journal", "run.json", "spool", "lineages", "snapshots")
 """The order in which a restored folder is moved into its place: recoverable only with the last."""
 

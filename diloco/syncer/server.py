@@ -169,7 +169,7 @@ class Syncer:
             self.replicator if self.options.replication.mode != "off" else None,
             ready=False,
         )
-        self._in_thread("room", self.room.run)
+        self._in_thread("room", lambda stopping: self.room.run(stopping, self._fail))
         self.readiness.told_to(self._server.ready)
         self.readiness.ends(Unready.STARTING)
         if self.options.backup.url:

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from diloco.durable import locked
 from diloco.syncer import room as room_module
-from diloco.syncer.room import Room
-from tests.syncer.building import eventually
+from diloco.syncer.room import FolderLostError, Room
+from tests.syncer.building import Events, eventually, new_syncer, serving
 
 MB = 1_000_000
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A data folder that this process has taken."""
+    with locked(tmp_path / "syncer"):
+        yield tmp_path / "syncer"
+
+
+def never(error: FolderLostError) -> None:
+    raise AssertionError(error)
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
@@ -22,9 +36,9 @@ def with_free(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return free
 
 
-def test_the_reserve_is_kept_free_and_an_edge_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reserve_is_kept_free_and_an_edge_is_told_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free, told = with_free(monkeypatch), list[str | None]()
-    room = Room(tmp_path, 64 * MB, told.append)
+    room = Room(folder, 64 * MB, told.append)
     room.look()
     assert (room.wanting(), told) == (None, [])
     assert room.wanting(36 * MB) is None
@@ -40,9 +54,9 @@ def test_the_reserve_is_kept_free_and_an_edge_is_told_once(tmp_path: Path, monke
     assert told[1:] == [None]
 
 
-def test_what_the_loop_waits_for_counts_whatever_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_loop_waits_for_counts_whatever_is_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free, told = with_free(monkeypatch), list[str | None]()
-    room = Room(tmp_path, 64 * MB, told.append)
+    room = Room(folder, 64 * MB, told.append)
     room.held("disk full: quota")
     assert (room.wanting(), told) == ("disk full: quota", ["disk full: quota"])
     free["bytes"] = 0
@@ -53,16 +67,16 @@ def test_what_the_loop_waits_for_counts_whatever_is_free(tmp_path: Path, monkeyp
     assert told == ["disk full: quota", None]
 
 
-def test_without_a_reserve_the_disk_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_reserve_the_disk_is_not_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_free(monkeypatch)["bytes"] = 0
-    assert Room(tmp_path, 0, lambda why: None).wanting(1 << 40) is None
+    assert Room(folder, 0, lambda why: None).wanting(1 << 40) is None
 
 
-def test_the_thread_sees_it_heal_when_nobody_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_sees_it_heal_when_nobody_comes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free, told = with_free(monkeypatch), list[str | None]()
     monkeypatch.setattr(room_module, "LOOK_EVERY_S", 0.01)
-    room, stopping = Room(tmp_path, 64 * MB, told.append), threading.Event()
-    thread = threading.Thread(target=room.run, args=(stopping,))
+    room, stopping = Room(folder, 64 * MB, told.append), threading.Event()
+    thread = threading.Thread(target=room.run, args=(stopping, never))
     thread.start()
     free["bytes"] = 0
     eventually(lambda: len(told) == 1, "it is seen to be full")
@@ -71,3 +85,53 @@ def test_the_thread_sees_it_heal_when_nobody_comes(tmp_path: Path, monkeypatch: 
     stopping.set()
     thread.join(10.0)
     assert not thread.is_alive()
+
+
+def empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def replace(folder: Path) -> None:
+    folder.rename(folder.with_name("away"))
+    folder.mkdir()
+    (folder / "lock").touch()
+
+
+@pytest.mark.parametrize(
+    ("lose", "words"),
+    [
+        (shutil.rmtree, "is gone, or was emptied, under this process"),
+        (empty, "is gone, or was emptied, under this process"),
+        (replace, "is another folder now than the one that this process serves from"),
+    ],
+)
+def test_a_folder_that_is_lost_is_told_of_and_takes_nothing_in(
+    lose: Callable[[Path], None], words: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room_module, "LOOK_EVERY_S", 0.01)
+    lost, changes = list[FolderLostError](), list[str | None]()
+    room = Room(folder, 64 * MB, changes.append)
+    thread = threading.Thread(target=room.run, args=(threading.Event(), lost.append))
+    thread.start()
+    assert room.wanting() is None
+    lose(folder)
+    thread.join(10.0)
+    assert not thread.is_alive(), "it has told of it and ends"
+    assert [str(error) for error in lost] == [f"{folder} {words}"]
+    assert room.wanting() == f"{folder} {words}"
+    assert changes == [], "it is not full: nothing may be let go of in there"
+
+
+def test_a_syncer_that_lost_its_folder_ends_in_words(tmp_path: Path) -> None:
+    """It had gone on for the rest of the run, and had answered every update with a defect."""
+    folder = tmp_path / "syncer"
+    syncer = new_syncer(folder, Events().emit)
+    syncer.start()
+    shutil.rmtree(folder)
+    with pytest.raises(FolderLostError, match="syncer is gone, or was emptied, under this process"):
+        eventually(lambda: syncer.wait(0.1), "an end")
+    syncer.stop(0.1)
+    assert not folder.exists(), "nothing was written there afterwards"
+    with serving(folder) as anew:
+        assert anew.core.ask(lambda machine: machine.state.epoch) == 1
