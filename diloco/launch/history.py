@@ -33,6 +33,7 @@ class RunHistory:
         self.layout: list[int] = []
         """Values in each fragment."""
         self.versions: list[int] = []
+        self.lineage = 1
         self.epoch = 0
         self.syncer_spans: list[Span] = []
         self.syncer_up = False
@@ -220,6 +221,14 @@ class RunHistory:
             bits = number(event, "val_bits_per_byte")
             self.evaluations.append(Evaluation(now_s, whole(event, "tokens"), loss, bits, known))
 
+    # --- what a restore says -----------------------------------------------------------------------------------
+
+    def _on_restored(self, who: str, event: Event, now_s: float) -> None:
+        self.lineage = whole(event, "lineage")
+        versions = event.get("versions")
+        if isinstance(versions, list):
+            self.versions = [int(version) for version in versions]
+
     # --- what the syncer says ----------------------------------------------------------------------------------
 
     def _on_syncer_started(self, who: str, event: Event, now_s: float) -> None:
@@ -234,7 +243,7 @@ class RunHistory:
 
     def _on_outer_step(self, who: str, event: Event, now_s: float) -> None:
         fragment, version = whole(event, "fragment"), whole(event, "version")
-        done = Round(fragment, version, now_s, self._met.pop(fragment, None))
+        done = Round(fragment, version, now_s, self._met.pop(fragment, None), lineage=self.lineage)
         done.weights = {name: float(weight) for name, weight in _mapping(event, "sites").items()}
         done.staleness = {name: int(value) for name, value in _mapping(event, "staleness").items()}
         done.norm, done.seconds = number(event, "norm"), number(event, "seconds")
@@ -261,7 +270,8 @@ class RunHistory:
     def _round(self, fragment: int, version: int) -> Round | None:
         """The round that made this version; an outer step that a restart repeats is not another one."""
         recent = (self.rounds[-1 - back] for back in range(min(len(self.rounds), 256)))
-        return next((known for known in recent if (known.fragment, known.version) == (fragment, version)), None)
+        wanted = (self.lineage, fragment, version)
+        return next((known for known in recent if (known.lineage, known.fragment, known.version) == wanted), None)
 
     def _on_refused(self, who: str, event: Event, now_s: float) -> None:
         site, reason = self.site(str(event.get("site"))), str(event.get("reason"))

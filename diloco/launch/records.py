@@ -72,6 +72,8 @@ class Round:
     staleness: dict[str, int] = field(default_factory=dict)
     norm: float | None = None
     seconds: float | None = None
+    lineage: int = 1
+    """Versions are numbered anew from where a restore has begun."""
 
 
 @dataclass(slots=True)

@@ -60,6 +60,20 @@ class RunDir:
         """The syncer's data, unless cluster.syncer.folder says another."""
         return self.root / "syncer"
 
+    def has_lost(self, data: Path) -> bool:
+        """Whether the run has published versions, as its events tell, and its syncer's folder ``data`` holds none.
+
+        Its sites then hold what a syncer that began anew would not know.
+        """
+        return not any(data.glob("snapshots/[0-9]*")) and self._has_published()
+
+    def _has_published(self) -> bool:
+        try:
+            with self.events.open("rb") as lines:
+                return any(b'"what": "published"' in line for line in lines)
+        except FileNotFoundError:
+            return False
+
     @property
     def address(self) -> Path:
         """``host:port`` of the syncer, while it serves."""

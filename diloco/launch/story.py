@@ -68,6 +68,13 @@ def _of_the_whole(what: str, event: Event, why: str) -> str | None:
     target = str(event.get("target", ""))
     fault = str(event.get("fault", ""))
     match what:
+        case "lost":
+            return f"the syncer's data in {event.get('folder')} are gone; the sites train on without it"
+        case "restored":
+            said = event.get("said")
+            source = f": {said[0]}" if isinstance(said, list) and said else ""
+            lineage, versions = _whole(event, "lineage"), _listed(event.get("versions"))
+            return f"the run is restored, lineage {lineage} begins with versions {versions}{source}"
         case "syncer_started":
             again = f", {_whole(event, 'recovered')} journal records replayed" if event.get("recovered") else ""
             return f"syncer started: epoch {_whole(event, 'epoch')}{again}"

@@ -69,22 +69,12 @@ def _check_resume(config: RunConfig, run_dir: RunDir) -> None:
         raise ConfigError(f"run.resume is 'must': there is no run {config.run.name} in {config.run.dir}")
     if config.run.resume == "never" and there:
         raise ConfigError(f"run.resume is 'never': {_data(config, run_dir)} holds a run; take another run.name")
-    kept = any(_data(config, run_dir).glob("snapshots/[0-9]*"))
-    if config.run.resume == "auto" and not kept and _has_published(run_dir):
+    if config.run.resume == "auto" and run_dir.has_lost(_data(config, run_dir)):
         raise VerbError(
             ExitCode.FAILED,
             f"run {config.run.name} has published versions and {_data(config, run_dir)} is gone: diloco restore takes "
             "it up again from a backup or a warm site; run.resume=never begins it anew, and its sites will not follow",
         )
-
-
-def _has_published(run_dir: RunDir) -> bool:
-    """Whether the run's events tell of a version after the first ones: then sites hold what no new run would know."""
-    try:
-        with run_dir.events.open("rb") as lines:
-            return any(b'"what": "published"' in line for line in lines)
-    except FileNotFoundError:
-        return False
 
 
 def _data(config: RunConfig, run_dir: RunDir) -> Path:

@@ -57,6 +57,8 @@ class UpOptions:
     """Bits per byte under ordinary compressors."""
     ending_s_max: float
     """From the last round to the end of the last process, at most."""
+    restore: str = "diloco restore"
+    """What to type when the syncer has lost its folder."""
 
 
 @dataclass(slots=True)
@@ -102,6 +104,7 @@ class Up:
         self._draining = False
         self._syncer_gone_s: float | None = None
         self._told_stragglers = False
+        self._lost = False
         self._first_step_s: float | None = None
         self._alive_since: dict[str, float] = {}
         self.children = children
@@ -131,6 +134,8 @@ class Up:
         except RelayDiedError as error:
             raise VerbError(ExitCode.FAILED, str(error)) from error
         finally:
+            if self._lost:
+                self.outcome.wrong.append(f"the syncer's data are gone: {self.options.restore}, and the same command")
             end_all(self.children.values(), 0.0 if interrupts.count > 1 else END_GRACE_S)
             self.read()
             view.update()
@@ -157,12 +162,12 @@ class Up:
         for child in self.children.values():
             if child.ended():
                 self._ended(child, now_s)
-            elif child.wanted and not child.running and now_s >= child.next_start_s and not self._winding_up():
+            elif child.wanted and not child.running and now_s >= child.next_start_s and self._may_start(child, view):
                 self.start(child)
         if interrupts.count and not self._draining:
             view.say("asked to stop: a last round, then everything ends; once more: at once")
             self._drain(watch, now_s)
-        if interrupts.count > 1:
+        if interrupts.count > 1 or (self._draining and self._lost):
             self._ends_at_s = now_s
         if self._first_step_s is not None and not self._draining and not self._winding_up():
             self._faults.play(self.schedule.due(now_s - self._first_step_s, self.history.progress))
@@ -180,6 +185,17 @@ class Up:
                 child.proven = True
             if event["what"] == "step" and self._first_step_s is None:
                 self._first_step_s = time.monotonic()
+
+    def _may_start(self, child: Child, view: LiveView | PlainView) -> bool:
+        """Not a syncer that has nothing to go on from: the sites train on until somebody has restored it."""
+        if child.name != SYNCER or self._winding_up():
+            return not self._winding_up()
+        lost = self.run_dir.has_lost(self.run_dir.syncer)
+        if lost and not self._lost:
+            self.log.emit("lost", {"folder": str(self.run_dir.syncer)})
+            view.say(f"to take the run up again, and have the syncer started, type:  {self.options.restore}")
+        self._lost = lost
+        return not lost
 
     # --- children ----------------------------------------------------------------------------------------------
 
@@ -263,7 +279,7 @@ class Up:
     def _over(self) -> bool:
         if self._ends_at_s is not None and time.monotonic() >= self._ends_at_s:
             late = [child.name for child in self.children.values() if child.running]
-            if late:
+            if late and not self._lost:
                 self.outcome.wrong.append(f"{', '.join(late)} had to be ended")
             return True
         return self._winding_up() and not any(child.running for child in self.children.values())

@@ -168,7 +168,9 @@ def _unfinished_latest(config: RunConfig) -> RunDir | None:
     link = Path(config.run.dir) / LATEST
     run_dir = RunDir(Path(config.run.dir) / os.readlink(link)) if link.is_symlink() else None
     # A run of `diloco train` has no events of ours: it is not a run of sites.
-    if run_dir is None or not (run_dir.syncer.is_dir() and run_dir.config.is_file()) or _finished(run_dir):
+    if run_dir is None or not run_dir.config.is_file() or _finished(run_dir):
+        return None
+    if not (run_dir.syncer.is_dir() or run_dir.has_lost(run_dir.syncer)):
         return None
     try:
         configs.read(run_dir.config)
@@ -312,7 +314,15 @@ def up_options(
         layout=[fragment.numel for fragment in build.layout_of(config).fragments],
         references=references,
         ending_s_max=waits + EVALUATION_S_MAX,
+        restore=restore_line(config),
     )
+
+
+def restore_line(config: RunConfig) -> str:
+    """What takes the run up again when the syncer's folder is lost: its backups if it makes any, or else a site."""
+    run, backup = run_dir_of(config), config.cluster.syncer.backup
+    source = f"--from {backup}" if backup else f"--from-site {run.site(next(iter(config.cluster.sites))).root}"
+    return f"diloco restore {run.root} {source}"
 
 
 EVALUATION_S_MAX = 60.0

@@ -6,19 +6,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import sys
 import time
 from pathlib import Path
 
 from diloco.durable import write_file
-from diloco.launch.eventlog import EventLog
+from diloco.launch.eventlog import Event, EventLog, read_events
 
 asked: list[int] = []
 
 
 def play_syncer(log: EventLog, folder: Path, options: dict[str, float]) -> int:
-    """Ends after ``seconds`` of all its lives, or when asked to."""
+    """Ends after ``seconds`` of all its lives, or when asked to; with ``loses_after`` its data are lost once."""
+    snapshots, lost = folder / "syncer" / "snapshots", folder / "lost"
+    if lost.exists() and not snapshots.exists():
+        print("diloco syncer: there is nothing to go on from", flush=True)
+        return 1
+    (snapshots / "00000001").mkdir(parents=True, exist_ok=True)
     lived = folder / "lived"
     before = float(lived.read_text()) if lived.exists() else 0.0
     epoch = folder / "epoch"
@@ -36,6 +42,11 @@ def play_syncer(log: EventLog, folder: Path, options: dict[str, float]) -> int:
             "outer_step", {"fragment": 0, "version": version, "sites": {"site-a": 1.0}, "staleness": {"site-a": 0}}
         )
         log.emit("published", {"fragment": 0, "version": version, "bytes": 1, **done})
+        if "loses_after" in options and not lost.exists() and time.monotonic() - began > options["loses_after"]:
+            lost.touch()
+            shutil.rmtree(folder / "syncer")
+            print("diloco syncer: runs/x/syncer is gone", flush=True)
+            return 1
     log.emit("last_round", {"why": "asked to" if asked else "the time is over"})
     ending = "drained" if asked else "finished"
     log.emit("final", {"ending": ending, "versions": [version]})
@@ -68,12 +79,15 @@ def play_site(log: EventLog, folder: Path, options: dict[str, float], who: str) 
 
 def play_observer(log: EventLog, folder: Path) -> int:
     """Evaluates once at the end."""
-    while not (folder / "ending").exists() and not asked:
+    while not (finals := _finals(log)) and not asked:
         time.sleep(0.05)
-    if (folder / "ending").exists():
-        finals = [json.loads(line) for line in log.path.read_text().splitlines() if '"final"' in line]
+    if finals:
         log.emit("eval", {"val_loss": 2.0, "val_bits_per_byte": 1.5, "tokens": 1, "versions": finals[-1]["versions"]})
     return 0
+
+
+def _finals(log: EventLog) -> list[Event]:
+    return [event for event in read_events(log.path)[0] if event["what"] == "final"]
 
 
 def main() -> int:

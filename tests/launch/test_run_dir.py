@@ -42,3 +42,17 @@ def test_a_run_is_found_by_path_or_name(tmp_path: Path, monkeypatch: pytest.Monk
     assert existing_run("runs/a").root == Path("runs/a")
     with pytest.raises(ConfigError, match="'b' is no run folder"):
         existing_run("b")
+
+
+def test_a_run_has_lost_its_data_when_it_published_and_no_snapshot_is_left(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    assert not run_dir.has_lost(run_dir.syncer), "nothing has happened in it"
+    (run_dir.syncer / "snapshots" / "00000001").mkdir(parents=True)
+    run_dir.events.write_text('{"at": 1, "who": "syncer", "what": "syncer_started"}\n')
+    assert not run_dir.has_lost(tmp_path / "elsewhere"), "no site has anything that a new run would not know"
+    with run_dir.events.open("a") as events:
+        events.write('{"at": 1, "who": "syncer", "what": "published", "version": 1}\n')
+    assert not run_dir.has_lost(run_dir.syncer)
+    (run_dir.syncer / "snapshots" / "00000001").rename(run_dir.syncer / "snapshots" / "damaged-00000001")
+    assert run_dir.has_lost(run_dir.syncer)
+    assert run_dir.has_lost(tmp_path / "elsewhere")

@@ -24,6 +24,7 @@ from diloco.launch.view import Facts, PlainView
 from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
 from tests.launch.test_supervise import alive
+from tests.syncer.building import eventually
 
 ACTORS = str(Path(__file__).with_name("actors.py"))
 
@@ -133,6 +134,41 @@ def test_who_cannot_start_ends_it_all_with_its_code_and_words(tmp_path: Path) ->
     assert failure.value.code is ExitCode.USAGE
     assert "site-b ended with exit code 2: diloco site: site.id is 'x y': no name" in str(failure.value)
     assert str(tmp_path / "logs" / "site-b.log") in str(failure.value)
+    assert stage.left == []
+
+
+def restored_when_told(stage: Stage, view: str) -> None:
+    """What a user does who reads that line."""
+    eventually(lambda: view in stage.out.getvalue(), "the line that says what to type")
+    assert not (stage.run_dir.syncer).exists(), "nobody else has made it"
+    EventLog(stage.run_dir.events, "restore").emit("restored", {"lineage": 7, "versions": [1], "said": ["backup one"]})
+    (stage.run_dir.syncer / "snapshots" / "00000002").mkdir(parents=True)
+
+
+def test_a_syncer_that_lost_its_data_is_started_again_once_they_are_restored(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, seconds=1.6)
+    stage.children["syncer"] = stage.actor("syncer", "syncer", {"seconds": 1.6, "loses_after": 0.5})
+    stage.options.restore = "diloco restore runs/x --from vault"
+    user = threading.Thread(target=restored_when_told, args=(stage, f"type:  {stage.options.restore}"))
+    user.start()
+    outcome = stage.play()
+    user.join()
+    assert (outcome.code, outcome.wrong) == (ExitCode.OK, [])
+    (death,) = stage.seen("process", unasked=True)
+    assert death["why"] == "diloco syncer: runs/x/syncer is gone", "it was not started in vain"
+    assert len(stage.seen("lost")) == 1
+    assert (stage.history.ending, stage.history.lineage) == ("finished", 7)
+    assert len([round_ for round_ in stage.history.rounds if round_.version == 2]) == 2, "one of each lineage"
+    said = stage.out.getvalue()
+    assert f"the syncer's data in {stage.run_dir.syncer} are gone; the sites train on without it" in said
+    assert "the run is restored, lineage 7 begins with versions 1: backup one" in said
+
+
+def test_a_run_whose_syncer_lost_its_data_can_be_stopped(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, seconds=60)
+    stage.children["syncer"] = stage.actor("syncer", "syncer", {"seconds": 60, "loses_after": 0.3})
+    outcome = stage.play(interrupt_after_s=(4.0,))
+    assert outcome.wrong == ["the syncer's data are gone: diloco restore, and the same command"]
     assert stage.left == []
 
 

@@ -16,7 +16,17 @@ from diloco.launch.run_dir import RunDir
 from diloco.launch.scenario import ScenarioError
 from diloco.launch.schema import ClusterSite, RunConfig
 from diloco.launch.up import Outcome
-from diloco.launch.up_main import check, choose_run, exit_code, facts_of, main, scenario_of, syncer_address, up_options
+from diloco.launch.up_main import (
+    check,
+    choose_run,
+    exit_code,
+    facts_of,
+    main,
+    restore_line,
+    scenario_of,
+    syncer_address,
+    up_options,
+)
 
 
 def config_in(path: Path, *overrides: str) -> RunConfig:
@@ -49,6 +59,27 @@ def test_a_new_run_has_a_name_a_configuration_and_is_the_latest(tmp_path: Path) 
     assert (tmp_path / "runs" / "latest").resolve() == run_dir.root.resolve()
     # A child that is started again must be able to go on.
     assert configs.read(run_dir.config).run.resume == "auto"
+
+
+def test_the_latest_run_goes_on_though_its_syncers_folder_is_gone(tmp_path: Path) -> None:
+    """The syncer then says what to do; a new run would leave the sites' work behind in silence."""
+    first = begun(tmp_path)
+    first.syncer.rmdir()
+    assert chosen(config_in(tmp_path)) != (first, True), "nothing was in it"
+    first = begun(tmp_path)
+    first.events.write_text('{"at": 1, "who": "syncer", "what": "published", "version": 1}\n')
+    first.syncer.rmdir()
+    assert chosen(config_in(tmp_path)) == (first, True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "source"),
+    [("cluster.syncer.backup=s3://bucket/x", "--from s3://bucket/x"), ("seed=1", "--from-site {}/sites/site-a")],
+)
+def test_who_loses_the_syncers_folder_is_told_what_to_type(tmp_path: Path, setting: str, source: str) -> None:
+    config = config_in(tmp_path, "run.name=x", setting)
+    root = tmp_path / "runs" / "x"
+    assert restore_line(config) == f"diloco restore {root} {source.format(root)}"
 
 
 def test_the_latest_run_goes_on_when_it_is_the_same_and_unfinished(tmp_path: Path) -> None:
