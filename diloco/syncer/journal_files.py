@@ -94,6 +94,8 @@ class JournalFiles:
         self._chain = CHAIN_START
         self._end = 0
         self._synced = self._marked = True
+        self.begun = (0, 0)
+        """The segment that ``rotate`` began last, and where its header ends: durable."""
 
     def path(self, index: int) -> Path:
         """The file of a segment."""
@@ -280,6 +282,7 @@ class JournalFiles:
         self._end, self._synced, self._marked = len(header), True, False
         with contextlib.suppress(DiskFullError):  # Then the next frame comes without it, and is as good a mark.
             self.flush()
+        self.begun = index, len(header)
         return Position(index, before.hex())
 
     def prune(self, first: int) -> None:

@@ -23,8 +23,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from diloco.sync.events import LineageBegan, UpdateArrived
-from diloco.sync.frames import FRAME, MARK, units
+from diloco.sync.events import LineageBegan, StandbyAttached, UpdateArrived
+from diloco.sync.frames import FRAME, HEADER, MARK, chain_after, units
 from diloco.sync.journal import JournalError, decode_records
 from diloco.syncer.snapshots import SnapshotError
 from diloco.syncer.verifying import payloads_in
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from diloco.syncer.core import Core
     from diloco.syncer.journal_files import Turn
     from diloco.syncer.leadership import Leadership
     from diloco.syncer.store import Store
@@ -101,17 +102,15 @@ class Replicator:
         self._attaching = False
         self._goal: Place = (0, 0)
         self._goal_s = self._heard_s
-        self._nudge: Callable[[], None] = lambda: None
-        self._attach: Callable[[str], None] = lambda name: None
 
     @property
     def acks_first(self) -> bool:
         """Whether an update is acknowledged before a standby has it."""
         return self.options.mode == "async"
 
-    def begin(self, nudge: Callable[[], None], attach: Callable[[str], None], *, detached: bool) -> None:
-        """Before the first turn: how to wake the loop, whom to tell that a standby has caught up, how it was left."""
-        self._nudge, self._attach, self._detached = nudge, attach, detached
+    def begin(self, core: Core, *, detached: bool) -> None:
+        """Before the first turn: the loop that waits for the standby, and how it was left."""
+        self._core, self._detached = core, detached
         journal = self.store.journal
         self.durable = (journal.index, journal.path(journal.index).stat().st_size)
 
@@ -149,7 +148,7 @@ class Replicator:
         """An operator's word; it is journalled by whoever calls this, right after."""
         with self.changed:
             self._detached = True
-        self._nudge()
+        self._core.nudge()
 
     def attached(self) -> None:
         """The record that says so is durable here and there: from now on the standby is waited for."""
@@ -173,9 +172,16 @@ class Replicator:
         return self._follower.name if self._follower is not None else ""
 
     def _behind(self) -> int | None:
-        if self._acked[0] != self.durable[0]:
-            return None
-        return max(0, self.durable[1] - self._acked[1])
+        segment, end = self.end()
+        return max(0, end - self._acked[1]) if self._acked[0] == segment else None
+
+    def end(self) -> Place:
+        """Up to where the journal is durable; also where no turn has come since a segment began."""
+        return max(self.durable, self.store.journal.begun)
+
+    def waiting(self) -> set[str]:
+        """The payloads of the updates that have no fate yet."""
+        return set(self._core.ask(lambda machine: payloads_in(machine.snapshot()), early=True))
 
     def _away_s(self) -> float | None:
         """How long no standby has been heard; None while one is."""
@@ -211,9 +217,9 @@ class Replicator:
             self._attaching = self._attaching or attach
             if caught_up and not self._detached and self._leadership is not None:
                 self._leadership.name_heir(follower.name)
-        if attach:
-            self._attach(follower.name)
-        self._nudge()
+        if attach:  # From the turn after this record on it is waited for.
+            self._core.post(StandbyAttached(follower.name))
+        self._core.nudge()
 
     def _is_near(self) -> bool:
         """Whether what was durable a short time ago is there now."""
@@ -231,7 +237,7 @@ class Replicator:
             self._follower = None
             self._attaching = False
         self._emit("standby_away", {"standby": follower.name})
-        self._nudge()
+        self._core.nudge()
 
 
 class Follower:
@@ -242,6 +248,7 @@ class Follower:
         self._replicator = replicator
         self._store = replicator.store
         self._closed = False
+        self._wrong: str | None = None
         self._anew = start.segment == 0
         if self._anew:
             self._snapshot = self._newest()
@@ -249,8 +256,8 @@ class Follower:
             self._waiting = sorted(payloads_in(state))
             self._at = 0
         else:
-            self._segment, self._chain = start.segment, start.chain
-            self._at = self._find(start)
+            self._chain = start.chain
+            self._segment, self._at = self._find(start)
 
     @property
     def place(self) -> Place:
@@ -266,10 +273,20 @@ class Follower:
             yield from self._new_units()
             if not self._wait():
                 yield Alive()
+        if self._wrong is not None:
+            raise Refusal(Status.INVALID_ARGUMENT, self._wrong)
 
     def acknowledged(self, ack: FollowAck) -> None:
-        """The standby has everything up to there."""
-        self._replicator.heard(self, (ack.segment, ack.offset))
+        """The standby has everything up to there.  One that says so of what there is not is believed nothing more."""
+        place, end = (ack.segment, ack.offset), self._replicator.end()
+        if place > end:
+            self._wrong = (
+                f"standby {self.name} acknowledged byte {ack.offset} of segment {ack.segment}, and the journal ends at "
+                f"byte {end[1]} of segment {end[0]}"
+            )
+            self.close()
+        else:
+            self._replicator.heard(self, place)
 
     def close(self) -> None:
         """The standby is gone."""
@@ -283,7 +300,7 @@ class Follower:
         replicator = self._replicator
         with replicator.changed:
             return replicator.changed.wait_for(
-                lambda: self._closed or replicator.durable > (self._segment, self._at), replicator.options.alive_s
+                lambda: self._closed or replicator.end() > (self._segment, self._at), replicator.options.alive_s
             )
 
     # --- what is sent ------------------------------------------------------------------------------------------------
@@ -314,24 +331,32 @@ class Follower:
             raise Refusal(Status.FAILED_PRECONDITION, text) from None
         yield from _item(Item(name, 0, 0, len(data), hashlib.sha256(data).hexdigest()), data)
 
-    def _find(self, start: FollowStart) -> int:
+    def _find(self, start: FollowStart) -> Place:
         """Where the standby's next unit begins."""
-        other = f"standby {start.standby} has a journal that this one does not go on from: give it an empty folder"
-        if start.segment not in self._store.journal.segments():
-            raise Refusal(Status.FAILED_PRECONDITION, other)
-        data = self._store.journal.path(start.segment).read_bytes()
-        for unit in units(data):
+        for unit in units(self._segment_bytes(start.segment)):
             if unit.kind != MARK and unit.chain.hex() == start.chain:
-                return unit.end
+                return start.segment, unit.end
+        for unit in units(self._segment_bytes(start.segment + 1)):  # The one before it may not be kept any more.
+            if unit.kind == HEADER and chain_after(bytes.fromhex(start.chain), unit.body) == unit.chain:
+                return start.segment + 1, 0
+            break
+        other = f"standby {start.standby} has a journal that this one does not go on from: give it an empty folder"
         raise Refusal(Status.FAILED_PRECONDITION, other)
+
+    def _segment_bytes(self, segment: int) -> bytes:
+        """A whole segment; nothing where it is not kept."""
+        try:
+            return self._store.journal.path(segment).read_bytes()
+        except FileNotFoundError:
+            return b""
 
     def _new_units(self) -> Iterator[FollowPart]:
         """Everything durable that was not sent yet."""
-        while not self._closed:
-            segment, end = self._replicator.durable
+        while not self._closed and (self._segment, self._at) < (durable := self._replicator.end()):
+            segment, end = durable
             with self._store.journal.path(self._segment).open("rb") as file:
                 file.seek(self._at)
-                data = file.read(max(0, end - self._at) if segment == self._segment else -1)
+                data = file.read(end - self._at if segment == self._segment else -1)
             sent = 0
             for unit in units(data):
                 if unit.kind == FRAME:
@@ -356,7 +381,16 @@ class Follower:
                 text = f"lineage {record.event.lineage} began with restored values: give the standby an empty folder"
                 raise Refusal(Status.FAILED_PRECONDITION, text)
             if isinstance(record.event, UpdateArrived) and record.event.payload:
-                yield from self._file(f"spool/{record.event.payload}", self._store.spool.folder / record.event.payload)
+                yield from self._payload(record.event.payload)
+
+    def _payload(self, reference: str) -> Iterator[FollowPart]:
+        """A payload that is here; that of an update that was not taken in is not, and nobody needs it."""
+        name, path = f"spool/{reference}", self._store.spool.folder / reference
+        if path.exists():
+            yield from self._file(name, path)
+        elif reference in self._replicator.waiting():
+            text = f"{name} is missing on the syncer's disk, and its update has no fate yet: nothing can follow it"
+            raise Refusal(Status.FAILED_PRECONDITION, text)
 
 
 def _item(item: Item, data: bytes) -> Iterator[FollowPart]:

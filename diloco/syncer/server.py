@@ -31,7 +31,6 @@ from diloco.sync.events import (
     FinalAnnounced,
     OuterStepDone,
     OuterStepFailed,
-    StandbyAttached,
     StandbyDetached,
     SyncerStarted,
 )
@@ -144,7 +143,7 @@ class Syncer:
             acks_first=self.replicator.acks_first,
         )
         alone = warm is not None or machine.state.detached  # Who has just been promoted has no standby of its own.
-        self.replicator.begin(self.core.nudge, self._attach, detached=alone)
+        self.replicator.begin(self.core, detached=alone)
         self.keeper = Keeper(
             self.store, self.core, self.holdings, self._memory, self.options.snapshot_every, self._emit, self._fail
         )
@@ -209,10 +208,6 @@ class Syncer:
         """After a failure the lease is not given back: it runs out, and an heir takes over."""
         assert self.leadership is not None
         self.leadership.stop(release=self.failed is None)
-
-    def _attach(self, standby: str) -> None:
-        """A standby has everything again; from the turn after this record on it is waited for."""
-        self.core.post(StandbyAttached(standby))
 
     def _first_answer(self) -> tuple[dict[str, object], Ending | None]:
         """How the run stands once the start is in the journal; ``DiskFullError`` when there is no room for that."""

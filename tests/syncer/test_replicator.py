@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from diloco.durable import PLAIN_DISK
+from diloco.sync.events import UpdateArrived
+from diloco.sync.journal import Record
 from diloco.syncer.journal_files import Turn
 from diloco.syncer.replicator import ReplicationOptions, Replicator
 from diloco.syncer.store import RunCard, Store
-from diloco.wire.messages import Refusal, Status
-from diloco.wire.replication import FollowAck, Follows, FollowStart
+from diloco.wire.messages import Alive, Refusal, Status
+from diloco.wire.replication import FollowAck, Follows, FollowStart, Item
 from tests.loopback.audit import version_zero
 from tests.loopback.cluster import Log
 from tests.loopback.toy import Toy
@@ -31,10 +34,16 @@ def closing() -> Iterator[ExitStack]:
 def a_replicator(folder: Path, closing: ExitStack, mode: str = "sync") -> tuple[Replicator, Log]:
     toy, log = Toy(folder=str(folder)), Log()
     store = Store(folder / "syncer", RunCard("toy", PRINT, SHARED), PLAIN_DISK)
-    store.begin(*version_zero(toy))
+    machine, values = version_zero(toy)
+    store.begin(machine, values)
     closing.callback(store.journal.close)
     replicator = Replicator(ReplicationOptions(mode=mode), store, (PRINT, SHARED, lambda: 1), log.emit)
-    replicator.begin(lambda: None, lambda name: log.emit("attach", {"standby": name}), detached=False)
+    core = SimpleNamespace(
+        nudge=lambda: None,
+        post=lambda event: log.emit("attach", {"standby": event.standby}),
+        ask=lambda question, early: question(machine),
+    )
+    replicator.begin(core, detached=False)  # type: ignore[arg-type]
     return replicator, log
 
 
@@ -107,6 +116,90 @@ def test_a_detached_standby_is_attached_although_there_is_always_a_turn_on_its_w
     assert len(log.of("attach")) == int(near), "one that is far behind would be waited for too long"
     follower.acknowledged(FollowAck(*replicator.durable))
     assert len(log.of("attach")) == 1
+
+
+def test_an_acknowledgement_of_what_was_never_written_is_refused_and_believed_nothing_more(
+    tmp_path: Path, closing: ExitStack
+) -> None:
+    replicator, log = a_replicator(tmp_path, closing)
+    follower = replicator.follow(start())
+    segment, end = replicator.durable
+    follower.acknowledged(FollowAck(segment, end + 1))
+    assert len(log.of("standby_away")) == 1
+    assert "no standby has followed" in str(replicator.replicated(a_turn(replicator)))
+    with pytest.raises(
+        Refusal, match=f"acknowledged byte {end + 1} of segment {segment}, and the journal ends at byte"
+    ):
+        list(follower.parts())
+
+
+def units_of(parts: Iterator[Any]) -> list[tuple[int, int]]:
+    """The places of the units that come before there is nothing new."""
+    found = []
+    for part in parts:
+        if isinstance(part, Alive):
+            return found
+        if isinstance(part, Item) and not part.name:
+            found.append((part.segment, part.offset))
+    raise AssertionError("it ended")
+
+
+def test_a_segment_that_no_turn_has_come_to_yet_is_followed_into(tmp_path: Path, closing: ExitStack) -> None:
+    """A snapshot of an idle run: the segment that the standby has whole may go at once."""
+    replicator, _ = a_replicator(tmp_path, closing)
+    replicator.options.alive_s = 0.01
+    journal = replicator.store.journal
+    chain = journal.chain.hex()
+    follower = replicator.follow(start(segment=1, chain=chain))
+    parts = follower.parts()
+    assert units_of(parts) == []
+    journal.rotate()
+    assert units_of(parts) == [(2, 0)]
+    follower.acknowledged(FollowAck(*journal.begun))
+    journal.prune(2)
+    assert units_of(parts) == []
+    assert replicator.status()["behind_bytes"] == 0
+
+
+def test_a_standby_goes_on_where_the_next_segment_begins_although_its_own_last_one_is_not_kept(
+    tmp_path: Path, closing: ExitStack
+) -> None:
+    replicator, _ = a_replicator(tmp_path, closing)
+    replicator.options.alive_s = 0.01
+    journal = replicator.store.journal
+    chain = journal.chain.hex()
+    journal.rotate()
+    journal.prune(2)
+    follower = replicator.follow(start(segment=1, chain=chain))
+    assert follower.place == (2, 0)
+    parts = follower.parts()
+    assert next(parts) == Follows(False, 2, chain, 1)
+    assert units_of(parts) == [(2, 0)]
+
+
+def an_update(payload: str) -> UpdateArrived:
+    return UpdateArrived(1, "a", 1, 0, 1, 0, 10, 1, 1, 1, "d" * 64, payload, "fp32", finite=True, final=False)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_payload_that_is_gone_is_needed_only_while_its_update_has_no_fate(
+    tmp_path: Path, closing: ExitStack, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """An update that was refused is in the journal where something else came of it too; its payload is dropped."""
+    replicator, _ = a_replicator(tmp_path, closing)
+    replicator.options.alive_s = 0.01
+    journal, payload = replicator.store.journal, "a/0-1-dddddddddddddddd.update"
+    follower = replicator.follow(start(segment=1, chain=journal.chain.hex()))
+    turn = journal.append([Record(5, an_update(payload), "e" * 16)])
+    journal.flush()
+    replicator.replicated(turn)
+    if waits:
+        monkeypatch.setattr(replicator, "waiting", lambda: {payload})
+        with pytest.raises(Refusal, match=f"spool/{payload} is missing on the syncer's disk"):
+            units_of(follower.parts())
+    else:
+        assert replicator.waiting() == set()
+        assert units_of(follower.parts()) == [(turn.segment, turn.offset)]
 
 
 @pytest.mark.parametrize("field", ["layout_fingerprint", "shared_digest"])
