@@ -156,7 +156,6 @@ def serve(
 def _wait(syncer: Syncer, stopping: Stopping) -> Ending | None:
     from diloco.syncer.lease import LeaseLostError
     from diloco.syncer.memory import MemoryDamaged
-    from diloco.syncer.room import FolderLostError
 
     asked = False
     wanted: list[bool] = []
@@ -169,8 +168,13 @@ def _wait(syncer: Syncer, stopping: Stopping) -> Ending | None:
                 syncer.drain()
         if ending is not None:
             syncer.linger()
-    except (MemoryDamaged, LeaseLostError, FolderLostError) as error:
+    except (MemoryDamaged, LeaseLostError) as error:
         raise VerbError(ExitCode.FAILED, str(error)) from error
+    except Exception as error:
+        # Whatever was missing first, this is why.
+        if (lost := syncer.room.lost()) is None:
+            raise
+        raise VerbError(ExitCode.FAILED, lost) from error
     finally:
         syncer.stop(HAND_OVER_S if stopping.handing_over else STOP_S)
     return ending

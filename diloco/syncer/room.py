@@ -44,7 +44,7 @@ class Room:
 
     def wanting(self, more_bytes: int = 0) -> str | None:
         """Why nothing that needs ``more_bytes`` can be taken in now; None when it can."""
-        return self._lost() or self._held or self._low(more_bytes)
+        return self.lost() or self._held or self._low(more_bytes)
 
     def held(self, why: str | None) -> None:
         """The decision loop waits for something that is wanting, or goes on."""
@@ -62,13 +62,16 @@ class Room:
     def run(self, stopping: threading.Event, on_loss: Callable[[FolderLostError], None]) -> None:
         """The thread that looks; it ends when it has told ``on_loss`` that the folder is lost."""
         while not stopping.wait(LOOK_EVERY_S):
-            if (why := self._lost()) is not None:
+            if (why := self.lost()) is not None:
                 on_loss(FolderLostError(why))
                 return
             self.look()
 
-    def _lost(self) -> str | None:
-        """Whether the folder is the one whose lock was taken; nobody else can have that file's number while we do."""
+    def lost(self) -> str | None:
+        """Why nothing that is written is kept; None as long as the folder is the one whose lock was taken.
+
+        No other file can have the lock's number while we hold that open.
+        """
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if os.path.samestat(os.stat(self._folder / LOCK), self._lock_file):
                 return None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,3 +96,14 @@ def test_a_run_whose_data_is_lost_does_not_begin_anew_in_silence(capsys: pytest.
         said = capsys.readouterr().err
         assert "has published versions and runs/otter/syncer is gone: diloco restore takes it up again" in said
         assert said.count("\n") == 1
+
+
+def test_a_syncer_whose_folder_is_taken_away_ends_in_words(tmp_path: Path) -> None:
+    with place_in(tmp_path) as place:
+        syncer, _ = place.syncer("lost", "cluster.syncer.linger_s=0")
+        shutil.rmtree(tmp_path / "runs/lost/syncer")
+        assert syncer.end() == 1
+        assert syncer.text().splitlines()[-1] == (
+            "diloco syncer: runs/lost/syncer is gone, or was emptied, under this process"
+        )
+        assert "Traceback" not in syncer.text()
