@@ -92,8 +92,8 @@ class Courier:
         jittered = int(delay_ns * (0.5 + self.process.random.random() / 2))
         self.process.heap.after(jittered, lambda: self.process.deliver(action))
 
-    def join(self, backoff_ns: int) -> None:
-        """Ask one address after the other to take this process in, until one does."""
+    def join(self, backoff_ns: int, ticket: int = 0) -> None:
+        """Ask one address after the other to take this process in, until one does; ``ticket`` is what the last gave."""
 
         process = self.process
 
@@ -112,7 +112,9 @@ class Courier:
                     lambda: process.deliver(lambda: self._told(outer, None)),
                 )
 
-            outer.ask(lambda: outer.join(process.site, process.name, feed, lambda answer: reply((outer, answer))))
+            outer.ask(
+                lambda: outer.join(process.site, process.name, ticket, feed, lambda answer: reply((outer, answer)))
+            )
 
         def again() -> None:
             self._at = (self._at + 1) % len(self._syncers)
@@ -125,7 +127,9 @@ class Courier:
         outer, reply = answer
         assert isinstance(reply, JoinReply)
         if reply.answered is None:
-            if reply.reason in (None, Reason.FULL):
+            if reply.ticket:
+                self.join(BACKOFF_FIRST_NS, reply.ticket)
+            elif reply.reason in (None, Reason.FULL):
                 again()
             else:
                 self.process.exit(f"join refused: {reply.reason}")

@@ -50,10 +50,11 @@ class PushReply:
 
 @dataclass(frozen=True, slots=True)
 class JoinReply:
-    """The answer to a join: refused with a ``reason``, or ``answered``; neither from a standby."""
+    """The answer to a join: refused with a ``reason``, ``answered``, or a ``ticket`` to join with; or none of it."""
 
     answered: JoinAnswered | None
     reason: Reason | None
+    ticket: int = 0
 
 
 @dataclass(frozen=True, slots=True)

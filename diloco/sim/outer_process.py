@@ -23,6 +23,7 @@ from diloco.sync.effects import (
     AnswerDone,
     AnswerJoin,
     AnswerPush,
+    AskToConfirm,
     DropSite,
     MarkFinal,
     OuterEffect,
@@ -257,11 +258,13 @@ class OuterProcess(Loop):
 
     # --- what sites and operators ask ----------------------------------------------------------------------------
 
-    def join(self, site: str, process: str, feed: Callable[[int], Feed], reply: Callable[[object], None]) -> None:
+    def join(
+        self, site: str, process: str, ticket: int, feed: Callable[[int], Feed], reply: Callable[[object], None]
+    ) -> None:
         """Take a process in; ``feed`` makes its stream for the incarnation it gets."""
         call = self._expect(reply)
         self._joins[call] = feed
-        self._apply(JoinRequested(call, site, process))
+        self._apply(JoinRequested(call, site, process, ticket))
 
     def push(self, push: Push, reply: Callable[[object], None]) -> None:
         """Judge the header; the payload follows only when it may enter."""
@@ -379,6 +382,9 @@ class OuterProcess(Loop):
         match effect:
             case AnswerJoin():
                 self._answer_join(effect)
+            case AskToConfirm():
+                del self._joins[effect.call]
+                self._calls.pop(effect.call)(JoinReply(None, None, effect.ticket))
             case AnswerPush():
                 self._calls.pop(effect.call)(PushReply(effect.outcome, effect.reason, effect.fate))
             case AnswerDone():

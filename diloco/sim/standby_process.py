@@ -97,9 +97,11 @@ class StandbyProcess(Process):
         """As the syncer's."""
         self.deliver(action)
 
-    def join(self, site: str, process: str, feed: Callable[[int], Feed], reply: Callable[[object], None]) -> None:
+    def join(
+        self, site: str, process: str, ticket: int, feed: Callable[[int], Feed], reply: Callable[[object], None]
+    ) -> None:
         """Not here."""
-        del site, process, feed
+        del site, process, ticket, feed
         reply(JoinReply(None, None))
 
     # --- following -----------------------------------------------------------------------------------------------

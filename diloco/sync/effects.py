@@ -25,6 +25,15 @@ class AnswerJoin:
 
 
 @dataclass(frozen=True, slots=True)
+class AskToConfirm:
+    """Answer a join: another process speaks for the site; whoever asks again with ``ticket`` replaces it."""
+
+    call: int
+    site: str
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
 class AnswerPush:
     """Answer a push.  ``version`` is the fragment's version at that moment; a known ``fate`` comes along."""
 
@@ -130,6 +139,7 @@ class Note:
 
 OuterEffect = (
     AnswerJoin
+    | AskToConfirm
     | AnswerPush
     | AnswerDone
     | StartOuterStep

@@ -102,11 +102,15 @@ class LineageBegan:
 
 @dataclass(frozen=True, slots=True)
 class JoinRequested:
-    """A learner process (``process`` is its random name) speaks for ``site``; agreement was already checked."""
+    """A learner process (``process`` is its random name) speaks for ``site``; agreement was already checked.
+
+    ``ticket`` is what an earlier answer asked it to repeat, 0 when none did, and None where its protocol knows of none.
+    """
 
     call: int
     site: str
     process: str
+    ticket: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

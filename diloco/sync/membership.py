@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from diloco.sync.effects import AnswerDone, AnswerJoin, DropSite
+from diloco.sync.effects import AnswerDone, AnswerJoin, AskToConfirm, DropSite
 from diloco.sync.events import FragmentStanding, JoinRequested, Reason, SiteEvicted, SiteLeft, SiteSilent
 from diloco.sync.fates import refuse
 from diloco.sync.state import Line, OuterState, Site, Status
@@ -36,12 +36,20 @@ def standings(state: OuterState, site: str) -> tuple[FragmentStanding, ...]:
 
 
 def join(turn: Turn, event: JoinRequested) -> None:
-    """Take a process in as the one that speaks for its site, or refuse it."""
+    """Take a process in as the one that speaks for its site, or refuse it.
+
+    A process that speaks for the site already is replaced only by one that repeats the number it would get.  So a join
+    that arrives when its process is dead changes nothing, however late it is: nobody is there to repeat it, and a
+    ticket is void as soon as another process was taken in.
+    """
     state = turn.state
     site = state.sites.get(event.site)
     reason = _refusal(turn, event, site)
     if reason is not None:
         turn.effects.append(AnswerJoin(event.call, event.site, 0, (), state.ending, reason))
+        return
+    if site is not None and _unconfirmed(site, event):
+        turn.effects.append(AskToConfirm(event.call, event.site, site.incarnation + 1))
         return
     if site is None:
         lines = [Line() for _ in state.fragments]
@@ -71,6 +79,12 @@ def _refusal(turn: Turn, event: JoinRequested, site: Site | None) -> Reason | No
     if site.status is Status.EVICTED:
         return Reason.EVICTED
     return Reason.SUPERSEDED if event.process in site.superseded else None
+
+
+def _unconfirmed(site: Site, event: JoinRequested) -> bool:
+    """Whether a process is to be replaced by one of which nobody knows that it lives."""
+    replaces = site.process not in ("", event.process)
+    return replaces and event.ticket is not None and event.ticket != site.incarnation + 1
 
 
 def presence(turn: Turn, event: SiteSilent | SiteHeard) -> None:

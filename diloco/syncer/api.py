@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from diloco.codec.registry import make_codec
 from diloco.outer.fragments import Layout
-from diloco.sync.agreement import PROTOCOL_OLDEST, Agreement, disagreement
-from diloco.sync.effects import AnswerDone, AnswerJoin
+from diloco.sync.agreement import PROTOCOL, PROTOCOL_OLDEST, Agreement, disagreement
+from diloco.sync.effects import AnswerDone, AnswerJoin, AskToConfirm
 from diloco.sync.events import (
     DrainRequested,
     FateTold,
@@ -88,13 +88,26 @@ class Api:
         del identity
         syncer, core = self._syncer, self._syncer.core
         self._agree(request)
-        answer = core.call(lambda call: JoinRequested(call, request.site_id, request.process))
-        assert isinstance(answer, AnswerJoin), answer
-        if answer.reason is not None:
+        ticket = request.ticket if request.protocol >= PROTOCOL else None
+        answer = core.call(lambda call: JoinRequested(call, request.site_id, request.process, ticket))
+        assert isinstance(answer, AnswerJoin | AskToConfirm), answer
+        if isinstance(answer, AnswerJoin) and answer.reason is not None:
             status, text = JOIN_REFUSALS[answer.reason]
             raise Refusal(status, text.format(site=request.site_id))
         epoch, lineage, run_tokens, progress_ppm = core.ask(_standing_of_run)
         options = syncer.plan.outer
+        settings = LearnerSettings(
+            heartbeat_ns=int(syncer.options.heartbeat_s * 1e9),
+            chunk_bytes=syncer.network.chunk_bytes,
+            updates_in_flight_max=options.updates_in_flight_max,
+            site_timeout_ns=options.site_timeout_ns,
+            keep_until_decided=syncer.replicator.acks_first,
+        )
+        if isinstance(answer, AskToConfirm):
+            unanswered = JoinReply(
+                epoch, 0, lineage, (), run_tokens, progress_ppm, None, settings, ticket=answer.ticket
+            )
+            return protocols.join_reply(unanswered, request.protocol)
         self._protocols[request.site_id] = request.protocol
         reply = JoinReply(
             epoch=epoch,
@@ -104,13 +117,7 @@ class Api:
             run_tokens=run_tokens,
             progress_ppm=progress_ppm,
             ending=answer.ending,
-            settings=LearnerSettings(
-                heartbeat_ns=int(syncer.options.heartbeat_s * 1e9),
-                chunk_bytes=syncer.network.chunk_bytes,
-                updates_in_flight_max=options.updates_in_flight_max,
-                site_timeout_ns=options.site_timeout_ns,
-                keep_until_decided=syncer.replicator.acks_first,
-            ),
+            settings=settings,
         )
         return protocols.join_reply(reply, request.protocol)
 

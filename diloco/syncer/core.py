@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from diloco.durable import DiskFullError, Step
-from diloco.sync.effects import AnswerDone, AnswerJoin, AnswerPush, Note
+from diloco.sync.effects import AnswerDone, AnswerJoin, AnswerPush, AskToConfirm, Note
 from diloco.sync.events import DeadlinePassed, JoinRequested, Outcome, OuterEvent, SiteHeard, SiteSilent, UpdateArrived
 from diloco.sync.journal import Record, digest_effects
 from diloco.sync.leases import Leases
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from diloco.syncer.journal_files import Turn
     from diloco.syncer.store import Store
 
-Answer = AnswerJoin | AnswerPush | AnswerDone
+Answer = AnswerJoin | AskToConfirm | AnswerPush | AnswerDone
 T = TypeVar("T")
 IDLE_S = 0.5
 BATCH_MAX = 256
@@ -280,7 +280,7 @@ class Core:
         if (records and not self.settle(records, decided)) or not self._until(self._leads):
             return
         for effect in decided:
-            if isinstance(effect, AnswerJoin | AnswerPush | AnswerDone):
+            if isinstance(effect, Answer):
                 self._answer(effect)
             else:
                 self._carry_out(effect)
@@ -421,4 +421,6 @@ def changes_nothing(event: OuterEvent, effects: list[OuterEffect]) -> bool:
     (effect,) = effects
     if isinstance(effect, AnswerPush):
         return effect.outcome is not Outcome.ACCEPTED
-    return isinstance(effect, AnswerJoin) or (isinstance(effect, AnswerDone) and effect.reason is not None)
+    return isinstance(effect, AnswerJoin | AskToConfirm) or (
+        isinstance(effect, AnswerDone) and effect.reason is not None
+    )

@@ -176,6 +176,7 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "layout_fingerprint": _SHA256,
         "layout_json": _bytes(m.LAYOUT_BYTES_MAX),
         "shared_config": _shared_config,
+        "ticket": _NUMBER,
     },
     m.JoinReply: {
         "epoch": _NUMBER,
@@ -187,6 +188,7 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "ending": _ENDING,
         "settings": _nested(m.LearnerSettings),
         "protocol": _PROTOCOL,
+        "ticket": _NUMBER,
     },
     m.PushHeader: {
         "run_id": _ID,

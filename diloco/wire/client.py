@@ -53,6 +53,9 @@ T = TypeVar("T")
 
 _OPENING_S = 60.0
 
+CONFIRMATIONS_MAX = 3
+"""Times that a ticket is repeated in one join: each further one means that yet another process was taken in."""
+
 
 class SyncClient:
     """Speaks for ``site_id`` in run ``run_id``; ``site_id`` is empty for an observer that only pulls.
@@ -146,6 +149,15 @@ class SyncClient:
             raise _worst(failures)
 
     def _join(self, ask: JoinAsk, epoch: int) -> JoinReply:
+        """One address; where another process speaks for the site, it is asked again with the ticket that it gives."""
+        for _ in range(1 + CONFIRMATIONS_MAX):
+            reply = self._join_once(ask, epoch)
+            if reply.ticket == 0:
+                return reply
+            ask = replace(ask, ticket=reply.ticket)
+        raise Unreachable("Join: other processes of this site join at the same time: is it started more than once?")
+
+    def _join_once(self, ask: JoinAsk, epoch: int) -> JoinReply:
         raw = self._control.unary("Join", convert.pack_join(ask), self._options.join_timeout_s)
         reply = _parsed("Join", convert.unpack_join_reply, raw)
         if (reply.lineage, reply.epoch) < (ask.lineage, epoch):

@@ -148,6 +148,7 @@ def pack_join(ask: m.JoinAsk) -> bytes:
         layout_fingerprint=ask.layout_fingerprint,
         layout_json=ask.layout_json,
         shared_config=dict(ask.shared_config),
+        ticket=ask.ticket,
     ).SerializeToString()
 
 
@@ -164,6 +165,7 @@ def unpack_join(raw: bytes) -> m.JoinAsk:
             layout_fingerprint=proto.layout_fingerprint,
             layout_json=proto.layout_json,
             shared_config=dict(proto.shared_config),
+            ticket=proto.ticket,
         )
     )
 
@@ -187,6 +189,7 @@ def pack_join_reply(reply: m.JoinReply) -> bytes:
             keep_until_decided=reply.settings.keep_until_decided,
         ),
         protocol=reply.protocol,
+        ticket=reply.ticket,
     ).SerializeToString()
 
 
@@ -211,6 +214,7 @@ def unpack_join_reply(raw: bytes) -> m.JoinReply:
                 keep_until_decided=settings.keep_until_decided,
             ),
             protocol=proto.protocol,
+            ticket=proto.ticket,
         )
     )
 

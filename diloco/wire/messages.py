@@ -125,7 +125,7 @@ class JoinAsk:
 
     ``process`` is 8 to 64 random hexadecimal digits, one for each process; ``lineage`` is 0 when not known yet;
     ``layout_json`` (at most 1 MiB) lets a refusal name the first difference; ``shared_config`` maps dotted names of the
-    shared configuration to their values as text.
+    shared configuration to their values as text; ``ticket`` is what an earlier answer asked to be repeated.
     """
 
     protocol: int
@@ -136,12 +136,14 @@ class JoinAsk:
     layout_fingerprint: str
     layout_json: bytes
     shared_config: Mapping[str, str]
+    ticket: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class JoinReply:
     """The site is taken in as ``incarnation``.  ``progress_ppm`` is the run's progress in millionths.
 
+    Where ``ticket`` is not 0 another process speaks for the site, and this one is taken in when it joins again with it.
     ``protocol`` is what both speak from now on; 0 comes from a syncer that knows only protocol 1 and means that one.
     """
 
@@ -154,6 +156,7 @@ class JoinReply:
     ending: Ending | None
     settings: LearnerSettings
     protocol: int = 0
+    ticket: int = 0
 
 
 # --- Push ------------------------------------------------------------------------------------------------------

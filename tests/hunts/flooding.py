@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 import grpc
@@ -66,6 +66,8 @@ class Flood:
     def join(self, process: str) -> None:
         ask = JoinAsk(PROTOCOL, RUN, 1, SITE, process, self.fingerprint, b"", {"codec": self.toy.codec})
         reply = unpack_join_reply(next(self.ask("Join", pack_join(ask))))
+        if reply.ticket:
+            reply = unpack_join_reply(next(self.ask("Join", pack_join(replace(ask, ticket=reply.ticket)))))
         self.incarnation = reply.incarnation
         self.sequence = reply.standings[0].watermark + 1
         self.version = reply.standings[0].version

@@ -24,6 +24,7 @@ import grpc
 
 from diloco.sync.events import Outcome
 from diloco.wire import convert
+from diloco.wire.messages import JoinReply
 from tests.hunts import statuses
 from tests.hunts.access import Access, due
 from tests.hunts.asking import ADMIN, FOR_STRANGERS, SYNC, Call, World, pushed
@@ -79,17 +80,26 @@ class Worker:
                 raise AssertionError(f"a good update was answered {answer}: {details}")
             self.stand()
 
+    def _join(self) -> JoinReply:
+        """In whose place we come, we confirm that we live."""
+        world, ticket = self.world, 0
+        while True:
+            ask = convert.pack_join(world.join(ticket=ticket))
+            reply = convert.unpack_join_reply(self._must(Call("", f"{SYNC}Join", [ask], world.site)))
+            if reply.ticket == 0:
+                return reply
+            ticket = reply.ticket
+
     def stand(self) -> None:
         """Join (again): where everything stands.  As a new process, where a spoiled Join has put one in our place."""
         world = self.world
         try:
-            raw = self._must(Call("", f"{SYNC}Join", [convert.pack_join(world.join())], world.site))
+            reply = self._join()
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.ALREADY_EXISTS:
                 raise
             world.process = f"{int(world.process, 16) + 1:016x}"
-            raw = self._must(Call("", f"{SYNC}Join", [convert.pack_join(world.join())], world.site))
-        reply = convert.unpack_join_reply(raw)
+            reply = self._join()
         world.incarnation = reply.incarnation
         world.versions = [standing.version for standing in reply.standings]
         world.watermarks = [standing.watermark for standing in reply.standings]

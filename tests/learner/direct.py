@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,7 +78,8 @@ class DirectClient:
             raise Refused(refusal.status, refusal.text) from refusal
 
     def join(self, ask: JoinAsk, epoch: int = 0) -> JoinReply:
-        return self._ask("join", lambda: self.syncer.api.join(ask, ANYONE))
+        reply = self._ask("join", lambda: self.syncer.api.join(ask, ANYONE))
+        return self.join(replace(ask, ticket=reply.ticket), epoch) if reply.ticket else reply
 
     def report(self, report: ReportInfo) -> ReportReply:
         from diloco.wire.convert import pack_report, unpack_report

@@ -21,6 +21,31 @@ def test_an_old_process_that_comes_back_late_does_not_fence_the_new_one() -> Non
     assert only(fx.AnswerJoin, syncer.join("a", "p2")).incarnation == 2
 
 
+def test_a_late_join_of_a_dead_process_changes_nothing() -> None:
+    syncer = running()
+    syncer.handle(ev.JoinRequested(1, "a", "living", 0))
+    before = syncer.machine.snapshot()
+    for ticket in (0, 1, 3):  # Its first join, or one with a ticket from before the living process was taken in.
+        (asked,) = syncer.handle(ev.JoinRequested(2, "a", "dead", ticket))
+        assert asked == fx.AskToConfirm(2, "a", 2)
+        assert syncer.machine.snapshot() == before
+
+
+def test_a_process_that_repeats_the_ticket_replaces_the_one_before_it_and_the_ticket_is_void() -> None:
+    syncer = running()
+    syncer.handle(ev.JoinRequested(1, "a", "p1", 0))
+    effects = syncer.handle(ev.JoinRequested(1, "a", "p2", 2))
+    assert only(fx.DropSite, effects).reason is Reason.SUPERSEDED
+    assert only(fx.AnswerJoin, effects).incarnation == 2
+    assert syncer.handle(ev.JoinRequested(1, "a", "p3", 2)) == [fx.AskToConfirm(1, "a", 3)]
+
+
+def test_a_process_that_speaks_for_its_site_needs_no_ticket_to_join_again() -> None:
+    syncer = running()
+    for _ in range(2):
+        assert only(fx.AnswerJoin, syncer.handle(ev.JoinRequested(1, "a", "p1", 0))).incarnation == 1
+
+
 def test_an_eviction_refuses_what_waits_and_not_what_merges() -> None:
     syncer = running("a", "b", quorum=2)
     syncer.push("a")

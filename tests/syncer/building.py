@@ -118,7 +118,9 @@ def join_ask(site: str = "a", process: str = "0123abcd", **changes: Any) -> Join
 
 
 def join(syncer: Syncer, site: str = "a", process: str = "0123abcd") -> JoinReply:
-    return syncer.api.join(join_ask(site, process), ANYONE)
+    """As a site does it: whoever is asked to confirm confirms."""
+    reply = syncer.api.join(join_ask(site, process), ANYONE)
+    return syncer.api.join(join_ask(site, process, ticket=reply.ticket), ANYONE) if reply.ticket else reply
 
 
 def report(site: str = "a", incarnation: int = 1, **changes: Any) -> ReportInfo:

@@ -102,6 +102,22 @@ def test_a_layout_that_is_none_is_the_senders_fault(tmp_path: Path, text: bytes)
     assert raised.value.status is Status.INVALID_ARGUMENT
 
 
+def test_a_late_join_of_a_dead_process_does_not_fence_the_living_one(tmp_path: Path) -> None:
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer, process="11111111")
+        before = memory(syncer)
+        late = syncer.api.join(join_ask(process="00000000"), ANYONE)
+        assert (late.ticket, late.incarnation, late.standings) == (2, 0, ())
+        assert memory(syncer) == before
+        assert syncer.api.report(report(), ANYONE).known
+
+
+def test_a_site_of_protocol_1_cannot_confirm_and_is_taken_in_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer, process="11111111")
+        assert syncer.api.join(join_ask(process="22222222", protocol=1), ANYONE).incarnation == 2
+
+
 def test_who_may_not_join_is_told_why(tmp_path: Path) -> None:
     with serving(tmp_path, outer={"sites_max": 2}) as syncer:
         join(syncer, "a")

@@ -144,6 +144,8 @@ class FakeSyncer:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.tickets: list[int] = []
+        self.confirmed: list[int] = []
         self.accepted: dict[UpdateId, bytes] = {}
         self.spool: dict[UpdateId, bytearray] = {}
         self.endings: list[str] = []
@@ -188,6 +190,12 @@ class FakeSyncer:
         self.calls.append("join")
         if self.join_fails is not None:
             raise self.join_fails
+        if self.tickets:
+            self.confirmed.append(request.ticket)
+            settings = LearnerSettings(2_000_000_000, 256 * 1024, 2, 15_000_000_000)
+            if request.ticket != self.tickets[-1]:
+                later = next(each for each in self.tickets if each > request.ticket)
+                return JoinReply(2, 0, 7, (), 4096, 1234, None, settings, 2, later)
         standing = FragmentStanding(0, 3, DIGEST, 1, 15, 4096, 0, ((2, 100),), (Fate(0, 1, 2, 4096, DIGEST),))
         settings = LearnerSettings(2_000_000_000, 256 * 1024, 2, 15_000_000_000)
         return JoinReply(2, 1, 7, (standing,), 4096, 1234, None, settings)

@@ -23,10 +23,16 @@ PULL = m.PullHeader(3, 7, 9, False, "int4:32", 96, 30, (10, 20), DIGEST, 0xFFFFF
 
 
 def joins() -> list[Sample]:
-    asks = [join_ask(), join_ask(lineage=0, layout_json=b"", shared_config={}), join_ask(protocol=0)]
+    asks = [
+        join_ask(),
+        join_ask(lineage=0, layout_json=b"", shared_config={}),
+        join_ask(protocol=0),
+        join_ask(ticket=9),
+    ]
     replies = [
         m.JoinReply(2, 5, 7, (EMPTY_STANDING, STANDING), 10**12, 1_000_000, Ending.DRAINED, SETTINGS),
         m.JoinReply(2, 5, 7, (), 1, 1, None, KEEPING, 2),
+        m.JoinReply(2, 0, 7, (), 1, 1, None, KEEPING, 2, 6),
         m.JoinReply(0, 0, 0, (), 0, 0, None, SETTINGS),
     ]
     return [(ask, convert.pack_join, convert.unpack_join) for ask in asks] + [

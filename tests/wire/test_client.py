@@ -241,6 +241,15 @@ def test_damaged_bytes_may_be_sent_again_and_a_definite_no_may_not(wired: Wired)
     assert caught.value.status is Status.FAILED_PRECONDITION
 
 
+def test_whoever_is_asked_to_confirm_a_join_repeats_the_ticket_and_not_for_ever(wired: Wired) -> None:
+    wired.syncer.tickets = [4, 6]  # Another process was taken in between the first answer and the second question.
+    assert wired.client().join(join_ask()).incarnation == 1
+    assert wired.syncer.confirmed == [0, 4, 6]
+    wired.syncer.tickets = list(range(1, 100))
+    with pytest.raises(Unreachable, match="started more than once"):
+        wired.client().join(join_ask())
+
+
 def test_events_come_as_they_happen(wired: Wired) -> None:
     told = [
         Published(2, 0, 4, DIGEST, 5, 6),

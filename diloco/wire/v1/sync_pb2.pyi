@@ -129,7 +129,7 @@ class LearnerSettings(_message.Message):
     def __init__(self, heartbeat_ns: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., updates_in_flight_max: _Optional[int] = ..., site_timeout_ns: _Optional[int] = ..., keep_until_decided: bool = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("protocol", "run_id", "lineage", "site_id", "process", "layout_fingerprint", "layout_json", "shared_config")
+    __slots__ = ("protocol", "run_id", "lineage", "site_id", "process", "layout_fingerprint", "layout_json", "shared_config", "ticket")
     class SharedConfigEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +145,7 @@ class JoinRequest(_message.Message):
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_JSON_FIELD_NUMBER: _ClassVar[int]
     SHARED_CONFIG_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     run_id: str
     lineage: int
@@ -153,10 +154,11 @@ class JoinRequest(_message.Message):
     layout_fingerprint: str
     layout_json: bytes
     shared_config: _containers.ScalarMap[str, str]
-    def __init__(self, protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., lineage: _Optional[int] = ..., site_id: _Optional[str] = ..., process: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., layout_json: _Optional[bytes] = ..., shared_config: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    ticket: int
+    def __init__(self, protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., lineage: _Optional[int] = ..., site_id: _Optional[str] = ..., process: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., layout_json: _Optional[bytes] = ..., shared_config: _Optional[_Mapping[str, str]] = ..., ticket: _Optional[int] = ...) -> None: ...
 
 class JoinResponse(_message.Message):
-    __slots__ = ("epoch", "incarnation", "lineage", "standings", "run_tokens", "progress_ppm", "ending", "settings", "protocol")
+    __slots__ = ("epoch", "incarnation", "lineage", "standings", "run_tokens", "progress_ppm", "ending", "settings", "protocol", "ticket")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
@@ -166,6 +168,7 @@ class JoinResponse(_message.Message):
     ENDING_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     incarnation: int
     lineage: int
@@ -175,7 +178,8 @@ class JoinResponse(_message.Message):
     ending: Ending
     settings: LearnerSettings
     protocol: int
-    def __init__(self, epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., lineage: _Optional[int] = ..., standings: _Optional[_Iterable[_Union[Standing, _Mapping]]] = ..., run_tokens: _Optional[int] = ..., progress_ppm: _Optional[int] = ..., ending: _Optional[_Union[Ending, str]] = ..., settings: _Optional[_Union[LearnerSettings, _Mapping]] = ..., protocol: _Optional[int] = ...) -> None: ...
+    ticket: int
+    def __init__(self, epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., lineage: _Optional[int] = ..., standings: _Optional[_Iterable[_Union[Standing, _Mapping]]] = ..., run_tokens: _Optional[int] = ..., progress_ppm: _Optional[int] = ..., ending: _Optional[_Union[Ending, str]] = ..., settings: _Optional[_Union[LearnerSettings, _Mapping]] = ..., protocol: _Optional[int] = ..., ticket: _Optional[int] = ...) -> None: ...
 
 class PushHeader(_message.Message):
     __slots__ = ("run_id", "site_id", "incarnation", "fragment", "sequence", "base_version", "tokens", "steps", "step_ns", "cursor", "final", "encoding", "payload_bytes", "numel", "digest", "values_digest")
