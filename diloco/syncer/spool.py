@@ -130,6 +130,19 @@ class Spool:
             raise SpoolError(f"{path} is damaged: its digest is not the one that was acknowledged")
         return payload
 
+    def check(self, reference: str, digest: str) -> None:
+        """The same without keeping the payload: a block at a time is in memory."""
+        path = self.folder / reference
+        try:
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except FileNotFoundError:
+            raise SpoolError(f"{path} is missing: the journal names it") from None
+        except OSError as error:
+            raise SpoolError(f"{path} cannot be read: {error.strerror}") from error
+        if found != digest:
+            raise SpoolError(f"{path} is damaged: its digest is not the one that was acknowledged")
+
     def sweep(self, needed: Collection[str]) -> int:
         """Drop every whole update that is not ``needed``; returns how many went."""
         wanted = set(needed)

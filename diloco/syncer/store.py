@@ -8,7 +8,8 @@ What is durable when:
 - values: by a snapshot, or by the snapshot before it and the journal, from which they are computed again.
 
 Recovery = the newest snapshot that verifies + the journal from the segment it names, through the same machine and the
-same arithmetic; every recomputed version is compared with the digest that was journalled.
+same arithmetic; every recomputed version is compared with the digest that was journalled, and every payload that is
+still to be merged with the digest that was acknowledged.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -27,6 +29,7 @@ from diloco.sync.syncer import OuterSync
 from diloco.syncer.holdings import Holdings
 from diloco.syncer.journal_files import JournalFiles, Position
 from diloco.syncer.lineages import Lineages
+from diloco.syncer.reading import FILES_MAX
 from diloco.syncer.replaying import Replayer
 from diloco.syncer.retention import RECOVERY_ONLY, Retention
 from diloco.syncer.snapshots import FragmentValues, NewerSnapshotError, Snapshot, SnapshotError, Snapshots
@@ -49,6 +52,12 @@ FORMAT = 2
 
 STAGING = ".restoring"
 """Where ``restoring.py`` makes what it then moves into the folder."""
+
+WAYS_OUT = (
+    "put that file back from a standby's spool or a backup's, or have all that waits refused and go on with what is "
+    "merged (`diloco replay RUN --out IMAGE`, then `diloco restore RUN --from IMAGE`)"
+)
+"""Of a payload that is damaged before it was merged."""
 
 
 class StoreError(ValueError):
@@ -164,10 +173,17 @@ class Store:
         self.snapshots.write(Snapshot(machine.snapshot(), tuple(values), place.segment, place.chain))
 
     def recover(
-        self, options: OuterOptions, optimizer: OuterOptimizerOptions, down_codec: str, downlinks_kept: int = 32
+        self,
+        options: OuterOptions,
+        optimizer: OuterOptimizerOptions,
+        down_codec: str,
+        downlinks_kept: int = 32,
+        *,
+        merges: bool = True,
     ) -> Recovered:
         """The state that the last process had; ``StoreError`` when none is whole.
 
+        Every payload that waits for its outer step is read and verified, unless the caller ``merges`` none of them.
         Payloads that neither a snapshot left nor the journal behind it names are dropped on the way.
         """
         notes: list[str] = []
@@ -183,6 +199,8 @@ class Store:
                 continue
             try:
                 replayer = self._replayed(snapshot, options, optimizer, down_codec, downlinks_kept)
+                if merges:
+                    self._check_waiting(replayer.machine)
             except (JournalError, SpoolError, PlainError) as error:
                 raise StoreError(str(error)) from error
             except AssertionError as error:
@@ -211,6 +229,24 @@ class Store:
         for record in self.journal.read(snapshot.journal_segment, snapshot.journal_chain):
             replayer.apply(record)
         return replayer
+
+    def _check_waiting(self, machine: OuterSync) -> None:
+        """``SpoolError`` names the update whose payload is not what was acknowledged: its outer step would fail."""
+        waiting = [
+            (f"update {pending.sequence} of fragment {fragment} from site {site}", pending.payload, pending.digest)
+            for site, each in machine.state.sites.items()
+            for fragment, line in enumerate(each.lines)
+            for pending in line.undecided
+        ]
+        with ThreadPoolExecutor(max_workers=FILES_MAX) as pool:
+            checks = [(update, pool.submit(self.spool.check, *payload)) for update, *payload in waiting]
+            for update, check in checks:
+                try:
+                    check.result()
+                except SpoolError as error:
+                    raise SpoolError(
+                        f"{error}; it is {update}, which is acknowledged and not merged: {WAYS_OUT}"
+                    ) from error
 
     def decided(self, site: str, fate: Fate) -> None:
         """An update has its fate: once no snapshot that is kept is older than that, its payload may go."""

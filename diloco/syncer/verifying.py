@@ -6,7 +6,6 @@ payloads that are merged already.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from diloco.sync.journal import JournalError
 from diloco.syncer.journal_end import JournalEnd
 from diloco.syncer.journal_files import JournalFiles
 from diloco.syncer.snapshots import Snapshots
-from diloco.syncer.spool import SpoolError
+from diloco.syncer.spool import Spool
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,8 +68,9 @@ def verify(folder: Path) -> Verified:
                 f"{journal.path(snapshot.journal_segment)}: unit at byte 0 is of another chain: {begins}"
             )
         wanted |= payloads_in(snapshot.state)
+    spool = Spool(folder / "spool", disk)
     for reference, digest in sorted(wanted.items()):
-        _check_payload(folder / "spool" / reference, digest)
+        spool.check(reference, digest)
         found.payloads += 1
     return found
 
@@ -89,13 +89,3 @@ def payloads_in(state: object) -> dict[str, str]:
 def _payloads(records: list[Record]) -> dict[str, str]:
     events = [record.event for record in records]
     return {event.payload: event.digest for event in events if isinstance(event, UpdateArrived) and event.payload}
-
-
-def _check_payload(path: Path, digest: str) -> None:
-    try:
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-    except FileNotFoundError:
-        raise SpoolError(f"{path} is missing: the journal names it") from None
-    if found != digest:
-        raise SpoolError(f"{path} is damaged: its digest is not the one that was acknowledged")

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from diloco.syncer.store import Store
 from tests.hunts import flips
 
 
@@ -13,6 +14,7 @@ def test_every_damage_is_named_or_harmless(capsys: pytest.CaptureFixture[str]) -
     assert flips.main(["--flips", "400", "--seed", "7"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["found"]["named"] > 300
+    assert found["found"]["still to be merged"] > 80
 
 
 def test_a_start_that_goes_on_with_another_state_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,3 +22,11 @@ def test_a_start_that_goes_on_with_another_state_is_a_violation(monkeypatch: pyt
     started = flips.started
     monkeypatch.setattr(flips, "started", lambda folder, copy, wanted: (started(folder, copy, wanted)[0], False))
     assert flips.main(["--flips", "5"]) == 1
+
+
+def test_a_start_that_does_not_look_at_what_it_is_still_to_merge_is_a_violation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Store, "_check_waiting", lambda store, machine: None)
+    assert flips.main(["--flips", "40", "--seed", "7"]) == 1
+    assert "goes on with another state" in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from diloco.syncer.restoring import Known, RestoreError, restore_backup, restore
 from diloco.syncer.snapshots import FragmentValues, same_values
 from diloco.syncer.store import StoreError
 from diloco.syncer.vault import Vault
+from diloco.syncer.verifying import payloads_in
 from tests.syncer.building import RUN, update
 from tests.syncer.desk import CARD, Desk
 from tests.syncer.test_kept import RULES, run, versions
@@ -108,6 +110,22 @@ def test_an_image_becomes_the_next_version_of_every_fragment(tmp_path: Path) -> 
             assert line.tokens_merged == image.held[name, index][0] + later
     assert Reason.RESTORED in reasons
     again.close()
+
+
+def test_a_run_whose_waiting_payloads_are_damaged_gets_out_by_a_replay_and_a_restore(tmp_path: Path) -> None:
+    """As the refusal of the start says: what waits is refused, and what is merged is gone on with."""
+    folder = tmp_path / "run"
+    desk = stopped(folder)
+    waiting = payloads_in(desk.machine.snapshot())
+    for payload in waiting:
+        (folder / "spool" / payload).write_bytes(b"other")
+    with pytest.raises(StoreError, match=r"diloco replay RUN --out IMAGE.*diloco restore RUN --from IMAGE"):
+        Desk(folder)
+    rebuilt = Kept(folder).replay(RULES)
+    image = Image(asdict(CARD), tuple(rebuilt.values), rebuilt.held, {})
+    restored = restore_in_place(folder, CARD, RULES, image, "a payload was damaged", Known(CLOCK_S))
+    assert restored.refused == len(waiting) > 0
+    assert_goes_on(folder, tuple(desk.values), list(restored.versions)).close()
 
 
 def test_a_replay_goes_across_the_beginning_of_a_lineage(tmp_path: Path) -> None:

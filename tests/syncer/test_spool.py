@@ -52,11 +52,14 @@ def test_a_kept_update_is_read_by_its_reference_and_any_change_is_named(tmp_path
     partial.close()
     assert reference == spool.reference(header) == spool.name("site.a", 0, 1, header.digest)
     assert spool.read(reference, header.digest) == payload
+    spool.check(reference, header.digest)
     path = tmp_path / reference
     for at in range(0, len(payload), 7):
         path.write_bytes(payload[:at] + bytes([payload[at] ^ 1]) + payload[at + 1 :])
         with pytest.raises(SpoolError, match=f"{path} is damaged"):
             spool.read(reference, header.digest)
+        with pytest.raises(SpoolError, match=f"{path} is damaged"):
+            spool.check(reference, header.digest)
     path.write_bytes(payload[:-1])
     with pytest.raises(SpoolError, match=f"{path} is damaged"):
         spool.read(reference, header.digest)
