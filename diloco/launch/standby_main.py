@@ -43,7 +43,8 @@ is away nothing does: then a loss of the syncer's disk costs what came since.
 follow takes the settings of `diloco syncer`.  Promoted, it is that syncer, on the same address, with the same exit
 codes; its first own act is a larger epoch, and sites that have joined it never go back to the old one.  It needs
 cluster.replication itself, for the next standby, which begins with an empty folder.  Ctrl-C while it follows: exit 75,
-the same command goes on.  Where they want to know who asks: site.token_file=... site.tls_ca=..."""
+the same command goes on.  When the run has finished and the syncer has stopped it ends as well, with exit 0.  Where
+they want to know who asks: site.token_file=... site.tls_ca=..."""
 WORDS = ("follow", "promote", "detach", "status")
 WAIT_S = 0.1
 
@@ -136,9 +137,8 @@ def _follow(given: argparse.Namespace) -> ExitCode:
     write_config(config, run_dir, given)
     config.cluster.syncer.folder = config.cluster.syncer.folder or str(run_dir.root / config.cluster.standby.name)
     warm = _followed(config, run_dir)
-    if warm is None:
-        print(f"standby {config.cluster.standby.name} has stopped; the same command goes on")
-        return ExitCode.DRAINED
+    if isinstance(warm, ExitCode):
+        return warm
     with ExitStack() as stack:
         stack.callback(warm.taken.close)
         log = EventLog(run_dir.events, "syncer")
@@ -149,8 +149,8 @@ def _follow(given: argparse.Namespace) -> ExitCode:
     return said(config, run_dir, ending)
 
 
-def _followed(config: RunConfig, run_dir: RunDir) -> Warm | None:
-    """Follow until it is promoted, or asked to stop (None)."""
+def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
+    """Follow until it is promoted; or until the run is over, or somebody asks it to stop, which is said."""
     from diloco.durable import LockedError
     from diloco.syncer.standby import StandbyError, StoreError
 
@@ -163,13 +163,17 @@ def _followed(config: RunConfig, run_dir: RunDir) -> Warm | None:
             primary, name = config.cluster.standby.primary, config.cluster.standby.name
             print(f"standby {name} of run {config.run.name} follows {primary}, and answers at {address}", flush=True)
             print(f"it takes over when it is told to:  diloco standby promote {address}", flush=True)
-            while not stopping.asked:
+            while not stopping.asked and not standing.ended:
                 began = time.monotonic()
                 warm = standing.wait(WAIT_S)
                 if warm is not None:
                     log.emit("promoted", {"seconds": round(time.monotonic() - began, 3)})
                     return warm
-            return None
+        if standing.ended:
+            print(f"run {config.run.name} has finished and its syncer has stopped: there is nothing to stand by for")
+            return ExitCode.OK
+        print(f"standby {name} has stopped; the same command goes on")
+        return ExitCode.DRAINED
     except StoreError as error:
         raise VerbError(ExitCode.MISMATCH, str(error)) from error
     except LockedError as error:

@@ -139,9 +139,10 @@ def standby_line(status: Mapping[str, Any]) -> str:
     versions = ",".join(map(str, status["versions"])) or "none yet"
     follows = "follows" if status["following"] else f"DOES NOT FOLLOW (heard {status['heard_seconds_ago']:.0f} s ago)"
     failed = f"  FAILED: {status['failed']}" if status["failed"] else ""
+    trouble = f"  {status['trouble']}" if status.get("trouble") and not failed else ""
     return (
         f"standby {status['name']} {follows} {status['primary']}  versions {versions}  epoch {status['epoch']}  "
-        f"{status['turns_behind']} turns to carry out{failed}"
+        f"{status['turns_behind']} turns to carry out{trouble}{failed}"
     )
 
 

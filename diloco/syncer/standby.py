@@ -4,11 +4,13 @@ One thread takes what the syncer sends and lays it down as the syncer did: a pay
 the frame synced and marked before it is acknowledged.  A second one carries the records out, as a recovery would, so
 that every version here is computed and compared; it writes a snapshot where the syncer's journal was cut for one.  The
 folder is a syncer's folder at every instant: whoever starts on it goes on from there.
+
+A full disk ends no standby.  It lets go of the past that only a replay wants, stops following and so acknowledging, in
+words, and goes on from where its journal ends when there is room.
 """
 
 from __future__ import annotations
 
-import hashlib
 import queue
 import threading
 import time
@@ -17,26 +19,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.durable import PLAIN_DISK, Step, locked
+from diloco.durable import PLAIN_DISK, DiskFullError, Step, locked
 from diloco.sync.effects import TellFate
+from diloco.sync.events import Ending
 from diloco.sync.frames import FRAME, HEADER, chain_after, units
 from diloco.sync.journal import JournalError, decode_records
 from diloco.sync.lineage import promoted_epoch
+from diloco.sync.state import Phase
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.holdings import Holdings
+from diloco.syncer.incoming import Incoming
 from diloco.syncer.journal_files import Position
 from diloco.syncer.leadership import Leadership, remembered
 from diloco.syncer.opening import open_store, recovered
 from diloco.syncer.replaying import Replayer
+from diloco.syncer.room import LOOK_EVERY_S, Room
 from diloco.syncer.spool import SpoolError
 from diloco.syncer.store import Store, StoreError
-from diloco.wire.chunks import Assembler, ChunkError
+from diloco.wire.following import STOPS
 from diloco.wire.messages import Alive, Chunk, Refused, Unreachable
 from diloco.wire.replication import FollowAck, Follows, FollowStart, Item
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import BinaryIO
 
     from diloco.durable import Disk
     from diloco.sync.journal import Record
@@ -90,9 +95,11 @@ class Standby:
         self._replayer: Replayer | None = None
         self._orders: queue.Queue[list[Record] | Position | None] = queue.Queue(BEHIND_MAX)
         self._threads: list[threading.Thread] = []
-        self._incoming: _Incoming | None = None
+        self._incoming: Incoming | None = None
         self._began_at: Position | None = None
         self.connected = False
+        self._left = False
+        """Whether the syncer said that it stops, the last time that it said anything."""
         self._trouble: str | None = None
         self.acked = (0, 0)
         self.heard_s = time.monotonic()
@@ -174,9 +181,21 @@ class Standby:
         try:
             work()
         except BaseException as error:
-            self.failed = self.failed or error
-            self.emit("failed", {"why": str(error) or repr(error)})
-            self._stopping.set()
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing can go on: whoever waits for the standby raises ``error``; from any thread."""
+        self.failed = self.failed or error
+        self.emit("failed", {"why": str(error) or repr(error)})
+        self._stopping.set()
+        if self._stream is not None:
+            self._stream.cancel()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run is over and the syncer has stopped in order: there is nothing left to stand by for."""
+        state = self.state()
+        return self._left and state is not None and state.phase is Phase.ENDED and state.ending is Ending.FINISHED
 
     def status(self) -> dict[str, object]:
         """How it stands, for ``diloco status``."""
@@ -202,7 +221,10 @@ class Standby:
                 try:
                     self._follow()
                 except Unreachable as error:
+                    self._left = STOPS in error.why or (self._left and not self.connected)
                     self._lost(error.why)
+                except DiskFullError as error:
+                    self._wait_for_room(error)
                 except Refused as error:
                     if self._replayer is None or "empty folder" not in error.text:
                         self._lost(error.text)
@@ -210,6 +232,7 @@ class Standby:
                     raise StandbyError(error.text) from error
         finally:
             self._orders.put(None)
+            self._let_go()
 
     def _lost(self, why: str) -> None:
         if self.connected:
@@ -217,10 +240,32 @@ class Standby:
         elif why != self._trouble:
             self.emit("note", {"note": "not_following", "why": why})
         self.connected, self._trouble = False, why
-        self._incoming = None
+        self._let_go()
         self._stopping.wait(PAUSE_S)
 
+    def _let_go(self) -> int:
+        """Of what was on its way in; its size."""
+        incoming, self._incoming = self._incoming, None
+        if incoming is None:
+            return 0
+        incoming.discard()
+        return incoming.item.item_bytes
+
+    def _wait_for_room(self, error: DiskFullError) -> None:
+        """The stream is over, and so nothing is acknowledged until it begins again."""
+        wanted = self._let_go()
+        if self._replayer is not None:
+            self.store.let_go_of_the_past()
+        self.emit("note", {"note": "disk_full", "why": f"disk full: {error.strerror}; the standby does not follow"})
+        self.connected, self._trouble = False, f"disk full: {error.strerror}"
+        room = Room(self.folder, self._options.disk_reserve_mb * 1_000_000, lambda why: None)
+        while not self._stopping.wait(LOOK_EVERY_S) and (why := room.wanting(wanted)) is not None:
+            self._trouble = why
+
     def _follow(self) -> None:
+        self.store.journal.flush()  # The last mark may have found no room ...
+        if self._replayer is None and not self.store.is_new():  # ... or the first one.
+            self._recover()
         segment, chain = (
             (0, "") if self._replayer is None else (self.store.journal.index, self.store.journal.chain.hex())
         )
@@ -245,10 +290,10 @@ class Standby:
                 self._began_at = Position(part.segment, part.chain) if part.anew else None
                 for leftover in self.store.snapshots.folder.glob(".incoming-*"):
                     self.disk.remove(leftover, Step.SNAPSHOT_PRUNE)
-                self.connected, self._trouble = True, None
+                self.connected, self._left, self._trouble = True, False, None
                 self.emit("connected", {"anew": part.anew})
             case Item():
-                self._incoming = _Incoming(self.store, part)
+                self._incoming = Incoming(self.store, part, self.disk)
             case Chunk():
                 if self._incoming is None:
                     raise StandbyError("a chunk came of nothing")
@@ -256,8 +301,8 @@ class Standby:
             case Alive():
                 stream.ack(FollowAck(*self.acked))
         if self._incoming is not None and self._incoming.complete:
-            incoming, self._incoming = self._incoming, None
-            data = incoming.finish(self.disk)
+            incoming, data = self._incoming, self._incoming.finish()
+            self._incoming = None
             if not incoming.item.name:
                 self._unit(incoming.item, data)
                 self.acked = (incoming.item.segment, incoming.item.offset + incoming.item.item_bytes)
@@ -277,9 +322,12 @@ class Standby:
             place = journal.rotate()
             self._orders.put(place)
         elif unit.kind == FRAME and chain_after(journal.chain, unit.body) == unit.chain:
+            records = decode_records(unit.body, item.offset)
             journal.append_body(unit.body)
-            journal.flush()
-            self._orders.put(decode_records(unit.body, item.offset))
+            try:
+                journal.flush()
+            finally:
+                self._orders.put(records)  # Also where only its mark finds no room: it is in the journal.
         if journal.chain != unit.chain:
             raise StandbyError(
                 f"byte {item.offset} of segment {item.segment} does not go on from the journal here: "
@@ -318,69 +366,19 @@ class Standby:
                             self.store.decided(effect.site, effect.fate)
             except (JournalError, SpoolError) as error:
                 # It is durable here all the same; but whoever computes other bits than the syncer must not go on.
-                self.failed = StandbyError(str(error))
-                self.emit("failed", {"why": str(error)})
-                self._stopping.set()
-                if self._stream is not None:
-                    self._stream.cancel()
+                self.fail(StandbyError(str(error)))
+            except Exception as error:
+                self.fail(error)
 
     def _snapshot(self, replayer: Replayer, place: Position) -> None:
         began = time.monotonic()
-        size = self.store.snapshot_writer(replayer.machine, list(replayer.values), place)()
-        self.emit("snapshot", {"seconds": round(time.monotonic() - began, 4), "bytes": size})
-
-
-class _Incoming:
-    """An item on its way in: a file beside its place, or a unit in memory."""
-
-    def __init__(self, store: Store, item: Item) -> None:
-        self.item = item
-        self._store = store
-        self._hash = hashlib.sha256()
-        self._held = bytearray()
-        self._path: Path | None = None
-        self._file: BinaryIO | None = None
-        if item.name:
-            kind, folder, name = item.name.split("/")
-            target = store.spool.folder / folder if kind == "spool" else store.snapshots.folder / f".incoming-{folder}"
-            target.mkdir(exist_ok=True)
-            self._path = target / name
-            self._file = target.joinpath(f".{name}.tmp").open("wb")
-        self._assembler = Assembler(item.item_bytes, self._write)
-
-    def _write(self, offset: int, data: memoryview) -> None:
-        del offset
-        self._hash.update(data)
-        if self._file is not None:
-            self._file.write(data)
-        else:
-            self._held += data
-
-    def accept(self, chunk: Chunk) -> None:
-        """Take one chunk."""
         try:
-            self._assembler.accept(chunk.offset, chunk.data, chunk.crc32)
-        except ChunkError as error:
-            raise Unreachable(f"Follow: {error}") from error
-
-    @property
-    def complete(self) -> bool:
-        """Whether every byte is here."""
-        return self._assembler.offset == self.item.item_bytes
-
-    def finish(self, disk: Disk) -> bytes:
-        """Check the whole; a file is durable under its name when this returns, a unit is returned."""
-        if self._hash.hexdigest() != self.item.digest:
-            raise Unreachable(f"Follow: {self.item.name or 'a unit'} is not what was declared")
-        if self._file is None or self._path is None:
-            return bytes(self._held)
-        disk.sync(self._file, Step.STANDBY_FILE)
-        self._file.close()
-        beside = self._path.with_name(f".{self._path.name}.tmp")
-        disk.rename(beside, self._path, Step.STANDBY_FILE)
-        disk.sync_folder(self._path.parent, Step.STANDBY_FILE)
-        disk.sync_folder(self._path.parent.parent, Step.STANDBY_FILE)
-        return b""
+            size = self.store.snapshot_writer(replayer.machine, list(replayer.values), place)()
+        except DiskFullError as error:  # The journal has everything that would be in it, and another one will come.
+            self.emit("note", {"note": "snapshot_put_off", "why": f"disk full: {error.strerror}"})
+            self.store.let_go_of_the_past()
+            return
+        self.emit("snapshot", {"seconds": round(time.monotonic() - began, 4), "bytes": size})
 
 
 __all__ = ["Standby", "StandbyError", "StoreError", "Warm"]

@@ -68,6 +68,11 @@ class StandingBy:
         self._end_answering()
         return self._succession.hand_over(self.standby.promote(), lossy=self.api.lossy)
 
+    @property
+    def ended(self) -> bool:
+        """Whether there is nothing left to stand by for: the run is over, and the syncer has stopped in order."""
+        return self.standby.ended and not self.api.promoted.is_set()
+
     def stop(self) -> None:
         """Stop answering and following; what was handed over stays open."""
         self._end_answering()

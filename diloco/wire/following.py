@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from diloco.wire.stall import Guard
 
 
+STOPS = "the syncer stops"
+"""What a standby hears last of one that ends in order."""
+
+
 class Followed(Protocol):
     """One standby being served.  ``parts`` is for one thread, the other methods for any."""
 
@@ -102,7 +106,7 @@ class FollowHandlers:
             listener.start()
             for part in followed.parts():
                 if self._stopping.is_set():
-                    raise Refusal(Status.UNAVAILABLE, "the syncer stops")
+                    raise Refusal(Status.UNAVAILABLE, STOPS)
                 yield pack_part(part)
 
     def _listen(self, requests: Iterator[bytes], followed: Followed) -> None:

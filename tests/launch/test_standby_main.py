@@ -92,6 +92,8 @@ def test_a_standby_that_does_not_follow_shows_it() -> None:
     line = standby_line({**status, "primary": "fra:1", "epoch": 0, "turns_behind": 0})
     assert "standby iad DOES NOT FOLLOW (heard 9 s ago) fra:1  versions none yet" in line
     assert line.endswith("FAILED: other bits")
+    trouble = {"trouble": "disk full: 3 MB are free", "failed": None, "primary": "fra:1", "epoch": 0, "turns_behind": 0}
+    assert standby_line({**status, **trouble}).endswith("0 turns to carry out  disk full: 3 MB are free")
 
 
 @pytest.mark.slow
@@ -115,6 +117,22 @@ def test_a_run_goes_on_after_its_syncer_was_killed(tmp_path: Path) -> None:
         assert len(epochs) == 2
         syncers = {event["syncer"] for event in place.seen("otter", "site-a", "joined")}
         assert syncers == {first, second}
+
+
+@pytest.mark.slow
+def test_it_ends_when_the_run_has_finished_and_its_syncer_has_stopped(tmp_path: Path) -> None:
+    with place_in(tmp_path) as place:
+        budget = ["cluster.replication.mode=sync", "run.seconds=6"]
+        syncer, first = place.syncer("otter", *budget)
+        own = [f"cluster.standby.primary={first}", "cluster.syncer.listen=127.0.0.1:0"]
+        standby = place.start("standby", "standby", "follow", *TINY, "run.name=otter", *own, *budget)
+        site = place.site("otter", first, "site-a", "run.seconds=6", "site.index=0", "site.num_sites=1")
+        assert site.end() == 0, site.text()
+        assert syncer.end() == 0, syncer.text()
+        assert standby.end() == 0, standby.text()
+        assert standby.text().endswith(
+            "run otter has finished and its syncer has stopped: there is nothing to stand by for\n"
+        )
 
 
 def test_ctrl_c_while_it_follows(tmp_path: Path) -> None:

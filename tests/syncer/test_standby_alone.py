@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from diloco.durable import PLAIN_DISK
 from diloco.syncer.opening import open_store, recovered
 from diloco.syncer.restoring import begin_lineage
@@ -41,6 +43,27 @@ def test_a_standby_from_before_a_restore_is_told_to_begin_anew(tmp_path: Path) -
         with serving(toy):
             eventually(lambda: standby.failed is not None, BOUND_S, "it ends")
         assert "give the standby an empty folder" in str(standby.failed)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_it_ends_with_the_run_once_the_syncer_has_said_that_it_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_order: bool
+) -> None:
+    """One that was killed may have had the last versions still to write: the standby would do that."""
+    toy = a_toy(tmp_path)
+    toy.outer["token_budget"] = 1000
+    if not in_order:
+        monkeypatch.setattr("diloco.syncer.standby.STOPS", "a word that nobody says")
+    with following(toy, f"127.0.0.1:{toy.port}") as (standby, log):
+        with serving(toy) as (_, address, _log), SiteThread(toy, "a", address, step_s=STEP_S) as site:
+            assert site.join(BOUND_S).ending == "finished"
+            assert not standby.ended
+        log.wait_for("disconnected", 1, BOUND_S)
+        eventually(lambda: standby._orders.empty(), BOUND_S, "everything is carried out")
+        if in_order:
+            eventually(lambda: standby.ended, BOUND_S, "it knows")
+        assert standby.ended is in_order
+        assert standby.ready
 
 
 def test_why_a_standby_is_not_let_in_is_said_once(tmp_path: Path) -> None:
