@@ -3,6 +3,8 @@
 With a lease a thread looks at it all the time.  An heir has everything that anybody was told; so it takes the lease as
 soon as the holder has let it run out, without being asked.  Whoever is not the heir takes over by an operator's word
 only (``lossy``), once nobody holds the lease; what it lacks is given up, and so a new lineage begins with what it has.
+
+Nobody looks at a standby whose thread has died: any failure that is none of the lease's ends the standby, in words.
 """
 
 from __future__ import annotations
@@ -12,10 +14,12 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from diloco.durable import is_full
 from diloco.sync.lineage import next_lineage
 from diloco.syncer.leadership import claim_of, try_to_lead
-from diloco.syncer.lease import LeaseError, LeaseRefusedError
+from diloco.syncer.lease import LeaseError
 from diloco.syncer.restoring import begin_lineage
+from diloco.syncer.standby import StandbyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,26 +110,43 @@ class Succession:
     def _run(self) -> None:
         lease = self._lease
         assert lease is not None
-        while not self._stopping.wait(lease.ttl_s * LOOK_SHARE):
-            try:
-                self._standing = lease.read()
-                self._vacant = lease.vacant()
-                if self._taken(lease):
+        try:
+            while not self._stopping.wait(lease.ttl_s * LOOK_SHARE):
+                if self._look(lease):
                     self._on_taken()
                     return
-                self._trouble = None
-            except LeaseRefusedError:
-                self._trouble = None  # It is not the heir, which is how most standbys begin.
-            except LeaseError as error:
-                if self._trouble is None:
-                    self._standby.emit("note", {"note": "lease", "why": str(error)})
-                self._trouble = str(error)
+        except Exception as error:
+            text = f"nobody looks at the lease {lease.place} any more: {type(error).__name__}: {error}"
+            self._standby.fail(StandbyError(text))
+
+    def _look(self, lease: Lease) -> bool:
+        """Whether the lease was there to be taken, and is taken."""
+        try:
+            self._standing = lease.read()
+            self._vacant = lease.vacant()
+            taken = self._taken(lease)
+            self._trouble = None
+            return taken
+        except LeaseError as error:
+            self._troubled(str(error))
+        except OSError as error:
+            if not is_full(error):
+                raise
+            self._troubled(f"disk full: {error.strerror}")  # Whether it was taken or not, it may be tried again.
+        return False
+
+    def _troubled(self, why: str) -> None:
+        if self._trouble is None:
+            self._standby.emit("note", {"note": "lease", "why": why})
+        self._trouble = why
 
     def _taken(self, lease: Lease) -> bool:
-        standby = self._standby
+        standby, standing = self._standby, self._standing
         state = standby.state()
-        if state is None or self._standing is None:
+        if state is None or standing is None or standing.released:
             return False
+        if standby.identity not in (standing.heir, standing.holder):
+            return False  # Which is how most standbys begin.
         claim = claim_of(lease, standby.folder, standby.disk, state, by_itself=True)
         self._leadership = try_to_lead(lease, standby.folder, standby.disk, claim, standby.emit)
         return self._leadership is not None

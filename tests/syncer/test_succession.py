@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from diloco.durable import PLAIN_DISK
+from diloco.durable import PLAIN_DISK, Disk
 from diloco.sync.state import FragmentState, OuterState
-from diloco.syncer.leadership import remembered
-from diloco.syncer.lease import Claim
+from diloco.syncer import succession as succession_module
+from diloco.syncer.leadership import Leadership, remembered
+from diloco.syncer.lease import Claim, Lease
 from diloco.syncer.lease_file import FileLease, HeldFile
-from diloco.syncer.standby import Warm
+from diloco.syncer.standby import StandbyError, Warm
 from diloco.syncer.succession import Succession, begun_anew
 from tests.loopback.cluster import Log, SiteThread, eventually, free_port, serving
 from tests.syncer.test_standby import BOUND_S, STEP_S, a_toy, following
@@ -32,7 +36,12 @@ class Scene:
         state = OuterState([FragmentState()], epoch=1)
         self.name = remembered(folder, PLAIN_DISK, "second").name
         standby = SimpleNamespace(
-            identity=self.name, folder=folder, disk=PLAIN_DISK, emit=self.log.emit, state=lambda: state
+            identity=self.name,
+            folder=folder,
+            disk=PLAIN_DISK,
+            emit=self.log.emit,
+            state=lambda: state,
+            fail=lambda error: self.log.emit("failed", {"error": error}),
         )
         self.succession = Succession(standby, self.lease(), lambda: self.taken.emit("taken", {}))  # type: ignore[arg-type]
 
@@ -99,6 +108,54 @@ def test_a_lease_that_cannot_be_read_lets_nobody_take_over_and_is_said(tmp_path:
     with looking(scene) as succession:
         scene.log.wait_for("note", 1, BOUND_S, where=lambda note: "no lease that can be trusted" in str(note["why"]))
         assert "is not known" in str(succession.refusal(lossy=True))
+
+
+def test_whatever_else_goes_wrong_while_it_looks_ends_the_standby_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(tmp_path)
+    assert scene.holder().mark(scene.name)
+
+    def broken(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("diloco.syncer.succession.try_to_lead", broken)
+    with looking(scene):
+        (failed,) = scene.log.wait_for("failed", 1, BOUND_S)
+    assert isinstance(failed["error"], StandbyError)
+    assert "nobody looks at the lease" in str(failed["error"])
+    assert "Input/output error" in str(failed["error"])
+
+
+def test_a_full_disk_when_the_lease_is_there_to_be_taken_is_said_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene, lead, left = Scene(tmp_path), succession_module.try_to_lead, [2]
+    assert scene.holder().mark(scene.name)
+
+    def full(lease: Lease, folder: Path, disk: Disk, claim: Claim, emit: Any) -> Leadership | None:
+        """The lease is taken by then; what the folder remembers of it finds no room."""
+        leadership = lead(lease, folder, disk, claim, emit)
+        if leadership is not None and left[0]:
+            left[0] -= 1
+            leadership.stop(release=False)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return leadership
+
+    monkeypatch.setattr("diloco.syncer.succession.try_to_lead", full)
+    with looking(scene):
+        scene.log.wait_for("note", 1, BOUND_S, where=lambda note: "disk full: No space left" in str(note["why"]))
+        scene.taken.wait_for("taken", 1, BOUND_S)
+    assert left == [0]
+
+
+def test_an_heir_whose_folder_may_not_lead_says_why(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    assert scene.holder().mark(scene.name)
+    (tmp_path / "leadership.json").write_text("{")
+    with looking(scene) as succession:
+        scene.log.wait_for("note", 1, BOUND_S, where=lambda note: "cannot be read: remove it" in str(note["why"]))
+        assert "cannot be read" in str(succession.status()["trouble"])  # type: ignore[index]
 
 
 def test_without_a_lease_an_operators_word_is_enough(tmp_path: Path) -> None:
