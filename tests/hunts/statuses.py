@@ -33,7 +33,8 @@ SUPERSEDED = "a process that a newer one has replaced"
 TOO_LARGE = "message above limit, metadata over 16 KiB"
 COMPRESSED = "gzip at the gRPC layer"
 NO_METHOD = "unknown method"
-AWAY = "draining, stopping, disk full"
+AWAY = "draining, stopping"
+DISK_FULL = "disk full"
 OVERLOAD = "overload, no credit"
 
 ROWS: Mapping[str, frozenset[str]] = {
@@ -58,6 +59,7 @@ ROWS: Mapping[str, frozenset[str]] = {
     COMPRESSED: frozenset({"UNIMPLEMENTED"}),
     NO_METHOD: frozenset({"UNIMPLEMENTED"}),
     AWAY: frozenset({"UNAVAILABLE"}),
+    DISK_FULL: frozenset({"UNAVAILABLE"}),
     OVERLOAD: frozenset({"RESOURCE_EXHAUSTED"}),
 }
 ANY = frozenset(answer for row in ROWS.values() for answer in row) | {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import faulthandler
 import gc
 import hashlib
@@ -18,11 +19,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
-from diloco.durable import PLAIN_DISK, Disk
+from diloco.durable import PLAIN_DISK, Disk, Step
 from diloco.launch.arenas import limit_arenas
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
@@ -36,6 +37,18 @@ ANSWER_S = 60.0
 MEMORY_MAX = 8 << 30
 """Of everything that the process allocates, stacks of its threads too, which are hardly touched."""
 Emit = Callable[[str, dict[str, object]], None]
+
+
+class FillableDisk(Disk):
+    """Has no room as long as there is a file ``full`` in its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._full = folder / "full"
+
+    def write(self, file: BinaryIO, data: bytes | memoryview, step: Step) -> None:
+        if self._full.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().write(file, data, step)
 
 
 @dataclass(kw_only=True)
@@ -206,7 +219,8 @@ def main(fortress: Fortress, pipe: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_MAX, MEMORY_MAX))
     said = _Said()
     logging.getLogger().addHandler(said)
-    syncer = fortress.syncer(lambda what, fields: said.say(f"{what} {list(fields.items())}"))
+    disk = FillableDisk(Path(fortress.folder))
+    syncer = fortress.syncer(lambda what, fields: said.say(f"{what} {list(fields.items())}"), disk)
     try:
         pipe.send(syncer.start())
         while pipe.recv() == "look":

@@ -6,6 +6,7 @@ import itertools
 import random
 import ssl
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,14 +14,15 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2
 
 from diloco.wire import convert
 from diloco.wire.calls import PUSHBACK_KEY
 from diloco.wire.convert_bulk import pack_push
 from diloco.wire.messages import WatchAsk
 from tests.hunts import http2, statuses
-from tests.hunts.access import due
-from tests.hunts.asking import ADMIN, SYNC, Call, good, pushed
+from tests.hunts.access import Access, due
+from tests.hunts.asking import ADMIN, HEALTH, SYNC, Call, good, pushed
 from tests.hunts.attacks import strict
 from tests.hunts.fuzz import Siege
 from tests.hunts.target import guarded, running
@@ -28,7 +30,7 @@ from tests.loopback.toy import RUN
 
 SITES = ["site-a", "site-b", "site-c"]
 BOUND_S = 30.0
-DRAWN = sorted(set(statuses.ROWS) - {statuses.TLS_FAILS, statuses.AWAY, statuses.OVERLOAD})
+DRAWN = sorted(set(statuses.ROWS) - {statuses.TLS_FAILS, statuses.AWAY, statuses.DISK_FULL, statuses.OVERLOAD})
 
 
 def besieged(variant: str, folder: Path) -> Iterator[Siege]:
@@ -161,3 +163,37 @@ def test_a_syncer_that_stops_is_unavailable(tmp_path: Path) -> None:
             list(stream)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert worker.access.make(Call(statuses.AWAY, f"{SYNC}Watch", [ask], worker.world.site))[0] == "UNAVAILABLE"
+
+
+def test_a_full_disk_is_unavailable_and_changes_nothing_and_heals(tmp_path: Path) -> None:
+    for siege in besieged("tokens", tmp_path):
+        worker, full = siege.workers[0], tmp_path / "full"
+        header, payload = worker.world.update(random.Random(6))
+        push = Call(statuses.DISK_FULL, f"{SYNC}Push", pushed(header, payload), worker.world.site)
+        joining = siege.workers[1].world
+        join = convert.pack_join(joining.join(process="00000000000abcde"))
+        before = siege.quiet()
+        full.touch()
+        said = "disk full: No space left on device"
+        assert worker.access.make(push) == ("UNAVAILABLE", said), "its payload finds no room"
+        assert siege.quiet().state == before.state
+        snapshot = Call(statuses.DISK_FULL, f"{ADMIN}Snapshot", [b""], "admin")
+        asked = {"joining": Call(statuses.DISK_FULL, f"{SYNC}Join", [join], joining.site), "again": push}
+        for name, call in (asked | {"snapshot": snapshot}).items():
+            answer, details = worker.access.make(call)
+            assert (answer, details) == ("UNAVAILABLE", said), name
+            assert statuses.complaint(name, statuses.ROWS[statuses.DISK_FULL], answer, details) is None
+        check = good(worker.world, random.Random(1))[f"{HEALTH}Check"][1]
+        assert serving(worker.access, check) is False
+        full.unlink()
+        until_s = time.monotonic() + BOUND_S
+        while not serving(worker.access, check):
+            assert time.monotonic() < until_s, "there is room, and it does not go on"
+            time.sleep(0.1)
+        assert worker.access.make(push)[0] == "accepted"
+        siege.target.stop()
+
+
+def serving(access: Access, check: bytes) -> bool:
+    answer = access.channel("").unary_unary(f"{HEALTH}Check")(check, timeout=BOUND_S)
+    return bool(health_pb2.HealthCheckResponse.FromString(answer).status == health_pb2.HealthCheckResponse.SERVING)
