@@ -1,8 +1,8 @@
 """``make hostile``: a network full of peers that mean no good, around a site that trains all the time.
 
 Silent connections, half-open ones, thousands at once, streams a byte a second, streams whose client is killed, resets
-in the middle of a chunk, a thousand reconnects.  The site's rounds go on through each of them, what is silent is hung
-up on, and when it is over, threads, files and memory of the syncer are what they were.
+in the middle of a chunk, floods of frames, a thousand reconnects.  The site's rounds go on through each of them, what
+is silent is hung up on, and when it is over, threads, files and memory of the syncer are what they were.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from diloco.wire.calls import SYNC_SERVICE
 from diloco.wire.convert_bulk import pack_push
 from diloco.wire.options import ServerOptions
 from tests.hunts import http2
+from tests.hunts.crowd import memory_of
+from tests.hunts.frame_floods import FLOODS, Due, flood
 from tests.hunts.reporting import Hunt
 from tests.hunts.target import Target, View, guarded, running
 from tests.loopback.cluster import Process
@@ -41,6 +44,12 @@ ADOPTED_MIN = 3
 GROWTH_MAX = 0.05
 FILES_SLACK = 8
 """Of the snapshots, the journal and the honest site's own connections, which come and go."""
+FLOOD_S = 10.0
+FLOOD_BYTES_MAX = 768 << 20
+"""What a flood of frames may take meanwhile.  gRPC states no bound for what it reads at once; the most that was seen is
+450 MiB, all of which is gone when the connections are.
+"""
+ORDER = (Due.BORNE, Due.REFUSED, Due.ENDED)
 PATH = f"/{SYNC_SERVICE}/"
 
 
@@ -53,6 +62,10 @@ class Siege:
     token: str
     hunt: Hunt
     facts: dict[str, object]
+    pid: int
+    """The syncer's."""
+    adopted: Callable[[], int]
+    """How many versions the honest site has adopted so far."""
 
     def count(self, full: int) -> int:
         return max(5, int(full * self.scale))
@@ -196,22 +209,26 @@ def resets(siege: Siege) -> None:
     siege.facts["resets"] = siege.count(200)
 
 
-def rapid(siege: Siege) -> None:
-    """Streams that are opened and reset at once, by the hundred, and pings without end, on connections of one site."""
-    opening = http2.headers(f"{PATH}Push", siege.token)
-    sent = 0
-    for _ in range(siege.count(20)):
-        with http2.hello(siege.address) as connection:
-            try:
-                for number in range(500):
-                    stream = 2 * number + 1
-                    opened = http2.frame(http2.HEADERS, http2.END_HEADERS, stream, opening)
-                    connection.sendall(opened + http2.frame(http2.RST, 0, stream, b"\x00\x00\x00\x08"))
-                    sent += 1
-                connection.sendall(http2.frame(http2.PING, 0, 0, bytes(8)) * 1000)
-            except OSError:
-                continue  # The syncer has had enough of it, which is what it should.
-    siege.facts["rapid_resets"] = sent
+def frames(siege: Siege) -> None:
+    """Every flood of frames, over two connections of one site at once, while the honest site goes on."""
+    told: dict[str, object] = {}
+    for name, (pieces, due) in FLOODS.items():
+        Path(f"/proc/{siege.pid}/clear_refs").write_text("5")  # The peak begins anew.
+        before, adopted = memory_of(siege.pid)["VmRSS"], siege.adopted()
+        seconds, began_s = max(1.0, FLOOD_S * siege.scale), time.monotonic()
+        with ThreadPoolExecutor(2) as pool:
+            jobs = [pool.submit(flood, siege.address, pieces(siege.token), seconds) for _ in range(2)]
+            found = [job.result() for job in jobs]
+        taken = memory_of(siege.pid)["VmHWM"] - before
+        rounds, took_s = siege.adopted() - adopted, time.monotonic() - began_s
+        told[name] = [*(each.due.value for each in found), f"{taken >> 20} MiB", f"{rounds} rounds"]
+        if any(ORDER.index(each.due) < ORDER.index(due) for each in found):
+            siege.hunt.violated(f"{name}: {[each.due.value for each in found]}, where it is to be {due.value}")
+        if taken > FLOOD_BYTES_MAX:
+            siege.hunt.violated(f"{name}: the syncer took {taken} bytes, where {FLOOD_BYTES_MAX} are the bound")
+        if not rounds and took_s >= seconds:
+            siege.hunt.violated(f"{name}: the honest site has adopted nothing meanwhile")
+    siege.facts["floods"] = told
 
 
 def reconnects(siege: Siege) -> None:
@@ -237,7 +254,7 @@ SCENARIOS: tuple[Callable[[Siege], None], ...] = (
     trickle,
     abandoned,
     resets,
-    rapid,
+    frames,
     reconnects,
 )
 
@@ -260,11 +277,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _besieged(hunt: Hunt, target: Target, site: Process, scale: float, token: str) -> dict[str, object]:
     fresh = target.look()
+    siege = Siege(target.address, scale, token, hunt, {}, target.pid, lambda: len(site.log.of("adopted")))
     for scenario in SCENARIOS:  # Pools are filled and code is loaded before anything is compared, and the allocator has
         # seen the crowd once: what it keeps of that is kept once, and a leak would be there twice.
-        scenario(Siege(target.address, scale if scenario is many else 0.01, token, hunt, {}))
+        scenario(replace(siege, scale=scale if scenario is many else 0.01, facts={}))
     before = _settled(target, None)
-    siege = Siege(target.address, scale, token, hunt, {})
     rounds: dict[str, float] = {}
     for scenario in SCENARIOS:
         known, began_s = len(site.log.of("adopted")), time.monotonic()

@@ -7,7 +7,7 @@ import struct
 from contextlib import suppress
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST, SETTINGS, PING, GOAWAY = 0, 1, 3, 4, 6, 7
+DATA, HEADERS, PRIORITY, RST, SETTINGS, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 2, 3, 4, 6, 7, 8, 9
 END_STREAM, END_HEADERS, ACK = 1, 4, 1
 
 
@@ -20,11 +20,12 @@ def headers(path: str, token: str = "") -> bytes:
     fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "localhost")]
     fields += [("content-type", "application/grpc"), ("te", "trailers")]
     fields += [("authorization", f"Bearer {token}")] if token else []
-    return b"".join(b"\x10" + _text(name) + _text(value) for name, value in fields)
+    return b"".join(b"\x10" + text(name) + text(value) for name, value in fields)
 
 
-def _text(text: str) -> bytes:
-    raw = text.encode()
+def text(words: str) -> bytes:
+    """As a header has it: not compressed, with its length."""
+    raw = words.encode()
     assert len(raw) < 127, "one byte of length is enough here"
     return bytes([len(raw)]) + raw
 

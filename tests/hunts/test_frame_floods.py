@@ -1,0 +1,58 @@
+"""A share of the floods of frames in every run: what is done about each kind, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hunts import http2
+from tests.hunts.crowd import memory_of
+from tests.hunts.frame_floods import FLOODS, Due, flood
+from tests.hunts.hostile import FLOOD_BYTES_MAX, ORDER
+from tests.hunts.target import Target, guarded, running
+
+SITE = "site-b"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    fortress, _ = guarded("tokens", tmp_path_factory.mktemp("floods"), [SITE])
+    with running(fortress) as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", ["rapid_resets", "endless_headers", "empty_headers", "pings", "settings"])
+def test_a_flood_of_frames_is_dealt_with_and_changes_nothing(target: Target, name: str) -> None:
+    pieces, due = FLOODS[name]
+    before = target.look()
+    Path(f"/proc/{target.pid}/clear_refs").write_text("5")
+    found = flood(target.address, pieces(f"token-of-site-{SITE}-0123456789"), 0.5)
+    assert ORDER.index(found.due) >= ORDER.index(due), found
+    assert memory_of(target.pid)["VmHWM"] - before.rss_bytes < FLOOD_BYTES_MAX
+    after = target.look()
+    assert (after.state, after.counters.get("internal", 0)) == (before.state, 0)
+
+
+@pytest.mark.parametrize(("answer", "due"), [(b"", Due.ENDED), (http2.frame(http2.RST, 0, 1, bytes(4)), Due.REFUSED)])
+def test_what_is_done_about_a_flood_is_seen(answer: bytes, due: Due) -> None:
+    """A peer of which it is known what it does: it hangs up at once, or says a frame in two parts and reads on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            taken, _ = server.accept()
+            with taken:
+                for part in (answer[:5], answer[5:]):
+                    taken.sendall(part)
+                while answer and taken.recv(1 << 16):
+                    pass
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        found = flood(f"127.0.0.1:{server.getsockname()[1]}", itertools.repeat(bytes(1000)), 0.3)
+        thread.join(30)
+    assert found.due is due
