@@ -181,8 +181,7 @@ class Core:
         The event stays handed in when the wait ends without one: then ``late`` gets the answer, in the loop's thread.
         While the loop is held nothing is handed in (``NotHandedIn``): who asks again and again would fill the inbox.
         """
-        if (held := self.held) is not None:
-            raise NotHandedIn(held)
+        self._hand_in()
         future: Future[Answer] = Future()
         with self._calls_lock:
             number = self._next_call
@@ -204,8 +203,10 @@ class Core:
         asked = _Question(question, Future())
         if early:
             self._early.put(asked)
-            self._inbox.put(None)
+            if self.held is None:  # A loop that is held looks at the early ones by itself.
+                self._inbox.put(None)
         else:
+            self._hand_in()
             self._inbox.put(asked)
         try:
             return self._wait(asked.future, timeout_s, early)  # type: ignore[return-value]
@@ -216,6 +217,7 @@ class Core:
 
     def do(self, work: Callable[[OuterSync], T], timeout_s: float = 30.0) -> T:
         """Have the loop do ``work`` between two turns, when every effect is carried out; its failure ends the loop."""
+        self._hand_in()
         return self._wait(self.do_soon(work), timeout_s)  # type: ignore[return-value]
 
     def do_soon(self, work: Callable[[OuterSync], object]) -> Future[object]:
@@ -223,6 +225,10 @@ class Core:
         future: Future[object] = Future()
         self._inbox.put(_Question(work, future, is_work=True))
         return future
+
+    def _hand_in(self) -> None:
+        if (held := self.held) is not None:
+            raise NotHandedIn(held)
 
     def _wait(self, future: Future[T], timeout_s: float, early: bool = False) -> T:
         until = time.monotonic() + timeout_s
@@ -369,8 +375,19 @@ class Core:
         return min(IDLE_S, max(0.0, (min(wanted) - self.now_ns()) / 1e9))
 
     def _decide(self, event: OuterEvent, decided: list[OuterEffect], records: list[Record]) -> None:
-        """Let the machine decide; there is a record of it unless nothing changed."""
+        """Let the machine decide; there is a record of it unless nothing changed.
+
+        What is due is decided before it, by a record of its own.  So an update that is not taken in changes nothing,
+        also where its push came late, and is not journalled: a record names only payloads that are kept.
+        """
         now_ns = max(self.now_ns(), self.machine.state.now_ns)
+        due_ns = self.machine.next_deadline_ns()
+        if due_ns is not None and now_ns >= due_ns:
+            self._decide_at(now_ns, DeadlinePassed(), decided, records)
+        if not isinstance(event, DeadlinePassed):
+            self._decide_at(now_ns, event, decided, records)
+
+    def _decide_at(self, now_ns: int, event: OuterEvent, decided: list[OuterEffect], records: list[Record]) -> None:
         effects = self.machine.handle(event, now_ns)
         self._follow_leases(event, now_ns)
         decided += effects

@@ -110,6 +110,7 @@ class Spool:
 
     def drop(self, reference: str) -> None:
         """Nobody needs this payload any more."""
+        assert reference.endswith(".update"), reference  # Anything else would be a folder of acknowledged updates.
         self._disk.remove(self.folder / reference, Step.SPOOL_DROP)
 
     def size(self, reference: str) -> int:

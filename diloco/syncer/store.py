@@ -320,7 +320,9 @@ class Store:
         except JournalError as error:
             recovered.notes.append(f"{error}; it is older than the snapshot in use, and no payload is dropped for it")
             return
-        needed |= {record.event.payload for record in records if isinstance(record.event, UpdateArrived)}
+        # One that was not kept had no payload.
+        named = {record.event.payload for record in records if isinstance(record.event, UpdateArrived)}
+        needed |= named - {""}
         self.spool.sweep(needed)
         for reference in sorted(needed - waiting):
             self.release(reference)

@@ -478,6 +478,21 @@ def test_what_is_not_journalled_has_changed_nothing_but_the_clock() -> None:
     assert skipped >= {"DeadlinePassed", "UpdateArrived", "JoinRequested", "SiteSilent", "SiteHeard", "SiteLeft"}
 
 
+def test_what_was_due_is_decided_by_a_record_of_its_own() -> None:
+    """An update that is refused as a round's grace ends is not journalled: nobody keeps its payload."""
+    clock_ns = [0]
+    with running(clock_ns=lambda: clock_ns[0], grace_ns=1000, quorum=1, num_fragments=2) as desk:
+        desk.join("a")
+        desk.join("b")
+        assert desk.push("a", 1).outcome is Outcome.ACCEPTED
+        clock_ns[0] = 5000
+        answer = desk.push("b", 1, payload="", finite=False)
+        assert answer.reason is Reason.NON_FINITE
+        kinds = [type(event).__name__ for event in desk.disk.events]
+        assert kinds.count("UpdateArrived") == 1
+        assert "DeadlinePassed" in kinds
+
+
 def test_heartbeats_and_refusals_write_nothing() -> None:
     with running() as desk:
         desk.join("a")

@@ -70,6 +70,11 @@ def test_who_asks_again_and_again_while_it_is_held_fills_no_inbox() -> None:
         for _ in range(20):
             with pytest.raises(CoreHeld, match="disk full"):
                 desk.join("b")
+            with pytest.raises(CoreHeld, match="disk full"):
+                desk.core.ask(lambda machine: machine.state.live())
+            with pytest.raises(CoreHeld, match="disk full"):
+                desk.core.do(lambda machine: None)
+            assert desk.core.ask(lambda machine: len(machine.state.sites), early=True) == 1
         assert desk.core._inbox.qsize() == waiting
         desk.disk.full = False
         eventually(lambda: desk.core.held is None, "the loop goes on")

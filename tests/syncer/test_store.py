@@ -13,13 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.sync.events import JoinRequested, SiteEvicted
+from diloco.sync.events import JoinRequested, SiteEvicted, UpdateArrived
+from diloco.sync.journal import Record, digest_effects
 from diloco.sync.options import OuterOptions
 from diloco.sync.syncer import OuterSync
 from diloco.syncer import snapshots as snapshots_module
 from diloco.syncer.replaying import Replayer
 from diloco.syncer.retention import Retention
 from diloco.syncer.store import Store, StoreError
+from diloco.syncer.verifying import payloads_in
 from tests.syncer.building import NO_WAIT, files, update
 from tests.syncer.desk import CARD, OPTIMIZER, OUTER, Desk
 
@@ -356,6 +358,31 @@ def test_no_payload_goes_while_a_snapshot_that_is_kept_may_need_it(tmp_path: Pat
             assert_same(again, desk, (seed, number))
             again.close()
             shutil.rmtree(tmp_path / "copy")
+    desk.close()
+
+
+def test_a_record_without_a_payload_takes_no_payload_along(tmp_path: Path) -> None:
+    """Seen: its empty name was dropped with the other decided ones, and that is the folder of all of them."""
+    desk = Desk(tmp_path)
+    desk.begin()
+    story = Story(desk, 3)
+    for _ in range(6):
+        story.tell()
+    refused = UpdateArrived(1, SITES[0], 1, 0, 1, 0, 1, 1, 1, 1, "0" * 64, "", "fp32", finite=False, final=False)
+    effects = desk.machine.handle(refused, desk.now_ns)
+    desk.store.journal.append([Record(desk.now_ns, refused, digest_effects(effects))])
+    desk.store.journal.flush()
+    desk.close()
+    desk = Desk(tmp_path)
+    desk.begin()
+    story.desk = desk
+    for _ in range(3):
+        story.tell()
+        desk.snapshot()
+    waiting = payloads_in(desk.machine.snapshot())
+    assert waiting, "something is undecided"
+    for reference, digest in waiting.items():
+        desk.store.spool.read(reference, digest)
     desk.close()
 
 
