@@ -164,8 +164,7 @@ def _wait(syncer: Syncer, stopping: Stopping) -> Ending | None:
     try:
         while (ending := syncer.wait(WAIT_S)) is None and not stopping.handing_over:
             if wanted and not asked:
-                asked = True
-                syncer.drain()
+                asked = syncer.drain()
         if ending is not None:
             syncer.linger()
     except (MemoryDamaged, LeaseLostError) as error:

@@ -8,8 +8,10 @@ is far behind and for the one that is not, and nothing is buffered for either.
 all, in words, until it has caught up or an operator detaches it (``StandbyDetached``, journalled).
 
 ``async``: an update is acknowledged when it is durable here; fates and versions wait for the standby while it follows,
-so that no site ever holds a version that a promoted standby lacks.  A standby that is away is not waited for: then it
-is said that a loss of this disk may cost what came since.
+so that no site ever holds a version that a promoted standby lacks.  While one turn waits no other is decided, so that
+the acks behind it wait as well, but for no longer than ``timeout_s``: a standby that takes longer for one turn is not
+waited for until it is near again, as one that is away is not, and it is said that a loss of this disk may cost what
+came since.
 
 Where there is a lease, it names the standby as heir while that has everything which was told; and it names nobody, for
 certain, before anything is told that the standby lacks.
@@ -102,6 +104,9 @@ class Replicator:
         self._attaching = False
         self._goal: Place = (0, 0)
         self._goal_s = self._heard_s
+        self._asked: Place = (0, 0)
+        self._asked_s = self._heard_s
+        self._slow = False
 
     @property
     def acks_first(self) -> bool:
@@ -131,7 +136,7 @@ class Replicator:
                 return self._heir_is("")
             if self._acked >= end:
                 return self._heir_is(self._acker)
-            if self._away_s() is None:
+            if self._away_s() is None and not self._is_slow(end):
                 return f"the standby {self._name()} is behind"
             if self.options.mode == "async":
                 return self._heir_is("")
@@ -139,6 +144,16 @@ class Replicator:
             return (
                 f"{gone}: nothing is acknowledged until it is back, or until `diloco standby detach` says not to wait"
             )
+
+    def _is_slow(self, end: Place) -> bool:
+        """Whether the standby that follows is not waited for either, as a turn has waited for too long."""
+        now_s = time.monotonic()
+        if end != self._asked:
+            self._asked, self._asked_s = end, now_s
+        if self.options.mode == "async" and not self._slow and now_s - self._asked_s > self.options.timeout_s:
+            self._slow = True
+            self._emit("standby_slow", {"standby": self._name()})
+        return self._slow
 
     def _heir_is(self, name: str) -> str | None:
         """Who lacks what is told next must not be the heir; why that is not sure yet."""
@@ -163,6 +178,7 @@ class Replicator:
                 "mode": self.options.mode,
                 "standby": self._name(),
                 "following": away_s is None,
+                "slow": self._slow,
                 "away_seconds": None if away_s is None else round(away_s, 1),
                 "detached": self._detached,
                 "behind_bytes": self._behind(),
@@ -202,6 +218,7 @@ class Replicator:
             self._heard_s = time.monotonic()
             self._acked, self._acker = follower.place, follower.name
             self._goal, self._goal_s = self.durable, self._heard_s
+            self._asked, self._slow = (0, 0), False
         self._emit("standby_follows", {"standby": start.standby, "anew": start.segment == 0})
         return follower
 
@@ -213,7 +230,9 @@ class Replicator:
             self._heard_s = time.monotonic()
             self._acked = max(self._acked, place)
             caught_up = self._acked >= self.durable
-            attach = (self._is_near() or caught_up) and self._detached and not self._attaching
+            near = self._is_near() or caught_up
+            self._slow = self._slow and not near
+            attach = near and self._detached and not self._attaching
             self._attaching = self._attaching or attach
             if caught_up and not self._detached and self._leadership is not None:
                 self._leadership.name_heir(follower.name)

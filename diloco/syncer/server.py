@@ -284,14 +284,24 @@ class Syncer:
     def linger(self) -> None:
         """After the last version: wait until every live site has left, at most ``linger_s``."""
         until = time.monotonic() + self.options.linger_s
-        while time.monotonic() < until and self.core.ask(lambda machine: machine.state.live()):
+        while time.monotonic() < until and self._has_live_sites():
             time.sleep(0.05)
         while time.monotonic() < until and self.feeds.count():
             time.sleep(0.05)
 
-    def drain(self) -> None:
-        """Begin the last round of this part of the run."""
-        self.api.drain()
+    def _has_live_sites(self) -> bool:
+        try:
+            return bool(self.core.ask(lambda machine: machine.state.live()))
+        except CoreHeld:
+            return True  # Nobody can say goodbye while nothing is decided.
+
+    def drain(self) -> bool:
+        """Begin the last round of this part of the run; False while nothing is decided, and so not that either."""
+        try:
+            self.api.drain()
+        except CoreHeld:
+            return False
+        return True
 
     def stop(self, grace_s: float = 2.0) -> None:
         """Stop serving, keep a last snapshot, let go of the folder; also after a failure, then without the snapshot."""

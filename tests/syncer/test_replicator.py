@@ -82,6 +82,29 @@ def test_async_waits_only_for_one_that_follows(tmp_path: Path, closing: ExitStac
     assert replicator.replicated(turn) is None
 
 
+def test_async_stops_waiting_for_one_that_is_too_slow_until_it_is_near_again(
+    tmp_path: Path, closing: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr("diloco.syncer.replicator.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    replicator, log = a_replicator(tmp_path, closing, "async")
+    follower = replicator.follow(start())
+    first = a_turn(replicator)
+    for _ in range(11):  # It is heard all the time, and has never got what the turn waits for.
+        assert replicator.replicated(first) == "the standby s is behind"
+        now_s[0] += 0.5
+        follower.acknowledged(FollowAck(first.segment, first.offset + 1))
+    assert replicator.replicated(first) is None
+    second = a_turn(replicator)
+    assert replicator.replicated(second) is None, "once is enough"
+    assert replicator.status()["slow"]
+    assert len(log.of("standby_slow")) == 1
+    now_s[0] += 5.0
+    follower.acknowledged(FollowAck(second.segment, second.offset + 10))
+    third = a_turn(replicator)
+    assert replicator.replicated(third) == "the standby s is behind"
+
+
 def test_off_waits_for_nobody(tmp_path: Path, closing: ExitStack) -> None:
     replicator, _ = a_replicator(tmp_path, closing, "off")
     assert replicator.replicated(a_turn(replicator)) is None

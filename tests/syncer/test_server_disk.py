@@ -82,6 +82,7 @@ def test_a_full_disk_stops_acknowledgements_and_not_the_process_and_heals(small_
         assert raised.value.status is Status.UNAVAILABLE
         with pytest.raises(Refusal, match="disk full"):
             syncer.api.snapshot()
+        assert syncer.drain() is False, "it can be asked again"
         (note,) = [each for each in events.of("note") if each["note"] == "disk_full"]
         assert note["why"] == "disk full: No space left on device"
         ballast.unlink()
