@@ -82,10 +82,13 @@ def _outrun(turn: SiteTurn, standing: FragmentStanding) -> None:
     """
     index, part = standing.fragment, turn.state.fragments[standing.fragment]
     for sent in part.in_flight:
+        if sent.state is SentState.SEALING:
+            sent.outrun, sent.tokens, sent.steps = True, 0, 0
+            continue  # Its number is not given again before its bytes are here and can be thrown away.
         if sent.bytes_wanted:
             turn.effects.append(Forget(index, sent.sequence))
         turn.effects.append(Release(index, sent.sequence))
-    part.in_flight = []
+    part.in_flight = [sent for sent in part.in_flight if sent.outrun]
     part.unsent_tokens = part.unsent_steps = 0
     part.next_sequence = standing.watermark + 1
     part.tokens_merged = standing.tokens_merged

@@ -79,7 +79,7 @@ class LearnerSync:
             part.fetching, part.fetched, part.doubt = False, part.base_version, None
             part.discards = 0  # Who starts a site again wants it to try again, maybe from a ruined checkpoint.
             for sent in list(part.in_flight):
-                if sent.void:
+                if sent.void or sent.outrun:
                     write_off(part, sent)
                     continue
                 stored = outbox.get((index, sent.sequence)) == sent.digest

@@ -28,6 +28,7 @@ class Sent:
     ``since_adopt``: it was measured from the values of the latest adopt (matters to overwrite and blend only).
     ``void``: it was still being encoded when the run was restored; its number is free once that is over.
     ``unwanted``: the same, because a number before it is free again; its progress is unsent then.
+    ``outrun``: the same, because an earlier process has sent later work; its tokens are lost, and none of it any more.
     ``kept``: it was accepted, by a syncer of ``epoch``, and its bytes are still in the outbox.
     """
 
@@ -41,6 +42,7 @@ class Sent:
     since_adopt: bool = True
     void: bool = False
     unwanted: bool = False
+    outrun: bool = False
     kept: bool = False
     epoch: int = 0
 
@@ -136,7 +138,8 @@ class FragmentProgress:
     def contradicted(self, fates: Iterable[Fate]) -> bool:
         """Whether a number of the list was used by another process of the site, for something else."""
         told = {fate.sequence: fate.digest for fate in fates}
-        return any(told.get(sent.sequence, sent.digest) != sent.digest for sent in self.in_flight)
+        listed = [sent for sent in self.in_flight if not sent.outrun]
+        return any(told.get(sent.sequence, sent.digest) != sent.digest for sent in listed)
 
     def encoding(self) -> bool:
         """Whether an update's decoded values are not known yet."""

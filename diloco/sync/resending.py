@@ -31,7 +31,8 @@ def send_again(turn: SiteTurn, standing: FragmentStanding) -> bool:
     its progress goes out with the next update.
     """
     index, part, epoch = standing.fragment, turn.state.fragments[standing.fragment], turn.state.epoch
-    behind = sorted((s for s in part.in_flight if s.sequence > standing.watermark), key=lambda sent: sent.sequence)
+    behind = [sent for sent in part.in_flight if sent.sequence > standing.watermark and not (sent.void or sent.outrun)]
+    behind.sort(key=lambda sent: sent.sequence)
     lost = [sent for sent in behind if sent.state is SentState.ACCEPTED]
     gone = [orphan for orphan in part.orphans if orphan.sequence > standing.watermark]
     if standing.version < part.base_version or (gone and not turn.state.keep):

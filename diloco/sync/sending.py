@@ -21,7 +21,7 @@ GIVING_UP = frozenset({Reason.FENCED, Reason.SUPERSEDED, Reason.EVICTED})
 def sealed(turn: SiteTurn, event: Sealed) -> None:
     """It is durable in the outbox."""
     sent = turn.find(event.fragment, event.sequence)
-    if sent is None or sent.void:  # A join in between has shown that these bytes are not wanted.
+    if sent is None or sent.void or sent.outrun:  # A join in between has shown that these bytes are not wanted.
         turn.effects += [Forget(event.fragment, event.sequence), Release(event.fragment, event.sequence)]
         if sent is not None:
             write_off(turn.state.fragments[event.fragment], sent)
@@ -38,7 +38,7 @@ def sealed(turn: SiteTurn, event: Sealed) -> None:
 def seal_failed(turn: SiteTurn, event: SealFailed) -> None:
     """It was never made."""
     sent = turn.find(event.fragment, event.sequence)
-    if sent is not None and sent.void:
+    if sent is not None and (sent.void or sent.outrun):
         write_off(turn.state.fragments[event.fragment], sent)
     elif sent is not None and sent.state is SentState.SEALING:
         discard(turn, event.fragment, sent, Reason.NON_FINITE)
@@ -111,8 +111,10 @@ def take_back(turn: SiteTurn, index: int, behind: Sequence[Sent]) -> None:
 
 
 def write_off(part: FragmentProgress, sent: Sent) -> None:
-    """The run was restored: an update of before leaves the list, and its tokens count as refused."""
+    """An update of before leaves the list: the run was restored, and its tokens count as refused, or it was outrun."""
     part.in_flight.remove(sent)
+    if sent.outrun:
+        return
     part.tokens_refused += sent.tokens
     why = Reason.RESTORED.value
     part.updates_refused[why] = part.updates_refused.get(why, 0) + 1
@@ -162,7 +164,7 @@ def fate_told(turn: SiteTurn, fate: Fate) -> None:
     for orphan in [orphan for orphan in part.orphans if orphan.sequence == fate.sequence]:
         _orphan_decided(part, orphan, fate)
     sent = turn.find(fate.fragment, fate.sequence)
-    if sent is None or sent.merged_version is not None:
+    if sent is None or sent.merged_version is not None or sent.outrun:
         return
     if sent.digest != fate.digest:
         turn.effects.append(Join("another process of this site has used the number of an update of this one"))

@@ -86,3 +86,33 @@ def test_an_answer_of_an_older_lineage_is_a_late_one() -> None:
     restored(site, lineage=3)
     assert notes(site.join(epoch=9, lineage=2)) == ["join_ignored"]
     assert site.machine.state.lineage == 3
+
+
+def test_a_number_is_not_given_again_while_it_is_encoded_for_a_process_that_was_outrun() -> None:
+    """Another process of the site has used number 1, and number 2 is free: but its bytes are yet to come."""
+    site = Site()
+    site.send(1)
+    site.train(15)  # Sealing number 2.
+    effects = site.join(known(version=1, watermark=1, fates=(told(1, 1, None, "of another process"),)))
+    assert of(fx.Release, effects) == [fx.Release(0, 1)]
+    site.handle(ev.VersionFetched(0, 1, ()))
+    assert not site.train(15), "neither a retake nor a seal before the bytes are gone"
+    assert site.seal(2) == [fx.Forget(0, 2), fx.Release(0, 2)]
+    assert only(fx.Retake, site.boundary()).keep == ()
+    ledger = ledger_of(site.machine.state, 0)
+    assert (ledger.refused, ledger.in_flight, ledger.balanced()) == (0, 0, True)
+    assert only(fx.Seal, site.train(15)).sequence == 2
+    assert of(fx.Send, site.seal(2)) == [fx.Send(0, 2)]
+
+
+def test_an_outrun_update_that_was_never_encoded_frees_its_number_as_well() -> None:
+    for ends in (lambda site: site.handle(ev.SealFailed(0, 2)), lambda site: site.restart(site.machine.snapshot())):
+        site = Site()
+        site.send(1)
+        site.train(15)
+        site.join(known(version=1, watermark=1, fates=(told(1, 1, None, "of another process"),)))
+        ends(site)
+        part = site.machine.state.fragments[0]
+        assert not part.in_flight
+        assert (part.next_sequence, part.tokens_refused) == (2, 0)
+        assert ledger_of(site.machine.state, 0).balanced()
