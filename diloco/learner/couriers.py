@@ -6,10 +6,12 @@ when ``stopping`` is set.  None of them ever gives up on a syncer that is away (
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import random
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diloco.codec.contract import DecodeError, digest
@@ -70,6 +72,15 @@ class Pause:
         self._backoff.reset()
 
 
+@dataclass(slots=True)
+class Later:
+    """An update that the syncer did not want yet: sent again at ``until``, or when ``epoch`` is over."""
+
+    backoff: Backoff
+    until: float = 0.0
+    epoch: int = 0
+
+
 class Sender:
     """Sends sealed updates, each until its definite answer."""
 
@@ -97,19 +108,35 @@ class Sender:
         self._emit = emit
         self._stopping = stopping
         self.queue: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self._later: dict[tuple[int, int], Later] = {}
 
     def run(self) -> None:
-        """The thread; None in the queue ends it."""
-        while (order := self.queue.get()) is not None:
-            self._deliver(*order)
+        """The thread; None in the queue ends it.  What the syncer wants later waits aside and holds back nothing."""
+        while (order := self._next()) is not None:
+            if self._deliver(*order):
+                self._later.pop(order, None)
+            else:
+                later = self._later.setdefault(order, Later(Backoff(base_s=0.2, cap_s=CAP_S)))
+                later.until = time.monotonic() + later.backoff.next_s(random.random())
+                later.epoch = self._epoch()
 
-    def _deliver(self, fragment: int, sequence: int) -> None:
+    def _next(self) -> tuple[int, int] | None:
+        while True:
+            now, epoch = time.monotonic(), self._epoch()
+            for order, later in self._later.items():
+                if now >= later.until or later.epoch != epoch:
+                    return order
+            with contextlib.suppress(queue.Empty):
+                return self.queue.get(timeout=LOOK_S if self._later else None)
+
+    def _deliver(self, fragment: int, sequence: int) -> bool:
+        """Send one update until its answer; False when the syncer wants it later."""
         pause = Pause(self._stopping, epoch=self._epoch)
         malformed = 0
         while not self._stopping.is_set():
             found = self._found(fragment, sequence)
             if found is None:
-                return
+                return True
             header, payload = found
             try:
                 result = self._client.push(header, payload)
@@ -121,7 +148,7 @@ class Sender:
                 malformed = malformed + 1 if error.status is Status.INVALID_ARGUMENT else 0
                 if malformed >= MALFORMED_MAX:
                     self._give_up(f"the syncer cannot read update {sequence} of fragment {fragment}: {error.text}")
-                    return
+                    return True
                 self._rejoin(f"a push was refused: {error.text}")
                 pause.wait()
                 continue
@@ -129,13 +156,10 @@ class Sender:
             reason = result.reason.value if result.reason else None
             self._emit("pushed", {**facts, "reason": reason, "bytes": len(payload)})
             if result.outcome is Outcome.RETRY:
-                pause.wait()
-                if self.queue.empty():
-                    continue
-                self.queue.put((fragment, sequence))  # What it waits for may stand behind it here.
-                return
+                return False  # What it waits for may stand behind it here.
             self._answered(header, result)
-            return
+            return True
+        return True
 
     def _found(self, fragment: int, sequence: int) -> tuple[PushHeader, memoryview] | None:
         """The update as it is in the outbox, if it is still the one that waits for an answer.

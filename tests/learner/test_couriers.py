@@ -14,6 +14,7 @@ import pytest
 from diloco.learner.couriers import MALFORMED_MAX, Listener, Pause, Sender
 from diloco.learner.outbox import Outbox, OutboxError
 from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, Outcome, PushAnswered, Reason
+from diloco.wire.backoff import Backoff
 from diloco.wire.messages import (
     Alive,
     Dropped,
@@ -76,6 +77,7 @@ class Desk:
 
     def __init__(self, folder: Path) -> None:
         self.outbox = Outbox(folder)
+        self.epoch = 1
         self.stopping = threading.Event()
         self.events = Events()
         self.wanted: dict[tuple[int, int], str] = {}
@@ -88,7 +90,7 @@ class Desk:
             self,  # type: ignore[arg-type]
             self.outbox,
             lambda: 3,
-            lambda: 1,
+            lambda: self.epoch,
             lambda fragment, sequence: self.wanted.get((fragment, sequence)),
             self._tell,
             self.rejoins.append,
@@ -109,10 +111,10 @@ class Desk:
             raise answer
         return answer
 
-    def sealed(self, sequence: int, seed: object = "") -> PushHeader:
-        header, payload = update(sequence=sequence, values=dice((sequence, seed), 0))
+    def sealed(self, sequence: int, seed: object = "", fragment: int = 0) -> PushHeader:
+        header, payload = update(sequence=sequence, fragment=fragment, values=dice((sequence, seed), fragment))
         self.outbox.put(header, payload)
-        self.wanted[0, sequence] = header.digest
+        self.wanted[fragment, sequence] = header.digest
         return header
 
 
@@ -149,6 +151,25 @@ def test_one_that_waits_for_another_lets_it_go_first(tmp_path: Path) -> None:
     with thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)):
         eventually(lambda: len(desk.told) == 2, "both are answered")
     assert [pushed.sequence for pushed in desk.pushed] == [2, 1, 2]
+
+
+def test_one_that_is_to_come_later_holds_back_no_other_and_comes_again_with_another_syncer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Backoff, "next_s", lambda *_: 600.0)
+    desk = Desk(tmp_path)
+    desk.sealed(1)
+    desk.sealed(1, fragment=1)
+    desk.answers = [PushResult(Outcome.RETRY, 0, Reason.OVERLOAD), ACCEPTED, ACCEPTED]
+    with thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)):
+        desk.sender.queue.put((0, 1))
+        eventually(lambda: desk.events.of("pushed"), "it was told to come later")
+        desk.sender.queue.put((1, 1))
+        eventually(lambda: desk.told, "the other one goes out")
+        assert (0, 1) in desk.wanted
+        desk.epoch = 2
+        eventually(lambda: len(desk.told) == 2, "it comes again")
+    assert [pushed.fragment for pushed in desk.pushed] == [0, 1, 0]
 
 
 def test_a_pause_ends_when_another_syncer_has_taken_the_site_in() -> None:
