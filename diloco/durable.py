@@ -32,7 +32,7 @@ class Step(StrEnum):
     """
 
     FILE = "file"
-    """Any file that nothing acknowledged rests on: addresses, reports, configuration."""
+    """Any file that nothing acknowledged rests on: addresses, reports, configuration, an image for an operator."""
 
     # The syncer's data folder.
     CARD = "syncer.card"
@@ -63,8 +63,24 @@ class Step(StrEnum):
     FATE = "syncer.fate"
     PUBLISH = "syncer.publish"
     EXPORT = "syncer.export"
-    STANDBY_FILE = "standby.file"
     LEASE_WRITE = "lease.write"
+    LEASE_REMEMBER = "lease.remember"
+    BACKUP_FILE = "backup.file"
+    BACKUP_WHOLE = "backup.whole"
+    BACKUP_DROP = "backup.drop"
+
+    # A standby's data folder, beside those of a syncer.
+    STANDBY_FILE = "standby.file"
+
+    # What begins a lineage: ``diloco restore``, or a standby that an operator promotes though it may lack something.
+    LINEAGE_FOLDER = "lineage.folder"
+    LINEAGE_IMAGE = "lineage.image"
+    LINEAGE_CARD = "lineage.card"
+    LINEAGE_PRUNE = "lineage.prune"
+    RESTORE_BEGIN = "restore.begin"
+    RESTORE_FETCH = "restore.fetch"
+    RESTORE_MOVE = "restore.move"
+    RESTORE_END = "restore.end"
 
     # A site's folder.
     OUTBOX_FOLDER = "outbox.folder"

@@ -19,6 +19,7 @@ from tests.tidy_rules import (
     Module,
     Rule,
     dotted,
+    durable_steps_have_names,
     environment_only_in_launch,
     files_are_short,
     functions_are_short,
@@ -63,6 +64,27 @@ def assert_kept(rule: Rule, *folders: str) -> None:
 
 def test_imports_go_down_only() -> None:
     assert_kept(imports_go_down)
+
+
+# What changes folders beside the disk below launch: the calls by module, each with its reason.
+BESIDE_THE_DISK = {
+    "diloco.inner.data": "a cache of tokenised text: made anew when it is lost, and named when it is whole",
+    "diloco.learner.odometer": "mapped into memory: its steps are around what is stored there",
+    "diloco.syncer.images": "an image for an operator is nothing that anything rests on; of a lineage it has a step",
+    "diloco.syncer.lease_file": "the file beside the lease has no content: only its lock counts",
+    "diloco.syncer.vault": "another place, which may be no folder at all; its own steps are around it",
+}
+
+
+def test_every_durable_step_goes_through_the_disk() -> None:
+    broken = {
+        module.name: complaints
+        for module in modules("diloco")
+        if (complaints := list(durable_steps_have_names(module)))
+    }
+    found = [f"{name}: {each}" for name, each in broken.items() if name not in BESIDE_THE_DISK]
+    assert not found, "\n" + "\n".join(found)
+    assert set(BESIDE_THE_DISK) <= set(broken), "an exception outlived its module"
 
 
 def test_every_package_is_a_floor() -> None:
@@ -273,6 +295,18 @@ EXAMPLES = [
     (files_are_short, "diloco.sync.a", LONG_FILE, LONG_FILE[6:]),
     (functions_are_short, "diloco.sync.a", LONG_FUNCTION, LONG_FUNCTION[:-10]),
     (no_print_below_launch, "diloco.wan.a", "print(1)", "emit(1)"),
+    (durable_steps_have_names, "diloco.syncer.a", "os.fsync(1)", "self._disk.sync(file, step)"),
+    (durable_steps_have_names, "diloco.inner.a", "path.with_name(x).unlink()", "disk.remove(path, step)"),
+    (durable_steps_have_names, "diloco.learner.a", "path.replace(other)", "text.replace('a', 'b') + replace(x, a=1)"),
+    (durable_steps_have_names, "diloco.learner.a", "os.replace(a, b)", "disk.rename(a, b, step)"),
+    (durable_steps_have_names, "diloco.syncer.a", "path.open('ab')", "path.open('rb')"),
+    (durable_steps_have_names, "diloco.syncer.a", "disk.cut(path, 1, Step.FILE)", "disk.cut(path, 1, Step.CARD)"),
+    (
+        durable_steps_have_names,
+        "diloco.inner.a",
+        "write = lambda new: new.write_bytes(b'')",
+        "disk.make(path, lambda new: new.write_bytes(b''), step)",
+    ),
     (nothing_unfinished, "diloco.sync.a", "x = 1  # TO" + "DO later", "x = 'todo'"),
     (no_error_is_swallowed, "diloco.wan.a", "try: f()\nexcept Exception: pass", "try: f()\nexcept OSError: pass"),
     (no_error_is_swallowed, "diloco.wan.a", "try: f()\nexcept: x()", "try: f()\nexcept BaseException as e: tell(e)"),

@@ -102,6 +102,13 @@ MUTABLE_CALLS = frozenset(
         "tensor",
     }
 )
+# The floors that keep what a crash must not take: there every durable step goes through ``diloco.durable.Disk``.
+KEEPERS = ("diloco.syncer", "diloco.learner", "diloco.inner")
+DISKS = frozenset({"disk", "_disk"})
+FOLDER_CHANGES = frozenset(
+    {"fsync", "fdatasync", "ftruncate", "truncate", "hardlink_to", "symlink_to", "unlink", "rename"}
+    | {"renames", "rmdir", "rmtree", "mkdir", "makedirs", "touch", "write_bytes", "write_text"}
+)
 READ_ONLY_TYPES = re.compile(r"^(Final\[|ClassVar\[)*(\w+\.)*(Mapping|Sequence|AbstractSet|Collection|frozenset)\b")
 SHAPELESS_NAMES = frozenset({"util", "utils", "helper", "helpers", "manager", "managers", "common", "misc"})
 GUARDS = frozenset({"TYPE_CHECKING", "typing.TYPE_CHECKING", "__name__ == '__main__'"})
@@ -300,6 +307,49 @@ def no_print_below_launch(module: Module) -> Iterator[str]:
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Call) and dotted(node.func) == "print":
             yield f"line {node.lineno}: print below launch"
+
+
+def durable_steps_have_names(module: Module) -> Iterator[str]:
+    """What a crash may cut short goes through the disk that kills, fails and writes down, and by a name of its own.
+
+    What that disk is handed to do (``disk.make(path, lambda new: new.write_bytes(data), step)``) is inside of a step.
+    """
+    if not any(within(module.name, keeper) for keeper in KEEPERS):
+        return
+    calls = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
+    of_disk = [node for node in calls if _owner(node) in DISKS]
+    handed = {
+        id(part)
+        for node in of_disk
+        for argument in node.args
+        if isinstance(argument, ast.Lambda)
+        for part in ast.walk(argument)
+    }
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and dotted(node) == "Step.FILE":
+            yield f"line {node.lineno}: Step.FILE is for what nobody is killed at"
+    for node in calls:
+        if node in of_disk or id(node) in handed:
+            continue
+        name = _called(node)
+        a_path_is = isinstance(node.func, ast.Attribute) and len(node.args) == 1 and not node.keywords
+        replaces = (name == "replace" and a_path_is) or dotted(node.func) in {"os.replace", "os.link", "os.symlink"}
+        if replaces or name in FOLDER_CHANGES or (name == "open" and _writes(node)):
+            yield f"line {node.lineno}: {name} beside the disk"
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else dotted(node.func)
+
+
+def _owner(node: ast.Call) -> str:
+    return dotted(node.func.value).rpartition(".")[2] if isinstance(node.func, ast.Attribute) else ""
+
+
+def _writes(node: ast.Call) -> bool:
+    """Whether one of the arguments is a mode, and one for writing."""
+    texts = [str(part.value) for part in ast.walk(node) if isinstance(part, ast.Constant)]
+    return any(re.fullmatch(r"[rwxabt+]{1,3}", text) and set("wxa+") & set(text) for text in texts)
 
 
 def nothing_unfinished(module: Module) -> Iterator[str]:

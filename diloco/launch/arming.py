@@ -1,4 +1,4 @@
-"""``DILOCO_KILL_AT``: where a syncer or a site kills itself.  For tests only; no run needs it.
+"""``DILOCO_KILL_AT``: where a syncer, a standby, a site or a restore kills itself.  For tests only; no run needs it.
 
 ``DILOCO_KILL_AT=journal.sync:7 diloco syncer ...`` ends that process by SIGKILL at the seventh passage of the step
 ``journal.sync`` (``diloco.durable.Step`` lists them).  Every operation counts twice, before and after it.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.launch.arguments import OneLineParser, limit_threads
+from diloco.launch.arming import disk_from_environment
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.past import past_of
 
@@ -102,7 +103,8 @@ def _from_image(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[R
 
     image = read_image(Path(given.source))
     why = given.why or f"restored from the image {given.source}"
-    restored = restore_in_place(past.data, card, past.rules(), image, why, _known(given, _evidence(past, given)))
+    known = _known(given, _evidence(past, given))
+    restored = restore_in_place(past.data, card, past.rules(), image, why, known, disk_from_environment())
     momentum = all(values.momentum is not None for values in image.fragments)
     without = image.facts.get("without") or []
     said = [f"without {text}" for text in without] if isinstance(without, list) else []
@@ -116,8 +118,9 @@ def _from_backup(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[
     facts = vault.facts(card.run_id, name)
     why = given.why or f"restored from the backup {name} of {facts.at}"
     known = _known(given, _evidence(past, given))
-    fetch = lambda folder: vault.fetch(card.run_id, name, folder)  # noqa: E731
-    restored = restore_backup(past.data, card, past.rules(), fetch, why, known)
+    disk = disk_from_environment()
+    fetch = lambda folder: vault.fetch(card.run_id, name, folder, disk)  # noqa: E731
+    restored = restore_backup(past.data, card, past.rules(), fetch, why, known, disk)
     return restored, [f"backup {name} of {facts.at}", "momentum as it was then"]
 
 
@@ -176,7 +179,7 @@ def _from_site(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Re
     ]
     why = given.why or f"restored from what site {site.site} held at its step {site.step}"
     numbers = _known(given, evidence, site.lineage, site.epoch)
-    restored = restore_values(past.data, card, past.rules(), values, lines, why, numbers)
+    restored = restore_values(past.data, card, past.rules(), values, lines, why, numbers, disk_from_environment())
     said = [f"from site {site.site}, step {site.step}; the outer optimizer's momentum is lost"]
     said += [f"nothing else knows its version of fragment {index}" for index in alone]
     if held is None:

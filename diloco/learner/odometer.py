@@ -26,9 +26,9 @@ class Odometer:
 
     def __init__(self, path: Path, disk: Disk = PLAIN_DISK) -> None:
         self._disk = disk
-        path.parent.mkdir(parents=True, exist_ok=True)
+        disk.make_folder(path.parent, Step.ODOMETER)
         if not path.exists() or path.stat().st_size != FIELDS.size:
-            path.write_bytes(FIELDS.pack(0, 0))
+            disk.make(path, lambda new: new.write_bytes(FIELDS.pack(0, 0)), Step.ODOMETER)
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), FIELDS.size)
 

@@ -34,7 +34,7 @@ class Outbox:
         self._disk = disk
         disk.settle(folder, Step.OUTBOX_FOLDER)
         for leftover in folder.glob(".*.tmp"):
-            leftover.unlink()
+            disk.remove(leftover, Step.OUTBOX_DROP)
 
     def _path(self, fragment: int, sequence: int) -> Path:
         return self.folder / f"{fragment}-{sequence}.update"

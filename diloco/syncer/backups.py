@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from diloco.durable import PLAIN_DISK
 from diloco.sync.events import UpdateArrived
 from diloco.syncer.kept import Kept
 from diloco.syncer.vault import FORMAT, BackupFacts, Vault
@@ -23,6 +24,8 @@ from diloco.syncer.verifying import payloads_in
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from diloco.durable import Disk
 
 RETRY_S = 30.0
 """Longest wait after a failure before the next attempt."""
@@ -93,10 +96,15 @@ class Backups:
     """Makes them, one every ``every_s``, in a thread of its own."""
 
     def __init__(
-        self, options: BackupOptions, folder: Path, run_id: str, emit: Callable[[str, dict[str, object]], None]
+        self,
+        options: BackupOptions,
+        folder: Path,
+        run_id: str,
+        emit: Callable[[str, dict[str, object]], None],
+        disk: Disk = PLAIN_DISK,
     ) -> None:
         self._options, self._folder, self._run_id, self._emit = options, folder, run_id, emit
-        self._vault = Vault(options.url)
+        self._vault = Vault(options.url, disk)
         self._stopping = threading.Event()
         self._good_s: float | None = None
         self._last = ""

@@ -52,21 +52,28 @@ class Image:
 
 
 def write_image(
-    folder: Path, image: Image, parameters: Mapping[str, Tensor] | None = None, disk: Disk = PLAIN_DISK
+    folder: Path,
+    image: Image,
+    parameters: Mapping[str, Tensor] | None = None,
+    disk: Disk = PLAIN_DISK,
+    step: Step = Step.FILE,
 ) -> None:
-    """Write ``image`` durably as ``folder``, which must not exist; with ``parameters``, also as one file for people."""
+    """Write ``image`` durably as ``folder``, which must not exist; with ``parameters``, also as one file for people.
+
+    Nothing rests on an image that somebody asked for; what does says so by ``step``.
+    """
     if folder.exists():
         raise ImageError(f"{folder} exists already: an image gets a folder of its own")
     beside = folder.with_name(f".{folder.name}.tmp")
-    disk.remove(beside, Step.FILE)
-    disk.make_folder(beside, Step.FILE)
+    disk.remove(beside, step)
+    disk.make_folder(beside, step)
     files: dict[str, dict[str, object]] = {}
     for index, values in enumerate(image.fragments):
         data = pack(values)
-        disk.write_file(beside / f"fragment-{index}.safetensors", data, Step.FILE)
+        disk.write_file(beside / f"fragment-{index}.safetensors", data, step)
         files[f"fragment-{index}.safetensors"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     if parameters is not None:
-        disk.keep(beside / MODEL, lambda path: save_file(dict(parameters), path), Step.FILE)
+        disk.keep(beside / MODEL, lambda path: save_file(dict(parameters), path), step)
     manifest = {
         "format": FORMAT,
         "card": image.card,
@@ -77,9 +84,9 @@ def write_image(
         "facts": image.facts,
         "files": files,
     }
-    disk.write_file(beside / MANIFEST, _text({**manifest, "sha256": _digest_of(manifest)}), Step.FILE)
-    disk.rename(beside, folder, Step.FILE)
-    disk.sync_folder(folder.parent, Step.FILE)
+    disk.write_file(beside / MANIFEST, _text({**manifest, "sha256": _digest_of(manifest)}), step)
+    disk.rename(beside, folder, step)
+    disk.sync_folder(folder.parent, step)
 
 
 def read_image(folder: Path) -> Image:

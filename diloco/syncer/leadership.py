@@ -278,4 +278,4 @@ def _check_unled(folder: Path) -> None:
 def _remember(path: Path, found: Remembered, disk: Disk) -> None:
     text = json.dumps({"name": found.name, "place": found.place})
     if not path.exists() or json.loads(path.read_bytes()) != json.loads(text):
-        disk.write_file(path, text.encode(), Step.FILE)
+        disk.write_file(path, text.encode(), Step.LEASE_REMEMBER)

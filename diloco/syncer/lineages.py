@@ -35,11 +35,11 @@ class Lineages:
 
     def keep(self, lineage: int, image: Image) -> None:
         """Make the values of a lineage that is about to begin durable."""
-        self._disk.make_folder(self.folder, Step.FILE)
-        self._disk.sync_folder(self.folder.parent, Step.FILE)
+        self._disk.make_folder(self.folder, Step.LINEAGE_FOLDER)
+        self._disk.sync_folder(self.folder.parent, Step.LINEAGE_FOLDER)
         path = self.folder / str(lineage)
-        self._disk.remove(path, Step.FILE)  # Of an attempt that ended before the journal said so.
-        write_image(path, image, disk=self._disk)
+        self._disk.remove(path, Step.LINEAGE_PRUNE)  # Of an attempt that ended before the journal said so.
+        write_image(path, image, disk=self._disk, step=Step.LINEAGE_IMAGE)
 
     def values(self, event: LineageBegan) -> tuple[FragmentValues, ...]:
         """The values that ``event`` speaks of, verified; ``JournalError`` names what is missing or damaged."""
@@ -56,4 +56,4 @@ class Lineages:
         """Drop the beginnings up to and with ``lineage``: every snapshot left is of a later instant."""
         for number in self.numbers():
             if number <= lineage:
-                self._disk.remove(self.folder / str(number), Step.FILE)
+                self._disk.remove(self.folder / str(number), Step.LINEAGE_PRUNE)

@@ -185,14 +185,14 @@ def _staged(folder: Path, disk: Disk) -> Iterator[Path]:
             f"{folder} is not empty (it holds {', '.join(there[:5])}): move it away first, nothing in it is overwritten"
         )
     for name in there:  # An attempt that was cut short had begun to move things out.
-        disk.remove(folder / name, Step.FILE)
-    disk.remove(staging, Step.FILE)
-    disk.make_folder(staging, Step.FILE)
-    disk.sync_folder(folder, Step.FILE)
+        disk.remove(folder / name, Step.RESTORE_BEGIN)
+    disk.remove(staging, Step.RESTORE_BEGIN)
+    disk.make_folder(staging, Step.RESTORE_BEGIN)
+    disk.sync_folder(folder, Step.RESTORE_BEGIN)
     yield staging
     for name in MOVED:
         if (staging / name).exists():
-            disk.rename(staging / name, folder / name, Step.FILE)
-            disk.sync_folder(folder, Step.FILE)
-    disk.remove(staging, Step.FILE)
-    disk.sync_folder(folder, Step.FILE)
+            disk.rename(staging / name, folder / name, Step.RESTORE_MOVE)
+            disk.sync_folder(folder, Step.RESTORE_MOVE)
+    disk.remove(staging, Step.RESTORE_END)
+    disk.sync_folder(folder, Step.RESTORE_END)

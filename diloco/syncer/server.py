@@ -172,7 +172,7 @@ class Syncer:
         self.readiness.told_to(self._server.ready)
         self.readiness.ends(Unready.STARTING)
         if self.options.backup.url:
-            self.backups = Backups(self.options.backup, Path(self.options.folder), agreement.run_id, self._emit)
+            self.backups = Backups(self.options.backup, self.store.folder, agreement.run_id, self._emit, self._disk)
             self.backups.start()
             self._taken.callback(self.backups.stop)
         return self._server.address

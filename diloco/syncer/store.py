@@ -155,13 +155,13 @@ class Store:
         if found < FORMAT:
             self._write_card({**theirs, **ours})
 
-    def _write_card(self, card: dict[str, object]) -> None:
+    def _write_card(self, card: dict[str, object], step: Step = Step.CARD) -> None:
         text = json.dumps(card, indent=1, sort_keys=True).encode()
-        self.disk.write_file(self.folder / "run.json", text, Step.CARD)
+        self.disk.write_file(self.folder / "run.json", text, step)
 
     def write_lineage(self, lineage: int) -> None:
         """Say in ``run.json`` which lineage the run is in now."""
-        self._write_card({"format": FORMAT, **asdict(self.card), "lineage": lineage})
+        self._write_card({"format": FORMAT, **asdict(self.card), "lineage": lineage}, Step.LINEAGE_CARD)
 
     def is_new(self) -> bool:
         """Whether no process ever got as far as to acknowledge something here."""

@@ -57,11 +57,12 @@ class BackupFacts:
 class Vault:
     """All backups below one URL."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, disk: Disk = PLAIN_DISK) -> None:
         """``BackupError`` where no library on this machine can reach ``url``."""
         import fsspec.implementations.local  # type: ignore[import-untyped]  # Slow, and most runs need none.
 
         self.url = url.rstrip("/") or "/"
+        self._disk = disk
         try:
             self._files, self._root = fsspec.core.url_to_fs(self.url)
         except (ValueError, ImportError, OSError) as error:
@@ -93,20 +94,27 @@ class Vault:
         for relative, content in files.items():
             path = self._at(run_id, name, relative)
             self._files.makedirs(self._files._parent(path), exist_ok=True)
-            told[relative] = self._copy(content, path)
+            told[relative] = self._copy(content, path, Step.BACKUP_FILE)
             found = self._facts_of(path)
             if found != told[relative]:
                 raise BackupError(f"{self.url}/{run_id}/{name}/{relative} is not what was written there a moment ago")
         whole = BackupFacts(**{**{each: getattr(facts, each) for each in facts.__slots__}, "files": told})
-        self._copy(json.dumps(asdict(whole), indent=1, sort_keys=True).encode(), self._at(run_id, name, MARKER))
+        self._copy(
+            json.dumps(asdict(whole), indent=1, sort_keys=True).encode(),
+            self._at(run_id, name, MARKER),
+            Step.BACKUP_WHOLE,
+        )
         return whole
 
     def drop(self, run_id: str, name: str) -> None:
         """Remove a backup, its marker first."""
         marker = self._at(run_id, name, MARKER)
+        self._disk.reached(Step.BACKUP_DROP)
         if self._files.exists(marker):
             self._files.rm(marker)
+        self._disk.reached(Step.BACKUP_DROP)
         self._files.rm(self._at(run_id, name), recursive=True)
+        self._disk.reached(Step.BACKUP_DROP)
 
     def fetch(self, run_id: str, name: str, folder: Path, disk: Disk = PLAIN_DISK) -> BackupFacts:
         """Copy a backup into ``folder``, verified and durable; ``BackupError`` names a file that is not what it was."""
@@ -116,8 +124,8 @@ class Vault:
             if not parts or ".." in parts or relative.startswith("/"):
                 raise BackupError(f"{self.url}/{run_id}/{name}/{MARKER} names {relative!r}: outside of it")
             target = folder.joinpath(*parts)
-            disk.make_folder(target.parent, Step.FILE)
-            disk.keep(target, lambda path, at=relative: self._fetch(run_id, name, at, path), Step.FILE)  # type: ignore[misc]
+            disk.make_folder(target.parent, Step.RESTORE_FETCH)
+            disk.keep(target, lambda path, at=relative: self._fetch(run_id, name, at, path), Step.RESTORE_FETCH)  # type: ignore[misc]
             if (found := _facts_of_local(target)) != wanted:
                 raise BackupError(
                     f"{self.url}/{run_id}/{name}/{relative} is damaged: {found.bytes} bytes with SHA-256 "
@@ -145,17 +153,19 @@ class Vault:
             raise BackupError(f"{self.url}/{'/'.join(parts)} is missing") from error
         return data
 
-    def _copy(self, content: Path | bytes, path: str) -> FileFacts:
+    def _copy(self, content: Path | bytes, path: str, step: Step) -> FileFacts:
         """Write a file there; what it was here."""
         hashed, size = hashlib.sha256(), 0
+        self._disk.reached(step)
         with self._files.open(path, "wb") as there:
             for piece in _pieces(content):
                 there.write(piece)
+                self._disk.reached(step)
                 hashed.update(piece)
                 size += len(piece)
         if self._is_folder:  # A power cut must not take what is called whole.
-            PLAIN_DISK.sync_file(Path(path), Step.FILE)
-            PLAIN_DISK.sync_folder(Path(path).parent, Step.FILE)
+            self._disk.sync_file(Path(path), step)
+            self._disk.sync_folder(Path(path).parent, step)
         return FileFacts(size, hashed.hexdigest())
 
     def _facts_of(self, path: str) -> FileFacts:

@@ -2,8 +2,10 @@
 
 Real processes over real gRPC.  Every life of a process but the last has its death: at a passage of a step of
 ``diloco.durable.Step``, at a place in ``tests/loopback/toy.py``, or at an instant.  The step that was killed at least
-often comes next.  When the run has ended its books are audited, and in every second run, which is in lock-step, every
-update and the final parameters must be those of the twin that nobody killed, bit for bit.
+often comes next.  When the run has ended its books are audited, and in a run in lock-step every update and the final
+parameters must be those of the twin that nobody killed, bit for bit.
+
+Between those runs come a standby's lives (``standby_lives.py``) and those of restores and backups (``short_lives.py``).
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ from safetensors.torch import load_file
 
 from diloco.durable import Step
 from diloco.learner.agent import Finished
+from diloco.wire.messages import WireError
 from tests.hunts.reporting import Hunt, why
+from tests.hunts.short_lives import SHORT, ShortLives, draw, named
+from tests.hunts.standby_lives import STANDBY, StandbyLives
 from tests.loopback.audit import History, audit
 from tests.loopback.cluster import Log, Process, free_port
 from tests.loopback.stranger import Stranger
@@ -35,8 +40,11 @@ from tests.loopback.toy import Toy
 BOUND_S = 120.0
 SITES = ("a", "b")
 STEP_S = 0.003
-ENOUGH = 10
-"""So many kills for each case, and every case has come at least once."""
+ENOUGH = 500
+"""In so many kills every case has come at least once."""
+SHORT_DEATHS = 10
+KINDS = ("lock-step", "standby", "free", "short")
+"""The kinds of a round, in turn."""
 INSTANT = "instant"
 """A death that no place has: SIGKILL from outside, some time after the process began."""
 
@@ -123,12 +131,15 @@ CASES: Mapping[Step | str, Case] = {
     "adopted": Case("site", 12),
     "pulled": Case("site", 12),
 }
-BY_HAND: Mapping[Step, str] = {
-    Step.FILE: "nothing acknowledged rests on it, and its writers take no other disk",
-    Step.STANDBY_FILE: "a standby's; killed in tests/hunts/failover.py",
-    Step.LEASE_WRITE: "needs a lease; killed in tests/syncer/test_lease_file.py",
-    Step.SPOOL_BACK: "needs two pushes that overtake each other; killed in test_crash.py",
-}
+NEVER: Mapping[Step, str] = {Step.FILE: "nothing rests on it, and tests/test_tidy.py keeps it out of what is kept"}
+EVERY_CASE = frozenset(
+    {
+        *(named(case.role, name) for name, case in CASES.items()),
+        *(named("standby", step) for step in STANDBY),
+        *(named(what, step) for what, steps in SHORT.items() for step in steps),
+    }
+)
+"""Every role at every step at which it must be killed."""
 
 
 @dataclass
@@ -202,7 +213,7 @@ class Killing:
             return INSTANT, self.dice.randrange(20, 1500)
         wanted = [name for name, case in CASES.items() if self._is_time(actor, case)]
         self.dice.shuffle(wanted)
-        for name in sorted(wanted, key=lambda name: self.killed[name]):
+        for name in sorted(wanted, key=lambda name: self.killed[named(actor.role, name)]):
             if CASES[name].before(self.data):
                 return str(name), self.dice.randint(1, CASES[name].passages)
         return None
@@ -238,7 +249,7 @@ class Killing:
         if status == -9:
             assert actor.death is not None, f"{actor.name} was killed by somebody else"
             self.kills, self.kills_left = self.kills + 1, self.kills_left - 1
-            self.killed[actor.death[0]] += 1
+            self.killed[named(actor.role, actor.death[0])] += 1
             self._begin(actor, alive)
             return
         actor.done = True
@@ -292,35 +303,81 @@ def compare(found: History, final: dict[str, torch.Tensor], wanted: tuple[Histor
     assert all(torch.equal(final[name], wanted[1][name]) for name in final), "the run ends in other bits"
 
 
+class Crashes:
+    """Round after round, of each kind in turn."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder, self.seed = folder, seed
+        self.killed: Counter[str] = Counter()
+        self.rounds: Counter[str] = Counter()
+        self.updates = 0
+        self.unkilled = twin(folder / "twin")
+        self._short: ShortLives | None = None
+
+    @property
+    def kills(self) -> int:
+        return self.killed.total()
+
+    def round(self, number: int, kills_max: int) -> None:
+        """One more; ``AssertionError`` says what is wrong."""
+        kind, seed, here = KINDS[number % len(KINDS)], self.seed * 1000 + number, self.folder / str(number)
+        if kind == "short":
+            self._short = self._short or ShortLives(self.folder / "short")
+            draw(self._short, random.Random(f"short/{seed}"), self.killed, min(SHORT_DEATHS, kills_max))
+        elif kind == "standby":
+            self.updates += StandbyLives(here, seed, self.killed).run()
+        else:
+            run = Killing(here, seed, self.killed, kills_max, lock_step=kind == "lock-step")
+            told = run.run()
+            if run.lock_step:
+                compare(told, run.final(), self.unkilled)
+            self.updates += len(told.accepted)
+        self.rounds[kind] += 1
+        shutil.rmtree(here, ignore_errors=True)
+
+    def never(self) -> list[str]:
+        """The cases that have not come."""
+        return sorted(name for name in EVERY_CASE if not self.killed[name])
+
+    def counts(self) -> dict[str, object]:
+        """For the last line: by step, and by who was killed there."""
+        by_step: Counter[str] = Counter({str(step): 0 for step in Step if step not in NEVER})
+        for name, kills in self.killed.items():
+            step = name.partition(": ")[2]
+            if step in by_step:
+                by_step[step] += kills
+        return {
+            "kills": self.kills,
+            "rounds": dict(self.rounds),
+            "updates": self.updates,
+            "steps_named": len(by_step),
+            "steps_killed_at": sum(kills > 0 for kills in by_step.values()),
+            "kills_by_step": dict(sorted(by_step.items())),
+            "killed_at": dict(sorted(self.killed.items())),
+            "never_killed_at": self.never(),
+        }
+
+
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("crash", __doc__)
     hunt.parser.add_argument("--kills", type=int, default=100, help="kill at least so many times (default: 100)")
     asked = hunt.asked(arguments)
-    killed: Counter[str] = Counter()
-    kills = updates = runs = 0
     replay = {"seed": asked.seed, "kills": asked.kills}
     with tempfile.TemporaryDirectory(prefix="crash-") as folder:
-        unkilled = twin(Path(folder) / "twin")
+        crashes = Crashes(Path(folder), asked.seed)
         for number in itertools.count():
-            if kills >= asked.kills:
+            if crashes.kills >= asked.kills:
                 break
-            seed, here = asked.seed * 1000 + number, Path(folder) / str(number)
-            run = Killing(here, seed, killed, asked.kills - kills, lock_step=number % 2 == 0)
             try:
-                told = run.run()
-                if run.lock_step:
-                    compare(told, run.final(), unkilled)
-            except AssertionError as error:
-                kept = shutil.copytree(here, tempfile.mkdtemp(prefix="crash-kept-"), dirs_exist_ok=True)
-                hunt.violated(f"run {number}, kept in {kept}: {why(error)}", **replay)
+                crashes.round(number, asked.kills - crashes.kills)
+            except (AssertionError, WireError) as error:
+                kept = shutil.copytree(folder, tempfile.mkdtemp(prefix="crash-kept-"), dirs_exist_ok=True)
+                hunt.violated(f"round {number}, kept in {kept}: {why(error)}", **replay)
                 break
-            shutil.rmtree(here)
-            kills, runs, updates = kills + run.kills, runs + 1, updates + len(told.accepted)
-    never = sorted(str(name) for name in CASES if not killed[name])
-    if never and kills >= ENOUGH * len(CASES):
-        hunt.violated(f"in {kills} kills none at {', '.join(never)}", **replay)
-    counts = {"kills": kills, "runs": runs, "updates": updates, "killed_at": dict(sorted(killed.items()))}
-    return hunt.finish({**counts, "never_killed_at": never})
+    never = crashes.never()
+    if never and crashes.kills >= ENOUGH:
+        hunt.violated(f"in {crashes.kills} kills none at {', '.join(never)}", **replay)
+    return hunt.finish(crashes.counts())
 
 
 if __name__ == "__main__":

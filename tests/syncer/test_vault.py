@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco.durable import Step
 from diloco.syncer.vault import BackupError, BackupFacts, Vault
 from tests.syncer.building import files
 
@@ -75,8 +76,8 @@ def test_a_place_that_changes_what_is_written_gets_no_backup(tmp_path: Path, mon
     vault = Vault(str(tmp_path / "vault"))
     copy = Vault._copy
 
-    def rots(self: Vault, content: Path | bytes, path: str) -> object:
-        told = copy(self, content, path)
+    def rots(self: Vault, content: Path | bytes, path: str, step: Step) -> object:
+        told = copy(self, content, path, step)
         Path(path).write_bytes(Path(path).read_bytes()[:-1] + b"?")
         return told
 

@@ -1,0 +1,377 @@
+"""Processes that do one thing and end, killed at a passage of each of their durable steps: restores, a backup.
+
+The restores are the real verb in a process of its own, in all three ways, on a run whose syncer had a real
+configuration.  After each death the folder is looked at by the syncer itself: it starts as the run that was there, or
+as the restored one, or it says that it is being restored and must be restored again.  Then the verb is run once more,
+and what it leaves is started, takes updates and makes versions.  A backup that is cut short is none, or a whole one.
+
+``python -m tests.hunts.short_lives`` kills at every passage of everything; ``make crash`` draws some of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from diloco.codec.contract import digest
+from diloco.durable import Disk, KillingDisk, Step, locked
+from diloco.launch import build, restore_main
+from diloco.launch import config as configs
+from diloco.launch.arming import KILL_VARIABLE
+from diloco.launch.cli import main as verb
+from diloco.launch.past import past_of
+from diloco.sync.progress import FragmentProgress, LearnerState
+from diloco.syncer.backups import back_up, name_now
+from diloco.syncer.kept import Kept
+from diloco.syncer.spool import Settled, Spool
+from diloco.syncer.store import STAGING, RunCard, Store, StoreError
+from diloco.syncer.vault import BackupError, Vault
+from diloco.wire.messages import PushHeader
+from tests.hunts.reporting import Hunt, why
+from tests.launch.pasts import Hand, with_a_past
+from tests.launch.test_warm_site import checkpointed
+
+BOUND_S = 120.0
+IMAGE, BACKUP, SITE = "image", "backup", "site"
+WAYS = (IMAGE, BACKUP, SITE)
+MAKING, DROPPING, GIVING_BACK = "back-up", "drop", "give-back"
+"""What a process does to backups; and one that gives a whole update back to be one on its way again."""
+_BEGINS = (Step.LINEAGE_FOLDER, Step.LINEAGE_IMAGE, Step.LINEAGE_CARD, Step.LINEAGE_PRUNE)
+_JOURNAL = (Step.JOURNAL_BEGIN, Step.JOURNAL_WRITE, Step.JOURNAL_SYNC, Step.JOURNAL_MARK, Step.JOURNAL_END)
+_SNAPSHOT = (Step.SNAPSHOT_BEGIN, Step.SNAPSHOT_FILE, Step.SNAPSHOT_RENAME, Step.SNAPSHOT_FOLDER)
+_STAGED = (Step.RESTORE_BEGIN, Step.RESTORE_MOVE, Step.RESTORE_END)
+SHORT: Mapping[str, frozenset[Step]] = {
+    IMAGE: frozenset({Step.FOLDER, *_BEGINS, *_JOURNAL, *_SNAPSHOT}),
+    BACKUP: frozenset({Step.FOLDER, Step.RESTORE_FETCH, *_BEGINS, *_JOURNAL, *_SNAPSHOT, *_STAGED}),
+    SITE: frozenset({Step.FOLDER, Step.CARD, *_BEGINS, *_JOURNAL, *_SNAPSHOT, *_STAGED}),
+    MAKING: frozenset({Step.BACKUP_FILE, Step.BACKUP_WHOLE}),
+    DROPPING: frozenset({Step.BACKUP_DROP}),
+    GIVING_BACK: frozenset({Step.SPOOL_BACK}),
+}
+"""Every step that each of them passes."""
+PAYLOAD = b"payload" * 100
+HEADER = PushHeader(
+    "run", "a", 1, 0, 1, 0, 10, 1, 1, 1, False, "fp32", len(PAYLOAD), 175, hashlib.sha256(PAYLOAD).hexdigest()
+)
+
+
+class CountingDisk(Disk):
+    """Counts how often each step is passed."""
+
+    def __init__(self) -> None:
+        self.passages: Counter[str] = Counter()
+
+    def reached(self, step: Step) -> None:
+        self.passages[str(step)] += 1
+
+
+def _restores(arguments: list[str], death: str, counts: Path | None, said: Path) -> None:
+    """The verb, in a process of its own."""
+    torch.set_num_threads(1)
+    if death:
+        os.environ[KILL_VARIABLE] = death
+    disk = CountingDisk()
+    if counts is not None:
+        restore_main.disk_from_environment = lambda: disk  # type: ignore[attr-defined]
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        code = verb(["restore", *arguments])
+    said.write_text(text.getvalue())
+    if counts is not None:
+        counts.write_text(json.dumps(disk.passages))
+    os._exit(code)
+
+
+def _backs_up(what: str, data: Path, vault: str, step: str, passage: int, counts: Path | None) -> None:
+    disk = CountingDisk() if counts is not None else KillingDisk(Step(step), passage)
+    place = Vault(vault, disk)
+    if what == MAKING:
+        back_up(data, place, name_now())
+    else:
+        place.drop("past", place.names("past")[0])
+    if counts is not None and isinstance(disk, CountingDisk):
+        counts.write_text(json.dumps(disk.passages))
+
+
+def _gives_back(folder: Path, step: str, passage: int) -> None:
+    """As when a site sends an update again that is whole here and was not decided yet."""
+    spool = Spool(folder, KillingDisk(Step(step), passage))
+    partial = spool.open_partial(HEADER)
+    partial.write(memoryview(PAYLOAD))
+    partial.digest()
+    spool.settle(spool.keep(partial, HEADER), Settled.GIVEN_BACK, partial)
+
+
+@dataclass(frozen=True)
+class Stood:
+    """How the run in a data folder stands: its lineage, and each fragment's version and digest."""
+
+    lineage: int
+    versions: tuple[int, ...]
+    digests: tuple[str, ...]
+
+
+@dataclass(eq=False)
+class ShortLives:
+    """A run that was stopped, whatever it can be restored from, and one death after the other."""
+
+    folder: Path
+    kills: int = 0
+    again: Counter[str] = field(default_factory=Counter)
+    """What came after the deaths: the old run stood, the restored one, or it said that it must be restored again."""
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.run = with_a_past(self.folder, 3)
+        self.data = self.run / "syncer"
+        self.config = configs.read(self.run / "config.yaml")
+        self.pristine = self.folder / "pristine"
+        shutil.copytree(self.data, self.pristine)
+        self.image, self.vault, self.site = (self.folder / name for name in WAYS)
+        with contextlib.redirect_stdout(io.StringIO()):
+            left_out = ["--without", "site=b:versions=3..4", "--out", str(self.image)]
+            assert verb(["replay", str(self.run), *left_out]) == 0
+        self._warm()
+        back_up(self.data, Vault(str(self.vault)), name_now())
+        self.before = self.stood(self.data)
+        told = json.loads((self.image / "image.json").read_text())
+        self.wanted = {IMAGE: tuple(told["digests"]), BACKUP: self.before.digests, SITE: self.before.digests}
+
+    def _warm(self) -> None:
+        """A site that has the newest published values as its base."""
+        hand = Hand(self.config)
+        values = hand.syncer.holdings.values
+        parts = [FragmentProgress(v.version, next_sequence=5, tokens_merged=400, updates_merged=4) for v in values]
+        bases = tuple(each.published.clone() for each in values)
+        known = {"run_id": "past", "layout_fingerprint": hand.layout.fingerprint, "digests": [digest(b) for b in bases]}
+        hand.stop()
+        checkpointed(self.site, LearnerState(parts, epoch=30, step=9), bases=bases, **known)
+        shutil.rmtree(self.data)
+        shutil.copytree(self.pristine, self.data)
+
+    # --- deaths --------------------------------------------------------------------------------------------------
+
+    @cache  # noqa: B019  # As long as the run's folder.
+    def passages(self, what: str) -> dict[str, int]:
+        """How often each step is passed by who does ``what`` and is not killed."""
+        if what == GIVING_BACK:
+            return {str(Step.SPOOL_BACK): 2}
+        self._lay_out(what)
+        counts = self.folder / "counts.json"
+        if what in WAYS:
+            assert self._restore(what, "", counts) == 0, self.said
+        else:
+            self._process(_backs_up, what, self.data, str(self._copied_vault()), "", 0, counts)
+        found: dict[str, int] = json.loads(counts.read_text())
+        return found
+
+    def kill(self, what: str, step: str, passage: int) -> None:
+        """One death and everything that must be true after it."""
+        self._lay_out(what)
+        if what not in WAYS:
+            (self._kill_giving_back if what == GIVING_BACK else self._kill_backup)(what, step, passage)
+            return
+        code = self._restore(what, f"{step}:{passage}")
+        assert code == -9, f"it ended with {code}, not by a death: {self.said}"
+        self.kills += 1
+        left = self._left(what)
+        code = self._restore(what, "")
+        if left is None or what == IMAGE:
+            assert code == 0, f"the verb run again ended with {code}: {self.said}"
+        elif left != self.before:
+            assert code == 1, f"a restored run is restored once more with {code}: {self.said}"
+            assert self.stood(self.data) == left, "what was restored is another run after a refusal"
+        self._goes_on(what)
+
+    def _left(self, what: str) -> Stood | None:
+        """What a syncer would find there; None when it refuses, in the one way in which it may."""
+        copy = self.folder / "looked-at"
+        shutil.rmtree(copy, ignore_errors=True)
+        if not self._is_there(self.data):
+            self.again["nothing"] += 1
+            return None
+        shutil.copytree(self.data, copy)
+        try:
+            found = self.stood(copy)
+        except StoreError as error:
+            if what == IMAGE or "restore it again" not in str(error):
+                raise AssertionError(f"it does not start: {error}") from error
+            self.again["restore again"] += 1
+            return None
+        restored = found.lineage > 1
+        self.again["restored" if restored else "as before"] += 1
+        versions = tuple(version + restored for version in self.before.versions)
+        assert found.versions == versions, f"{found} is neither the run before nor the restored one"
+        assert found.digests == (self.wanted[what] if restored else self.before.digests), found
+        assert restored or what == IMAGE, "a lost run is there again, in its old lineage"
+        return found
+
+    def _is_there(self, data: Path) -> bool:
+        return any(path.name not in ("lock", STAGING) for path in data.iterdir()) or (data / STAGING).exists()
+
+    def _goes_on(self, what: str) -> None:
+        """The syncer starts with what was wanted, and a site's updates make versions."""
+        found = self.stood(self.data)
+        assert found.lineage > 1, "nothing was restored at last"
+        assert found.digests == self.wanted[what], "the restored values are others than those that were wanted"
+        assert json.loads((self.data / "run.json").read_text())["lineage"] == found.lineage
+        assert not (self.data / STAGING).exists(), "something is left of a restore"
+        leftovers = [path for path in self.data.rglob(".*.tmp") if path.parent != self.data]
+        assert not leftovers, f"a death left what nobody removes: {leftovers}"
+        hand = Hand(self.config)
+        try:
+            hand.push("a", 0, hand.join("a"))
+            assert hand.versions() == [found.versions[0] + 1, *found.versions[1:]]
+        finally:
+            hand.stop()
+        rebuilt = Kept(self.data).replay(past_of(str(self.run)).rules(), verify=True)
+        assert rebuilt.machine.state.lineage == found.lineage
+
+    def _kill_backup(self, what: str, step: str, passage: int) -> None:
+        vault = self._copied_vault()
+        code = self._process(_backs_up, what, self.data, str(vault), step, passage, None)
+        assert code == -9, f"it ended with {code}, not by a death"
+        self.kills += 1
+        place = Vault(str(vault))
+        names = place.names("past")
+        assert len(names) in ((1, 2) if what == MAKING else (0, 1)), names
+        for name in names:
+            back = self.folder / "back"
+            shutil.rmtree(back, ignore_errors=True)
+            try:
+                place.fetch("past", name, back)
+            except BackupError as error:
+                raise AssertionError(f"what is called a backup is none: {error}") from error
+            assert self.stood(back) == self.before
+        for name in place.leftovers("past"):
+            place.drop("past", name)
+        assert place.leftovers("past") == []
+
+    def _kill_giving_back(self, what: str, step: str, passage: int) -> None:
+        folder = self.folder / what
+        shutil.rmtree(folder, ignore_errors=True)
+        code = self._process(_gives_back, folder, step, passage)
+        assert code == -9, f"it ended with {code}, not by a death"
+        self.kills += 1
+        spool = Spool(folder)
+        if passage == 1:
+            assert spool.read(spool.reference(HEADER), HEADER.digest) == PAYLOAD
+            assert spool.sweep(set()) == 1
+        else:
+            partial = spool.open_partial(HEADER)
+            assert (partial.offset, partial.digest()) == (len(PAYLOAD), HEADER.digest)
+            partial.close()
+
+    # --- parts ---------------------------------------------------------------------------------------------------
+
+    def stood(self, data: Path) -> Stood:
+        """How the run in ``data`` stands, as its syncer would find it."""
+        plan = build.plan(self.config, build.layout_of(self.config))
+        card = RunCard(plan.agreement.run_id, plan.agreement.layout_fingerprint, plan.shared_digest)
+        rules = past_of(str(self.run)).rules()
+        with locked(data):
+            store = Store(data, card)
+            try:
+                state = store.recover(rules.outer, rules.optimizer, rules.down_codec).machine.state
+            finally:
+                store.journal.close()
+        fragments = state.fragments
+        return Stood(state.lineage, tuple(each.version for each in fragments), tuple(each.digest for each in fragments))
+
+    def _lay_out(self, what: str) -> None:
+        shutil.rmtree(self.data, ignore_errors=True)
+        (self.run / "events.jsonl").unlink(missing_ok=True)  # It remembers the restore before this one.
+        if what in (BACKUP, SITE):
+            self.data.mkdir()
+        else:
+            shutil.copytree(self.pristine, self.data)
+
+    def _copied_vault(self) -> Path:
+        copy = self.folder / "vault-copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(self.vault, copy)
+        return copy
+
+    def _restore(self, way: str, death: str, counts: Path | None = None) -> int | None:
+        source = ["--from-site", str(self.site)] if way == SITE else ["--from", str(self.folder / way)]
+        said = self.folder / "said"
+        said.unlink(missing_ok=True)
+        return self._process(_restores, [str(self.run), *source], death, counts, said)
+
+    @property
+    def said(self) -> str:
+        path = self.folder / "said"
+        return path.read_text() if path.exists() else "it said nothing"
+
+    def _process(self, work: Callable[..., None], *arguments: object) -> int | None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.loopback.toy", "tests.launch.pasts", "diloco.launch.restore_main"])
+        process = context.Process(target=work, args=arguments, name="short-lived")
+        process.start()
+        process.join(BOUND_S)
+        if process.exitcode is None:
+            process.kill()
+            process.join(BOUND_S)
+            raise AssertionError(f"it still ran after {BOUND_S} s: {arguments}")
+        return process.exitcode
+
+
+def draw(lives: ShortLives, dice: random.Random, killed: Counter[str], deaths: int) -> None:
+    """So many deaths, each at a step where there were fewest."""
+    places = [(what, step) for what, steps in SHORT.items() for step in sorted(steps)]
+    dice.shuffle(places)
+    for _ in range(deaths):
+        what, step = min(places, key=lambda place: killed[named(*place)])
+        lives.kill(what, step, dice.randint(1, lives.passages(what)[step]))
+        killed[named(what, step)] += 1
+
+
+def named(what: str, step: str) -> str:
+    """The place of a death in a hunt's counts."""
+    return f"{what}: {step}"
+
+
+def every_passage(lives: ShortLives, stride: int) -> Iterator[tuple[str, str, int]]:
+    """Each (what, step, passage) that there is; ``stride`` leaves some out."""
+    number = 0
+    for what in SHORT:
+        for step, passages in sorted(lives.passages(what).items()):
+            for passage in range(1, passages + 1):
+                number += 1
+                if number % stride == 0:
+                    yield what, step, passage
+
+
+def main(arguments: list[str] | None = None) -> int:
+    hunt = Hunt("short_lives", __doc__)
+    hunt.parser.add_argument("--stride", type=int, default=1, help="kill at every so-manieth passage (default: 1)")
+    asked = hunt.asked(arguments)
+    killed: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory(prefix="short-lives-") as folder:
+        lives = ShortLives(Path(folder))
+        for what, step, passage in every_passage(lives, asked.stride):
+            try:
+                lives.kill(what, step, passage)
+            except AssertionError as error:
+                hunt.violated(f"{what} at {step}:{passage}: {why(error)}", stride=asked.stride)
+            killed[named(what, step)] += 1
+    return hunt.finish({"kills": lives.kills, "left": dict(lives.again), "killed_at": dict(sorted(killed.items()))})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
