@@ -29,6 +29,11 @@ class Lineages:
         self.folder = folder
         self._disk = disk
 
+    def sweep(self) -> None:
+        """Remove what a process that died has left half written; for the process that has the folder now."""
+        for leftover in self.folder.glob(".*.tmp"):
+            self._disk.remove(leftover, Step.LINEAGE_PRUNE)
+
     def numbers(self) -> list[int]:
         """The lineages whose beginning is kept, rising."""
         return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdigit())

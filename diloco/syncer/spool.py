@@ -145,9 +145,11 @@ class Spool:
             raise SpoolError(f"{path} is damaged: its digest is not the one that was acknowledged")
 
     def sweep(self, needed: Collection[str]) -> int:
-        """Drop every whole update that is not ``needed``; returns how many went."""
+        """Drop every whole update that is not ``needed``, and copies that ended half way; returns how many went."""
         wanted = set(needed)
         gone = 0
+        for leftover in self.folder.glob("*/.*.tmp"):
+            self._disk.remove(leftover, Step.SPOOL_DROP)
         for path in sorted(self.folder.glob("*/*.update")):
             reference = path.relative_to(self.folder).as_posix()
             if path.parent != self.partial and reference not in wanted:

@@ -123,6 +123,9 @@ class Store:
         self.snapshots = Snapshots(folder / "snapshots", disk=disk)
         self.snapshots.sweep()
         self.lineages = Lineages(folder / "lineages", disk)
+        self.lineages.sweep()
+        for leftover in folder.glob(".*.tmp"):  # Of a process that died while it wrote a file of the folder itself.
+            disk.remove(leftover, Step.FOLDER)
         disk.sync_folder(folder, Step.FOLDER)
         self._decided: deque[_Decided] = deque()
 

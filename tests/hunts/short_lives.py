@@ -231,7 +231,7 @@ class ShortLives:
         assert found.digests == self.wanted[what], "the restored values are others than those that were wanted"
         assert json.loads((self.data / "run.json").read_text())["lineage"] == found.lineage
         assert not (self.data / STAGING).exists(), "something is left of a restore"
-        leftovers = [path for path in self.data.rglob(".*.tmp") if path.parent != self.data]
+        leftovers = list(self.data.rglob(".*.tmp"))
         assert not leftovers, f"a death left what nobody removes: {leftovers}"
         hand = Hand(self.config)
         try:

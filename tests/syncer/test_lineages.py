@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from diloco.codec.contract import digest
+from diloco.durable import Disk, Step
 from diloco.sync.events import LineageBegan
 from diloco.sync.journal import JournalError
 from diloco.syncer.images import Image
@@ -15,6 +16,15 @@ from diloco.syncer.lineages import Lineages
 from diloco.syncer.snapshots import FragmentValues, same_values
 from tests.syncer.building import version_zero
 from tests.syncer.desk import CARD
+
+
+class DyingDisk(Disk):
+    """Ends before the image gets its name."""
+
+    def rename(self, path: Path, target: Path, step: Step) -> None:
+        if path.is_dir():
+            raise RuntimeError("as by a death")
+        super().rename(path, target, step)
 
 
 def image() -> Image:
@@ -46,6 +56,17 @@ def test_what_is_missing_damaged_or_another_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(JournalError, match=r"fragment-0\.safetensors is damaged"):
         lineages.values(event(7, kept))
+
+
+def test_what_a_death_left_half_written_goes_with_the_next_start(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="as by a death"):
+        Lineages(tmp_path / "lineages", DyingDisk()).keep(7, image())
+    lineages = Lineages(tmp_path / "lineages")
+    assert [path.name for path in (tmp_path / "lineages").iterdir()] == [".7.tmp"]
+    lineages.sweep()
+    assert list((tmp_path / "lineages").iterdir()) == []
+    Lineages(tmp_path / "none").sweep()
+    assert not (tmp_path / "none").exists()
 
 
 def test_what_no_snapshot_is_older_than_goes(tmp_path: Path) -> None:

@@ -176,3 +176,12 @@ def test_of_two_attempts_at_an_update_neither_takes_the_others_payload(
     kept = Settled.KEPT in (first, second)
     assert (tmp_path / reference).exists() == kept
     assert later.path.exists() == (not kept and second is Settled.GIVEN_BACK)
+
+
+def test_a_sweep_drops_what_a_standby_that_died_had_half_copied(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    half = tmp_path / "a" / ".0-1-0123456789abcdef.update.tmp"
+    half.parent.mkdir()
+    half.write_bytes(b"half")
+    assert spool.sweep(set()) == 0
+    assert not half.exists()

@@ -477,3 +477,14 @@ def test_a_bound_on_the_past_is_kept_and_said_and_a_full_disk_takes_all_of_it(tm
     again = Desk(tmp_path)
     assert_same(again, desk, "what recovery needs is there")
     again.close()
+
+
+def test_what_processes_that_died_left_beside_their_files_goes_with_the_next_start(tmp_path: Path) -> None:
+    desk = Desk(tmp_path)
+    desk.begin()
+    desk.close()
+    for name in (".run.json.123.tmp", ".leadership.json.123.tmp", "lineages/.7.tmp/image.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"half")
+    Desk(tmp_path).close()
+    assert list(tmp_path.rglob(".*.tmp")) == []
