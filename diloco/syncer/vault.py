@@ -91,19 +91,20 @@ class Vault:
     def put(self, run_id: str, name: str, files: Mapping[str, Path | bytes], facts: BackupFacts) -> BackupFacts:
         """Copy ``files`` there and make them a backup; ``facts`` without files.  Everything is read back first."""
         told: dict[str, FileFacts] = {}
+        made: set[str] = set()
         for relative, content in files.items():
             path = self._at(run_id, name, relative)
-            self._files.makedirs(self._files._parent(path), exist_ok=True)
+            self._make_folder(self._files._parent(path), made)
             told[relative] = self._copy(content, path, Step.BACKUP_FILE)
             found = self._facts_of(path)
             if found != told[relative]:
                 raise BackupError(f"{self.url}/{run_id}/{name}/{relative} is not what was written there a moment ago")
         whole = BackupFacts(**{**{each: getattr(facts, each) for each in facts.__slots__}, "files": told})
-        self._copy(
-            json.dumps(asdict(whole), indent=1, sort_keys=True).encode(),
-            self._at(run_id, name, MARKER),
-            Step.BACKUP_WHOLE,
-        )
+        marker, path = json.dumps(asdict(whole), indent=1, sort_keys=True).encode(), self._at(run_id, name, MARKER)
+        if self._is_folder:  # There a file has its name before it has its content.
+            self._disk.write_file(Path(path), marker, Step.BACKUP_WHOLE)
+        else:
+            self._copy(marker, path, Step.BACKUP_WHOLE)
         return whole
 
     def drop(self, run_id: str, name: str) -> None:
@@ -118,13 +119,15 @@ class Vault:
 
     def fetch(self, run_id: str, name: str, folder: Path, disk: Disk = PLAIN_DISK) -> BackupFacts:
         """Copy a backup into ``folder``, verified and durable; ``BackupError`` names a file that is not what it was."""
-        facts = self.facts(run_id, name)
+        facts, made = self.facts(run_id, name), set[Path]()
         for relative, wanted in sorted(facts.files.items()):
             parts = PurePosixPath(relative).parts
             if not parts or ".." in parts or relative.startswith("/"):
                 raise BackupError(f"{self.url}/{run_id}/{name}/{MARKER} names {relative!r}: outside of it")
             target = folder.joinpath(*parts)
-            disk.make_folder(target.parent, Step.RESTORE_FETCH)
+            if target.parent not in made:
+                disk.settle(target.parent, Step.RESTORE_FETCH)
+                made.add(target.parent)
             disk.keep(target, lambda path, at=relative: self._fetch(run_id, name, at, path), Step.RESTORE_FETCH)  # type: ignore[misc]
             if (found := _facts_of_local(target)) != wanted:
                 raise BackupError(
@@ -137,6 +140,16 @@ class Vault:
 
     def _at(self, *parts: str) -> str:
         return "/".join([self._root.rstrip("/"), *parts])
+
+    def _make_folder(self, path: str, made: set[str]) -> None:
+        """Make it, unless it is one of those that were ``made``; durably where that is for this process to do."""
+        if path in made:
+            return
+        made.add(path)
+        if self._is_folder:
+            self._disk.settle(Path(path), Step.BACKUP_FILE)
+        else:
+            self._files.makedirs(path, exist_ok=True)
 
     def _folders(self, run_id: str) -> list[str]:
         self._files.invalidate_cache()

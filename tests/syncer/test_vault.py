@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.durable import Step
-from diloco.syncer.vault import BackupError, BackupFacts, Vault
+from diloco.durable import Disk, Step
+from diloco.syncer.vault import MARKER, BackupError, BackupFacts, Vault
 from tests.syncer.building import files
 
 FACTS = BackupFacts(1, "run", 3, 7, (4, 5), 1000, "2026-11-21T04:00:00+00:00", {})
@@ -91,3 +91,40 @@ def test_a_place_that_changes_what_is_written_gets_no_backup(tmp_path: Path, mon
 def test_a_place_that_cannot_be_reached_from_here_is_said(url: str, said: str) -> None:
     with pytest.raises(BackupError, match=said):
         Vault(url)
+
+
+class WatchingDisk(Disk):
+    """Ends before the last rename, if it should, and notes which folders' names were made durable until then."""
+
+    def __init__(self, *, dies: bool = False) -> None:
+        self.dies = dies
+        self.synced: set[Path] = set()
+
+    def rename(self, path: Path, target: Path, step: Step) -> None:
+        if self.dies and target.name == MARKER:
+            raise RuntimeError("as by a death")
+        super().rename(path, target, step)
+
+    def sync_folder(self, folder: Path, step: Step) -> None:
+        super().sync_folder(folder, step)
+        self.synced.add(folder)
+
+
+def test_a_backup_whose_last_file_is_cut_short_is_none(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="as by a death"):
+        Vault(str(tmp_path / "vault"), WatchingDisk(dies=True)).put("run", "first", content(tmp_path), FACTS)
+    vault = Vault(str(tmp_path / "vault"))
+    assert vault.names("run") == []
+    assert vault.leftovers("run") == ["first"]
+    vault.drop("run", "first")
+    assert vault.leftovers("run") == []
+
+
+def test_every_name_of_a_backup_and_of_what_is_fetched_is_durable(tmp_path: Path) -> None:
+    disk = WatchingDisk()
+    vault = Vault(str(tmp_path / "vault"), disk)
+    vault.put("run", "first", content(tmp_path), FACTS)
+    vault.fetch("run", "first", tmp_path / "back", disk)
+    for place in (tmp_path / "vault", tmp_path / "back"):
+        made = {path.parent for path in [place, *place.rglob("*")]}
+        assert made <= disk.synced, made - disk.synced
