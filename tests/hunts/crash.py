@@ -42,7 +42,7 @@ SITES = ("a", "b")
 STEP_S = 0.003
 ENOUGH = 500
 """In so many kills every case has come at least once."""
-SHORT_DEATHS = 10
+SHORT_DEATHS = 15
 KINDS = ("lock-step", "standby", "free", "short")
 """The kinds of a round, in turn."""
 INSTANT = "instant"
@@ -134,8 +134,8 @@ CASES: Mapping[Step | str, Case] = {
 NEVER: Mapping[Step, str] = {Step.FILE: "nothing rests on it, and tests/test_tidy.py keeps it out of what is kept"}
 EVERY_CASE = frozenset(
     {
-        *(named(case.role, name) for name, case in CASES.items()),
-        *(named("standby", step) for step in STANDBY),
+        *(f"{case.role}: {name}" for name, case in CASES.items()),
+        *(f"standby: {step}" for step in STANDBY),
         *(named(what, step) for what, steps in SHORT.items() for step in steps),
     }
 )
@@ -213,7 +213,7 @@ class Killing:
             return INSTANT, self.dice.randrange(20, 1500)
         wanted = [name for name, case in CASES.items() if self._is_time(actor, case)]
         self.dice.shuffle(wanted)
-        for name in sorted(wanted, key=lambda name: self.killed[named(actor.role, name)]):
+        for name in sorted(wanted, key=lambda name: self.killed[f"{actor.role}: {name}"]):
             if CASES[name].before(self.data):
                 return str(name), self.dice.randint(1, CASES[name].passages)
         return None
@@ -249,7 +249,7 @@ class Killing:
         if status == -9:
             assert actor.death is not None, f"{actor.name} was killed by somebody else"
             self.kills, self.kills_left = self.kills + 1, self.kills_left - 1
-            self.killed[named(actor.role, actor.death[0])] += 1
+            self.killed[f"{actor.role}: {actor.death[0]}"] += 1
             self._begin(actor, alive)
             return
         actor.done = True

@@ -47,9 +47,9 @@ from tests.launch.pasts import Hand, with_a_past
 from tests.launch.test_warm_site import checkpointed
 
 BOUND_S = 120.0
-IMAGE, BACKUP, SITE = "image", "backup", "site"
+IMAGE, BACKUP, SITE = "image", "vault", "site"
 WAYS = (IMAGE, BACKUP, SITE)
-MAKING, DROPPING, GIVING_BACK = "back-up", "drop", "give-back"
+MAKING, DROPPING, GIVING_BACK = "backup", "backup dropped", "update given back"
 """What a process does to backups; and one that gives a whole update back to be one on its way again."""
 _BEGINS = (Step.LINEAGE_FOLDER, Step.LINEAGE_IMAGE, Step.LINEAGE_CARD, Step.LINEAGE_PRUNE)
 _JOURNAL = (Step.JOURNAL_BEGIN, Step.JOURNAL_WRITE, Step.JOURNAL_SYNC, Step.JOURNAL_MARK, Step.JOURNAL_END)
@@ -302,7 +302,7 @@ class ShortLives:
             shutil.copytree(self.pristine, self.data)
 
     def _copied_vault(self) -> Path:
-        copy = self.folder / "vault-copy"
+        copy = self.folder / "copied-vault"
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(self.vault, copy)
         return copy
@@ -343,7 +343,7 @@ def draw(lives: ShortLives, dice: random.Random, killed: Counter[str], deaths: i
 
 def named(what: str, step: str) -> str:
     """The place of a death in a hunt's counts."""
-    return f"{what}: {step}"
+    return f"{f'restore from {what}' if what in WAYS else what}: {step}"
 
 
 def every_passage(lives: ShortLives, stride: int) -> Iterator[tuple[str, str, int]]:

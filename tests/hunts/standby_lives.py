@@ -32,7 +32,7 @@ PATIENCE_S = 12.0
 """A step that is not passed by then is not waited for: SIGKILL from outside."""
 SITES = ("a", "b")
 STEP_S = 0.02
-DEATHS = 6
+DEATHS = 8
 """Of the standby, before the syncer dies."""
 COPIES, FOLLOWS, LEADS = "copies", "follows", "leads"
 
