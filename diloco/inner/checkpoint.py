@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
@@ -83,6 +84,8 @@ def save(
             if old != name:
                 disk.remove(root / old, Step.CHECKPOINT_PRUNE)
     except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):  # A full disk does not get fuller with every attempt.
+            disk.remove(temporary, Step.CHECKPOINT_PRUNE)
         raise CheckpointError(f"the checkpoint {path} could not be written: {error}") from error
     return path
 

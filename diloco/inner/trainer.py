@@ -313,7 +313,7 @@ class Trainer:
         mine = [loss, 0.0, 0.0]
         if self.group.is_first:
             # A write still under way makes the due checkpoint wait for a later step instead of blocking training.
-            free = self._writer is not None and ready and not self._writer.busy
+            free = self._is_free() and ready
             mine = [loss, self._asked_progress() if self._asked_progress else 0.0, float(free)]
         total, progress, save_now = self.group.all_reduce_sum(mine)
         if self._asked_progress is not None:
@@ -358,16 +358,37 @@ class Trainer:
 
     # Checkpoints.
 
+    def _is_free(self) -> bool:
+        """Whether a checkpoint can be written now.  One that could not be is said, and the next one is tried when it is
+        due: the older ones are whole, and training need not end for want of room."""
+        try:
+            return self._writer is not None and not self._writer.busy
+        except CheckpointError as error:
+            self._not_written(error)
+            return True
+
+    def _not_written(self, error: CheckpointError) -> None:
+        self._saved_name = ""
+        self._log("note", {"note": "checkpoint not written", "why": str(error), "step": self.step})
+
     def _checkpoint_if_due(self, extra_state: ExtraState | None) -> None:
         if self._save_now:
             self._checkpoint_due = False
-            self._save(extra_state, after_step_done=False)
+            try:
+                self._save(extra_state, after_step_done=False)
+            except CheckpointError as error:
+                self._not_written(error)
 
     def _last_checkpoint(self, extra_state: ExtraState | None) -> None:
         """Save the state after ``after_step``, unless nothing happened since the last one or the last step was lost."""
         if self._writer is None or self._last is None or self._nonfinite_in_row > 0:
             return
-        self._writer.wait(self.options.checkpoint_wait_s)
+        try:
+            self._writer.wait(self.options.checkpoint_wait_s)
+        except CheckpointError as error:
+            if self._writer.busy:
+                raise
+            self._not_written(error)  # It was an earlier one; of the last one below, the error is the run's.
         if self._saved_name != _name(self.step, after_step_done=True):
             self._save(extra_state, after_step_done=True)
             self._writer.wait(self.options.checkpoint_wait_s)

@@ -152,6 +152,7 @@ class Agent:
             self._keep_sealed,
             self._tell,
             self._emit,
+            self._stopping,
         )
 
     def _in_touch(self) -> Touch:

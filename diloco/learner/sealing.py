@@ -11,17 +11,22 @@ import torch
 from torch import Tensor
 
 from diloco.codec.contract import NonFiniteError, digest
+from diloco.durable import is_full
 from diloco.learner.site_tensors import SealInputs
 from diloco.sync.effects import Seal
 from diloco.sync.events import SealFailed
 from diloco.wire.messages import PushHeader
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable
 
     from diloco.codec.contract import Codec
     from diloco.learner.outbox import Outbox
     from diloco.sync.events import LearnerEvent
+
+ROOM_EVERY_S = 1.0
+"""Between two attempts to write an update on a full disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +87,9 @@ class Sealer:
         keep: Callable[[SealedUpdate], None],
         tell: Callable[[LearnerEvent], None],
         emit: Callable[[str, dict[str, object]], None],
+        stopping: threading.Event,
     ) -> None:
-        """``keep`` gets every update that is durable."""
+        """``keep`` gets every update that is durable; a full disk is waited for, until ``stopping``."""
         self._run_id = run_id
         self._site_id = site_id
         self._codec = codec
@@ -92,6 +98,7 @@ class Sealer:
         self._keep = keep
         self._tell = tell
         self._emit = emit
+        self._stopping = stopping
         self.queue: queue.SimpleQueue[SealJob | tuple[int, int] | None] = queue.SimpleQueue()
 
     def run(self) -> None:
@@ -109,9 +116,32 @@ class Sealer:
         except NonFiniteError:
             self._tell(SealFailed(effect.fragment, effect.sequence))
             return
-        self._outbox.put(sealed.header, sealed.payload)
+        if not self._put(sealed):
+            return
         facts: dict[str, object] = {"fragment": effect.fragment, "sequence": effect.sequence, "steps": effect.steps}
         self._emit(
             "sealed", {**facts, "base_version": effect.base_version, "tokens": effect.tokens, "norm": sealed.norm}
         )
         self._keep(sealed)
+
+    def _put(self, sealed: SealedUpdate) -> bool:
+        """Make it durable, as soon as there is room for it; False when the agent stops before that.
+
+        Training goes on meanwhile, and what it makes becomes part of the update after this one.
+        """
+        full = False
+        while True:
+            try:
+                self._outbox.put(sealed.header, sealed.payload)
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                if not full:
+                    self._emit("note", {"note": "disk_full", "why": f"an update waits for room: {error}"})
+                full = True
+                if self._stopping.wait(ROOM_EVERY_S):
+                    return False
+                continue
+            if full:
+                self._emit("note", {"note": "disk_has_room"})
+            return True

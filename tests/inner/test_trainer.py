@@ -203,6 +203,47 @@ def test_a_fresh_run_does_not_mix_with_what_is_in_its_folder(manifest: CorpusMan
         make(manifest, tmp_path).run(until_step=2)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on(
+    manifest: CorpusManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    real = checkpoint.save
+
+    def full(root: Path, name: str, *rest: Any) -> Path:
+        if name in ("step-0000000002", "step-0000000004"):
+            raise CheckpointError(f"{root / name} could not be written: No space left on device")
+        return real(root, name, *rest)
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    facts: Facts = []
+    made = make(manifest, tmp_path, facts=facts, deterministic=deterministic, checkpoint_steps=2)
+
+    def after_step(info: StepInfo) -> Verdict:
+        thread = made._writer._thread if made._writer is not None else None
+        if thread is not None:
+            thread.join(20)
+        return Verdict()
+
+    assert made.run(until_step=5, after_step=after_step)
+    said = [str(fields["why"]) for what, fields in facts if what == "note"]
+    assert [why.split("/")[-1] for why in said] == [
+        "step-0000000002 could not be written: No space left on device",
+        "step-0000000004 could not be written: No space left on device",
+    ]
+    assert names(tmp_path) == ["step-0000000005-end"]
+
+
+def test_the_last_checkpoint_must_be_written(
+    manifest: CorpusManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(root: Path, name: str, *_: Any) -> Path:
+        raise CheckpointError(f"{root / name} could not be written: No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    with pytest.raises(CheckpointError, match="step-0000000003-end could not be written"):
+        make(manifest, tmp_path).run(until_step=3)
+
+
 def test_a_write_under_way_makes_the_next_checkpoint_wait_and_not_the_training(
     manifest: CorpusManifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,7 @@ import torch
 
 from diloco.codec.contract import NonFiniteError, digest
 from diloco.codec.registry import make_codec
+from diloco.durable import Disk, Step
 from diloco.learner.outbox import Outbox
 from diloco.learner.sealing import SealedUpdate, Sealer, SealJob, seal
 from diloco.learner.site_tensors import SealInputs
@@ -65,6 +68,7 @@ def test_an_update_is_in_the_outbox_before_it_is_told_and_out_of_it_when_it_is_d
         lambda sealed: found.append((sealed, outbox.digests())),
         told.append,
         lambda name, facts: None,
+        threading.Event(),
     )
     ruined = SealInputs(dice("base", 0), dice("local", 0) / 0.0, [])
     for order in (SealJob(EFFECT, inputs()), SealJob(replace(EFFECT, sequence=8), ruined), None):
@@ -77,3 +81,44 @@ def test_an_update_is_in_the_outbox_before_it_is_told_and_out_of_it_when_it_is_d
         sealer.queue.put(drop)
     sealer.run()
     assert outbox.digests() == {}
+
+
+class FullDisk(Disk):
+    """Has no room for the first ``refusals`` updates that are put on it."""
+
+    def __init__(self, refusals: int, stopping: threading.Event | None = None) -> None:
+        self.left, self.stopping = refusals, stopping
+
+    def write_file(self, path: Path, data: bytes | memoryview, step: Step) -> None:
+        if self.left > 0:
+            self.left -= 1
+            if self.left == 0 and self.stopping is not None:
+                self.stopping.set()
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        super().write_file(path, data, step)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_full_disk_is_waited_for_and_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool) -> None:
+    """Seen: it ended the training of the site."""
+    monkeypatch.setattr("diloco.learner.sealing.ROOM_EVERY_S", 0.01)
+    stopping = threading.Event()
+    outbox = Outbox(tmp_path, FullDisk(3, stopping if stops else None))
+    kept: list[SealedUpdate] = []
+    said: list[object] = []
+    sealer = Sealer(
+        "run",
+        "a",
+        make_codec("fp32"),
+        outbox,
+        lambda: 4,
+        kept.append,
+        lambda event: None,
+        lambda name, facts: said.append(facts.get("note", name)),
+        stopping,
+    )
+    for order in (SealJob(EFFECT, inputs()), None):
+        sealer.queue.put(order)
+    sealer.run()
+    assert said == (["disk_full"] if stops else ["disk_full", "disk_has_room", "sealed"])
+    assert len(kept) == len(outbox.digests()) == (0 if stops else 1)
