@@ -40,6 +40,10 @@ With cluster.replication.mode=sync nothing is acknowledged before the standby ha
 standby is away, in words, until it is back or detached.  With async acknowledgements do not wait, and while the standby
 is away nothing does: then a loss of the syncer's disk costs what came since.
 
+promote refuses, in words, while the syncer is still heard, and where the standby may lack what was told: mode async, or
+a standby that was detached.  --lossy promotes it all the same: it begins a new lineage with what it has, sites go over
+to that, and what only the other one has is given up.  With cluster.lease the lease says who has everything.
+
 follow takes the settings of `diloco syncer`.  Promoted, it is that syncer, on the same address, with the same exit
 codes; its first own act is a larger epoch, and sites that have joined it never go back to the old one.  It needs
 cluster.replication itself, for the next standby, which begins with an empty folder.  Ctrl-C while it follows: exit 75,
@@ -54,7 +58,9 @@ def main(arguments: Sequence[str]) -> ExitCode:
     parser = settings_parser("standby", DOES)
     parser.usage = "diloco standby follow|promote|detach|status [HOST:PORT] [--lossy] [--json] [key=value ...]"
     parser.add_argument(
-        "--lossy", action="store_true", help="promote: also where it may lack something that was acknowledged"
+        "--lossy",
+        action="store_true",
+        help="promote: also where it may lack something that was acknowledged, or the syncer is still heard",
     )
     parser.add_argument("--json", action="store_true", help="status: print what the standby says, as it says it")
     given = parser.parse_args(arguments)
@@ -84,6 +90,7 @@ def _say(what: str, target: str, given: argparse.Namespace) -> ExitCode:
         elif what == "detach":
             client.detach()
             print(f"{address} goes on without a standby, until one has caught up")
+            print("one that is away now lacks what comes: from here on it may be promoted with --lossy only")
         else:
             _show(address, client.status(), as_json=given.json)
     return ExitCode.OK

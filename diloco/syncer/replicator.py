@@ -285,7 +285,8 @@ class Follower:
 
     def parts(self) -> Iterator[FollowPart]:
         """A snapshot if it is needed, then the journal for as long as the standby listens."""
-        yield Follows(self._anew, self._segment, self._chain, self._replicator.lineage())
+        waits = self._replicator.options.mode == "sync"
+        yield Follows(self._anew, self._segment, self._chain, self._replicator.lineage(), waits)
         if self._anew:
             yield from self._whole_snapshot()
         while not self._closed:

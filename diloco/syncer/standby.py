@@ -53,6 +53,9 @@ if TYPE_CHECKING:
 BEHIND_MAX = 1024
 """Turns that are durable here and not carried out yet; then nothing more is taken, and the syncer waits."""
 PAUSE_S = 0.5
+HEARS_TIMES = 2.0
+"""A syncer with nothing new says so every ``alive_s``: one that is silent for so many times that is not heard."""
+HEARS_EVERY_S = 0.01
 
 
 class StandbyError(RuntimeError):
@@ -98,6 +101,7 @@ class Standby:
         self._incoming: Incoming | None = None
         self._began_at: Position | None = None
         self.connected = False
+        self._waits = options.replication.mode == "sync"  # Until the syncer says how it is there.
         self._left = False
         """Whether the syncer said that it stops, the last time that it said anything."""
         self._trouble: str | None = None
@@ -150,6 +154,25 @@ class Standby:
         """How the run stood at some instant of late; None while there is nothing to take over with."""
         replayer = self._replayer
         return replayer.machine.state if replayer is not None and self.failed is None else None
+
+    def still_hears(self) -> bool:
+        """Whether the syncer says anything, within the time in which it would; not to be asked in the thread that
+        follows."""
+        asked_s = time.monotonic()
+        while self.connected and time.monotonic() - asked_s < HEARS_TIMES * self._options.replication.alive_s:
+            if self.heard_s > asked_s:
+                return True
+            time.sleep(HEARS_EVERY_S)
+        return False
+
+    def may_lack(self) -> str | None:
+        """Why the syncer may have told what is not here, as far as can be known here; None where it cannot have."""
+        state = self.state()
+        if state is not None and state.detached:
+            return "the syncer did not wait for this standby when it was last heard"
+        if not self._waits:
+            return "the syncer goes on without a standby that is away, because it does not replicate in mode sync"
+        return None
 
     def promote(self) -> Warm:
         """Stop following and hand everything over; ``StandbyError`` when there is nothing that could go on."""
@@ -291,6 +314,7 @@ class Standby:
                 for leftover in self.store.snapshots.folder.glob(".incoming-*"):
                     self.disk.remove(leftover, Step.SNAPSHOT_PRUNE)
                 self.connected, self._left, self._trouble = True, False, None
+                self._waits = part.waits
                 self.emit("connected", {"anew": part.anew})
             case Item():
                 self._incoming = Incoming(self.store, part, self.disk)

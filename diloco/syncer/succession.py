@@ -4,6 +4,9 @@ With a lease a thread looks at it all the time.  An heir has everything that any
 soon as the holder has let it run out, without being asked.  Whoever is not the heir takes over by an operator's word
 only (``lossy``), once nobody holds the lease; what it lacks is given up, and so a new lineage begins with what it has.
 
+Without a lease the word alone decides, and the standby says what it knows against it: that the syncer is still there,
+or may have told what the standby lacks.  ``lossy`` is the answer to both, because a new lineage fences either.
+
 Nobody looks at a standby whose thread has died: any failure that is none of the lease's ends the standby, in words.
 """
 
@@ -67,7 +70,7 @@ class Succession:
     def refusal(self, *, lossy: bool) -> str | None:
         """Why an operator's word to take over cannot be followed now; None when it can."""
         if self._lease is None:
-            return None
+            return None if lossy else self._unsafe()
         if self._trouble is not None or self._standing is None:
             return f"what the lease {self._lease.place} says is not known: {self._trouble or 'it was not read yet'}"
         standing, name = self._standing, self._standby.identity
@@ -81,6 +84,18 @@ class Succession:
                 f"{name} is not the heir of {standing.holder} and may lack what was acknowledged there: start that, "
                 "or promote this one with --lossy, which begins a new lineage with what it has"
             )
+        return None
+
+    def _unsafe(self) -> str | None:
+        """What speaks against going on in the same lineage on no more than a word."""
+        lossy = "promote this one with --lossy, which begins a new lineage with what it has"
+        if self._standby.still_hears():
+            return (
+                "the syncer that this standby follows is still heard: stop that first, so that never two lead; or "
+                f"{lossy}, and what the other tells from then on is given up"
+            )
+        if (why := self._standby.may_lack()) is not None:
+            return f"{why}, so that this standby may lack what was told: start that one again; or {lossy}"
         return None
 
     def hand_over(self, warm: Warm, *, lossy: bool) -> Warm:

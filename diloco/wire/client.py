@@ -347,7 +347,7 @@ class AdminClient:
 
     def promote(self, *, lossy: bool = False) -> None:
         """Have a standby take over."""
-        self._calls.unary("Promote", convert.pack_promote(lossy=lossy), self._options.control_timeout_s)
+        self._calls.unary("Promote", convert.pack_promote(lossy=lossy), self._options.admin_timeout_s)
 
     def detach(self) -> None:
         """Have the syncer go on without a standby until one has caught up."""

@@ -44,13 +44,15 @@ class FollowAck:
 class Follows:
     """What comes goes on from where the standby is; ``anew``: it is a snapshot, then the journal from ``segment`` on.
 
-    ``chain`` is the value before that segment; ``lineage`` the run's.
+    ``chain`` is the value before that segment; ``lineage`` the run's.  ``waits`` is whether nothing is told before the
+    standby has it, as long as no operator says otherwise.
     """
 
     anew: bool
     segment: int
     chain: str
     lineage: int
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ def pack_part(part: FollowPart) -> bytes:
     match part:
         case Follows():
             follows = replication_pb2.Follows(
-                anew=part.anew, segment=part.segment, chain=part.chain, lineage=part.lineage
+                anew=part.anew, segment=part.segment, chain=part.chain, lineage=part.lineage, waits=part.waits
             )
             return replication_pb2.FollowResponse(follows=follows).SerializeToString()
         case Item():
@@ -146,7 +148,7 @@ def unpack_part(raw: bytes) -> FollowPart:
                 _match("chain", follows.chain, _HEX)
             _number("segment", follows.segment)
             _number("lineage", follows.lineage)
-            return Follows(follows.anew, follows.segment, follows.chain, follows.lineage)
+            return Follows(follows.anew, follows.segment, follows.chain, follows.lineage, follows.waits)
         case "item":
             return _item(proto.item)
         case "chunk":

@@ -196,7 +196,7 @@ def test_a_standby_goes_on_where_the_next_segment_begins_although_its_own_last_o
     follower = replicator.follow(start(segment=1, chain=chain))
     assert follower.place == (2, 0)
     parts = follower.parts()
-    assert next(parts) == Follows(False, 2, chain, 1)
+    assert next(parts) == Follows(False, 2, chain, 1, waits=True)
     assert units_of(parts) == [(2, 0)]
 
 
@@ -260,7 +260,7 @@ def test_one_that_has_nothing_begins_with_a_snapshot_and_one_that_has_all_with_n
     ]
     follower = replicator.follow(start(segment=1, chain=replicator.store.journal.chain.hex()))
     assert follower.place == replicator.durable or follower.place[1] <= replicator.durable[1]
-    assert next(follower.parts()) == Follows(False, 1, replicator.store.journal.chain.hex(), 1)
+    assert next(follower.parts()) == Follows(False, 1, replicator.store.journal.chain.hex(), 1, waits=True)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
@@ -39,7 +40,7 @@ def test_it_says_how_it_stands_and_makes_room_for_the_syncer_at_its_address(tmp_
             assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
             eventually(lambda: standing.standby.ready, BOUND_S, "it has a state")
             assert standing.wait(0.0) is None
-            operator.promote()
+            operator.promote(lossy=True)
         began = time.monotonic()
         warm = standing.wait(1.0)
         assert warm is not None
@@ -71,11 +72,58 @@ def test_whoever_promotes_it_hears_that_it_was_done(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(standing.api, "promote", answered_late)
         with ThreadPoolExecutor(1) as operators, AdminClient(standing.start()) as operator:
             eventually(lambda: standing.standby.ready, BOUND_S, "it has a state")
-            said = operators.submit(operator.promote)
+            said = operators.submit(operator.promote, lossy=True)
             warm = standing.wait(BOUND_S)
             assert warm is not None
             warm.taken.close()
             said.result(BOUND_S)
+
+
+def test_without_a_lease_it_is_not_promoted_beside_a_syncer_that_is_heard(tmp_path: Path) -> None:
+    toy = a_toy(tmp_path)
+    with ExitStack() as ending:
+        _, first, _log = ending.enter_context(serving(toy))
+        standing = standing_by(toy, first, 0)
+        with AdminClient(standing.start()) as operator:
+            eventually(lambda: standing.standby.ready, BOUND_S, "it has a state")
+            with pytest.raises(Refused, match="still heard: stop that first"):
+                operator.promote()
+            assert standing.wait(0.0) is None
+            ending.close()
+            eventually(lambda: not standing.standby.connected, BOUND_S, "it has stopped")
+            operator.promote()
+        warm = standing.wait(BOUND_S)
+        assert warm is not None
+        with warm.taken:
+            assert warm.machine.state.lineage == 1
+
+
+@pytest.mark.parametrize("stale", ["async", "detached"])
+def test_without_a_lease_one_that_may_lack_something_begins_a_new_lineage_or_nothing(
+    tmp_path: Path, stale: str
+) -> None:
+    toy = a_toy(tmp_path, mode="async" if stale == "async" else "sync", snapshot_every=1000)
+    with ExitStack() as ending:
+        syncer, first, log = ending.enter_context(serving(toy))
+        if stale == "detached":
+            with AdminClient(first) as operator:
+                operator.detach()
+            log.wait_for("standby_detached", 1, BOUND_S)
+            syncer.core.post = lambda event: None  # type: ignore[method-assign]  # It never catches up.
+        standing = standing_by(toy, first, 0)
+        with AdminClient(standing.start()) as operator:
+            eventually(lambda: standing.standby.ready, BOUND_S, "it has a state")
+            if stale == "detached":
+                eventually(lambda: bool(standing.standby.may_lack()), BOUND_S, "it has heard of it")
+            ending.close()
+            eventually(lambda: not standing.standby.connected, BOUND_S, "it has stopped")
+            with pytest.raises(Refused, match=r"may lack what was told: start that one again; or promote .* --lossy"):
+                operator.promote()
+            operator.promote(lossy=True)
+        warm = standing.wait(BOUND_S)
+        assert warm is not None
+        with warm.taken:
+            assert warm.machine.state.lineage > 1
 
 
 def test_it_is_not_promoted_before_it_has_followed(tmp_path: Path) -> None:

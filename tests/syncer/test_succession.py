@@ -158,11 +158,23 @@ def test_an_heir_whose_folder_may_not_lead_says_why(tmp_path: Path) -> None:
         assert "cannot be read" in str(succession.status()["trouble"])  # type: ignore[index]
 
 
-def test_without_a_lease_an_operators_word_is_enough(tmp_path: Path) -> None:
-    standby = SimpleNamespace(identity="second", folder=tmp_path)
+@pytest.mark.parametrize(
+    ("hears", "lacks", "why"),
+    [
+        (False, None, None),
+        (True, None, "still heard: stop that first, so that never two lead; or promote this one with --lossy"),
+        (False, "it was not waited for", "it was not waited for, so that this standby may lack what was told: start"),
+    ],
+)
+def test_without_a_lease_an_operators_word_is_enough_where_nothing_speaks_against_it(
+    tmp_path: Path, hears: bool, lacks: str | None, why: str | None
+) -> None:
+    standby = SimpleNamespace(identity="second", folder=tmp_path, still_hears=lambda: hears, may_lack=lambda: lacks)
     succession = Succession(standby, None, lambda: pytest.fail("nobody asked for it"))  # type: ignore[arg-type]
     succession.start()
-    assert succession.refusal(lossy=False) is None
+    found = succession.refusal(lossy=False)
+    assert found is None if why is None else why in str(found)
+    assert succession.refusal(lossy=True) is None, "a new lineage fences either"
     assert succession.status() is None
     succession.stop()
 

@@ -21,7 +21,7 @@ HEX = "0123456789abcdef" * 4
 START = FollowStart("run-1", "standby-1", HEX, HEX, 3, HEX)
 PARTS: list[FollowPart] = [
     Follows(True, 3, HEX, 2),
-    Follows(False, 0, "", 1),
+    Follows(False, 0, "", 1, waits=True),
     Item("spool/site-a/0-7-abc.update", 0, 0, 17, HEX),
     Item("snapshots/00000012/state.json", 0, 0, 0, HEX),
     Item("", 4, 1234, 99, HEX),

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from diloco.wire.v1 import sync_pb2 as diloco_dot_wire_dot_v1_dot_sync__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n diloco/wire/v1/replication.proto\x12\x0e\x64iloco.wire.v1\x1a\x19\x64iloco/wire/v1/sync.proto\"\x81\x01\n\x0b\x46ollowStart\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07standby\x18\x02 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x03 \x01(\t\x12\x15\n\rshared_digest\x18\x04 \x01(\t\x12\x0f\n\x07segment\x18\x05 \x01(\x04\x12\r\n\x05\x63hain\x18\x06 \x01(\t\",\n\tFollowAck\x12\x0f\n\x07segment\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"o\n\rFollowRequest\x12,\n\x05start\x18\x01 \x01(\x0b\x32\x1b.diloco.wire.v1.FollowStartH\x00\x12(\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x19.diloco.wire.v1.FollowAckH\x00\x42\x06\n\x04part\"H\n\x07\x46ollows\x12\x0c\n\x04\x61new\x18\x01 \x01(\x08\x12\x0f\n\x07segment\x18\x02 \x01(\x04\x12\r\n\x05\x63hain\x18\x03 \x01(\t\x12\x0f\n\x07lineage\x18\x04 \x01(\x04\"Y\n\x04Item\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07segment\x18\x02 \x01(\x04\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x12\n\nitem_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\"\xba\x01\n\x0e\x46ollowResponse\x12*\n\x07\x66ollows\x18\x01 \x01(\x0b\x32\x17.diloco.wire.v1.FollowsH\x00\x12$\n\x04item\x18\x02 \x01(\x0b\x32\x14.diloco.wire.v1.ItemH\x00\x12&\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x15.diloco.wire.v1.ChunkH\x00\x12&\n\x05\x61live\x18\x04 \x01(\x0b\x32\x15.diloco.wire.v1.AliveH\x00\x42\x06\n\x04part2a\n\x12ReplicationService\x12K\n\x06\x46ollow\x12\x1d.diloco.wire.v1.FollowRequest\x1a\x1e.diloco.wire.v1.FollowResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n diloco/wire/v1/replication.proto\x12\x0e\x64iloco.wire.v1\x1a\x19\x64iloco/wire/v1/sync.proto\"\x81\x01\n\x0b\x46ollowStart\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x0f\n\x07standby\x18\x02 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x03 \x01(\t\x12\x15\n\rshared_digest\x18\x04 \x01(\t\x12\x0f\n\x07segment\x18\x05 \x01(\x04\x12\r\n\x05\x63hain\x18\x06 \x01(\t\",\n\tFollowAck\x12\x0f\n\x07segment\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"o\n\rFollowRequest\x12,\n\x05start\x18\x01 \x01(\x0b\x32\x1b.diloco.wire.v1.FollowStartH\x00\x12(\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x19.diloco.wire.v1.FollowAckH\x00\x42\x06\n\x04part\"W\n\x07\x46ollows\x12\x0c\n\x04\x61new\x18\x01 \x01(\x08\x12\x0f\n\x07segment\x18\x02 \x01(\x04\x12\r\n\x05\x63hain\x18\x03 \x01(\t\x12\x0f\n\x07lineage\x18\x04 \x01(\x04\x12\r\n\x05waits\x18\x05 \x01(\x08\"Y\n\x04Item\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07segment\x18\x02 \x01(\x04\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x12\n\nitem_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\t\"\xba\x01\n\x0e\x46ollowResponse\x12*\n\x07\x66ollows\x18\x01 \x01(\x0b\x32\x17.diloco.wire.v1.FollowsH\x00\x12$\n\x04item\x18\x02 \x01(\x0b\x32\x14.diloco.wire.v1.ItemH\x00\x12&\n\x05\x63hunk\x18\x03 \x01(\x0b\x32\x15.diloco.wire.v1.ChunkH\x00\x12&\n\x05\x61live\x18\x04 \x01(\x0b\x32\x15.diloco.wire.v1.AliveH\x00\x42\x06\n\x04part2a\n\x12ReplicationService\x12K\n\x06\x46ollow\x12\x1d.diloco.wire.v1.FollowRequest\x1a\x1e.diloco.wire.v1.FollowResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,11 +39,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FOLLOWREQUEST']._serialized_start=257
   _globals['_FOLLOWREQUEST']._serialized_end=368
   _globals['_FOLLOWS']._serialized_start=370
-  _globals['_FOLLOWS']._serialized_end=442
-  _globals['_ITEM']._serialized_start=444
-  _globals['_ITEM']._serialized_end=533
-  _globals['_FOLLOWRESPONSE']._serialized_start=536
-  _globals['_FOLLOWRESPONSE']._serialized_end=722
-  _globals['_REPLICATIONSERVICE']._serialized_start=724
-  _globals['_REPLICATIONSERVICE']._serialized_end=821
+  _globals['_FOLLOWS']._serialized_end=457
+  _globals['_ITEM']._serialized_start=459
+  _globals['_ITEM']._serialized_end=548
+  _globals['_FOLLOWRESPONSE']._serialized_start=551
+  _globals['_FOLLOWRESPONSE']._serialized_end=737
+  _globals['_REPLICATIONSERVICE']._serialized_start=739
+  _globals['_REPLICATIONSERVICE']._serialized_end=836
 # @@protoc_insertion_point(module_scope)

@@ -39,16 +39,18 @@ class FollowRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[FollowStart, _Mapping]] = ..., ack: _Optional[_Union[FollowAck, _Mapping]] = ...) -> None: ...
 
 class Follows(_message.Message):
-    __slots__ = ("anew", "segment", "chain", "lineage")
+    __slots__ = ("anew", "segment", "chain", "lineage", "waits")
     ANEW_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
     anew: bool
     segment: int
     chain: str
     lineage: int
-    def __init__(self, anew: bool = ..., segment: _Optional[int] = ..., chain: _Optional[str] = ..., lineage: _Optional[int] = ...) -> None: ...
+    waits: bool
+    def __init__(self, anew: bool = ..., segment: _Optional[int] = ..., chain: _Optional[str] = ..., lineage: _Optional[int] = ..., waits: bool = ...) -> None: ...
 
 class Item(_message.Message):
     __slots__ = ("name", "segment", "offset", "item_bytes", "digest")
