@@ -378,12 +378,14 @@ def test_a_thread_that_dies_stops_the_site_in_words(tmp_path: Path, monkeypatch:
     died: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", died.append)
     with serving(tmp_path / "syncer", **ALONE) as syncer, started(tmp_path / "a", syncer) as site:
-        monkeypatch.setattr(site.agent._outbox, "put", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+        monkeypatch.setattr(
+            site.agent._outbox, "put", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+        )
         site.train_until_stopped()
         site.client.training = None
         done = site.agent.finish()
         assert done.ending == "failed"
-        assert "No space left" in done.why
+        assert "Input/output error" in done.why
         assert [note["note"] for note in site.events.of("note")] == ["thread_died"]
     assert len(died) == 1
 
@@ -395,13 +397,15 @@ def test_a_failure_at_the_very_end_is_not_hidden_behind_the_end_of_the_run(
     with serving(tmp_path / "syncer", **ALONE) as syncer, started(tmp_path / "a", syncer) as site:
         site.train(1)
         site.agent.leave_soon()
-        monkeypatch.setattr(site.agent._outbox, "put", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+        monkeypatch.setattr(
+            site.agent._outbox, "put", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+        )
         site.train_until_stopped()
         site.client.training = None
         began = time.monotonic()
         done = site.agent.finish()
         assert done.ending == "failed"
-        assert "No space left" in done.why
+        assert "Input/output error" in done.why
         assert time.monotonic() - began < 5.0, "it waited for what could not come"
 
 
