@@ -207,6 +207,7 @@ class Agent:
 
     def _first_join(self, until: float) -> None:
         pause = Pause(self._stopping)
+        said = ""
         while True:
             try:
                 return self._join()
@@ -214,8 +215,11 @@ class Agent:
                 mismatch = error.status is Status.FAILED_PRECONDITION
                 raise JoinFailed("mismatch" if mismatch else "refused", error.text) from error
             except Unreachable as error:
+                if error.refused and error.refused != said:
+                    said = error.refused
+                    self._emit("note", {"note": "join_refused", "why": error.why})
                 if time.monotonic() >= until:
-                    raise JoinFailed("unreachable", error.why) from error
+                    raise JoinFailed("refused" if error.refused else "unreachable", error.why) from error
                 pause.wait(error.retry_after_s)
 
     def _has_failed(self) -> bool:

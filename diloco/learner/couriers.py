@@ -317,9 +317,11 @@ class Listener:
                 why = "the stream ended"
             except Unreachable as error:
                 why = error.why
+                self._say_once(error.refused)
             except Refused as error:
                 why = error.text
-                if self._is_final(error):
+                self._say_once(why)
+                if error.final and not self._left():
                     self._give_up(why)
                     return
             joined = False
@@ -328,12 +330,11 @@ class Listener:
                 self._emit("disconnected", {"why": why})
             pause.wait()
 
-    def _is_final(self, refused: Refused) -> bool:
-        """Whether this process must not speak for the site any more; another refusal may be an operator's slip."""
-        if refused.text != self._refused:
-            self._refused = refused.text
-            self._emit("note", {"note": "join_refused", "why": refused.text})
-        return refused.status in (Status.ALREADY_EXISTS, Status.PERMISSION_DENIED) and not self._left()
+    def _say_once(self, refused: str) -> None:
+        """Say what the site is refused for, until it is connected again or refused for something else."""
+        if refused and refused != self._refused:
+            self._refused = refused
+            self._emit("note", {"note": "join_refused", "why": refused})
 
     def _listen(self, pause: Pause) -> None:
         with self._client.watch(self._incarnation()) as stream:

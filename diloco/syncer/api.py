@@ -92,8 +92,7 @@ class Api:
         answer = core.call(lambda call: JoinRequested(call, request.site_id, request.process, ticket))
         assert isinstance(answer, AnswerJoin | AskToConfirm), answer
         if isinstance(answer, AnswerJoin) and answer.reason is not None:
-            status, text = JOIN_REFUSALS[answer.reason]
-            raise Refusal(status, text.format(site=request.site_id))
+            raise _refusal(answer.reason, request.site_id)
         epoch, lineage, run_tokens, progress_ppm = core.ask(_standing_of_run)
         options = syncer.plan.outer
         settings = LearnerSettings(
@@ -228,8 +227,7 @@ class Api:
             if known is None or known.incarnation != incarnation:
                 raise Refusal(Status.FAILED_PRECONDITION, f"incarnation is {incarnation}: join first")
             if known.status is SiteStatus.EVICTED:
-                status, text = JOIN_REFUSALS[Reason.EVICTED]
-                raise Refusal(status, text.format(site=site))
+                raise _refusal(Reason.EVICTED, site)
             feed = feeds.open(site, incarnation, self._protocol(site))
             # What was said between the join and this instant was said to nobody: say it (again).
             for index, fragment in enumerate(machine.state.fragments):
@@ -386,6 +384,12 @@ class Api:
             raise Refusal(Status.NOT_FOUND, f"site_id is {site!r}: the run has no such site")
         if answer.reason is not None:
             raise Refusal(Status.FAILED_PRECONDITION, f"site {site}: {answer.reason.value}")
+
+
+def _refusal(reason: Reason, site: str) -> Refusal:
+    """In words, and with the reason itself: a site ends for some of them."""
+    status, text = JOIN_REFUSALS[reason]
+    return Refusal(status, text.format(site=site), reason=reason)
 
 
 def _standing_of_run(machine: OuterSync) -> tuple[int, int, int, int]:

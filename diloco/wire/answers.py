@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
-from diloco.wire.calls import PUSHBACK_KEY
+from diloco.wire.calls import PUSHBACK_KEY, REASON_KEY
 from diloco.wire.chunks import ChunkError, DamagedChunk
 from diloco.wire.messages import TEXT_CHARS_MAX, MalformedMessage, Refusal, Status
 
@@ -52,7 +52,7 @@ def forget(error: BaseException) -> None:
 def _refusal_of(error: Exception, method: str, counters: Counters) -> Refusal:
     match error:
         case Refusal():
-            refusal = Refusal(error.status, error.text, error.retry_ms)
+            refusal = Refusal(error.status, error.text, error.retry_ms, reason=error.reason)
         case DamagedChunk():
             refusal = Refusal(Status.DATA_LOSS, str(error))
         case MalformedMessage() | ChunkError():
@@ -67,8 +67,10 @@ def _refusal_of(error: Exception, method: str, counters: Counters) -> Refusal:
 
 def abort(context: Any, refusal: Refusal) -> None:
     """End the call; raises gRPC's own exception, always."""
-    if refusal.retry_ms is not None:
-        context.set_trailing_metadata(((PUSHBACK_KEY, str(refusal.retry_ms)),))
+    beside = [(PUSHBACK_KEY, str(refusal.retry_ms))] if refusal.retry_ms is not None else []
+    beside += [(REASON_KEY, refusal.reason.value)] if refusal.reason is not None else []
+    if beside:
+        context.set_trailing_metadata(tuple(beside))
     text = " ".join(refusal.text.split())[:TEXT_CHARS_MAX]
     context.abort(grpc.StatusCode[refusal.status.name], text)
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from diloco.sync.events import Reason
 from diloco.wire.messages import Refused, Status, Unreachable, WireError
 from diloco.wire.v1 import admin_pb2, replication_pb2, sync_pb2
 
@@ -19,6 +20,7 @@ SYNC_SERVICE: str = sync_pb2.DESCRIPTOR.services_by_name["SyncService"].full_nam
 ADMIN_SERVICE: str = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 REPLICATION_SERVICE: str = replication_pb2.DESCRIPTOR.services_by_name["ReplicationService"].full_name
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
+REASON_KEY = "diloco-reason"
 
 # After these the same request may be sent again: no answer came, the bytes were damaged, or the other end had a defect.
 _AGAIN = frozenset(
@@ -86,10 +88,17 @@ def wire_error(method: str, error: Any, guard: Guard | None = None) -> WireError
         return Unreachable(f"{method}: nothing moved for {guard.limit_s:g} s")
     status = Status(error.code().name)
     text = error.details() or str(status)
-    retry_after_s = _pushback_s(error.trailing_metadata() or ())
+    metadata = error.trailing_metadata() or ()
+    retry_after_s = _pushback_s(metadata)
     if status in _AGAIN or retry_after_s is not None:
         return Unreachable(f"{method}: {text} ({status})", retry_after_s)
-    return Refused(status, text)
+    return Refused(status, text, _reason(metadata))
+
+
+def _reason(metadata: Any) -> Reason | None:
+    """What the syncer gave with its refusal; None also for one that only a later release knows."""
+    told = [value for key, value in metadata if key == REASON_KEY]
+    return next((reason for reason in Reason if [reason.value] == told), None)
 
 
 def _pushback_s(metadata: Any) -> float | None:

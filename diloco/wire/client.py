@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _OPENING_S = 60.0
+_OF_ITS_FILES = frozenset({Status.PERMISSION_DENIED, Status.UNAUTHENTICATED})
 
 CONFIRMATIONS_MAX = 3
 """Times that a ticket is repeated in one join: each further one means that yet another process was taken in."""
@@ -130,7 +131,8 @@ class SyncClient:
         """Speak for the site from now on, at the first address that takes it in; each is asked once.
 
         A syncer older than (``ask.lineage``, ``epoch``) is one whose place another has taken: it does not count.
-        Where nobody takes the site in, a refusal says more than silence and is what is raised.
+        Where nobody takes the site in, a refusal says more than silence and is what is raised; but not one for what
+        a syncer's own files say, as long as another is away whose files may say otherwise.
         """
         with self._joining:
             failures: list[Refused | Unreachable] = []
@@ -367,12 +369,14 @@ def _parsed(method: str, unpack: Callable[[bytes], T], raw: bytes) -> T:
 
 def _worst(failures: Sequence[Refused | Unreachable]) -> Refused | Unreachable:
     """What to say when every address has failed."""
-    for failure in failures:
-        if isinstance(failure, Refused):
-            return failure
     if len(failures) == 1:
         return failures[0]
-    return Unreachable("; ".join(failure.why for failure in failures if isinstance(failure, Unreachable)))
+    refused = [failure for failure in failures if isinstance(failure, Refused)]
+    of_the_run = [each for each in refused if each.final or each.status not in _OF_ITS_FILES]
+    if of_the_run or len(refused) == len(failures):
+        return min(of_the_run or refused, key=lambda each: not each.final)
+    said = "; ".join(each.text if isinstance(each, Refused) else each.why for each in failures)
+    return Unreachable(said, refused=refused[0].text if refused else "")
 
 
 def _push_answer(bulk: Calls, call: Any, header: PushHeader, sending: Sending, guard: Guard) -> PushResult:

@@ -70,14 +70,16 @@ class Refusal(Exception):
     """Raised on the syncer's side to end a call with ``status`` and a ``text`` for the other end's user.
 
     With ``retry_ms`` the caller is told to come back after that time; without it the refusal is definite, except for
-    UNAVAILABLE and DATA_LOSS, after which the same request may be sent again.
+    UNAVAILABLE and DATA_LOSS, after which the same request may be sent again.  ``reason`` goes with it where the same
+    status has several.
     """
 
-    def __init__(self, status: Status, text: str, retry_ms: int | None = None) -> None:
+    def __init__(self, status: Status, text: str, retry_ms: int | None = None, *, reason: Reason | None = None) -> None:
         super().__init__(f"{status}: {text}")
         self.status = status
         self.text = text
         self.retry_ms = retry_ms
+        self.reason = reason
 
 
 class WireError(Exception):
@@ -85,21 +87,34 @@ class WireError(Exception):
 
 
 class Unreachable(WireError):
-    """No definite answer came; the same call may be made again, not before ``retry_after_s`` where that is given."""
+    """No definite answer came; the same call may be made again, not before ``retry_after_s`` where that is given.
 
-    def __init__(self, why: str, retry_after_s: float | None = None) -> None:
+    ``refused`` is what one of several addresses said while another was away.
+    """
+
+    def __init__(self, why: str, retry_after_s: float | None = None, *, refused: str = "") -> None:
         super().__init__(why)
         self.why = why
         self.retry_after_s = retry_after_s
+        self.refused = refused
 
 
 class Refused(WireError):
     """The syncer's definite no; the same call would be answered so again."""
 
-    def __init__(self, status: Status, text: str) -> None:
+    def __init__(self, status: Status, text: str, reason: Reason | None = None) -> None:
         super().__init__(text)
         self.status = status
         self.text = text
+        self.reason = reason
+
+    @property
+    def final(self) -> bool:
+        """Whether the run has decided that this process speaks for its site no more.
+
+        Any other refusal may be an operator's slip, in a file that is read again once it is mended.
+        """
+        return self.status is Status.ALREADY_EXISTS or self.reason in (Reason.EVICTED, Reason.SUPERSEDED)
 
 
 # --- Join ------------------------------------------------------------------------------------------------------

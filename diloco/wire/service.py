@@ -87,7 +87,7 @@ class SyncerApi(Protocol):
 
     def join(self, request: JoinAsk, identity: Identity) -> JoinReply:
         """Take a learner process in.  Refuses with FAILED_PRECONDITION (the text names the field), PERMISSION_DENIED
-        (evicted), ALREADY_EXISTS (superseded) or RESOURCE_EXHAUSTED (full)."""
+        (evicted), ALREADY_EXISTS (superseded) or RESOURCE_EXHAUSTED (full); the last three with their reason."""
         ...
 
     def open_push(self, header: PushHeader, identity: Identity) -> PushSession | PushResult:

@@ -75,7 +75,7 @@ class DirectClient:
         except Refusal as refusal:
             if refusal.retry_ms is not None or refusal.status in (Status.UNAVAILABLE, Status.DATA_LOSS):
                 raise Unreachable(refusal.text) from refusal
-            raise Refused(refusal.status, refusal.text) from refusal
+            raise Refused(refusal.status, refusal.text, refusal.reason) from refusal
 
     def join(self, ask: JoinAsk, epoch: int = 0) -> JoinReply:
         reply = self._ask("join", lambda: self.syncer.api.join(ask, ANYONE))

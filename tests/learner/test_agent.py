@@ -19,7 +19,7 @@ from diloco.learner.agent import JoinFailed
 from diloco.sync.events import Ending
 from diloco.sync.state import Status as SiteStatus
 from diloco.syncer.server import Syncer
-from diloco.wire.messages import PushHeader
+from diloco.wire.messages import PushHeader, Unreachable
 from diloco.wire.pulled import PulledVersion
 from tests.learner.direct import TOKENS, DirectClient, Site, agent_threads, started
 from tests.syncer.building import agreement, eventually, serving
@@ -90,6 +90,28 @@ def test_a_join_that_fails_says_which_way_and_leaves_no_thread(tmp_path: Path, k
         assert time.monotonic() - began < 5
         assert agent_threads() == []
         site.close()
+
+
+def test_a_first_join_that_one_address_refuses_waits_for_the_other_and_says_so_once(tmp_path: Path) -> None:
+    with serving(tmp_path / "syncer", **ALONE) as syncer:
+        client = DirectClient(syncer)
+
+        def refuse() -> None:
+            if client.calls.count("join") <= 2:
+                raise Unreachable("not in the permissions; nobody is there", refused="not in the permissions")
+
+        client.before["join"] = refuse
+        site = Site(tmp_path / "a", client)
+        site.start()
+        assert [note["why"] for note in site.events.of("note")] == ["not in the permissions; nobody is there"]
+        site.close()
+        client = DirectClient(syncer)
+        client.before["join"] = lambda: client.calls.clear() or refuse()
+        refused = Site(tmp_path / "b", client, join_timeout_s=0.5)
+        with pytest.raises(JoinFailed, match="not in the permissions") as raised:
+            refused.start()
+        assert raised.value.kind == "refused"
+        refused.close()
 
 
 def test_first_versions_that_never_come_are_a_join_that_failed(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
+from diloco.sync.events import Reason
 from diloco.wire.answers import abort, answered, refusal_of, streamed
 from diloco.wire.calls import SYNC_SERVICE
 from diloco.wire.chunks import ChunkError, DamagedChunk
@@ -73,6 +74,14 @@ def test_words_are_one_short_line_and_pushback_comes_along() -> None:
     assert context.ended[1].startswith("a b x")
     assert len(context.ended[1]) == 1024
     assert context.trailing == (("grpc-retry-pushback-ms", "250"),)
+
+
+def test_a_reason_comes_along() -> None:
+    context = Context()
+    refusal = Refusal(Status.PERMISSION_DENIED, "put out of the run", reason=Reason.EVICTED)
+    with pytest.raises(Ended):
+        abort(context, refusal_of(refusal, "Join", Counters()))
+    assert context.trailing == (("diloco-reason", "evicted"),)
 
 
 def test_answered_and_streamed_pass_good_answers_on() -> None:

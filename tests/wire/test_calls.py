@@ -3,7 +3,8 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from diloco.wire.calls import ADMIN_SERVICE, PUSHBACK_KEY, SYNC_SERVICE, Calls, wire_error
+from diloco.sync.events import Reason
+from diloco.wire.calls import ADMIN_SERVICE, PUSHBACK_KEY, REASON_KEY, SYNC_SERVICE, Calls, wire_error
 from diloco.wire.lines import Line
 from diloco.wire.messages import Refused, Status, Unreachable
 from diloco.wire.security import SecurityOptions
@@ -14,9 +15,10 @@ RETRYABLE = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "DATA_LOSS", "INTE
 class Failed:
     """As much of a failed call as is looked at."""
 
-    def __init__(self, code: grpc.StatusCode, pushback: str | None = None) -> None:
+    def __init__(self, code: grpc.StatusCode, pushback: str | None = None, reason: str | None = None) -> None:
         self._code = code
-        self._pushback = pushback
+        told = ((PUSHBACK_KEY, pushback), (REASON_KEY, reason))
+        self._metadata = tuple((key, value) for key, value in told if value is not None)
 
     def code(self) -> grpc.StatusCode:
         return self._code
@@ -25,7 +27,7 @@ class Failed:
         return "words"
 
     def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
-        return () if self._pushback is None else ((PUSHBACK_KEY, self._pushback),)
+        return self._metadata
 
 
 @pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK])
@@ -49,6 +51,14 @@ def test_pushback_makes_a_refusal_one_to_come_back_after(pushback: str, after_s:
 @pytest.mark.parametrize("pushback", ["-1", "soon", "9" * 30, ""])
 def test_pushback_that_is_no_number_is_ignored(pushback: str) -> None:
     assert isinstance(wire_error("Push", Failed(grpc.StatusCode.RESOURCE_EXHAUSTED, pushback)), Refused)
+
+
+@pytest.mark.parametrize(("told", "reason"), [("evicted", Reason.EVICTED), ("of-a-later-release", None), ("", None)])
+def test_a_reason_that_is_known_comes_with_a_refusal(told: str, reason: Reason | None) -> None:
+    failed = Failed(grpc.StatusCode.PERMISSION_DENIED, reason=told)
+    error = wire_error("Join", failed)
+    assert isinstance(error, Refused)
+    assert (error.reason, error.final) == (reason, reason is Reason.EVICTED)
 
 
 def test_a_closed_channel_is_unreachable() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from diloco.sync.events import Reason
 from diloco.wire.client import SyncClient
 from diloco.wire.lines import ADDRESSES_MAX
 from diloco.wire.messages import PullAsk, Refusal, Refused, Status, Unreachable
@@ -62,9 +63,36 @@ def test_one_that_is_not_there_is_passed_over_and_a_refusal_says_more_than_silen
     assert client.has_choice
     client.join(join_ask())
     assert client.address == one.server.address
-    one.syncer.join_fails = Refusal(Status.PERMISSION_DENIED, "site-a was put out of the run")
-    with pytest.raises(Refused, match="put out of the run"):
+    one.syncer.join_fails = Refusal(Status.PERMISSION_DENIED, "site-a was put out of the run", reason=Reason.EVICTED)
+    with pytest.raises(Refused, match="put out of the run") as caught:
         client.join(join_ask())
+    assert (caught.value.reason, caught.value.final) == (Reason.EVICTED, True)
+
+
+def test_a_refusal_that_may_be_a_slip_ends_nothing_while_another_is_away(start: Callable[..., Wired]) -> None:
+    one, other, client = two(start)
+    one.syncer.join_fails = Refusal(Status.PERMISSION_DENIED, "site site-a is not in the permissions of this run")
+    other.syncer.join_fails = AWAY
+    with pytest.raises(Unreachable, match=r"not in the permissions.*ask there") as away:
+        client.join(join_ask())
+    assert away.value.refused == "site site-a is not in the permissions of this run"
+    one.syncer.join_fails = Refusal(Status.FAILED_PRECONDITION, "run_id is another")
+    with pytest.raises(Refused, match="run_id is another"):
+        client.join(join_ask())  # That is the run's, and no file of this syncer alone.
+    one.syncer.join_fails = Refusal(Status.PERMISSION_DENIED, "site site-a is not in the permissions of this run")
+    other.syncer.join_fails = one.syncer.join_fails
+    with pytest.raises(Refused, match="not in the permissions") as caught:
+        client.join(join_ask())
+    assert not caught.value.final
+
+
+def test_a_final_word_counts_whatever_the_others_say(start: Callable[..., Wired]) -> None:
+    one, other, client = two(start)
+    one.syncer.join_fails = Refusal(Status.PERMISSION_DENIED, "site site-a is not in the permissions of this run")
+    other.syncer.join_fails = Refusal(Status.ALREADY_EXISTS, "a newer process speaks", reason=Reason.SUPERSEDED)
+    with pytest.raises(Refused, match="a newer process speaks") as caught:
+        client.join(join_ask())
+    assert caught.value.final
 
 
 def test_an_older_syncer_does_not_win_a_site_back(start: Callable[..., Wired]) -> None:
