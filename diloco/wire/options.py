@@ -121,8 +121,11 @@ class ServerOptions:
 
     @property
     def calls_max(self) -> int:
-        """Calls at once, which is also the number of threads: every site at its own bound leaves room for operators."""
-        return self.calls_per_caller_max * (self.sites_max + 2) + STANDARD_STREAMS_MAX
+        """Calls at once, which is also the number of threads: everybody at their own bound leaves room for everybody.
+
+        Beside the sites there are observers, operators, a standby, and strangers, who have one place among them.
+        """
+        return self.calls_per_caller_max * (self.sites_max + 4) + STANDARD_STREAMS_MAX
 
     def channel_arguments(self) -> list[tuple[str, int]]:
         """gRPC's own settings for the listening end."""

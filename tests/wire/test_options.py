@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.wire.options import ClientOptions, ServerOptions
+from diloco.wire.options import STANDARD_STREAMS_MAX, ClientOptions, ServerOptions
 
 BAD_SERVER = {
     "sites_max": 0,
@@ -42,6 +42,12 @@ def test_credits_leave_threads_for_control() -> None:
     assert (options.push_credits, options.pull_credits, options.watch_credits) == (6, 12, 6)
     assert options.calls_max >= 6 + 12 + 6 + 2 * 3
     assert ServerOptions(run_id="r", pushes_max=5).push_credits == 5
+
+
+def test_whoever_is_at_their_bound_leaves_everybody_else_theirs() -> None:
+    options = ServerOptions(run_id="r", sites_max=3, calls_per_caller_max=5)
+    callers = ["site"] * 3 + ["observer", "admin", "standby", "strangers"]
+    assert options.calls_max >= 5 * len(callers) + STANDARD_STREAMS_MAX
 
 
 def test_the_server_permits_the_clients_pings() -> None:
