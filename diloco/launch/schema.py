@@ -276,7 +276,8 @@ class SyncerSection:
     tokens_file: str = ""
     """JSON: {"sites": {id: token}, "observer": token, "admin": token}, mode 0600; [old, new] in place of a token."""
     permissions: str = ""
-    """JSON: {"default": "deny", "sites": {id: {"pushes_per_s": 2}}}: what each may do; empty: what its role allows."""
+    """JSON: {"default": "deny", "sites": {id: {"pushes_per_s": 2}}}: what each may do, how fast; empty: what its role
+    allows, as fast as the network carries it."""
     revoked_file: str = ""
     """Whom to let in no more, as `diloco certs revoke` writes it.  All these files are read again when they change."""
     calls_per_s: float = 100.0

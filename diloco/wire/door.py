@@ -3,6 +3,12 @@
 A caller here is an identity, or, where nobody is told apart, a connection.  Everything that it can take up (threads,
 credits, the decision loop's attention) it can take up only inside, so that what one caller does to the others is
 bounded by what is said here.
+
+Not bounded is how often somebody is told that there is no room: whoever has all places of a caller taken is refused at
+once, because a call that waits to be refused would take a thread from somebody else.  That costs processor time, half a
+core for 1300 refusals a second, in which another site's rounds were no longer (``make flood``).  Nor are the health
+service's Check and List, which are for strangers, held to a rate.  Who may connect at all is the bound of both: client
+certificates, or a firewall.
 """
 
 from __future__ import annotations
@@ -48,6 +54,7 @@ class Door:
         self._calls = Rates(burst_s=2.0, least=1.0)
         self._pushes = Rates(burst_s=2.0, least=1.0)
         self._bytes = Rates(burst_s=1.0, least=1.0)
+        self._pulled = Rates(burst_s=1.0, least=1.0)
 
     @contextmanager
     def enter(self, method: str, context: Any) -> Iterator[Identity]:
@@ -108,6 +115,18 @@ class Door:
         self._counters.add("payload_bytes_in", count)
         if identity.grant.bytes_per_s is not None:
             self._bytes.charge(identity.name, count, identity.grant.bytes_per_s, time.monotonic())
+
+    def check_pull(self, identity: Identity) -> None:
+        """Refuse a version to who may not have it yet; called before anything of it is read."""
+        per_s = identity.grant.pull_bytes_per_s
+        if per_s is not None:
+            self._come_back("pull_bytes_per_s", self._pulled.spend(identity.name, 0.0, per_s, time.monotonic()))
+
+    def sends(self, count: int, identity: Identity) -> None:
+        """``count`` bytes of a version are about to go out."""
+        self._counters.add("payload_bytes_out", count)
+        if identity.grant.pull_bytes_per_s is not None:
+            self._pulled.charge(identity.name, count, identity.grant.pull_bytes_per_s, time.monotonic())
 
     def put_out(self) -> list[str]:
         """End every call of those who would not be let in any more; why, one text for each identity."""

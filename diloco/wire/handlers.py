@@ -247,6 +247,7 @@ class SyncHandlers:
         ask = convert_bulk.unpack_pull(raw)
         identity.check_reader(ask.site_id)
         self._check_run(ask.run_id)
+        self._door.check_pull(identity)
         with self._pulls.enter(ask.site_id):
             source = self._api.pull(ask, identity)
             try:
@@ -255,8 +256,8 @@ class SyncHandlers:
                 with self._stalls.guard(self._options.stall_s, context.cancel) as guard:
                     yield convert_bulk.pack_pull_part(source.header)
                     for offset, data, crc32 in cut(source.parts, self._options.chunk_bytes, ask.offset):
+                        self._door.sends(len(data), identity)
                         yield convert_bulk.pack_pull_part(Chunk(offset, data, crc32))
-                        self._counters.add("payload_bytes_out", len(data))
                         guard.touch()
             finally:
                 source.close()

@@ -6,12 +6,15 @@ beyond that is said by the permissions file, JSON:
     {"default": "deny",
      "sites": {"site-a": {},
                "site-b": {"fragments": [0, 1], "update_bytes_max": 40000000, "bytes_per_s": 5e6, "pushes_per_s": 2},
-               "site-c": {"may_push": false, "roles": ["observer"]}},
+               "site-c": {"may_push": false, "pull_bytes_per_s": 2e7, "roles": ["observer"]}},
      "roles": ["observer", "admin"]}
 
 ``default`` is for every site that is not listed: "deny", "allow", or what it may do, as for a site.  ``roles`` are
 those that identities without a site may have; without it all of them under "allow", none under "deny".  What is not
-said about a site is not limited.  A site that may not push still counts where a round waits for all sites.
+said about a site is not limited: ``bytes_per_s`` of updates and ``pull_bytes_per_s`` of versions have no default,
+because what a link carries is known to nobody here, and without them a site sends and takes as fast as the network
+does, in a bounded number of streams.  What is under way is never slowed down; its debt is waited for by the next one.
+A site that may not push still counts where a round waits for all sites.
 """
 
 from __future__ import annotations
@@ -87,6 +90,7 @@ class Grant:
     fragments: frozenset[int] | None = None
     update_bytes_max: int | None = None
     bytes_per_s: float | None = None
+    pull_bytes_per_s: float | None = None
     pushes_per_s: float | None = None
     calls_per_s: float | None = None
     roles: frozenset[str] = frozenset()
@@ -203,6 +207,7 @@ _CHECKS: Mapping[str, Any] = MappingProxyType(
         "fragments": _fragments,
         "update_bytes_max": _bytes,
         "bytes_per_s": _rate,
+        "pull_bytes_per_s": _rate,
         "pushes_per_s": _rate,
         "calls_per_s": _rate,
         "roles": _roles,

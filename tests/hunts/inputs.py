@@ -311,7 +311,7 @@ def files(folder: Path) -> Iterator[tuple[str, Reader]]:
 def credentials(folder: Path) -> Iterator[tuple[str, Reader]]:
     """Who may come in, and what they may do."""
     table = {"sites": {"a": "token-of-site-a-0123", "b": "b" * 40}, "observer": "o" * 16, "admin": "a" * 16}
-    granted = {"fragments": [0, 1], "update_bytes_max": 40_000_000, "bytes_per_s": 5e6, "pushes_per_s": 2}
+    granted = {"fragments": [0, 1], "update_bytes_max": 40_000_000, "bytes_per_s": 5e6, "pull_bytes_per_s": 9}
     permissions = {"default": "deny", "sites": {"a": granted, "b": {"may_push": False}}, "roles": ["observer"]}
     revoked = {"certificates": ["0" * 64], "ids": ["site/a", "admin"]}
     files = [("tokens", table, read_tokens), ("permissions", permissions, read_permissions)]

@@ -186,6 +186,24 @@ def test_bytes_are_charged_as_they_come_and_owed_by_the_next_push(front: Callabl
     assert here.server.counters()["payload_bytes_in"] == 2 * len(PAYLOAD)
 
 
+def test_versions_are_charged_as_they_go_out_and_owed_by_the_next_pull(front: Callable[..., Front]) -> None:
+    here = front(permissions={"default": {"pull_bytes_per_s": 100}, "roles": ["observer"]})
+    here.syncer.publish(PAYLOAD, whole=True, from_version=0)
+    size, pull = len(PAYLOAD), ASKS["Pull"]
+    assert ended(here.ask("Pull", pull("site-a", RUN), A)) == "OK"
+    call = here.ask("Pull", pull("site-a", RUN), A)
+    with pytest.raises(grpc.RpcError) as caught:
+        next(call)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert caught.value.details() == "pull_bytes_per_s of this caller is used up: come back"
+    owed_s = int(dict(caught.value.trailing_metadata())[PUSHBACK_KEY]) / 1000
+    assert size / 100 - 5 < owed_s < size / 100, "one second of it is credit"
+    assert ended(here.ask("Pull", pull("site-b", RUN), B)) == "OK", "another has its own"
+    assert ended(here.ask("Pull", pull("", RUN), OBSERVER)) == "OK", "an operator has none"
+    assert here.syncer.calls == ["pull"] * 3
+    assert here.server.counters()["payload_bytes_out"] == 3 * size
+
+
 def test_one_caller_has_so_much_room_and_another_has_its_own(front: Callable[..., Front]) -> None:
     here = front(calls_per_caller_max=2, watches_per_site_max=8)
     streams = [here.ask("Watch", ASKS["Watch"]("site-a", RUN), A)]

@@ -76,10 +76,16 @@ def written(folder: Path, table: object) -> str:
 
 def test_a_file_says_what_each_may_do(tmp_path: Path) -> None:
     site = {"fragments": [0, 3], "update_bytes_max": 4e7, "bytes_per_s": 1e6, "pushes_per_s": 0.5, "calls_per_s": 9}
+    site["pull_bytes_per_s"] = 2e6
     table = {"default": "deny", "sites": {"a": site, "b": {"may_push": False, "roles": ["observer"]}}}
     found = read_permissions(written(tmp_path, table))
     assert found.of_site("a") == Grant(
-        fragments=frozenset({0, 3}), update_bytes_max=40_000_000, bytes_per_s=1e6, pushes_per_s=0.5, calls_per_s=9.0
+        fragments=frozenset({0, 3}),
+        update_bytes_max=40_000_000,
+        bytes_per_s=1e6,
+        pull_bytes_per_s=2e6,
+        pushes_per_s=0.5,
+        calls_per_s=9.0,
     )
     assert found.of_site("b") == Grant(may_push=False, roles=frozenset({"observer"}))
     assert found.of_site("c") is None
