@@ -5,7 +5,8 @@ Real processes over real gRPC.  Every life of a process but the last has its dea
 often comes next.  When the run has ended its books are audited, and in a run in lock-step every update and the final
 parameters must be those of the twin that nobody killed, bit for bit.
 
-Between those runs come a standby's lives (``standby_lives.py``) and those of restores and backups (``short_lives.py``).
+Between those runs come a standby's lives (``standby_lives.py``), those of restores and backups (``short_lives.py``),
+and now and then those of the verbs themselves (``verb_lives.py``).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from diloco.wire.messages import WireError
 from tests.hunts.reporting import Hunt, why
 from tests.hunts.short_lives import SHORT, ShortLives, draw, named
 from tests.hunts.standby_lives import STANDBY, StandbyLives
+from tests.hunts.verb_lives import VerbLives
 from tests.loopback.audit import History, audit
 from tests.loopback.cluster import Log, Process, free_port
 from tests.loopback.stranger import Stranger
@@ -43,8 +45,8 @@ STEP_S = 0.003
 ENOUGH = 500
 """In so many kills every case has come at least once."""
 SHORT_DEATHS = 15
-KINDS = ("lock-step", "standby", "free", "short")
-"""The kinds of a round, in turn."""
+KINDS = ("lock-step", "standby", "free", "short", "lock-step", "verbs", "free", "short", "standby")
+"""The kinds of a round, in turn.  Those of the verbs are slow, and a few of them are enough."""
 INSTANT = "instant"
 """A death that no place has: SIGKILL from outside, some time after the process began."""
 
@@ -326,6 +328,8 @@ class Crashes:
             draw(self._short, random.Random(f"short/{seed}"), self.killed, min(SHORT_DEATHS, kills_max))
         elif kind == "standby":
             self.updates += StandbyLives(here, seed, self.killed).run()
+        elif kind == "verbs":
+            self.updates += VerbLives(here, seed, self.killed).run()
         else:
             run = Killing(here, seed, self.killed, kills_max, lock_step=kind == "lock-step")
             told = run.run()

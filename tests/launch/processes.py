@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from diloco.launch.arming import KILL_VARIABLE
 from diloco.launch.eventlog import Event, read_events
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,8 +41,15 @@ class Verb:
     """One ``diloco`` process; its output goes to a file."""
 
     def __init__(
-        self, folder: Path, name: str, arguments: list[str], module: str = "diloco", source: Path = ROOT
+        self,
+        folder: Path,
+        name: str,
+        arguments: list[str],
+        module: str = "diloco",
+        source: Path = ROOT,
+        kill_at: str = "",
     ) -> None:
+        """``kill_at`` is where it kills itself (``diloco/launch/arming.py``)."""
         self.name = name
         self.out = folder / f"{name}.out"
         environment = {
@@ -49,6 +57,7 @@ class Verb:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(source),
             "PYTHONFAULTHANDLER": "1",
+            KILL_VARIABLE: kill_at,
         }
         with self.out.open("ab") as out:
             self.process = subprocess.Popen(
@@ -91,9 +100,9 @@ class Place:
             lines = [f"{number} {line} {SENTENCES[line % 3]}" for line in range(number, number + 60)]
             (text / f"{number}.txt").write_text("\n".join(lines))
 
-    def start(self, name: str, *arguments: str, source: Path = ROOT) -> Verb:
+    def start(self, name: str, *arguments: str, source: Path = ROOT, kill_at: str = "") -> Verb:
         """One verb of the program whose code lies in ``source``."""
-        verb = Verb(self.folder, name, list(arguments), source=source)
+        verb = Verb(self.folder, name, list(arguments), source=source, kill_at=kill_at)
         self.verbs.append(verb)
         return verb
 

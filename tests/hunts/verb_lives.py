@@ -1,0 +1,191 @@
+"""``diloco syncer`` and ``diloco site``, as a user starts them, killed at durable steps and started again.
+
+The processes, the configuration and the training are the real ones, with the smallest model; all that is not is the
+variable that says where to die (``diloco/launch/arming.py``).  The same command starts each of them again.  When the
+run has been drained the same audit is made of it as of the toy runs, from its own journal and its events.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from diloco.durable import Step
+from diloco.launch import build
+from diloco.launch import config as configs
+from diloco.launch.schema import RunConfig
+from diloco.learner.agent import Finished
+from diloco.outer.fragments import Layout
+from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.sync.options import OuterOptions
+from tests.hunts.reporting import why
+from tests.launch.processes import TINY, Place, Verb, place_in, wait_for
+from tests.loopback.audit import audit
+from tests.loopback.cluster import Log, free_port
+
+BOUND_S = 240.0
+PATIENCE_S = 45.0
+"""A step that is not passed by then is not waited for: SIGKILL from outside."""
+RUN = "runs/killed"
+SITES = ("site-a", "site-b")
+SETTINGS = (
+    "run.name=killed",
+    "run.seconds=3600",
+    "outer.num_fragments=2",
+    "outer.quorum=1",
+    "outer.grace_s=0.2",
+    "inner.checkpoint_every_steps=10",
+    "cluster.syncer.snapshot_every=4",
+    "site.num_sites=8",
+)
+DEATHS: Mapping[str, Mapping[Step, int]] = {
+    "syncer": {
+        Step.SPOOL_SYNC: 4,
+        Step.SPOOL_RENAME: 4,
+        Step.JOURNAL_WRITE: 12,
+        Step.JOURNAL_SYNC: 12,
+        Step.JOURNAL_MARK: 12,
+        Step.ACK: 4,
+        Step.MERGE: 4,
+        Step.FATE: 4,
+        Step.PUBLISH: 4,
+        Step.SNAPSHOT_FILE: 32,
+        Step.SNAPSHOT_RENAME: 2,
+    },
+    "site": {
+        Step.OUTBOX_PUT: 12,
+        Step.OUTBOX_DROP: 4,
+        Step.ODOMETER: 60,
+        Step.CHECKPOINT_FILE: 24,
+        Step.CHECKPOINT_RENAME: 4,
+        Step.CHECKPOINT_FOLDER: 8,
+    },
+}
+"""So many passages of each step come soon in a life."""
+VERSIONS = 4
+"""Published after the last death, before the run is drained."""
+
+
+@dataclass(frozen=True)
+class RealRun:
+    """What an audit must know of the run."""
+
+    config: RunConfig
+    folder: str
+
+    @property
+    def run_id(self) -> str:
+        return str(self.config.run.name)
+
+    @property
+    def codec(self) -> str:
+        return self.config.codec.down
+
+    @property
+    def fragments(self) -> int:
+        return self.config.outer.num_fragments
+
+    def layout(self) -> Layout:
+        return build.layout_of(self.config)
+
+    def version_zero(self) -> list[Tensor]:
+        return build.version_zero(self.config, self.layout())
+
+    def rules(self) -> tuple[OuterOptions, OuterOptimizerOptions]:
+        return build.outer_options(self.config), build.outer_optimizer_options(self.config)
+
+
+class VerbLives:
+    """One run, in which the syncer and a site are killed, each also at an instant before the death at a step."""
+
+    def __init__(self, folder: Path, seed: int, killed: Counter[str], deaths: int = 4) -> None:
+        self.folder, self.killed, self.deaths = folder, killed, deaths
+        self.dice = random.Random(f"verbs/{seed}")
+        self.address = f"127.0.0.1:{free_port()}"
+
+    def run(self) -> int:
+        """How many updates were accepted."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with place_in(self.folder) as place:
+            try:
+                return self._run(place)
+            except AssertionError as error:
+                said = " ".join(f"[{verb.name}: {verb.text()[-400:]}]" for verb in place.verbs)
+                raise AssertionError(f"{why(error)} {said}") from error
+
+    def _run(self, place: Place) -> int:
+        roles = ["syncer", "site", *(self.dice.choice(("syncer", "site")) for _ in range(self.deaths))]
+        lives = {name: self._start(place, name, "") for name in ("syncer", *SITES)}
+        for role in roles[: self.deaths]:
+            name = "syncer" if role == "syncer" else self.dice.choice(SITES)
+            step = self._wanted(role)
+            self._end(lives[name], None)
+            death = f"{step}:{self.dice.randint(1, DEATHS[role][step])}"
+            self._end(self._start(place, name, death), f"diloco {role}: {step}")
+            lives[name] = self._start(place, name, "")
+        self._trains_on(place, lives)
+        lives["syncer"].signal(signal.SIGINT)
+        for name, verb in lives.items():
+            code = verb.end(BOUND_S)
+            assert code == 75, f"{name} ended with {code}"
+        return self._audited(place)
+
+    def _start(self, place: Place, name: str, death: str) -> Verb:
+        where = [f"cluster.syncer.listen={self.address}"]
+        if name != "syncer":
+            where = [f"site.syncer={self.address}", f"site.id={name}", f"site.index={SITES.index(name)}"]
+        verb = "syncer" if name == "syncer" else "site"
+        return place.start(name, verb, *TINY, *SETTINGS, *where, kill_at=death)
+
+    def _wanted(self, role: str) -> Step:
+        steps = list(DEATHS[role])
+        self.dice.shuffle(steps)
+        return min(steps, key=lambda step: self.killed[f"diloco {role}: {step}"])
+
+    def _end(self, verb: Verb, place: str | None) -> None:
+        """It dies at its place, or from outside when it does not come there."""
+        until = time.monotonic() + (PATIENCE_S if place is not None else self.dice.uniform(3.0, 9.0))
+        while verb.process.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        if place is None or verb.process.poll() is None:
+            place = f"diloco {verb.name.partition('-')[0]}: instant"
+            verb.kill()
+        assert verb.process.poll() == -signal.SIGKILL, f"{verb.name} ended with {verb.process.poll()}"
+        self.killed[place] += 1
+
+    def _trains_on(self, place: Place, lives: Mapping[str, Verb]) -> None:
+        """Every site merges again, and versions come out."""
+        began = len(place.events("killed"))
+
+        def goes_on() -> bool:
+            ended = [name for name, verb in lives.items() if verb.process.poll() is not None]
+            assert not ended, f"{ended} ended before the run was drained"
+            new = [event for event in place.events("killed")[began:] if event["what"] == "published"]
+            merged = {site for event in new for site in event["merged"]}  # type: ignore[attr-defined]
+            return len(new) >= VERSIONS and merged == set(SITES)
+
+        wait_for(goes_on, "both sites to merge again", bound_s=BOUND_S)
+
+    def _audited(self, place: Place) -> int:
+        events = place.events("killed")
+        logs = {name: Log() for name in ("syncer", *SITES)}
+        for event in events:
+            if (log := logs.get(str(event["who"]))) is not None:
+                log.events.append(dict(event))
+        finished = {}
+        for site in SITES:
+            assert logs[site].of("pushed"), f"{site} has sent nothing"
+            done = logs[site].of("site_done")[-1]
+            ledger = {name.removeprefix("tokens_"): count for name, count in dict(done["ledger"]).items()}  # type: ignore[call-overload]
+            finished[site] = Finished("drained", "", ledger)
+        config = configs.read(place.folder / RUN / "config.yaml")
+        run = RealRun(config, str(place.folder / RUN))
+        told = audit(run, [logs.pop("syncer")], {site: [log] for site, log in logs.items()}, finished)
+        return len(told.accepted)
