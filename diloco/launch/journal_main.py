@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from diloco.launch.arguments import OneLineParser
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.launch.past import data_of, is_data
 from diloco.launch.run_dir import existing_run
 
 if TYPE_CHECKING:
@@ -50,13 +51,14 @@ def _verify(target: str) -> ExitCode:
     from diloco.syncer.spool import SpoolError
     from diloco.syncer.verifying import verify
 
+    folder = data_folder(target)
     try:
-        found = verify(data_folder(target))
+        found = verify(folder)
     except (JournalError, SnapshotError, SpoolError, OSError) as error:
         raise VerbError(ExitCode.FAILED, str(error)) from error
     print(
         f"whole: {found.records} records in {found.segments} segments, {found.snapshots} snapshots, "
-        f"{found.payloads} payloads"
+        f"{found.payloads} payloads in {folder}"
     )
     if found.torn_bytes:
         print(f"the last {found.torn_bytes} bytes are of a turn that was being written, and never acknowledged")
@@ -66,7 +68,7 @@ def _verify(target: str) -> ExitCode:
 def data_folder(target: str) -> Path:
     """The syncer's data folder that ``target``, a run folder or itself one, means."""
     path = Path(target)
-    return path if (path / "journal").is_dir() else existing_run(target).syncer
+    return path if is_data(path) else data_of(existing_run(target))
 
 
 def segments(target: str) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,9 @@ from diloco.launch.schema import RunConfig
 
 if TYPE_CHECKING:
     from diloco.syncer.kept import Rules
+
+CARD = "run.json"
+"""The file in a data folder that says of which run it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +35,51 @@ class Past:
         optimizer = build.outer_optimizer_options(self.config)
         return Rules(build.outer_options(self.config), optimizer, self.config.codec.down)
 
+    def others(self) -> list[Path]:
+        """The other data folders of the run that are known here: those of standbys, or the one before a failover."""
+        root, setting = self.run_dir.root, self.config.cluster.syncer.folder
+        known = [
+            self.run_dir.syncer,
+            *([Path(setting)] if setting else []),
+            *(path.parent for path in root.glob(f"*/{CARD}")),
+        ]
+        found = {path.resolve(): path for path in known if (path / CARD).is_file()}
+        found.pop(self.data.resolve(), None)
+        return list(found.values())
+
 
 def past_of(target: str) -> Past:
-    """The run whose folder a user named; ConfigError where there is none, or it does not say what the run was."""
-    run_dir = existing_run(target)
+    """The run whose folder a user named, or whose syncer's data folder.
+
+    ConfigError where there is none, or nothing says what the run was.
+    """
+    named = Path(target) if is_data(Path(target)) else None
+    run_dir = existing_run(target) if named is None else _run_of(named)
     if not run_dir.config.is_file():
         raise ConfigError(f"{run_dir.root} has no {run_dir.config.name}: nothing there says what the run was")
-    config = configs.read(run_dir.config)
-    folder = config.cluster.syncer.folder
-    return Past(run_dir, config, Path(folder) if folder else run_dir.syncer)
+    return Past(run_dir, configs.read(run_dir.config), named or data_of(run_dir))
+
+
+def data_of(run_dir: RunDir) -> Path:
+    """Where the syncer's data lies, there or lost."""
+    if (moved := run_dir.moved_to()) is not None:
+        return moved
+    setting = configs.read(run_dir.config).cluster.syncer.folder if run_dir.config.is_file() else ""
+    return Path(setting) if setting else run_dir.syncer
+
+
+def is_data(folder: Path) -> bool:
+    """Whether ``folder`` is a syncer's data folder itself."""
+    return (folder / "journal").is_dir()
+
+
+def _run_of(data: Path) -> RunDir:
+    """The run's folder: the one around its data folder, or the one that has the run's name."""
+    around = RunDir(data.absolute().parent)
+    if around.config.is_file():
+        return around
+    try:
+        run_id = str(json.loads((data / CARD).read_bytes())["run_id"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{data} is a data folder whose {CARD} does not say of which run: name the run's") from error
+    return existing_run(run_id)

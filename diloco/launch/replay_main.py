@@ -34,7 +34,7 @@ LISTED_MAX = 20
 def main(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
     parser = OneLineParser(prog="diloco replay", description=DOES, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", metavar="RUN_DIR", help="a run's folder, or its name below runs/")
+    parser.add_argument("run", metavar="RUN_DIR", help="a run's folder, its name below runs/, or its data folder")
     told = "site=NAME:versions=FIRST..LAST (into which they were merged) or :sequences=..., and :fragment=N for one"
     parser.add_argument("--without", action="append", default=[], metavar="UPDATES", help=f"leave out {told}")
     parser.add_argument("--and-later", action="store_true", help="and every update trained on a base with those inside")

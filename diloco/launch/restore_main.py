@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from diloco.launch.arguments import OneLineParser, limit_threads
 from diloco.launch.arming import disk_from_environment
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
-from diloco.launch.past import past_of
+from diloco.launch.past import data_of, past_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +33,12 @@ a new lineage; sites come back by themselves, drop what they had in flight, and 
   diloco restore runs/nimble-otter --list                     the backups that there are
   diloco restore runs/nimble-otter --from-site runs/nimble-otter/sites/site-b
                                                               the published version that a warm site has as its base,
-                                                              without the outer optimizer's momentum"""
+                                                              without the outer optimizer's momentum
+
+The run goes on where its data lies: in what a standby took over, if one did, and not in the folder before that.  Given
+a data folder in place of the run's, it goes on there from now on."""
+ANSWER_S = 2.0
+"""A process that is asked whether it serves the run's address has so long to take the connection."""
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
@@ -40,7 +46,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     parser = OneLineParser(
         prog="diloco restore", description=DOES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", metavar="RUN_DIR", help="the run's folder, or its name below runs/")
+    parser.add_argument("run", metavar="RUN_DIR", help="the run's folder, its name below runs/, or its data folder")
     parser.add_argument(
         "--from",
         dest="source",
@@ -86,6 +92,7 @@ def _restore(past: Past, given: argparse.Namespace) -> tuple[Restored, list[str]
     try:
         with ExitStack() as stack:
             stack.enter_context(locked(past.data))
+            _take_others(past, stack)
             if given.from_site is not None:
                 return _from_site(past, card, given)
             if (Path(given.source) / "image.json").is_file():
@@ -95,6 +102,28 @@ def _restore(past: Past, given: argparse.Namespace) -> tuple[Restored, list[str]
         raise VerbError(ExitCode.FAILED, f"{error}: stop this run's syncer first") from error
     except (RestoreError, StoreError, ImageError, BackupError, ColdError) as error:
         raise VerbError(ExitCode.FAILED, str(error)) from error
+
+
+def _take_others(past: Past, stack: ExitStack) -> None:
+    """Refuse while another process leads or follows the run: what it goes on with would be lost, or would be back."""
+    from diloco.durable import LockedError, locked
+
+    for folder in past.others():
+        try:
+            stack.enter_context(locked(folder))
+        except LockedError as error:
+            raise VerbError(ExitCode.FAILED, f"{error}, a syncer or standby of this run: stop it first") from error
+    path = past.run_dir.address
+    address = path.read_text().strip() if path.is_file() else ""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
+    except (OSError, ValueError):
+        return
+    raise VerbError(
+        ExitCode.FAILED,
+        f"the run's syncer answers at {address}: stop it first; if that is another program, remove {path}",
+    )
 
 
 def _from_image(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Restored, list[str]]:
@@ -231,6 +260,9 @@ def _say(past: Past, given: argparse.Namespace, restored: Restored, said: list[s
     """Print what came of it, and leave it in the run's events."""
     from diloco.launch.eventlog import EventLog
 
+    if past.data.resolve() != data_of(past.run_dir).resolve():
+        past.run_dir.move_to(past.data)
+        said = [*said, f"the run goes on in {past.data} from now on"]
     facts = {**asdict(restored), "said": said}
     log = EventLog(past.run_dir.events, "restore")
     log.emit("restored", facts)

@@ -3,6 +3,7 @@
 runs/nimble-otter/
   config.yaml  events.jsonl  summary.json  report.html
   syncer/      the data of the syncer; syncer/final/model.safetensors at the end; syncer.address while it serves
+  syncer.folder  where the data lies since a standby took over, or a restore chose another folder
   sites/<id>/  config.yaml  site.log  checkpoints/  outbox and odometer of the agent
   train/       checkpoints of `diloco train`
 """
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.durable import LockedError, locked
+from diloco.durable import LockedError, locked, write_file
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.names import new_name
 
@@ -57,8 +58,32 @@ class RunDir:
 
     @property
     def syncer(self) -> Path:
-        """The syncer's data, unless cluster.syncer.folder says another."""
-        return self.root / "syncer"
+        """The syncer's data: where the run was moved to, if it was, unless cluster.syncer.folder says another."""
+        return self.moved_to() or self.root / "syncer"
+
+    @property
+    def moved(self) -> Path:
+        """The file that says where the syncer's data lies since it was moved; relative to ``root`` if it is below it.
+
+        The folder before that is stale: who looks back at the run, or takes it up again, must not take it for the run.
+        """
+        return self.root / "syncer.folder"
+
+    def moved_to(self) -> Path | None:
+        """What ``moved`` says; None where the data was never moved."""
+        try:
+            told = self.moved.read_text().strip()
+        except FileNotFoundError:
+            return None
+        if not told:
+            raise ConfigError(f"{self.moved} is empty: write into it where the syncer's data lies")
+        return self.root / told
+
+    def move_to(self, folder: Path) -> None:
+        """Keep that the run goes on in the data folder ``folder``."""
+        whole, root = folder.absolute(), self.root.absolute()
+        told = whole.relative_to(root) if whole.is_relative_to(root) else whole
+        write_file(self.moved, str(told).encode())
 
     def has_lost(self, data: Path) -> bool:
         """Whether the run has published versions, as its events tell, and its syncer's folder ``data`` holds none.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.launch.arenas import limit_arenas
@@ -141,7 +142,7 @@ def _follow(given: argparse.Namespace) -> ExitCode:
 
     build.check(config)
     replicating.standby_primary(config)
-    write_config(config, run_dir, given)
+    write_config(config, run_dir, given, over=False)
     config.cluster.syncer.folder = config.cluster.syncer.folder or str(run_dir.root / config.cluster.standby.name)
     warm = _followed(config, run_dir)
     if isinstance(warm, ExitCode):
@@ -151,6 +152,7 @@ def _follow(given: argparse.Namespace) -> ExitCode:
         log = EventLog(run_dir.events, "syncer")
         stack.callback(log.close)
         folder = config.cluster.syncer.folder
+        run_dir.move_to(Path(folder))  # Before anything is told there: the folder of the syncer before is stale then.
         print(f"took over in {folder}; `diloco syncer` with cluster.syncer.folder={folder} goes on after its end")
         ending = serve(config, run_dir, log, stack, given, warm)
     return said(config, run_dir, ending)

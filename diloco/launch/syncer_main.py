@@ -64,6 +64,12 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 
 def _check_resume(config: RunConfig, run_dir: RunDir) -> None:
+    moved, setting = run_dir.moved_to(), config.cluster.syncer.folder
+    if moved is not None and setting and Path(setting).resolve() != moved.resolve():
+        raise ConfigError(
+            f"cluster.syncer.folder is {setting!r}, and the run goes on in {moved} since it was moved there: leave the "
+            f"setting out, or remove {run_dir.moved}, which says so"
+        )
     there = _data(config, run_dir).is_dir()
     if config.run.resume == "must" and not there:
         raise ConfigError(f"run.resume is 'must': there is no run {config.run.name} in {config.run.dir}")
@@ -81,8 +87,8 @@ def _data(config: RunConfig, run_dir: RunDir) -> Path:
     return Path(config.cluster.syncer.folder) if config.cluster.syncer.folder else run_dir.syncer
 
 
-def write_config(config: RunConfig, run_dir: RunDir, given: argparse.Namespace) -> None:
-    """Leave the resolved file in the run's folder; refuse to go on with a run that was another one."""
+def write_config(config: RunConfig, run_dir: RunDir, given: argparse.Namespace, *, over: bool = True) -> None:
+    """Leave the resolved file in the run's folder, ``over`` one that is there; refuse a run that was another one."""
     if run_dir.config.is_file():
         before, now = configs.shared_config(configs.read(run_dir.config)), configs.shared_config(config)
         for key in sorted(before.keys() | now.keys()):
@@ -91,7 +97,7 @@ def write_config(config: RunConfig, run_dir: RunDir, given: argparse.Namespace) 
                     ExitCode.MISMATCH,
                     f"{key} is {now.get(key)} now and {before.get(key)} in {run_dir.config}: another run.name, please",
                 )
-    if given.config is None or not run_dir.config.is_file():
+    if (over and given.config is None) or not run_dir.config.is_file():
         configs.write(config, run_dir.config)
 
 

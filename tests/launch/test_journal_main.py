@@ -14,7 +14,7 @@ from tests.syncer.test_store import told
 def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run" / "syncer" / "journal"
     folder.mkdir(parents=True)
-    (tmp_path / "run" / "config.yaml").touch()
+    (tmp_path / "run" / "events.jsonl").touch()
     for number in (1, 2):
         record = encode_record(Record(number * 10**9, SyncerStarted(number), "0" * 16))
         (folder / f"journal-{number:06d}.log").write_bytes(record)
@@ -44,19 +44,20 @@ def test_a_torn_end_is_said_and_damage_is_an_error(run: Path, capsys: pytest.Cap
 
 
 def test_a_folder_without_a_journal_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.yaml").touch()
+    (tmp_path / "events.jsonl").touch()
     assert main(["journal", "show", str(tmp_path)]) == 2
     assert "holds no journal" in capsys.readouterr().err
 
 
 def test_everything_is_verified_and_the_first_damage_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     desk = told(tmp_path / "run" / "syncer", snapshots=2)
-    (tmp_path / "run" / "config.yaml").touch()
+    (tmp_path / "run" / "events.jsonl").touch()
     for target in (tmp_path / "run", desk.store.folder):
         assert main(["journal", "verify", str(target)]) == 0
         (line,) = capsys.readouterr().out.splitlines()
         assert line.startswith("whole: ")
         assert " 2 snapshots, " in line
+        assert line.endswith(f"in {desk.store.folder}")
     path = max((desk.store.folder / "journal").glob("journal-*.log"))
     with path.open("ab") as file:
         file.write(b"torn")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from diloco.durable import locked
 from diloco.launch import config as configs
 from diloco.launch.cli import main
 from diloco.launch.eventlog import EventLog, read_events
+from diloco.launch.run_dir import RunDir
 from diloco.sync.progress import FragmentProgress, LearnerState
 from diloco.syncer.backups import back_up, name_now
 from diloco.syncer.vault import Vault
@@ -190,6 +192,65 @@ def test_a_running_syncer_is_left_alone(run: Path, tmp_path: Path, capsys: pytes
     assert "is in use by process" in said
     assert "stop this run's syncer first" in said
     assert {name for name, data in files(run / "syncer").items() if before.get(name) != data} <= {"lock"}
+
+
+def moved(run: Path) -> Path:
+    """The folder in which the run went on after a failover: that of the standby, ahead of the dead one."""
+    shutil.copytree(run / "syncer", run / "standby")
+    RunDir(run).move_to(run / "standby")
+    hand = again(run)
+    hand.push("a", 0, hand.join("a"))
+    assert hand.versions() == [9, 8]
+    hand.stop()
+    return run / "standby"
+
+
+def test_after_a_failover_all_that_look_back_look_where_the_run_went_on(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved(run)
+    before = files(run / "syncer")
+    image = tmp_path / "image"
+    assert main(["replay", str(run), "--out", str(image), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["versions"] == [9, 8]
+    assert main(["journal", "verify", str(run)]) == 0
+    assert f"in {run / 'standby'}" in capsys.readouterr().out
+    assert main(["restore", str(run), "--from", str(image)]) == 0
+    assert "begins with versions 10 9" in capsys.readouterr().out
+    hand = again(run)
+    assert hand.versions() == [10, 9]
+    hand.stop()
+    assert {name for name, data in files(run / "syncer").items() if before.get(name) != data} <= {"lock"}
+
+
+def test_a_run_that_another_process_leads_or_follows_is_left_alone(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = tmp_path / "image"
+    assert main(["replay", str(run), "--out", str(image)]) == 0
+    standby = moved(run)
+    before = files(standby)
+    for asked, held in ((run, run / "syncer"), (run / "syncer", standby)):
+        with locked(held):
+            assert main(["restore", str(asked), "--from", str(image)]) == 1
+        assert f"{held} is in use by process" in capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        RunDir(run).address.write_text(f"127.0.0.1:{server.getsockname()[1]}")
+        assert main(["restore", str(run), "--from", str(image)]) == 1
+        assert "the run's syncer answers at 127.0.0.1:" in capsys.readouterr().err
+    assert {name for name, data in files(standby).items() if before.get(name) != data} <= {"lock"}
+    assert main(["restore", str(run), "--from", str(image)]) == 0, "an address that nobody serves is a dead one's"
+
+
+def test_a_data_folder_that_is_named_is_where_the_run_goes_on(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved(run)
+    image = tmp_path / "image"
+    assert main(["replay", str(run / "syncer"), "--out", str(image)]) == 0
+    assert main(["restore", str(run / "syncer"), "--from", str(image)]) == 0
+    assert f"the run goes on in {run / 'syncer'} from now on" in capsys.readouterr().out
+    assert_goes_on(run, [9, 9]).stop()
 
 
 @pytest.mark.parametrize(

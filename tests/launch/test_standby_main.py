@@ -109,6 +109,11 @@ def test_a_run_goes_on_after_its_syncer_was_killed(tmp_path: Path) -> None:
         syncer.kill()
         code, said = place.run("standby", "promote", second)
         assert code == 0, said
+        moved = tmp_path / "runs" / "otter" / "syncer.folder"
+        wait_for(moved.is_file, "the record of where the run goes on", standby.text)
+        assert moved.read_text() == "standby"
+        code, said = place.run("restore", "otter", "--from", "any")
+        assert (code, "stop this run's syncer first" in said) == (1, True), said
         assert site.end() == 0, site.text()
         assert standby.end() == 0, standby.text()
         assert "run otter has finished; final version in runs/otter/standby/final" in standby.text()

@@ -10,6 +10,7 @@ import pytest
 from diloco.durable import locked
 from diloco.launch.cli import main
 from diloco.launch.config import compose, read, write
+from diloco.launch.run_dir import RunDir
 from diloco.launch.settings_help import settings_help
 from diloco.launch.syncer_main import join_line
 from tests.launch.processes import TINY, place_in, wait_for
@@ -84,6 +85,18 @@ def test_never_and_must(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().err.splitlines()
     assert "there is no run otter in runs" in told[0]
     assert "take another run.name" in told[1]
+
+
+def test_a_folder_that_the_run_has_left_is_not_gone_on_in(capsys: pytest.CaptureFixture[str]) -> None:
+    write(compose([*TINY, "run.name=otter"]), Path("runs/otter/config.yaml"))
+    RunDir(Path("runs/otter")).move_to(Path("runs/otter/standby"))
+    assert main(["syncer", *TINY, LISTEN, "run.name=otter", "cluster.syncer.folder=runs/otter/syncer"]) == 2
+    said = capsys.readouterr().err
+    assert "the run goes on in runs/otter/standby since it was moved there" in said
+    with locked(Path("runs/otter/standby")):
+        for named in ([], ["cluster.syncer.folder=runs/otter/standby"]):
+            assert main(["syncer", *TINY, LISTEN, "run.name=otter", *named]) == 1
+            assert "runs/otter/standby is in use by process" in capsys.readouterr().err
 
 
 def test_a_run_whose_data_is_lost_does_not_begin_anew_in_silence(capsys: pytest.CaptureFixture[str]) -> None:
