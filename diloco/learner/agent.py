@@ -46,7 +46,7 @@ from diloco.sync.effects import (
     StartOver,
     StopTraining,
 )
-from diloco.sync.events import BoundaryReached, JoinAnswered, LeaveAsked, Sealed, StepDone
+from diloco.sync.events import BoundaryReached, FetchFailed, JoinAnswered, LeaveAsked, Sealed, StepDone
 from diloco.sync.progress import SentState, site_ledger
 from diloco.wire.messages import JoinAsk, Refused, Status, Unreachable
 
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from diloco.sync.events import LearnerEvent, VersionFetched
     from diloco.sync.options import LearnerOptions
     from diloco.wire.client import SyncClient
-    from diloco.wire.messages import JoinReply
+    from diloco.wire.messages import JoinReply, PullHeader
 
 
 __all__ = ["Agent", "Finished", "JoinFailed"]
@@ -378,12 +378,15 @@ class Agent:
             adopted = self._carry_out(self._machine.handle(event, time.monotonic_ns()))
             assert not adopted, "values may change at a boundary only"
 
-    def _deliver(self, values: Tensor, event: VersionFetched, lineage: int, told: str) -> None:
+    def _deliver(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:
         """A version is here, fetched in ``lineage``: its values and the machine's knowledge change at one instant."""
         with self._changed:
             if lineage != self._machine.state.lineage:
                 return  # Of a run that is no more; the new lineage's fetch is in the queue.
-            self._tensors.arrived(event.fragment, event.version, values, told)
+            if 0 < told.epoch < self._machine.state.epoch:  # Another syncer took the site in a moment ago.
+                self._tell(FetchFailed(event.fragment))
+                return
+            self._tensors.arrived(event.fragment, event.version, values, told.digest)
             self._tell(event)
 
     def _incarnation(self) -> int:

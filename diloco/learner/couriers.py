@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from diloco.learner.site_tensors import SiteTensors
     from diloco.sync.events import LearnerEvent
     from diloco.wire.client import SyncClient, WatchStream
-    from diloco.wire.messages import PushHeader, PushResult, WatchEvent
+    from diloco.wire.messages import PullHeader, PushHeader, PushResult, WatchEvent
     from diloco.wire.pulled import PulledVersion
 
 LOOK_S = 0.1
@@ -178,8 +178,9 @@ class Sender:
         return (header, payload) if header.digest == wanted else None
 
     def _answered(self, header: PushHeader, result: PushResult) -> None:
-        self._tell(PushAnswered(header.fragment, header.sequence, result.outcome, result.reason, header.digest))
-        if result.fate is not None:
+        answer = (result.outcome, result.reason, header.digest, result.epoch)
+        self._tell(PushAnswered(header.fragment, header.sequence, *answer))
+        if result.fate is not None and not 0 < result.epoch < self._epoch():
             self._tell(FateTold(result.fate))
 
 
@@ -194,11 +195,11 @@ class Fetcher:
         site_tensors: SiteTensors,
         lineage: Callable[[], int],
         epoch: Callable[[], int],
-        deliver: Callable[[Tensor, VersionFetched, int, str], None],
+        deliver: Callable[[Tensor, VersionFetched, int, PullHeader], None],
         emit: Callable[[str, dict[str, object]], None],
         stopping: threading.Event,
     ) -> None:
-        """``deliver`` gets a version, the lineage that it was asked for in, and the digest that was told with it."""
+        """``deliver`` gets a version, the lineage that it was asked for in, and what was told with it."""
         self._lineage = lineage
         self._epoch = epoch
         self._client = client
@@ -244,7 +245,7 @@ class Fetcher:
             facts: dict[str, object] = {"fragment": fragment, "version": pulled.header.version}
             self._emit("fetched", {**facts, "bytes": pulled.header.payload_bytes, "whole": pulled.header.whole})
             event = VersionFetched(fragment, pulled.header.version, pulled.header.fates)
-            self._deliver(values, event, lineage, pulled.header.digest)
+            self._deliver(values, event, lineage, pulled.header)
             return
 
     def _sink(self, fragment: int, lineage: int) -> PullSink:

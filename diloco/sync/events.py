@@ -348,13 +348,17 @@ class SealFailed:
 
 @dataclass(frozen=True, slots=True)
 class PushAnswered:
-    """The syncer gave its definite answer to a push, of the update with this ``digest`` (empty: not said)."""
+    """The syncer of ``epoch`` gave its definite answer to a push, of the update with this ``digest``.
+
+    Empty or 0: not said.
+    """
 
     fragment: int
     sequence: int
     outcome: Outcome
     reason: Reason | None
     digest: str = ""
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)

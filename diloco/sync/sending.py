@@ -49,6 +49,8 @@ def push_answered(turn: SiteTurn, event: PushAnswered) -> None:
     sent = turn.find(event.fragment, event.sequence)
     if sent is None or sent.state is not SentState.SEALED or event.digest not in ("", sent.digest):
         return  # It is known by a join or a fate already, or the answer is a late one to what was taken back.
+    if 0 < event.epoch < turn.state.epoch:
+        return  # Of a syncer whose place another has taken: at the join it was said anew what is to be sent.
     if event.outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE):
         accept(turn, event.fragment, sent)
         return

@@ -149,7 +149,7 @@ class Api:
         self._check_fragment(header.fragment)
         core.heard(header.site_id)
 
-        def look(machine: OuterSync) -> tuple[Verdict, int]:
+        def look(machine: OuterSync) -> tuple[Verdict, int, int]:
             verdict = machine.admit(
                 header.site_id,
                 header.incarnation,
@@ -158,13 +158,13 @@ class Api:
                 header.base_version,
                 header.digest,
             )
-            return verdict, _version(machine, header.fragment)
+            return verdict, _version(machine, header.fragment), machine.state.epoch
 
-        verdict, version = core.ask(look)
+        verdict, version, epoch = core.ask(look)
         if verdict.outcome is not Outcome.ACCEPTED:
             if verdict.reason is not None:
                 self.tally.refused(verdict.reason.value)
-            result = PushResult(verdict.outcome, version, verdict.reason, verdict.fate)
+            result = PushResult(verdict.outcome, version, verdict.reason, verdict.fate, epoch=epoch)
             return protocols.push_result(result, self._protocol(header.site_id))
         self._check_shape(header)
         if (wanting := self._syncer.room.wanting(header.payload_bytes)) is not None:
@@ -178,6 +178,7 @@ class Api:
             lambda fragment: self._syncer.holdings.values[fragment].momentum,
             lambda reason: self._refused(header, reason),
             self._protocol(header.site_id),
+            epoch,
             self._checks,
         )
 
@@ -246,14 +247,18 @@ class Api:
         syncer = self._syncer
         self._check_fragment(ask.fragment)
 
-        def look(machine: OuterSync) -> tuple[Choice, bool]:
+        protocol = self._protocol(ask.site_id)
+
+        def look(machine: OuterSync) -> tuple[Choice, bool, int]:
             site = machine.state.sites.get(ask.site_id)
             told = site.lines[ask.fragment].fates if site else ()
-            fates = protocols.fates(told, self._protocol(ask.site_id))
-            return syncer.holdings.choose(ask, fates), site is not None
+            fates = protocols.fates(told, protocol)
+            return syncer.holdings.choose(ask, fates), site is not None, machine.state.epoch
 
-        choice, known = syncer.core.ask(look)
+        choice, known, epoch = syncer.core.ask(look)
         source = choice.source()
+        if protocol >= PROTOCOL:
+            source = replace(source, header=replace(source.header, epoch=epoch))
         if known:
             syncer.core.heard(ask.site_id)
             self.tally.sent(ask.site_id, max(0, source.header.payload_bytes - ask.offset))

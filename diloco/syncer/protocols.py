@@ -49,7 +49,7 @@ def push_result(result: PushResult, protocol: int) -> PushResult:
     if protocol >= PROTOCOL:
         return result
     fate = result.fate and _fate(result.fate, protocol)
-    return replace(result, reason=result.reason and _reason(result.reason), fate=fate)
+    return replace(result, reason=result.reason and _reason(result.reason), fate=fate, epoch=0)
 
 
 def report_reply(reply: ReportReply, protocol: int) -> ReportReply:

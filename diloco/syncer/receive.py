@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from diloco.codec.contract import DecodeError, NonFinitePayload
@@ -42,11 +43,12 @@ class Reception:
         momentum: Callable[[int], Tensor | None],
         refused: Callable[[Reason], None] = lambda reason: None,
         protocol: int = PROTOCOL,
+        epoch: int = 0,
         checks: AbstractContextManager[object] | None = None,
     ) -> None:
-        """``tally`` counts what comes in; ``momentum`` gives a fragment's own as it is now; ``refused`` is
-        told why a whole update was not accepted; ``protocol`` is the site's; ``checks`` is entered while a whole update
-        is in memory, and lets in as many as there is room for."""
+        """``tally`` counts what comes in; ``momentum`` gives a fragment's own as it is now; ``refused`` is told why a
+        whole update was not accepted; ``protocol`` is the site's, ``epoch`` ours; ``checks`` is entered while a whole
+        update is in memory, and lets in as many as there is room for."""
         self._core = core
         self._store = store
         self._spool = store.spool
@@ -55,6 +57,7 @@ class Reception:
         self._momentum = momentum
         self._refused = refused
         self._protocol = protocol
+        self._epoch = epoch
         self._checks = checks if checks is not None else nullcontext()
         try:
             self._partial = self._spool.open_partial(header)
@@ -83,7 +86,7 @@ class Reception:
             vitals, intact = self._looked_at(digest)
         if not (vitals.finite and intact):
             self._partial.discard()
-            return protocols.push_result(self._decided("", vitals, intact=intact), self._protocol)
+            return self._told(self._decided("", vitals, intact=intact))
         try:
             reference = self._spool.keep(self._partial, header)
         except OSError as error:
@@ -95,7 +98,10 @@ class Reception:
             self._spool.settle(reference, Settled.GIVEN_BACK, self._partial)
             raise
         self._settle(reference, result, self._partial)
-        return protocols.push_result(result, self._protocol)
+        return self._told(result)
+
+    def _told(self, result: PushResult) -> PushResult:
+        return protocols.push_result(replace(result, epoch=self._epoch), self._protocol)
 
     def _settle(self, reference: str, result: PushResult, partial: PartialUpdate | None = None) -> None:
         """Let the payload go, or keep it, as the answer has it; without ``partial`` nobody would go on with it."""

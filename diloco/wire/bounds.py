@@ -216,6 +216,7 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "reason": _REASON,
         "fate": _nested(Fate, optional=True),
         "text": _text,
+        "epoch": _NUMBER,
     },
     m.WatchAsk: {"run_id": _ID, "site_id": _ID, "incarnation": _NUMBER},
     m.Published: {
@@ -251,6 +252,7 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "digest": _SHA256,
         "payload_crc32": _CRC,
         "fates": _FATES,
+        "epoch": _NUMBER,
     },
     m.ReportInfo: {
         "run_id": _ID,

@@ -66,7 +66,8 @@ class SyncClient:
     cannot work.
 
     ``address`` may be several, with commas between them: of the syncer, and of each standby that may take its place.
-    ``join`` finds the one that takes the site in, and every other call goes there from then on.
+    ``join`` finds the one that takes the site in, and every other call goes there from then on.  An answer of a syncer
+    of an older epoch than that one's counts for nothing, whatever connection it came on: another has taken its place.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class SyncClient:
             check_address(each, security)
         self._joining = threading.Lock()
         self._at = 0
+        self._epoch = 0  # Of the syncer that took the site in last.
         arguments = self._options.channel_arguments()
         # The first is for control.  What a site has to send goes nowhere that has not taken the site in.
         self._lines = [Line(self.address, security, arguments) for _ in range(1 + self._options.data_channels)]
@@ -144,6 +146,7 @@ class SyncClient:
                     failures.append(error)
                     continue
                 self._at = at
+                self._epoch = reply.epoch
                 for line in self._lines[1:]:
                     line.lead_to(self.address)
                 return reply
@@ -170,7 +173,17 @@ class SyncClient:
     def report(self, report: ReportInfo) -> ReportReply:
         """The heartbeat."""
         raw = self._control.unary("Report", convert.pack_report(report), self._options.control_timeout_s)
-        return _parsed("Report", convert.unpack_report_reply, raw)
+        reply = _parsed("Report", convert.unpack_report_reply, raw)
+        self._check_epoch("Report", reply.epoch)
+        return reply
+
+    def _check_epoch(self, method: str, epoch: int) -> None:
+        """``epoch`` came with an answer; 0: it was not told."""
+        if 0 < epoch < self._epoch:
+            for line in self._lines[1:]:  # One name may lead elsewhere now; a connection that stands never notices.
+                line.renew()
+            older = f"the syncer that answers is of epoch {epoch}"
+            raise Unreachable(f"{method}: {older}, and another of epoch {self._epoch} has taken its place")
 
     def leave(self, incarnation: int) -> None:
         """Say goodbye."""
@@ -197,7 +210,9 @@ class SyncClient:
             call = bulk.exchange("Push", sending.requests(), self._deadline_s(len(view)))
             guard.arm(call.cancel)
             try:
-                return _push_answer(bulk, call, header, sending, guard)
+                result = _push_answer(bulk, call, header, sending, guard)
+                self._check_epoch("Push", result.epoch)
+                return result
             finally:
                 sending.stop()
                 call.cancel()
@@ -224,7 +239,9 @@ class SyncClient:
                     guard.touch()
                     self._count_down(len(raw))
                     _take(convert_bulk.unpack_pull_part(raw), ask, sink)
-                return sink.finish()
+                pulled = sink.finish()
+                self._check_epoch("Pull", pulled.header.epoch)
+                return pulled
             except DamagedChunk as error:
                 raise Unreachable(f"Pull: {error}") from error
             except (MalformedMessage, ChunkError) as error:

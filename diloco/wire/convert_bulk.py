@@ -124,6 +124,7 @@ def pack_push_reply(reply: m.PushReply) -> bytes:
         version=reply.version,
         fate=None if reply.fate is None else fate_out(reply.fate),
         text=reply.text,
+        epoch=reply.epoch,
     )
     return sync_pb2.PushResponse(result=result).SerializeToString()
 
@@ -146,6 +147,7 @@ def unpack_push_reply(raw: bytes) -> m.PushReply:
                     reason=reason_in(result.reason),
                     fate=fate_in(result.fate) if result.HasField("fate") else None,
                     text=result.text,
+                    epoch=result.epoch,
                 )
             )
         case _:
@@ -191,6 +193,7 @@ def pack_pull_part(part: m.PullPart) -> bytes:
             digest=part.digest,
             payload_crc32=part.payload_crc32,
             fates=[fate_out(fate) for fate in part.fates],
+            epoch=part.epoch,
         )
     ).SerializeToString()
 
@@ -216,6 +219,7 @@ def unpack_pull_part(raw: bytes) -> m.PullPart:
                     digest=header.digest,
                     payload_crc32=header.payload_crc32,
                     fates=tuple(fate_in(fate) for fate in header.fates),
+                    epoch=header.epoch,
                 )
             )
         case _:

@@ -106,6 +106,14 @@ class Line:
             old, self._channel = self._channel, self._open()
         old.close()
 
+    def renew(self) -> None:
+        """Make the channel anew: it leads where the address leads now; what is under way on the old one ends."""
+        with self._lock:
+            if self._closed:
+                return
+            old, self._channel = self._channel, self._open()
+        old.close()
+
     def close(self) -> None:
         """End every call under way."""
         with self._lock:

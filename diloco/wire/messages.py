@@ -234,13 +234,17 @@ class PushAdmitted:
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """The one answer to a push.  ``version`` is the fragment's at that moment; a known ``fate`` comes along."""
+    """The one answer to a push.  ``version`` is the fragment's at that moment; a known ``fate`` comes along.
+
+    ``epoch`` is the syncer's, 0 towards a site that speaks protocol 1.
+    """
 
     outcome: Outcome
     version: int
     reason: Reason | None = None
     fate: Fate | None = None
     text: str = ""
+    epoch: int = 0
 
 
 PushReply = PushAdmitted | PushResult
@@ -316,6 +320,7 @@ class PullHeader:
     one fp32 payload when ``whole``; together they are ``payload_bytes``.  With nothing newer, ``from_version ==
     version`` and there are no parts.  ``digest`` (SHA-256, hexadecimal) is that of the fp32 values of ``version``,
     ``payload_crc32`` that of the payload (``chunks.checksum``).  ``fates`` are this site's, read at the same instant.
+    ``epoch`` is the syncer's, 0 towards a site that speaks protocol 1.
     """
 
     fragment: int
@@ -329,6 +334,7 @@ class PullHeader:
     digest: str
     payload_crc32: int
     fates: tuple[Fate, ...]
+    epoch: int = 0
 
 
 PullPart = PullHeader | Chunk

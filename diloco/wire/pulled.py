@@ -49,7 +49,7 @@ class PullSink:
         """
         if header.payload_bytes > self.payload_bytes_max:
             raise MalformedMessage(f"payload_bytes is {header.payload_bytes}: at most {self.payload_bytes_max} wanted")
-        if self.header is not None and replace(header, fates=self.header.fates) == self.header:
+        if self.header is not None and replace(header, fates=self.header.fates, epoch=self.header.epoch) == self.header:
             self.header = header
             return True
         self.clear()

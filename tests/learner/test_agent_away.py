@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from diloco.learner import couriers
 from diloco.sync.progress import site_ledger
 from diloco.wire.backoff import Backoff
-from tests.learner.direct import agent_threads, started
+from diloco.wire.pulled import PulledVersion
+from tests.learner.direct import DirectClient, Site, agent_threads, started
 from tests.syncer.building import serving
 
 ATTEMPTS = 400
@@ -57,3 +59,28 @@ def test_a_site_goes_on_for_a_quarter_of_an_hour_alone_and_then_as_if_nothing_ha
         ledger = site_ledger(site.agent._machine.state)
         assert ledger.balanced()
         assert (ledger.lost, ledger.refused) == (0, 0)
+
+
+def test_a_version_of_a_syncer_whose_place_another_has_taken_is_fetched_again(tmp_path: Path) -> None:
+    """The old one answered; before its answer was taken in, the site had joined the new one."""
+    with serving(tmp_path / "syncer"):
+        pass  # Epoch 1.
+    with serving(tmp_path / "syncer") as syncer:
+        site = Site(tmp_path / "a", DirectClient(syncer))
+        epochs: list[int] = []
+
+        def late(pulled: PulledVersion) -> PulledVersion:
+            epoch = 1 if len(epochs) < 3 else pulled.header.epoch
+            epochs.append(epoch)
+            return replace(pulled, header=replace(pulled.header, epoch=epoch))
+
+        site.client.after_pull = late
+        arrived: list[int] = []
+        real = site.agent._tensors.arrived
+        site.agent._tensors.arrived = lambda *told: (arrived.append(len(epochs)), real(*told))[1]  # type: ignore[method-assign]
+        site.start()
+        assert epochs[:3] == [1, 1, 1]
+        assert set(epochs[3:]) == {2}
+        assert min(arrived) > 3, "nothing of the old one was taken"
+        site.train_until(lambda: syncer.holdings.values[0].version >= 1, "it trains")
+        site.close()

@@ -7,9 +7,19 @@ import pytest
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.events import Outcome, Reason
-from diloco.sync.progress import ledger_of
+from diloco.sync.progress import SentState, ledger_of
 from tests.sync.driving import of, only
 from tests.sync.driving_site import Site
+
+
+def test_an_ack_of_a_syncer_whose_place_another_has_taken_is_none() -> None:
+    site = Site()
+    site.train(15)
+    site.seal(1)
+    assert of(fx.Send, site.join(epoch=3)) == [fx.Send(0, 1)], "the new one does not have it"
+    for epoch, known_to_be in ((2, SentState.SEALED), (0, SentState.ACCEPTED)):
+        site.handle(ev.PushAnswered(0, 1, Outcome.ACCEPTED, None, "u1", epoch))
+        assert site.machine.state.fragments[0].in_flight[0].state is known_to_be
 
 
 def test_an_answer_to_another_update_of_the_same_number_is_not_for_this_one() -> None:

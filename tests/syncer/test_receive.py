@@ -34,12 +34,12 @@ def test_an_accepted_update_is_in_spool_and_journal(tmp_path: Path) -> None:
     header, payload = update()
     with serving(tmp_path, **QUIET) as syncer:
         join(syncer)
-        assert push(syncer, header, payload) == PushResult(Outcome.ACCEPTED, 0)
+        assert push(syncer, header, payload) == PushResult(Outcome.ACCEPTED, 0, epoch=1)
         (name,) = spooled(tmp_path)
         assert (tmp_path / "spool" / name).read_bytes() == payload
         assert push(syncer, header, payload).outcome is Outcome.DUPLICATE
         other, other_payload = update(values=dice("other", 0))
-        assert push(syncer, other, other_payload) == PushResult(Outcome.REFUSED, 0, Reason.CONFLICT)
+        assert push(syncer, other, other_payload) == PushResult(Outcome.REFUSED, 0, Reason.CONFLICT, epoch=1)
         assert spooled(tmp_path) == [name]
     with serving(tmp_path, **QUIET) as syncer:  # And it is known to the next process.
         assert push(syncer, header, payload).outcome is Outcome.DUPLICATE
@@ -81,7 +81,7 @@ def test_values_that_are_not_finite_are_refused_with_that_reason(tmp_path: Path,
         join(syncer)
         before = files(tmp_path)
         result = push(syncer, *update(values=values))
-        assert result == PushResult(Outcome.REFUSED, 0, Reason.NON_FINITE)
+        assert result == PushResult(Outcome.REFUSED, 0, Reason.NON_FINITE, epoch=1)
         assert files(tmp_path) == before, "neither a payload nor a record is left of it"
         assert push(syncer, *update()).outcome is Outcome.ACCEPTED, "its number is free"
 
@@ -97,7 +97,7 @@ def test_values_that_are_not_those_that_the_site_decoded_are_refused_counted_and
         join(syncer)
         before = files(tmp_path)
         result = push(syncer, replace(header, values_digest=digest(dice("other", 0))), payload)
-        assert result == PushResult(Outcome.REFUSED, 0, Reason.CORRUPT)
+        assert result == PushResult(Outcome.REFUSED, 0, Reason.CORRUPT, epoch=1)
         assert files(tmp_path) == before, "neither a payload nor a record is left of it"
         (note,) = events.of("note")
         assert (note["note"], note["site"]) == ("update_corrupt", "a")
@@ -133,7 +133,7 @@ def test_an_update_ahead_of_its_predecessor_keeps_its_bytes(tmp_path: Path) -> N
         second = update(sequence=2)
         session = syncer.api.open_push(header, ANYONE)
         assert isinstance(session, Reception)
-        assert syncer.api.open_push(second[0], ANYONE) == PushResult(Outcome.RETRY, 0, Reason.GAP)
+        assert syncer.api.open_push(second[0], ANYONE) == PushResult(Outcome.RETRY, 0, Reason.GAP, epoch=1)
         session.write(0, memoryview(payload))
         assert session.commit(header.digest).outcome is Outcome.ACCEPTED
         session.close()

@@ -145,6 +145,7 @@ class FakeSyncer:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.tickets: list[int] = []
+        self.epoch = 2
         self.confirmed: list[int] = []
         self.accepted: dict[UpdateId, bytes] = {}
         self.spool: dict[UpdateId, bytearray] = {}
@@ -198,13 +199,14 @@ class FakeSyncer:
                 return JoinReply(2, 0, 7, (), 4096, 1234, None, settings, 2, later)
         standing = FragmentStanding(0, 3, DIGEST, 1, 15, 4096, 0, ((2, 100),), (Fate(0, 1, 2, 4096, DIGEST),))
         settings = LearnerSettings(2_000_000_000, 256 * 1024, 2, 15_000_000_000)
-        return JoinReply(2, 1, 7, (standing,), 4096, 1234, None, settings)
+        return JoinReply(self.epoch, 1, 7, (standing,), 4096, 1234, None, settings)
 
     def open_push(self, header: PushHeader, identity: Identity) -> FakeSession | PushResult:
         self.calls.append("open_push")
         key = self.id_of(header)
         if key in self.accepted:
-            return PushResult(Outcome.DUPLICATE, 3, fate=Fate(0, 1, 3, 4096, DIGEST), text="seen before")
+            fate = Fate(0, 1, 3, 4096, DIGEST)
+            return PushResult(Outcome.DUPLICATE, 3, fate=fate, text="seen before", epoch=self.epoch)
         if header.base_version > 3:
             return PushResult(Outcome.REFUSED, 3, Reason.BAD_BASE)
         self.ended.clear()
@@ -228,7 +230,7 @@ class FakeSyncer:
 
     def report(self, report: ReportInfo, identity: Identity) -> ReportReply:
         self.calls.append("report")
-        return ReportReply(2, 4096, 1234, True, None)
+        return ReportReply(self.epoch, 4096, 1234, True, None)
 
     def leave(self, site: str, incarnation: int, identity: Identity) -> None:
         self.calls.append("leave")

@@ -53,7 +53,7 @@ def pushes() -> list[Sample]:
     replies: list[object] = [
         m.PushAdmitted(0),
         m.PushAdmitted(m.PAYLOAD_BYTES_MAX),
-        m.PushResult(Outcome.ACCEPTED, 3),
+        m.PushResult(Outcome.ACCEPTED, 3, epoch=4),
         *(m.PushResult(outcome, 0, reason, REFUSED, "words") for outcome in Outcome for reason in Reason),
     ]
     return [(part, convert_bulk.pack_push, convert_bulk.unpack_push) for part in parts] + [
@@ -66,6 +66,7 @@ def pulls() -> list[Sample]:
     parts: list[object] = [
         PULL,
         m.PullHeader(0, 0, 9, True, "fp32", 2, 8, (8,), DIGEST, 0, ()),
+        m.PullHeader(0, 0, 9, True, "fp32", 2, 8, (8,), DIGEST, 0, (), 4),
         m.PullHeader(0, 9, 9, False, "fp32", 2, 0, (), DIGEST, 0, (REFUSED,)),
         m.Chunk(5, b"data", 1),
     ]

@@ -250,6 +250,30 @@ def test_whoever_is_asked_to_confirm_a_join_repeats_the_ticket_and_not_for_ever(
         wired.client().join(join_ask())
 
 
+def test_what_a_syncer_of_an_older_epoch_answers_counts_for_nothing(wired: Wired) -> None:
+    """The old primary thaws, and a connection to it still stands."""
+    client = wired.client()
+    header = push_header(b"abc")
+    assert client.push(header, b"abc").outcome is Outcome.ACCEPTED
+    wired.syncer.epoch = 3
+    assert client.join(join_ask()).epoch == 3
+    assert client.push(header, b"abc").outcome is Outcome.DUPLICATE
+    wired.syncer.publish(b"abcd", whole=True, epoch=3)
+    assert client.pull(ASK, PullSink()).header.epoch == 3
+    assert client.report(report_info()).epoch == 3
+    wired.syncer.epoch = 2
+    wired.syncer.publish(b"abcd", whole=True, epoch=2)
+    words = "answers is of epoch 2, and another of epoch 3 has taken its place"
+    with pytest.raises(Unreachable, match=words):
+        client.push(header, b"abc")
+    with pytest.raises(Unreachable, match=words):
+        client.pull(ASK, PullSink())
+    with pytest.raises(Unreachable, match=words):
+        client.report(report_info())
+    wired.syncer.publish(b"abcd", whole=True, epoch=0)  # One that speaks protocol 1 does not tell.
+    assert client.pull(ASK, PullSink()).header.version == 3
+
+
 def test_events_come_as_they_happen(wired: Wired) -> None:
     told = [
         Published(2, 0, 4, DIGEST, 5, 6),

@@ -252,18 +252,20 @@ class PushAdmitted(_message.Message):
     def __init__(self, offset: _Optional[int] = ...) -> None: ...
 
 class PushResult(_message.Message):
-    __slots__ = ("outcome", "reason", "version", "fate", "text")
+    __slots__ = ("outcome", "reason", "version", "fate", "text", "epoch")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FATE_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     outcome: Outcome
     reason: Reason
     version: int
     fate: Fate
     text: str
-    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., version: _Optional[int] = ..., fate: _Optional[_Union[Fate, _Mapping]] = ..., text: _Optional[str] = ...) -> None: ...
+    epoch: int
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., version: _Optional[int] = ..., fate: _Optional[_Union[Fate, _Mapping]] = ..., text: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class PushResponse(_message.Message):
     __slots__ = ("admitted", "result")
@@ -348,7 +350,7 @@ class PullRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., fragment: _Optional[int] = ..., have_version: _Optional[int] = ..., want_version: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class PullHeader(_message.Message):
-    __slots__ = ("fragment", "from_version", "version", "whole", "encoding", "numel", "payload_bytes", "part_bytes", "digest", "payload_crc32", "fates")
+    __slots__ = ("fragment", "from_version", "version", "whole", "encoding", "numel", "payload_bytes", "part_bytes", "digest", "payload_crc32", "fates", "epoch")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     FROM_VERSION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -360,6 +362,7 @@ class PullHeader(_message.Message):
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_CRC32_FIELD_NUMBER: _ClassVar[int]
     FATES_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     from_version: int
     version: int
@@ -371,7 +374,8 @@ class PullHeader(_message.Message):
     digest: str
     payload_crc32: int
     fates: _containers.RepeatedCompositeFieldContainer[Fate]
-    def __init__(self, fragment: _Optional[int] = ..., from_version: _Optional[int] = ..., version: _Optional[int] = ..., whole: bool = ..., encoding: _Optional[str] = ..., numel: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., part_bytes: _Optional[_Iterable[int]] = ..., digest: _Optional[str] = ..., payload_crc32: _Optional[int] = ..., fates: _Optional[_Iterable[_Union[Fate, _Mapping]]] = ...) -> None: ...
+    epoch: int
+    def __init__(self, fragment: _Optional[int] = ..., from_version: _Optional[int] = ..., version: _Optional[int] = ..., whole: bool = ..., encoding: _Optional[str] = ..., numel: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., part_bytes: _Optional[_Iterable[int]] = ..., digest: _Optional[str] = ..., payload_crc32: _Optional[int] = ..., fates: _Optional[_Iterable[_Union[Fate, _Mapping]]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class PullResponse(_message.Message):
     __slots__ = ("header", "chunk")
