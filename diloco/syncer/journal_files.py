@@ -262,20 +262,7 @@ class JournalFiles:
             self._disk.sync(self._file, Step.JOURNAL_SYNC)
         index, before = self.index + 1, self._chain
         header, chain = encode_header(index, before, self._run)
-        path = self.path(index)
-        file = self._disk.open(path, "ab", Step.JOURNAL_BEGIN, buffering=0)
-        try:
-            self._disk.write(file, header, Step.JOURNAL_BEGIN)
-            self._disk.sync(file, Step.JOURNAL_BEGIN)
-            self._disk.sync_folder(self.folder, Step.JOURNAL_BEGIN)
-        except OSError as error:
-            file.close()
-            # Durably gone: were it to come back, the old segment would not end where this one says that it goes on.
-            self._disk.remove(path, Step.JOURNAL_CUT)
-            self._disk.sync_folder(self.folder, Step.JOURNAL_CUT)
-            if is_full(error):
-                raise DiskFullError(error.errno, error.strerror) from error
-            raise
+        file = self._made(self.path(index), header)
         if self._file is not None:
             self._file.close()
         self.index, self._file, self._chain = index, file, chain
@@ -284,6 +271,24 @@ class JournalFiles:
             self.flush()
         self.begun = index, len(header)
         return Position(index, before.hex())
+
+    def _made(self, path: Path, header: bytes) -> BinaryIO:
+        """A new segment, durable, or nothing of it."""
+        with contextlib.ExitStack() as opened:
+            try:
+                file = opened.enter_context(self._disk.open(path, "ab", Step.JOURNAL_BEGIN, buffering=0))
+                self._disk.write(file, header, Step.JOURNAL_BEGIN)
+                self._disk.sync(file, Step.JOURNAL_BEGIN)
+                self._disk.sync_folder(self.folder, Step.JOURNAL_BEGIN)
+            except OSError as error:
+                # Durably gone: were it to come back, the old segment would not end where this one says it goes on.
+                self._disk.remove(path, Step.JOURNAL_CUT)
+                self._disk.sync_folder(self.folder, Step.JOURNAL_CUT)
+                if is_full(error):
+                    raise DiskFullError(error.errno, error.strerror) from error
+                raise
+            opened.pop_all()
+            return file
 
     def prune(self, first: int) -> None:
         """Drop the segments before ``first``."""

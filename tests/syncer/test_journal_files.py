@@ -330,11 +330,17 @@ def test_damage_in_a_segment_of_format_1_is_named_too(tmp_path: Path) -> None:
 
 
 class FullDisk(Disk):
-    """Takes ``room`` bytes more of what is written to the journal, and then no more."""
+    """Takes ``room`` bytes more of what is written to the journal, and new ``names`` or none."""
 
     def __init__(self) -> None:
         self.room = 1 << 30
         self.error = errno.ENOSPC
+        self.names = True
+
+    def open(self, path: Path, mode: str, step: Step, buffering: int = -1) -> BinaryIO:
+        if not self.names and not path.exists():
+            raise OSError(self.error, os.strerror(self.error))
+        return super().open(path, mode, step, buffering)
 
     def write(self, file: BinaryIO, data: bytes | memoryview, step: Step) -> None:
         fits = min(self.room, len(data))
@@ -397,6 +403,25 @@ def test_a_new_segment_that_finds_no_room_leaves_the_old_one_in_use(tmp_path: Pa
     journal.flush()
     journal.close()
     assert read(tmp_path) == [record(0), record(1), record(2)]
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
+def test_a_new_segment_that_cannot_even_be_named_leaves_the_old_one_in_use(tmp_path: Path, error: int) -> None:
+    """Neither the folder nor the quota has room for one file more: that had ended the process."""
+    disk = FullDisk()
+    disk.error, journal = error, JournalFiles(tmp_path, disk=disk)
+    journal.begin()
+    disk.names = False
+    for _ in range(2):
+        with pytest.raises(DiskFullError):
+            journal.rotate()
+    journal.append([record(0)])
+    journal.flush()
+    assert journal.segments() == [1]
+    disk.names = True
+    assert journal.rotate().segment == 2
+    journal.close()
+    assert read(tmp_path) == [record(0)]
 
 
 def test_a_failed_sync_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
