@@ -33,10 +33,13 @@ class Incoming:
         self._file: BinaryIO | None = None
         if item.name:
             kind, folder, name = item.name.split("/")
-            target = store.spool.folder / folder if kind == "spool" else store.snapshots.folder / f".incoming-{folder}"
+            rooms = {"spool": store.spool.folder, "lineages": store.lineages.folder}
+            above = rooms.get(kind, store.snapshots.folder)
+            target = above / (f".incoming-{folder}" if kind == "snapshots" else folder)
             self._path = target / name
             with _full_in_words():
                 disk.make_folder(target, Step.STANDBY_FILE)
+                disk.sync_folder(above.parent, Step.STANDBY_FILE)  # The first lineage makes the folder of them.
                 self._file = disk.open(self._beside(self._path), "wb", Step.STANDBY_FILE, buffering=0)
         self._assembler = Assembler(item.item_bytes, self._write)
 

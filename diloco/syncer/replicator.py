@@ -397,11 +397,19 @@ class Follower:
         except JournalError as error:
             raise Refusal(Status.FAILED_PRECONDITION, str(error)) from error
         for record in records:
-            if isinstance(record.event, LineageBegan):  # Before that record is sent: who has it cannot go back.
-                text = f"lineage {record.event.lineage} began with restored values: give the standby an empty folder"
-                raise Refusal(Status.FAILED_PRECONDITION, text)
+            if isinstance(record.event, LineageBegan):
+                yield from self._beginning(record.event.lineage)
             if isinstance(record.event, UpdateArrived) and record.event.payload:
                 yield from self._payload(record.event.payload)
+
+    def _beginning(self, lineage: int) -> Iterator[FollowPart]:
+        """The values that a lineage began with, before its record is sent: who has that cannot go back."""
+        folder = self._store.lineages.folder / str(lineage)
+        if not folder.exists():
+            text = f"lineage {lineage} began with values that are not kept any more: give the standby an empty folder"
+            raise Refusal(Status.FAILED_PRECONDITION, text)
+        for path in sorted(folder.iterdir()):
+            yield from self._file(f"lineages/{lineage}/{path.name}", path)
 
     def _payload(self, reference: str) -> Iterator[FollowPart]:
         """A payload that is here; that of an update that was not taken in is not, and nobody needs it."""

@@ -141,6 +141,7 @@ class Standby:
             plan.optimizer,
             options.down_codec,
             options.downlinks_kept,
+            self.store.lineages,
         )
         replayer.holdings = found.holdings
         self._replayer = replayer

@@ -17,7 +17,9 @@ NAME_CHARS_MAX = 300
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HEX = re.compile(r"[0-9a-f]{64}")
-_FILE = re.compile(r"(snapshots/[0-9]{8}|spool/[A-Za-z0-9][A-Za-z0-9._-]*)/[A-Za-z0-9][A-Za-z0-9._-]*")
+_FILE = re.compile(
+    r"(snapshots/[0-9]{8}|lineages/[0-9]{1,19}|spool/[A-Za-z0-9][A-Za-z0-9._-]*)/[A-Za-z0-9][A-Za-z0-9._-]*"
+)
 
 
 @dataclass(frozen=True, slots=True)

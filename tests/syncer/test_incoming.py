@@ -25,9 +25,8 @@ def an_item(name: str, digest: str = hashlib.sha256(DATA).hexdigest()) -> Item:
 
 
 def incoming(folder: Path, item: Item, disk: Disk = PLAIN_DISK) -> Incoming:
-    store = SimpleNamespace(
-        spool=SimpleNamespace(folder=folder / "spool"), snapshots=SimpleNamespace(folder=folder / "snapshots")
-    )
+    rooms = ("spool", "snapshots", "lineages")
+    store = SimpleNamespace(**{name: SimpleNamespace(folder=folder / name) for name in rooms})
     return Incoming(store, item, disk)  # type: ignore[arg-type]
 
 
@@ -42,7 +41,12 @@ def bring_whole(found: Incoming) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "path"), [(NAME, NAME), ("snapshots/00000007/state.json", "snapshots/.incoming-00000007/state.json")]
+    ("name", "path"),
+    [
+        (NAME, NAME),
+        ("snapshots/00000007/state.json", "snapshots/.incoming-00000007/state.json"),
+        ("lineages/1795000000/manifest.json", "lineages/1795000000/manifest.json"),
+    ],
 )
 def test_a_file_has_its_name_when_it_is_whole(tmp_path: Path, name: str, path: str) -> None:
     found = incoming(tmp_path, an_item(name))

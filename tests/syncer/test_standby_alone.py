@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from diloco.durable import PLAIN_DISK
 from diloco.syncer.opening import open_store, recovered
 from diloco.syncer.restoring import begin_lineage
 from tests.loopback.cluster import Log, SiteThread, eventually, free_port, serving
+from tests.loopback.toy import Toy
 from tests.syncer.test_standby import BOUND_S, STEP_S, a_toy, following
 
 
@@ -30,19 +32,48 @@ def test_an_old_syncer_that_is_started_again_is_older_than_the_one_that_was_prom
             promoted.stop()
 
 
-def test_a_standby_from_before_a_restore_is_told_to_begin_anew(tmp_path: Path) -> None:
-    """The restored values are in no journal; the standby must not take the record of them as its own."""
+def restored(toy: Toy, lineage: int) -> None:
+    """The syncer's folder goes on from its own values, in a new lineage."""
+    store = open_store(toy.options(), toy.plan(), PLAIN_DISK, Log().emit)
+    found = recovered(store, toy.options(), toy.plan(), Log().emit)
+    begin_lineage(store, found.machine, found.holdings.values, None, "poison", lineage)
+    store.journal.close()
+
+
+def test_a_standby_from_before_a_restore_gets_the_values_that_the_lineage_began_with(tmp_path: Path) -> None:
+    """They are in no journal; and it takes over in that lineage."""
     toy = a_toy(tmp_path, snapshot_every=1000, retain_steps=1000)
     with following(toy, f"127.0.0.1:{toy.port}") as (standby, _):
         with serving(toy) as (_, address, log), SiteThread(toy, "a", address, step_s=STEP_S):
             log.wait_for("published", 6, BOUND_S)
-        store = open_store(toy.options(), toy.plan(), PLAIN_DISK, Log().emit)
-        found = recovered(store, toy.options(), toy.plan(), Log().emit)
-        begin_lineage(store, found.machine, found.holdings.values, None, "poison", 5)
-        store.journal.close()
+        restored(toy, 5)
+        with serving(toy) as (syncer, address, log):
+            log.wait_for("note", 1, BOUND_S, where=lambda note: note["note"] == "goes_on")
+            with SiteThread(toy, "a", address, step_s=STEP_S):
+                log.wait_for("published", 4, BOUND_S)
+            held = syncer.core.ask(lambda machine: [fragment.digest for fragment in machine.state.fragments])
+        assert standby.failed is None
+        warm = standby.promote()
+        with warm.taken:
+            assert warm.machine.state.lineage == 5
+            eventually(lambda: [each.digest for each in warm.holdings.values] == held, BOUND_S, "the same values")
+    again = open_store(toy.options("standby"), toy.plan(), PLAIN_DISK, Log().emit)
+    assert recovered(again, toy.options("standby"), toy.plan(), Log().emit).machine.state.lineage == 5
+    again.journal.close()
+
+
+def test_values_of_a_lineages_beginning_that_are_gone_are_asked_for_in_words(tmp_path: Path) -> None:
+    toy = a_toy(tmp_path, snapshot_every=1000, retain_steps=1000)
+    with following(toy, f"127.0.0.1:{toy.port}") as (standby, _):
+        with serving(toy):
+            eventually(lambda: standby.ready, BOUND_S, "it has a state")
+        restored(toy, 5)
+        shutil.rmtree(tmp_path / "syncer" / "lineages" / "5")
         with serving(toy):
             eventually(lambda: standby.failed is not None, BOUND_S, "it ends")
-        assert "give the standby an empty folder" in str(standby.failed)
+        assert "lineage 5 began with values that are not kept any more: give the standby an empty folder" in str(
+            standby.failed
+        )
 
 
 @pytest.mark.parametrize("in_order", [True, False])
