@@ -243,13 +243,16 @@ class Api:
 
     def pull(self, ask: PullAsk, identity: Identity) -> PullSource:
         """A version, with the site's fates as of the same instant."""
-        del identity
         syncer = self._syncer
         self._check_fragment(ask.fragment)
 
         protocol = self._protocol(ask.site_id)
 
         def look(machine: OuterSync) -> tuple[Choice, bool, int]:
+            for name in (ask.site_id, identity.site or ""):
+                known = machine.state.sites.get(name)
+                if known is not None and known.status is SiteStatus.EVICTED:
+                    raise _refusal(Reason.EVICTED, name)
             site = machine.state.sites.get(ask.site_id)
             told = site.lines[ask.fragment].fates if site else ()
             fates = protocols.fates(told, protocol)

@@ -248,7 +248,8 @@ class SyncHandlers:
         identity.check_reader(ask.site_id)
         self._check_run(ask.run_id)
         self._door.check_pull(identity)
-        with self._pulls.enter(ask.site_id):
+        # By who it is, and not by whom it reads as: one site must not take up the room of all observers.
+        with self._pulls.enter(identity.name or ask.site_id):
             source = self._api.pull(ask, identity)
             try:
                 if ask.offset > source.header.payload_bytes:

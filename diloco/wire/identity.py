@@ -65,9 +65,12 @@ class Identity:
             raise Refusal(Status.PERMISSION_DENIED, f"this caller may not speak for site_id {site_id!r}")
 
     def check_reader(self, site_id: str) -> None:
-        """Refuse with PERMISSION_DENIED unless this caller may read the run, as ``site_id`` or as an observer ('')."""
+        """Refuse with PERMISSION_DENIED unless this caller may read the run as ``site_id``: '' is for roles."""
         if site_id:
             self.check_site(site_id)
+        elif not (self.anyone or self.roles | self.grant.roles):
+            text = "site_id is '': only an observer, an admin or a standby reads as nobody"
+            raise Refusal(Status.PERMISSION_DENIED, text)
 
 
 @dataclass(frozen=True, slots=True)

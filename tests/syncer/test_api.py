@@ -14,7 +14,9 @@ from diloco.outer.fragments import plan_layout
 from diloco.sync.events import Ending, FateTold, FinalAnnounced, Outcome, Reason
 from diloco.syncer.api import TOKENS_MAX
 from diloco.syncer.server import Syncer
+from diloco.wire.identity import Identity
 from diloco.wire.messages import Published, PullAsk, PushHeader, PushResult, Refusal, Status, short_digest
+from diloco.wire.permissions import Grant
 from tests.syncer.building import (
     ANYONE,
     LAYOUT,
@@ -278,6 +280,24 @@ def test_a_pull_reads_version_and_fates_at_one_instant(tmp_path: Path) -> None:
         (site,) = [syncer.api.status()["sites"]]
         assert isinstance(site, dict)
         assert site["a"]["payload_bytes_down"] == 4 * NUMEL[0] + (4 * NUMEL[0] - 50)
+
+
+def test_a_site_that_was_put_out_reads_no_more_under_whatever_name(tmp_path: Path) -> None:
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer)
+        site = Identity(site="a", grant=Grant(roles=frozenset({"observer"})))
+        syncer.api.pull(PullAsk(RUN, "a", 0, -1), site)
+        syncer.api.pull(PullAsk(RUN, "", 0, -1), site)
+        syncer.api.evict("a")
+        for name in ("a", ""):
+            with pytest.raises(Refusal, match="site a was put out of the run by an operator") as raised:
+                syncer.api.pull(PullAsk(RUN, name, 0, -1), site)
+            assert raised.value.reason is Reason.EVICTED
+        with pytest.raises(Refusal, match="site a was put out"):
+            syncer.api.pull(PullAsk(RUN, "a", 0, -1), ANYONE)
+        syncer.api.pull(PullAsk(RUN, "", 0, -1), ANYONE)
+        syncer.api.readmit("a")
+        syncer.api.pull(PullAsk(RUN, "a", 0, -1), site)
 
 
 def test_the_checksum_of_a_pull_is_no_work_of_the_decision_loop(

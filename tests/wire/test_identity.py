@@ -8,6 +8,7 @@ import pytest
 
 from diloco.wire.identity import Authenticator, Identity, read_revoked, read_tokens
 from diloco.wire.messages import Refusal, Status
+from diloco.wire.permissions import Grant
 from diloco.wire.security import SecurityOptions
 
 if TYPE_CHECKING:
@@ -75,6 +76,20 @@ def test_callers_are_counted_by_name_or_else_by_connection(authenticator: Authen
     for method in ("Join", "Push", "Drain", "Status", "Pull"):
         anyone.check_role(method)
     anyone.check_site("whoever")
+
+
+def test_only_roles_read_as_nobody(authenticator: Authenticator) -> None:
+    site = authenticator.identify(Context(A))
+    site.check_reader("a")
+    for name in ("", "b"):
+        assert refusal(lambda name=name: site.check_reader(name)).status is Status.PERMISSION_DENIED
+    replace(site, grant=Grant(roles=frozenset({"observer"}))).check_reader("")
+    admin = authenticator.identify(Context(ADMIN))
+    admin.check_reader("")
+    assert refusal(lambda: admin.check_reader("a")).status is Status.PERMISSION_DENIED
+    anyone = Authenticator(SecurityOptions()).identify(Context())
+    anyone.check_reader("")
+    anyone.check_reader("a")
 
 
 def test_who_was_let_in_is_looked_at_again(authenticator: Authenticator, tmp_path: Path) -> None:

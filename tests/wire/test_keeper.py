@@ -154,6 +154,9 @@ def test_permissions_hold_for_tokens_too(run: Callable[..., Running], tmp_path: 
     with here.client("site-a", token=A) as client:
         assert status_of(lambda: client.push(push_header(b"sixsix"), b"sixsix")) is Status.PERMISSION_DENIED
         assert client.push(push_header(b"fives"), b"fives")
+        client.pull(PullAsk(RUN, "site-a", 0, -1), PullSink())
+        assert status_of(lambda: client.pull(PullAsk(RUN, "", 0, -1), PullSink())) is Status.PERMISSION_DENIED
+    with here.client("site-b", token=B) as client:
         client.pull(PullAsk(RUN, "", 0, -1), PullSink())
     with AdminClient(here.server.address, SecurityOptions(token=B)) as both:
         assert both.status()

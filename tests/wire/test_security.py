@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -23,6 +24,9 @@ from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, push_header, repor
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from diloco.wire.identity import Identity
+    from diloco.wire.service import PullSource
 
 A, B, OBSERVER, ADMIN = "token-of-site-a-1", "token-of-site-b-2", "token-of-observer", "token-of-operator"
 PAYLOAD = b"payload" * 200_000
@@ -78,7 +82,8 @@ def test_the_right_token_opens_its_own_site(run: Callable[..., RunningServer], t
         with site.watch(1) as stream:
             next(stream)
         site.pull(PullAsk(RUN, "site-a", 0, -1), PullSink())
-        site.pull(PullAsk(RUN, "", 0, -1), PullSink())
+        with pytest.raises(Refused, match="only an observer, an admin or a standby reads as nobody"):
+            site.pull(PullAsk(RUN, "", 0, -1), PullSink())
     assert syncer.accepted["site-a", 0, 1] == PAYLOAD
 
 
@@ -140,6 +145,41 @@ def test_roles(run: Callable[..., RunningServer], tokens: str, syncer: FakeSynce
     with client(server, "", token=OBSERVER) as observer_pulls:
         observer_pulls.pull(PullAsk(RUN, "", 0, -1), PullSink())
     assert syncer.calls == ["status", "status", "drain", "evict site-b", "snapshot", "pull"]
+
+
+def test_a_site_takes_up_its_own_room_under_whatever_name_it_reads(
+    tmp_path: Path, tokens: str, syncer: FakeSyncer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = {"default": "allow", "sites": {"site-a": {"roles": ["observer"]}}}
+    permissions = tmp_path / "permissions.json"
+    permissions.write_text(json.dumps(table))
+    inside, go_on = threading.Event(), threading.Event()
+    pull, first = syncer.pull, [True]
+
+    def wait_once(ask: PullAsk, identity: Identity) -> PullSource:
+        if first and first.pop():
+            inside.set()
+            assert go_on.wait(20.0)
+        return pull(ask, identity)
+
+    monkeypatch.setattr(syncer, "pull", wait_once)
+    security = SecurityOptions(tokens_file=tokens, permissions=str(permissions))
+    server = serve(syncer, ServerOptions(run_id=RUN, pulls_per_site_max=1), security)
+    try:
+        with client(server, token=A) as site, client(server, "", token=OBSERVER) as observer:
+            nobody, itself = PullAsk(RUN, "", 0, -1), PullAsk(RUN, "site-a", 0, -1)
+            held = threading.Thread(target=lambda: site.pull(nobody, PullSink()))
+            held.start()
+            assert inside.wait(20.0)
+            with pytest.raises(Unreachable, match="no room for one more pull of this site"):
+                site.pull(itself, PullSink())
+            observer.pull(nobody, PullSink())
+            go_on.set()
+            held.join(20.0)
+            site.pull(itself, PullSink())
+    finally:
+        go_on.set()
+        server.stop(0.2)
 
 
 def test_strangers_may_ask_for_health_and_nothing_else(run: Callable[..., RunningServer], tokens: str) -> None:
