@@ -11,6 +11,8 @@ import argparse
 import datetime
 import json
 import os
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +32,7 @@ DOES = """Certificates for mutual TLS, from an authority of your own.
   diloco certs show certs/sites/site-a.pem
   diloco certs revoke certs --site site-a         (all that were issued to it; issue it a new one to let it in again)
 
+A syncer asks who was revoked; sites ask it of no syncer.  One whose key is lost needs a new authority.
 Nothing that is there is overwritten without --force.  Keys are written for their owner alone (mode 0600); carry a
 site its own .pem and .key and ca.pem, and nothing else."""
 ROLES = ("syncer", "observer", "admin", "standby")
@@ -45,7 +48,8 @@ def main(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument("--trust-domain", metavar="X", help="init: the name in front of every id (default: diloco)")
     parser.add_argument("--site", metavar="ID", help="issue, revoke: for the site of this name")
     for role in ROLES:
-        parser.add_argument(f"--{role}", action="store_true", help=f"issue, revoke: for the {role}")
+        where = "issue" if role == "syncer" else "issue, revoke"
+        parser.add_argument(f"--{role}", action="store_true", help=f"{where}: for the {role}")
     parser.add_argument(
         "--host", action="append", default=[], metavar="NAME", help="issue: a name or address it serves"
     )
@@ -71,7 +75,7 @@ def _init(given: argparse.Namespace) -> ExitCode:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _write(files[1], authority.key, 0o600)
     _write(files[0], authority.certificate, 0o644)
-    _write_revoked(folder, [])
+    _write_revoked(folder, [], [])
     _write(files[3], b"", 0o644)
     print(f"{folder}/ca.pem signs, with {folder}/ca.key, which stays with you")
     return ExitCode.OK
@@ -98,8 +102,9 @@ def _issue(given: argparse.Namespace) -> ExitCode:
     cert.parent.mkdir(mode=0o700, exist_ok=True)
     # What can be taken back is written down before it exists.
     line = json.dumps({"who": who, "fingerprint": facts.fingerprint, "ends": facts.ends.isoformat()})
+    torn = _read(folder / "issued.jsonl")[-1:] not in (b"", b"\n")
     with (folder / "issued.jsonl").open("a") as issued:
-        issued.write(f"{line}\n")
+        issued.write(f"\n{line}\n" if torn else f"{line}\n")
         issued.flush()
         os.fsync(issued.fileno())
     _write(key, pair.key, 0o600)
@@ -147,17 +152,60 @@ def _revoke(given: argparse.Namespace) -> ExitCode:
     who = _who(given)
     _only(given, "site", *ROLES)
     folder = Path(given.target)
-    gone = _json(folder / "revoked.json").get("certificates", [])
-    issued = [json.loads(line) for line in _read(folder / "issued.jsonl").decode().splitlines() if line.strip()]
-    theirs = [each["fingerprint"] for each in issued if each["who"] == who]
-    fresh = [fingerprint for fingerprint in theirs if fingerprint not in gone]
+    gone, ids = _revoked(folder / "revoked.json")
+    issued = _issued(folder / "issued.jsonl")
+    theirs = [each for each in issued if each.who == who]
+    fresh = [each.fingerprint for each in theirs if each.fingerprint not in gone]
     if not fresh:
         raise VerbError(ExitCode.FAILED, f"{folder}/issued.jsonl names no certificate of {who} that is not revoked")
+    last = max(each.ends for each in theirs)
+    if who == "syncer":
+        raise ConfigError(
+            f"--syncer: nobody asks whether a syncer was revoked, and sites go on trusting it until {last:%Y-%m-%d}: "
+            "make a new authority in another folder, and issue everybody a new certificate"
+        )
     # One that has ended is refused for that; leaving it out keeps the list from growing for ever.
-    ended = {each["fingerprint"] for each in issued if datetime.datetime.fromisoformat(each["ends"]) < _now()}
-    _write_revoked(folder, [fingerprint for fingerprint in [*gone, *fresh] if fingerprint not in ended])
+    ended = {each.fingerprint for each in issued if each.ends < _now()}
+    _write_revoked(folder, [fingerprint for fingerprint in [*gone, *fresh] if fingerprint not in ended], ids)
     print(f"{folder}/revoked.json names {len(fresh)} more of {who}; a syncer that reads this file lets them in no more")
+    if who == "standby":
+        print(f"sites go on trusting it as a syncer until {last:%Y-%m-%d}, at any address of theirs that it can take")
     return ExitCode.OK
+
+
+@dataclass(frozen=True, slots=True)
+class _Issued:
+    who: str
+    fingerprint: str
+    ends: datetime.datetime
+
+
+def _issued(file: Path) -> list[_Issued]:
+    """What was signed.  A line that a crash has torn is named and left out: nothing that it would say can be had."""
+    found: list[_Issued] = []
+    for number, line in enumerate(_read(file).splitlines(), 1):
+        try:
+            table = json.loads(line) if line.strip() else None
+            if table is not None:
+                ends = datetime.datetime.fromisoformat(table["ends"])
+                found.append(_Issued(str(table["who"]), str(table["fingerprint"]), ends.astimezone(datetime.UTC)))
+        except (ValueError, KeyError, TypeError):
+            told = "if it was of a certificate that somebody has, list its fingerprint in revoked.json by hand"
+            print(f"{file}: line {number} is torn and left out; {told}", file=sys.stderr)
+    return found
+
+
+def _revoked(file: Path) -> tuple[list[str], list[str]]:
+    """The certificates and the ids that are listed, as they stand there."""
+    from diloco.wire.identity import read_revoked
+
+    raw = _read(file)
+    try:
+        read_revoked(str(file))
+    except ValueError as error:
+        raise VerbError(ExitCode.FAILED, str(error)) from error
+    table = json.loads(raw)
+    return table.get("certificates", []), table.get("ids", [])
 
 
 # --- small things ---------------------------------------------------------------------------------------------------
@@ -198,16 +246,9 @@ def _read(file: Path) -> bytes:
         raise VerbError(ExitCode.FAILED, f"{file} is not there{hint}") from None
 
 
-def _json(file: Path) -> dict[str, list[str]]:
-    try:
-        found: dict[str, list[str]] = json.loads(_read(file))
-    except ValueError as error:
-        raise VerbError(ExitCode.FAILED, f"{file} is not JSON: {error}") from error
-    return found
-
-
-def _write_revoked(folder: Path, fingerprints: Sequence[str]) -> None:
-    write_file(folder / "revoked.json", json.dumps({"certificates": list(fingerprints), "ids": []}, indent=1).encode())
+def _write_revoked(folder: Path, fingerprints: Sequence[str], ids: Sequence[str]) -> None:
+    table = {"certificates": list(fingerprints), "ids": list(ids)}
+    write_file(folder / "revoked.json", json.dumps(table, indent=1).encode())
 
 
 def _write(file: Path, data: bytes, mode: int) -> None:

@@ -122,6 +122,62 @@ def test_revoking_names_all_that_were_issued_and_a_new_one_is_good_again(
     assert certs("show", target="pki/sites/a.pem")[1].split()[-1] not in listed["certificates"]
 
 
+def test_revoking_leaves_what_was_listed_by_hand(certs: Callable[..., Said], tmp_path: Path) -> None:
+    certs("init")
+    certs("issue", "--site", "a")
+    listed = {"certificates": ["ab" * 32], "ids": ["site/b", "observer"]}
+    (tmp_path / "pki/revoked.json").write_text(json.dumps(listed))
+    assert "names 1 more of site/a" in certs("revoke", "--site", "a")[1]
+    found = json.loads((tmp_path / "pki/revoked.json").read_text())
+    assert found["ids"] == listed["ids"]
+    assert found["certificates"][0] == "ab" * 32
+    assert len(found["certificates"]) == 2
+
+
+@pytest.mark.parametrize("table", ["[]", "{", '{"ids": ["b"]}', '{"certificates": "all"}', "\xff"])
+def test_a_revocation_list_that_cannot_be_is_left_alone_and_named(
+    certs: Callable[..., Said], tmp_path: Path, table: str
+) -> None:
+    certs("init")
+    certs("issue", "--site", "a")
+    file = tmp_path / "pki/revoked.json"
+    file.write_bytes(table.encode("latin-1"))
+    code, _, complaint = certs("revoke", "--site", "a")
+    assert (code, complaint.count("\n")) == (1, 1)
+    assert str(file) in complaint
+    assert file.read_bytes() == table.encode("latin-1")
+
+
+@pytest.mark.parametrize("torn", [b'{"who": "site/a", "finge', b"[]", b'{"who": "site/a"}', b"\xff\xfe", b"{}"])
+def test_a_torn_line_of_what_was_issued_is_named_and_costs_no_other(
+    certs: Callable[..., Said], tmp_path: Path, torn: bytes
+) -> None:
+    certs("init")
+    certs("issue", "--site", "a")
+    file = tmp_path / "pki/issued.jsonl"
+    file.write_bytes(file.read_bytes() + torn)
+    assert certs("issue", "--site", "a", "--force")[0] == 0
+    code, said, warned = certs("revoke", "--site", "a")
+    assert (code, "names 2 more of site/a" in said) == (0, True)
+    assert "issued.jsonl: line 2 is torn" in warned
+    assert warned.count("\n") == 1
+
+
+def test_nobody_asks_whether_the_syncer_was_revoked_and_that_is_said(
+    certs: Callable[..., Said], tmp_path: Path
+) -> None:
+    certs("init")
+    certs("issue", "--syncer", "--host", "x")
+    certs("issue", "--standby", "--host", "x")
+    before = (tmp_path / "pki/revoked.json").read_bytes()
+    code, _, complaint = certs("revoke", "--syncer")
+    assert code == 2
+    assert "sites go on trusting it until 20" in complaint
+    assert "make a new authority" in complaint
+    assert (tmp_path / "pki/revoked.json").read_bytes() == before
+    assert "sites go on trusting it as a syncer" in certs("revoke", "--standby")[1]
+
+
 def test_the_settings_that_are_printed_exist(certs: Callable[..., Said]) -> None:
     certs("init")
     for who in (["--syncer", "--host", "x"], ["--site", "a"], ["--admin"], ["--standby", "--host", "x"]):
