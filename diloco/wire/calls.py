@@ -35,6 +35,10 @@ _AGAIN = frozenset(
     }
 )
 
+_FULL = "Concurrent RPC limit exceeded!"
+"""What gRPC says, without a time to come back, for a server that has more calls at once than it has threads.  Its other
+RESOURCE_EXHAUSTED are of messages too large, which no second attempt makes smaller."""
+
 
 class Calls:
     """The methods of ``service`` on ``line``; messages are bytes."""
@@ -90,7 +94,7 @@ def wire_error(method: str, error: Any, guard: Guard | None = None) -> WireError
     text = error.details() or str(status)
     metadata = error.trailing_metadata() or ()
     retry_after_s = _pushback_s(metadata)
-    if status in _AGAIN or retry_after_s is not None:
+    if status in _AGAIN or retry_after_s is not None or (status is Status.RESOURCE_EXHAUSTED and text == _FULL):
         return Unreachable(f"{method}: {text} ({status})", retry_after_s)
     return Refused(status, text, _reason(metadata))
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import grpc
 import pytest
 
@@ -70,6 +73,33 @@ def test_a_closed_channel_is_unreachable() -> None:
         calls.stream("Watch", b"", None)
     with pytest.raises(Unreachable, match="closed"):
         calls.exchange("Push", iter(()), 1.0)
+
+
+def test_a_server_that_has_no_room_for_one_more_call_is_come_back_to() -> None:
+    """gRPC says so itself, before any of our code is asked, and without a time: its words are all there is."""
+    over, began = threading.Event(), threading.Event()
+
+    def held(request: bytes, context: object) -> bytes:
+        began.set()
+        over.wait(30)
+        return request
+
+    handlers = {"Status": grpc.unary_unary_rpc_method_handler(held)}
+    server = grpc.server(ThreadPoolExecutor(1), maximum_concurrent_rpcs=1)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(ADMIN_SERVICE, handlers),))
+    calls = Calls(Line(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", SecurityOptions(), []), ADMIN_SERVICE)
+    server.start()
+    first = calls.stream("Status", b"", 30.0)
+    try:
+        assert began.wait(30)
+        with pytest.raises(Unreachable, match="RESOURCE_EXHAUSTED") as caught:
+            calls.unary("Status", b"", 30.0)
+        assert caught.value.retry_after_s is None
+    finally:
+        over.set()
+        list(first)
+        calls.close()
+        server.stop(None)
 
 
 def test_nobody_there_is_unreachable_at_once() -> None:
