@@ -1,12 +1,14 @@
 """``make hostile``: a network full of peers that mean no good, around a site that trains all the time.
 
 Silent connections, half-open ones, thousands at once, streams a byte a second, streams whose client is killed, resets
-in the middle of a chunk, floods of frames, a thousand reconnects.  The site's rounds go on through each of them, what
-is silent is hung up on, and when it is over, threads, files and memory of the syncer are what they were.
+in the middle of a chunk, floods of frames and of questions, a thousand reconnects.  The site's rounds go on through
+each of them, what is silent is hung up on, and when it is over, threads, files and memory of the syncer are what they
+were.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import select
@@ -19,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -231,6 +234,33 @@ def frames(siege: Siege) -> None:
     siege.facts["floods"] = told
 
 
+def checks(siege: Siege) -> None:
+    """Strangers who ask after the syncer's health as fast as they can, in more calls at once than it has threads."""
+    asking = http2.headers("/grpc.health.v1.Health/Check")
+    connections = [http2.hello(siege.address) for _ in range(siege.count(100))]
+    seconds, adopted, asked = max(2.0, FLOOD_S * siege.scale), siege.adopted(), 0
+    until_s = time.monotonic() + seconds
+    for first in itertools.count(1, 16):
+        calls = b""
+        for stream in range(first, first + 16, 2):
+            calls += http2.frame(http2.HEADERS, http2.END_HEADERS, stream, asking)
+            calls += http2.frame(http2.DATA, http2.END_STREAM, stream, http2.message(b""))
+        if time.monotonic() > until_s:
+            break
+        for connection in connections:
+            if not http2.is_over(connection):  # Which also takes in what was answered.
+                connection.setblocking(True)
+                with suppress(OSError):
+                    connection.sendall(calls)
+                    asked += 8
+    for each in connections:
+        each.close()
+    rounds = siege.adopted() - adopted
+    siege.facts["checks_per_s"], siege.facts["rounds_in_checks"] = round(asked / seconds), rounds
+    if not rounds:
+        siege.hunt.violated(f"checks: the honest site has adopted nothing in {seconds:g} s")
+
+
 def reconnects(siege: Siege) -> None:
     """One call on each connection; every one is answered."""
     call = http2.frame(http2.HEADERS, http2.END_HEADERS, 1, http2.headers("/grpc.health.v1.Health/Check"))
@@ -255,6 +285,7 @@ SCENARIOS: tuple[Callable[[Siege], None], ...] = (
     abandoned,
     resets,
     frames,
+    checks,
     reconnects,
 )
 
@@ -278,9 +309,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _besieged(hunt: Hunt, target: Target, site: Process, scale: float, token: str) -> dict[str, object]:
     fresh = target.look()
     siege = Siege(target.address, scale, token, hunt, {}, target.pid, lambda: len(site.log.of("adopted")))
-    for scenario in SCENARIOS:  # Pools are filled and code is loaded before anything is compared, and the allocator has
-        # seen the crowd once: what it keeps of that is kept once, and a leak would be there twice.
-        scenario(replace(siege, scale=scale if scenario is many else 0.01, facts={}))
+    for scenario in (*SCENARIOS, checks):  # Pools are filled (of threads: as far as strangers can), code is loaded, and
+        # the allocator has seen the crowd once: what it keeps of that is kept once, and a leak would be there twice.
+        scenario(replace(siege, scale=scale if scenario in (many, checks) else 0.01, facts={}))
     before = _settled(target, None)
     rounds: dict[str, float] = {}
     for scenario in SCENARIOS:
