@@ -39,7 +39,8 @@ EACH = 150
 VARIANTS = {"tokens": 0.5, "tls": 0.25, "mtls": 0.25}
 GROWTH_MAX = 0.05
 WARM_CALLS = 15_000
-"""Until then much memory is only now touched for the first time: pools of threads, arenas, snapshots."""
+"""Until then much memory is only now touched for the first time: pools of threads, arenas, snapshots.  Of a shorter run
+the first half; in either case ``warm_after_calls`` says it, and growth is over all the rest."""
 GROWTH_CALLS_MIN = 20_000
 QUIET_S = 20.0
 PUSHES = 4
@@ -257,7 +258,7 @@ def besiege(
     fortress, shown = guarded(variant, folder, sites)
     with running(fortress) as target:
         siege = Siege(target, fortress, shown, sites, seed)
-        warm, number = min(WARM_CALLS, count // 2), first
+        warm, number = warm_after(count), first
         memory: list[int] = []
         while siege.findings.calls < count:
             left = -(-(count - siege.findings.calls) // len(sites))
@@ -278,6 +279,11 @@ def besiege(
     return siege.findings, memory
 
 
+def warm_after(count: int) -> int:
+    """Calls of ``count`` after which memory is looked at."""
+    return min(WARM_CALLS, count // 2)
+
+
 def growth_of(memory: list[int]) -> float:
     """From the middle of the first quarter of the looks to that of the last: a single look may catch a snapshot."""
     if not memory:
@@ -296,6 +302,7 @@ def main(arguments: list[str] | None = None) -> int:
     answers: Counter[str] = Counter()
     growths: dict[str, float] = {}
     held: dict[str, list[float]] = {}
+    warm: dict[str, int] = {}
     calls = changes = decoded = 0
     for variant, share in shares.items():
 
@@ -307,14 +314,14 @@ def main(arguments: list[str] | None = None) -> int:
         calls, changes, decoded = calls + found.calls, changes + found.changes, decoded + found.decoded_of_strangers
         answers += found.answers
         growth = growth_of(memory)
-        growths[variant] = round(100 * growth, 2)
+        growths[variant], warm[variant] = round(100 * growth, 2), warm_after(int(asked.n * share))
         held[variant] = [round(each / 2**20, 1) for each in memory[:: max(1, len(memory) // 8)]]
         if growth > GROWTH_MAX and found.calls >= GROWTH_CALLS_MIN:
             hunt.violated(f"memory grew by {100 * growth:.1f} %", seed=asked.seed, variant=variant, n=found.calls)
     never = sum(answers[each] for each in statuses.NEVER)
     counts: dict[str, object] = {"calls": calls, "answers": dict(sorted(answers.items())), "unknown_or_internal": never}
     counts |= {"batches_that_changed_the_run": changes, "decoded_of_strangers": decoded, "rss_growth_percent": growths}
-    counts |= {"rss_mib": held}
+    counts |= {"rss_mib": held, "warm_after_calls": warm}
     return hunt.finish(counts)
 
 
