@@ -29,6 +29,16 @@ SECONDS_UNLESS_SAID = 150.0
 RESUMES = ("auto", "never", "must")
 SHORT = MappingProxyType({"seed": "run.seed", "seconds": "run.seconds", "tokens": "run.tokens"})
 """What may be typed for settings that every other command has."""
+ALWAYS_SHARED = """
+    codec.down codec.up data.end_of_file data.tokenizer model.context model.dim model.ffn_dim model.heads
+    model.kv_heads model.layers model.norm_eps model.rope_theta model.tied model.vocab_size outer.adopt
+    outer.adopt_alpha outer.discards_max outer.final_wait_s outer.grace outer.grace_s outer.grace_share_percent
+    outer.inner_steps outer.kind outer.lock_step outer.lr outer.momentum outer.num_fragments outer.overlap_steps
+    outer.quorum outer.quorum_min outer.site_timeout_s outer.sites_max outer.staleness_max
+    outer.updates_in_flight_max outer.weights run.seconds run.seed run.tokens
+"""
+"""What was shared when runs first had a card: part of it at any value."""
+SHARED_SECTIONS = ("model", "outer", "codec")
 LISTS = frozenset({"site.syncer"})
 """Text in which commas are meant; elsewhere Hydra's several values would be several runs."""
 
@@ -123,12 +133,18 @@ def shared_config(config: RunConfig) -> dict[str, str]:
 
     Model, outer rules, codecs, the run's length, the seed (it deals the text to the sites without overlap) and the
     tokenizer (the same id must mean the same text).  Not the site, the cluster, the place of the text, nor the network.
+
+    A setting that came after the first release is left out at its default, which makes a run what it was before there
+    was the setting, and is never changed.  So a run goes on under a newer release, and its sites, of the older one
+    still, agree with the syncer; one that uses the setting is another run to them.
     """
-    plain = asdict(config)
-    shared = {section: plain[section] for section in ("model", "outer", "codec")}
+    plain, usual = asdict(config), {name: asdict(type(getattr(config, name))()) for name in SHARED_SECTIONS}
+    shared = {section: plain[section] for section in SHARED_SECTIONS}
     shared["run"] = {name: plain["run"][name] for name in ("seed", "seconds", "tokens")}
     shared["data"] = {name: plain["data"][name] for name in ("tokenizer", "end_of_file")}
-    return {key: _text(value) for key, value in sorted(_flat(shared))}
+    defaults, always = dict(_flat(usual)), ALWAYS_SHARED.split()
+    found = [(key, value) for key, value in sorted(_flat(shared)) if key in always or value != defaults[key]]
+    return {key: _text(value) for key, value in found}
 
 
 def shared_digest(config: RunConfig) -> str:

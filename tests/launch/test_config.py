@@ -2,14 +2,27 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from diloco.launch.config import GROUPS, choices, compose, folder, read, shared_config, shared_digest, to_yaml, write
+from diloco.launch.config import (
+    ALWAYS_SHARED,
+    GROUPS,
+    choices,
+    compose,
+    folder,
+    read,
+    settle,
+    shared_config,
+    shared_digest,
+    to_yaml,
+    write,
+)
 from diloco.launch.errors import ConfigError
 from diloco.launch.keys import leaves
+from diloco.launch.schema import OuterSection, RunConfig
 
 ALL_CHOICES = [(group, name) for group in GROUPS for name in choices()[group]]
 NEEDS = {"data": ["data.path=."]}
@@ -165,6 +178,25 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.yaml cannot be read"):
         read(tmp_path / "none.yaml")
+
+
+def test_the_run_card_of_an_earlier_release_is_still_that_of_the_same_settings() -> None:
+    """Both digests were computed by the first release that wrote a card."""
+    assert shared_digest(compose([])) == "fa0cd71e8a82775c65006ccaaf83d5382f0fac9cf5b8832a172d3b447a234cc2"
+    assert shared_digest(settle(RunConfig())) == "7e1104164cea206874501772c79907418decefb3bd5827742574fb4402629a8c"
+    assert set(shared_config(compose([]))) >= set(ALWAYS_SHARED.split())
+
+
+def test_a_setting_of_a_later_release_makes_another_run_only_where_it_is_used() -> None:
+    @dataclass(kw_only=True, slots=True)
+    class Later(OuterSection):
+        damping: float = 0.5
+
+    before = compose([])
+    kept, used = (replace(before, outer=Later(**asdict(before.outer), damping=damping)) for damping in (0.5, 0.25))
+    assert shared_config(kept) == shared_config(before)
+    assert shared_digest(kept) == shared_digest(before)
+    assert shared_config(used) == {**shared_config(before), "outer.damping": "0.25"}
 
 
 def test_shared_settings_differ_only_by_what_is_shared() -> None:
