@@ -16,7 +16,7 @@ from diloco.launch.eventlog import EventLog
 from diloco.launch.run_dir import run_dir_of
 from diloco.launch.status_main import standby_line, syncer_address
 from diloco.launch.stopping import Stopping
-from diloco.launch.syncer_main import FROM_SETTINGS, said, serve, write_config
+from diloco.launch.syncer_main import FROM_SETTINGS, again, said, serve, write_config
 
 if TYPE_CHECKING:
     import argparse
@@ -153,9 +153,9 @@ def _follow(given: argparse.Namespace) -> ExitCode:
         stack.callback(log.close)
         folder = config.cluster.syncer.folder
         run_dir.move_to(Path(folder))  # Before anything is told there: the folder of the syncer before is stale then.
-        print(f"took over in {folder}; `diloco syncer` with cluster.syncer.folder={folder} goes on after its end")
+        print(f"took over in {folder}")
         ending = serve(config, run_dir, log, stack, given, warm)
-    return said(config, run_dir, ending)
+    return said(config, run_dir, ending, again(config, given, promoted=True))
 
 
 def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
         log = EventLog(run_dir.events, "syncer")
         stack.callback(log.close)
         ending = serve(config, run_dir, log, stack, given)
-    return said(config, run_dir, ending)
+    return said(config, run_dir, ending, again(config, given))
 
 
 def _check_resume(config: RunConfig, run_dir: RunDir) -> None:
@@ -153,7 +153,7 @@ def serve(
         raise ConfigError(f"cluster.syncer.{str(error).replace('address is', 'listen is', 1)}") from error
     write_file(run_dir.address, address.encode())
     stack.callback(lambda: _forget(run_dir))
-    _greet(config, run_dir, address, given)
+    _greet(config, run_dir, address, given, again(config, given, promoted=warm is not None))
     if page:
         print(f"metrics at {page}", flush=True)
     return _wait(syncer, stopping)
@@ -190,9 +190,18 @@ def _forget(run_dir: RunDir) -> None:
         run_dir.address.unlink()
 
 
-def _greet(config: RunConfig, run_dir: RunDir, address: str, given: argparse.Namespace) -> None:
-    again = f"the same command with run.name={config.run.name} goes on"
-    print(f"run {config.run.name} in {run_dir.root}, listening on {address} (process {os.getpid()}); {again}")
+def again(config: RunConfig, given: argparse.Namespace, *, promoted: bool = False) -> str:
+    """The command that goes on with the run; a standby's own, once it is ``promoted``, would follow somebody."""
+    if not promoted:
+        return f"the same command with run.name={config.run.name}"
+    settings = [text for text in given.settings if not text.startswith(("run.name=", "cluster.standby."))]
+    begin = ["--config", str(given.config)] if given.config is not None else []
+    return f"`{shlex.join(['diloco', 'syncer', *begin, f'run.name={config.run.name}', *settings])}`"
+
+
+def _greet(config: RunConfig, run_dir: RunDir, address: str, given: argparse.Namespace, command: str) -> None:
+    where = f"run {config.run.name} in {run_dir.root}, listening on {address} (process {os.getpid()})"
+    print(f"{where}; {command} goes on")
     print(f"a site joins with:  {join_line(config, address, given.settings, given.config)}", flush=True)
 
 
@@ -215,17 +224,15 @@ def join_line(config: RunConfig, address: str, settings: Sequence[str], file: Pa
     return " ".join([*words, f"site.syncer={address}", "site.id=site-a"])
 
 
-def said(config: RunConfig, run_dir: RunDir, ending: Ending | None) -> ExitCode:
-    """Say how it ended; the exit code."""
+def said(config: RunConfig, run_dir: RunDir, ending: Ending | None, command: str) -> ExitCode:
+    """Say how it ended, and with which ``command`` it goes on; the exit code."""
     from diloco.sync.events import Ending
 
     if ending is Ending.FINISHED:
         print(f"run {config.run.name} has finished; final version in {_data(config, run_dir) / 'final'}")
         return ExitCode.OK
     if ending is None:
-        print(
-            f"run {config.run.name} is left to another syncer; the same command with run.name={config.run.name} is one"
-        )
+        print(f"run {config.run.name} is left to another syncer; {command} is one")
         return ExitCode.DRAINED
-    print(f"run {config.run.name} is drained; the same command with run.name={config.run.name} goes on")
+    print(f"run {config.run.name} is drained; {command} goes on")
     return ExitCode.DRAINED

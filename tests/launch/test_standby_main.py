@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,11 +118,16 @@ def test_a_run_goes_on_after_its_syncer_was_killed(tmp_path: Path) -> None:
         assert site.end() == 0, site.text()
         assert standby.end() == 0, standby.text()
         assert "run otter has finished; final version in runs/otter/standby/final" in standby.text()
+        assert "the same command" not in standby.text()
         epochs = [event["epoch"] for event in place.seen("otter", "syncer", "syncer_started")]
         assert epochs == sorted(set(epochs))
         assert len(epochs) == 2
         syncers = {event["syncer"] for event in place.seen("otter", "site-a", "joined")}
         assert syncers == {first, second}
+        begin = standby.text().index("`diloco syncer ") + 1
+        command = shlex.split(standby.text()[begin : standby.text().index("` goes on")])
+        code, said = place.run(*command[1:])
+        assert (code, "run otter has finished; final version in runs/otter/standby/final" in said) == (0, True), said
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from diloco.launch.cli import main
 from diloco.launch.config import compose, read, write
 from diloco.launch.run_dir import RunDir
 from diloco.launch.settings_help import settings_help
-from diloco.launch.syncer_main import join_line
+from diloco.launch.syncer_main import again, join_line
 from tests.launch.processes import TINY, place_in, wait_for
 
 LISTEN = "cluster.syncer.listen=127.0.0.1:0"
@@ -85,6 +86,17 @@ def test_never_and_must(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().err.splitlines()
     assert "there is no run otter in runs" in told[0]
     assert "take another run.name" in told[1]
+
+
+def test_a_standby_that_was_promoted_goes_on_as_a_syncer() -> None:
+    settings = ["run.name=otter", "data.path=a b", "cluster.standby.primary=x:1", "cluster.syncer.listen=y:1"]
+    config = compose(settings)
+    given = argparse.Namespace(config=None, settings=settings)
+    assert again(config, given) == "the same command with run.name=otter"
+    whole = "`diloco syncer run.name=otter 'data.path=a b' cluster.syncer.listen=y:1`"
+    assert again(config, given, promoted=True) == whole
+    given.config = Path("run.yaml")
+    assert again(config, given, promoted=True).startswith("`diloco syncer --config run.yaml run.name=otter ")
 
 
 def test_a_folder_that_the_run_has_left_is_not_gone_on_in(capsys: pytest.CaptureFixture[str]) -> None:
