@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.launch.history import number
 from diloco.launch.metrics import SECONDS, VERSIONS, Spread, about, counter, gauge, histogram
+from diloco.sync.state import Status
 from diloco.wire.messages import Refusal
 
 if TYPE_CHECKING:
@@ -18,15 +19,16 @@ if TYPE_CHECKING:
     from diloco.launch.eventlog import Event
     from diloco.launch.schema import RunConfig
 
-Status = dict[str, Any]
+Standing = dict[str, Any]
 
-SITE_GAUGES = (
+GONE = (Status.LEFT, Status.EVICTED)
+PRESENT = (
     ("site_staleness_versions", "staleness", "Versions that the site's oldest base is behind."),
     ("site_loss_nats", "loss", "Loss of recent steps as the site last said it, in nats per token."),
     ("site_tokens_per_second", "tokens_per_s", "Tokens a second since the site's process began."),
     ("site_stall_ratio", "stall_share", "Share of the site's time spent for the outer world, 0 to 1."),
-    ("site_updates_undecided", "undecided", "Accepted updates of the site without a fate."),
 )
+"""What is so now, and so of no site that is gone: what it said last would be told for ever."""
 SITE_COUNTERS = (
     ("site_tokens", "tokens_processed", "Tokens that the site has trained on."),
     ("site_tokens_merged", "tokens_merged", "Tokens of the site that are in the published model."),
@@ -39,7 +41,7 @@ SITE_COUNTERS = (
 class SyncerMetrics:
     """Takes the syncer's events, and makes the page."""
 
-    def __init__(self, config: RunConfig, status: Callable[[], Status]) -> None:
+    def __init__(self, config: RunConfig, status: Callable[[], Standing]) -> None:
         self._config = config
         self._status = status
         self._lock = threading.Lock()
@@ -94,7 +96,7 @@ class SyncerMetrics:
             yield gauge("snapshot_bytes", "Its size.", {(): size})
 
 
-def _of_run(status: Status) -> Iterator[Metric]:
+def _of_run(status: Standing) -> Iterator[Metric]:
     versions = sum(fragment["version"] for fragment in status["fragments"])
     yield gauge("outer_version", "Outer steps published, over all fragments.", {(): versions})
     ready = float(not status["not_ready"])
@@ -111,7 +113,7 @@ def _of_run(status: Status) -> Iterator[Metric]:
     )
 
 
-def _of_sites(sites: Mapping[str, Status]) -> Iterator[Metric]:
+def _of_sites(sites: Mapping[str, Standing]) -> Iterator[Metric]:
     states: dict[tuple[str, ...], float] = {}
     fates: dict[tuple[str, ...], float] = {}
     for name, site in sites.items():
@@ -122,16 +124,19 @@ def _of_sites(sites: Mapping[str, Status]) -> Iterator[Metric]:
     yield counter("updates", "Accepted updates by their fate: merged, or the reason.", fates, "site", "outcome")
     restarts = {(name,): site["incarnation"] - 1 for name, site in sites.items()}
     yield counter("site_restarts", "Processes that have spoken for the site, less one.", restarts, "site")
-    for family, key, meaning in SITE_GAUGES:
-        yield gauge(family, meaning, _told(sites, key), "site")
+    undecided = _told(sites, "undecided")
+    yield gauge("site_updates_undecided", "Accepted updates of the site without a fate.", undecided, "site")
+    present = {name: site for name, site in sites.items() if site["status"] not in GONE}
+    for family, key, meaning in PRESENT:
+        yield gauge(family, meaning, _told(present, key), "site")
     for family, key, meaning in SITE_COUNTERS:
         yield counter(family, meaning, _told(sites, key), "site")
     now = time.time()
-    heard = {site: now - ago for site, ago in _told(sites, "heard_seconds_ago").items()}
+    heard = {site: now - ago for site, ago in _told(present, "heard_seconds_ago").items()}
     yield gauge("site_heartbeat_timestamp_seconds", "When the site was last heard of.", heard, "site")
 
 
-def _told(sites: Mapping[str, Status], key: str) -> dict[tuple[str, ...], float]:
+def _told(sites: Mapping[str, Standing], key: str) -> dict[tuple[str, ...], float]:
     """One figure by site, of those that have said it."""
     return {(name,): float(site[key]) for name, site in sites.items() if site[key] is not None}
 

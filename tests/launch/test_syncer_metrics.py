@@ -97,6 +97,26 @@ def test_a_site_that_has_said_nothing_has_no_figures() -> None:
     assert found["syncer_payload_bytes_total", "up"] == 7
 
 
+def test_of_a_site_that_is_gone_nothing_is_said_in_the_present(tmp_path: Path) -> None:
+    syncer = new_syncer(tmp_path, lambda what, fields: None)
+    metrics = SyncerMetrics(compose(["run.name=x"]), syncer.status)
+    syncer.start()
+    try:
+        for name in "abc":
+            join(syncer, name)
+            syncer.api.report(report(name, tokens_processed=500, step=50, versions=(0, 0)), ANYONE)
+        syncer.api.leave("a", 1, ANYONE)
+        syncer.api.evict("b")
+        found = values(list(metrics.families()))
+    finally:
+        syncer.stop(0.1)
+    assert (found["sites", "left"], found["sites", "evicted"], found["sites", "live"]) == (1, 1, 1)
+    for name in ("heartbeat_timestamp_seconds", "tokens_per_second", "staleness_versions", "stall_ratio"):
+        said = {key[1] for key in found if key[0] == f"site_{name}"}
+        assert said == {"c"}, name
+    assert found["site_tokens_total", "a"] == found["site_tokens_total", "b"] == 500
+
+
 def test_a_syncer_that_ends_is_no_error() -> None:
     def gone() -> dict[str, Any]:
         raise CoreStopped
