@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from diloco.sync.state import Status
 from diloco.syncer.tally import SiteTally
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def describe(machine: OuterSync, tally: Mapping[str, SiteTally], now_s: float) -
                 **_membership(site, state.now_ns),
                 **_figures(versions, tally.get(name, NOTHING), now_s),
                 **_counts(tally.get(name, NOTHING)),
+                **_left_behind(site),
             }
             for name, site in sorted(state.sites.items())
         },
@@ -92,6 +94,14 @@ def _membership(site: Site, now_ns: int) -> dict[str, object]:
             if (held := pending.held) is not None
         ],
     }
+
+
+def _left_behind(site: Site) -> dict[str, object]:
+    """What of a site that has left is in flight still: its last heartbeat is older than the fates that came since."""
+    if site.status is not Status.LEFT:
+        return {}
+    tokens = sum(pending.tokens for line in site.lines for pending in line.undecided)
+    return {"tokens_in_flight": tokens // len(site.lines)}
 
 
 def _counts(known: SiteTally) -> dict[str, object]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.wire.messages import Refusal, ReportInfo
-from tests.syncer.building import ANYONE, RUN, join, push, serving, update
+from tests.syncer.building import ANYONE, RUN, join, push, report, serving, update
 
 TOP = {
     "run_id",
@@ -79,6 +79,21 @@ def test_it_is_complete_before_and_after_a_site_has_reported(tmp_path: Path) -> 
     assert found["fragments"][0]["arrived"] == ["a"]
     assert found["fragments"][0]["members"] == ["a", "b"]
     assert (found["phase"], found["epoch"], found["ending"], found["progress"]) == ("running", 1, None, 0.0)
+
+
+def test_what_a_site_that_left_has_in_flight_is_what_is_undecided_here(tmp_path: Path) -> None:
+    with serving(tmp_path, outer={"quorum": 2, "quorum_min": 2}) as syncer:
+        for site in "ab":
+            join(syncer, site)
+            syncer.api.report(report(site, tokens_processed=900, tokens_in_flight=700), ANYONE)
+        header, payload = update("a")
+        push(syncer, header, payload)
+        sites: Any = syncer.api.status()["sites"]
+        assert sites["a"]["tokens_in_flight"] == 700, "a live site knows better"
+        syncer.api.leave("a", 1, ANYONE)
+        sites = syncer.api.status()["sites"]
+        assert (sites["a"]["status"], sites["b"]["tokens_in_flight"]) == ("left", 700)
+        assert sites["a"]["tokens_in_flight"] == header.tokens // 2, "the mean over its fragments, as all its tokens"
 
 
 def test_what_is_refused_at_the_door_is_never_decoded(tmp_path: Path) -> None:
