@@ -29,6 +29,7 @@ from diloco.sync.events import LineageBegan, StandbyAttached, UpdateArrived
 from diloco.sync.frames import FRAME, HEADER, MARK, chain_after, units
 from diloco.sync.journal import JournalError, decode_records
 from diloco.syncer.snapshots import SnapshotError
+from diloco.syncer.store import Pin
 from diloco.syncer.verifying import payloads_in
 from diloco.wire.chunks import cut
 from diloco.wire.messages import Alive, Chunk, Refusal, Status
@@ -116,6 +117,7 @@ class Replicator:
     def begin(self, core: Core, *, detached: bool) -> None:
         """Before the first turn: the loop that waits for the standby, and how it was left."""
         self._core, self._detached = core, detached
+        self.store.pinned = self._pinned
         journal = self.store.journal
         self.durable = (journal.index, journal.path(journal.index).stat().st_size)
 
@@ -195,6 +197,10 @@ class Replicator:
         """Up to where the journal is durable; also where no turn has come since a segment began."""
         return max(self.durable, self.store.journal.begun)
 
+    def _pinned(self) -> Pin | None:
+        follower = self._follower
+        return follower.pin() if follower is not None else None
+
     def waiting(self) -> set[str]:
         """The payloads of the updates that have no fate yet."""
         return set(self._core.ask(lambda machine: payloads_in(machine.snapshot()), early=True))
@@ -268,7 +274,7 @@ class Follower:
         self._store = replicator.store
         self._closed = False
         self._wrong: str | None = None
-        self._anew = start.segment == 0
+        self._anew = self._copying = start.segment == 0
         if self._anew:
             self._snapshot = self._newest()
             state, self._segment, self._chain = self._snapshot[1:]
@@ -289,12 +295,17 @@ class Follower:
         yield Follows(self._anew, self._segment, self._chain, self._replicator.lineage(), waits)
         if self._anew:
             yield from self._whole_snapshot()
+            self._copying = False
         while not self._closed:
             yield from self._new_units()
             if not self._wait():
                 yield Alive()
         if self._wrong is not None:
             raise Refusal(Status.INVALID_ARGUMENT, self._wrong)
+
+    def pin(self) -> Pin:
+        """What is still to be sent."""
+        return Pin(int(self._snapshot[0].name) if self._anew and self._copying else 0, self._segment)
 
     def acknowledged(self, ack: FollowAck) -> None:
         """The standby has everything up to there.  One that says so of what there is not is believed nothing more."""
@@ -338,7 +349,11 @@ class Follower:
 
     def _whole_snapshot(self) -> Iterator[FollowPart]:
         folder = self._snapshot[0]
-        for path in sorted(folder.iterdir()):
+        try:
+            paths = sorted(folder.iterdir())
+        except FileNotFoundError:
+            raise self._too_slow(f"snapshots/{folder.name}") from None
+        for path in paths:
             yield from self._file(f"snapshots/{folder.name}/{path.name}", path)
         for payload in self._waiting:
             yield from self._file(f"spool/{payload}", self._store.spool.folder / payload)
@@ -347,9 +362,15 @@ class Follower:
         try:
             data = path.read_bytes()
         except FileNotFoundError:
-            text = f"{name} is not kept any more: the standby is too far behind, give it an empty folder"
-            raise Refusal(Status.FAILED_PRECONDITION, text) from None
+            raise self._too_slow(name) from None
         yield from _item(Item(name, 0, 0, len(data), hashlib.sha256(data).hexdigest()), data)
+
+    def _too_slow(self, name: str) -> Refusal:
+        """``name`` went although it was pinned: the disk is full, or what the standby has kept here is too much."""
+        if self._anew:
+            return Refusal(Status.UNAVAILABLE, f"{name} is not kept any more: the copy begins again from what is")
+        text = f"{name} is not kept any more: the standby is too far behind, give it an empty folder"
+        return Refusal(Status.FAILED_PRECONDITION, text)
 
     def _find(self, start: FollowStart) -> Place:
         """Where the standby's next unit begins."""
@@ -374,9 +395,13 @@ class Follower:
         """Everything durable that was not sent yet."""
         while not self._closed and (self._segment, self._at) < (durable := self._replicator.end()):
             segment, end = durable
-            with self._store.journal.path(self._segment).open("rb") as file:
-                file.seek(self._at)
-                data = file.read(end - self._at if segment == self._segment else -1)
+            path = self._store.journal.path(self._segment)
+            try:
+                with path.open("rb") as file:
+                    file.seek(self._at)
+                    data = file.read(end - self._at if segment == self._segment else -1)
+            except FileNotFoundError:
+                raise self._too_slow(f"journal/{path.name}") from None
             sent = 0
             for unit in units(data):
                 if unit.kind == FRAME:

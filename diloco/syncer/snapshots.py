@@ -153,8 +153,10 @@ class Snapshots:
                 self._points[number] = Point(number, _steps(state), segment, size)
         return self._points[number]
 
-    def prune(self, retention: Retention, behind_bytes: Callable[[Point, Point], int]) -> Choice:
+    def prune(self, retention: Retention, behind_bytes: Callable[[Point, Point], int], spared: int = 0) -> Choice:
         """Drop the snapshots that ``retention`` does not keep; says which stay, none where nothing may go at all.
+
+        The one with the number ``spared`` does not go either.
 
         One that turns out damaged where it lies is named if it is ever needed, and until then nothing goes on its word.
         """
@@ -163,7 +165,8 @@ class Snapshots:
         except SnapshotError:
             return Choice((), cut=False)
         choice = choose(points, retention, behind_bytes)
-        for number in sorted({point.number for point in points} - {point.number for point in choice.kept}):
+        kept = {point.number for point in choice.kept} | {spared}
+        for number in sorted({point.number for point in points} - kept):
             # Renamed first, so that a process that dies here leaves no folder that is half a snapshot.
             doomed = self.folder / f".{number:08d}.tmp"
             self._disk.rename(self._path(number), doomed, Step.SNAPSHOT_PRUNE)

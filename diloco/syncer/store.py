@@ -95,6 +95,14 @@ class _Decided:
     size: int
 
 
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """What a standby is being sent: the journal from ``segment`` on, and a snapshot (0: it has that)."""
+
+    snapshot: int
+    segment: int
+
+
 class Store:
     """The data folder.  The caller holds its lock (``diloco.durable.locked``)."""
 
@@ -112,6 +120,8 @@ class Store:
         self.disk = disk
         self._retention = retention
         self._note = note
+        self.pinned: Callable[[], Pin | None] = lambda: None
+        """What is kept for a standby although retention would let it go, up to retention's bound in bytes."""
         self._cut = False
         self._pruning = threading.Lock()
         disk.settle(folder, Step.FOLDER)
@@ -292,10 +302,14 @@ class Store:
             self._note(f"{gone} old snapshots and what is behind them went: the disk is full")
 
     def _prune(self, retention: Retention) -> Choice:
-        """Drop what ``retention`` does not keep."""
+        """Drop what ``retention`` does not keep and no standby is being sent."""
         with self._pruning:
-            choice = self.snapshots.prune(retention, self._behind_bytes)
+            pin = self.pinned()
+            if pin is not None and self._bytes_in(range(pin.segment, self.journal.index)) > retention.bytes_max:
+                pin = None  # It is too slow, or the disk is full: its copy begins again.
+            choice = self.snapshots.prune(retention, self._behind_bytes, pin.snapshot if pin is not None else 0)
             first = choice.kept[0].segment if choice.kept else 0
+            first = first if pin is None else min(first, pin.segment)
             self.journal.prune(first)
             self.lineages.prune(self.snapshots.oldest_lineage())
             while self._decided and self._decided[0].segment < first:
@@ -304,7 +318,9 @@ class Store:
 
     def _behind_bytes(self, first: Point, last: Point) -> int:
         """Journal and decided payloads from one snapshot to another."""
-        between = range(first.segment, last.segment)
+        return self._bytes_in(range(first.segment, last.segment))
+
+    def _bytes_in(self, between: range) -> int:
         payloads = sum(each.size for each in tuple(self._decided) if each.segment in between)
         return payloads + sum(self.journal.size(index) for index in self.journal.segments() if index in between)
 

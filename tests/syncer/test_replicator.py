@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from diloco.durable import PLAIN_DISK
-from diloco.sync.events import UpdateArrived
+from diloco.sync.events import DeadlinePassed, UpdateArrived
 from diloco.sync.journal import Record
 from diloco.syncer.journal_files import Turn
 from diloco.syncer.replicator import ReplicationOptions, Replicator
+from diloco.syncer.retention import RECOVERY_ONLY, Retention
 from diloco.syncer.store import RunCard, Store
 from diloco.wire.messages import Alive, Refusal, Status
 from diloco.wire.replication import FollowAck, Follows, FollowStart, Item
@@ -31,9 +32,11 @@ def closing() -> Iterator[ExitStack]:
         yield stack
 
 
-def a_replicator(folder: Path, closing: ExitStack, mode: str = "sync") -> tuple[Replicator, Log]:
+def a_replicator(
+    folder: Path, closing: ExitStack, mode: str = "sync", retention: Retention = RECOVERY_ONLY
+) -> tuple[Replicator, Log]:
     toy, log = Toy(folder=str(folder)), Log()
-    store = Store(folder / "syncer", RunCard("toy", PRINT, SHARED), PLAIN_DISK)
+    store = Store(folder / "syncer", RunCard("toy", PRINT, SHARED), PLAIN_DISK, retention)
     machine, values = version_zero(toy)
     store.begin(machine, values)
     closing.callback(store.journal.close)
@@ -198,6 +201,45 @@ def test_a_standby_goes_on_where_the_next_segment_begins_although_its_own_last_o
     parts = follower.parts()
     assert next(parts) == Follows(False, 2, chain, 1, waits=True)
     assert units_of(parts) == [(2, 0)]
+
+
+def three_snapshots(replicator: Replicator) -> None:
+    """Each with a turn behind it; without a pin the first one goes, and the segments before the last two."""
+    store, (machine, values) = replicator.store, version_zero(Toy(folder=str(replicator.store.folder)))
+    for _ in range(3):
+        turn = store.journal.append([Record(5, DeadlinePassed(), "e" * 16)])
+        store.journal.flush()
+        replicator.replicated(turn)
+        store.snapshot_writer(machine, values)()
+
+
+def test_what_a_slow_standby_is_being_sent_is_kept_until_it_has_it(tmp_path: Path, closing: ExitStack) -> None:
+    replicator, _ = a_replicator(tmp_path, closing, retention=Retention(0, 1 << 30))
+    replicator.options.alive_s = 0.01
+    store = replicator.store
+    parts = replicator.follow(start()).parts()
+    next(parts)
+    next(parts)
+    three_snapshots(replicator)
+    assert (store.snapshots.numbers(), store.journal.segments()) == ([1, 3, 4], [1, 2, 3, 4])
+    assert [segment for segment, _ in units_of(parts)] == [1, 1, 2, 2, 3, 3, 4]
+    three_snapshots(replicator)
+    assert (store.snapshots.numbers(), min(store.journal.segments())) == ([6, 7], 4), "what it has is not kept for it"
+
+
+@pytest.mark.parametrize("sent", [1, 2, 20])
+def test_a_copy_that_is_too_slow_for_what_may_be_kept_begins_again_in_words(
+    tmp_path: Path, closing: ExitStack, sent: int
+) -> None:
+    replicator, _ = a_replicator(tmp_path, closing, retention=Retention(0, 10))
+    parts = replicator.follow(start()).parts()
+    for _ in range(sent):
+        if isinstance(next(parts), Alive):
+            break
+    three_snapshots(replicator)
+    with pytest.raises(Refusal, match="is not kept any more: the copy begins again") as refused:
+        units_of(parts)
+    assert refused.value.status is Status.UNAVAILABLE, "it comes again by itself"
 
 
 def an_update(payload: str) -> UpdateArrived:
