@@ -108,10 +108,11 @@ class Recording:
                 lay_out(state, folder)
                 yield cut, self.check(folder, told)
 
-    def forgetting(self, step: Step) -> tuple[Recording, int]:
-        """What a program would have done that forgets the syncs of ``step``, and where it does so first."""
-        first = next(n for n, each in enumerate(self.log) if isinstance(each, Synced) and each.step is step)
-        return Recording(without_syncs(self.log, step), self.folders, self.check), first
+    def forgetting(self, step: Step, since: int = 0) -> tuple[Recording, int]:
+        """What a program would have done that forgets the syncs of ``step`` from ``since`` on, and its first one."""
+        before, log = list(self.log[:since]), self.log[since:]
+        first = next(n for n, each in enumerate(log) if isinstance(each, Synced) and each.step is step)
+        return Recording(before + without_syncs(log, step), self.folders, self.check), since + first
 
 
 def record_syncer(root: Path, rounds: int) -> Recording:

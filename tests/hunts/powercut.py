@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from diloco.learner.agent import Finished
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.store import RunCard, Store, StoreError
 from tests.hunts.cutting import Recording, quick_folder, record_site, record_syncer
+from tests.hunts.cutting_restores import record_backup, record_in_place
 from tests.hunts.loop_disk import LoopDisk, NotPermittedError
 from tests.hunts.reporting import Hunt, why
 from tests.loopback.audit import audit
@@ -170,12 +172,17 @@ def model_cuts(hunt: Hunt, rounds: int, seed: int) -> dict[str, object]:
     counts: dict[str, object] = {}
     with quick_folder() as folder:
         recordings: dict[str, Recording] = {}
-        for who in ("site", "syncer"):
+        begins = Counter[str]()
+        for who in ("site", "syncer", "restore_in_place", "restore_backup"):
             (folder / who).mkdir()
-            recordings[who] = record_site(folder / who) if who == "site" else record_syncer(folder / who, rounds)
+            if who.startswith("restore"):
+                record = record_in_place if who == "restore_in_place" else record_backup
+                recordings[who], begins[who] = record(folder / who)
+            else:
+                recordings[who] = record_site(folder / who) if who == "site" else record_syncer(folder / who, rounds)
         for who, recording in recordings.items():
-            states = 0
-            for cut, wrong in recording.examined(folder / "state", random.Random(f"powercut/{seed}"), drawn=2):
+            states, dice = 0, random.Random(f"powercut/{seed}")
+            for cut, wrong in recording.examined(folder / "state", dice, drawn=2, first=begins[who]):
                 states += 1
                 if wrong:
                     hunt.violated(f"{who}, {cut}: {wrong}", seed=seed, cuts=0, rounds=rounds)

@@ -1,0 +1,47 @@
+"""No power cut leaves half of a restore, and a restore that forgot a sync would be found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from diloco.durable import Step
+from tests.hunts.cutting import Recording, quick_folder
+from tests.hunts.cutting_restores import record_backup, record_in_place
+
+Record = Callable[[Path], tuple[Recording, int]]
+IN_PLACE = (Step.JOURNAL_BEGIN, Step.JOURNAL_SYNC, Step.LINEAGE_CARD, Step.LINEAGE_FOLDER, Step.LINEAGE_IMAGE)
+BACKUP = (Step.RESTORE_FETCH, Step.RESTORE_MOVE, Step.JOURNAL_BEGIN, Step.JOURNAL_SYNC, Step.LINEAGE_IMAGE)
+slow = pytest.mark.slow
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with quick_folder() as found:
+        yield found
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("record", [pytest.param(record_in_place, marks=slow), record_backup])
+def test_every_cut_leaves_the_run_before_or_the_restored_one(folder: Path, record: Record) -> None:
+    recording, began = record(folder)
+    found = list(recording.examined(folder / "state", Random(1), first=began))
+    wrong = [(cut, why) for cut, why in found if why]
+    assert not wrong, f"{len(wrong)} of {len(found)}: {wrong[0]}"
+    assert len(found) > 400
+
+
+@slow
+@pytest.mark.parametrize(
+    ("record", "step"), [(record_in_place, step) for step in IN_PLACE] + [(record_backup, step) for step in BACKUP]
+)
+def test_a_forgotten_sync_is_found(folder: Path, record: Record, step: Step) -> None:
+    recording, began = record(folder)
+    mutant, first = recording.forgetting(step, began)
+    assert any(why for _, why in mutant.examined(folder / "state", Random(1), first=first)), step
