@@ -2,7 +2,8 @@
 
 A backup is the newest whole snapshot, the journal from it on as far as it reads at that instant, and every payload that
 snapshot or journal name: what a recovery needs, and as new as the moment in which it was made.  It is read from the
-data folder; the decision loop is never asked for anything.
+data folder; the decision loop is never asked for anything.  Damage is not copied: every snapshot, payload and image is
+compared with the digest that it was written with, before an older backup may go.
 
 A failure is told and tried again; it ends nothing.  How old the last good backup is stands in the status.
 """
@@ -13,19 +14,20 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.durable import PLAIN_DISK
-from diloco.sync.events import UpdateArrived
+from diloco.syncer.images import digests as image_digests
 from diloco.syncer.kept import Kept
-from diloco.syncer.vault import FORMAT, BackupFacts, Vault
-from diloco.syncer.verifying import payloads_in
+from diloco.syncer.vault import FORMAT, BackupError, BackupFacts, DamagedError, Vault
+from diloco.syncer.verifying import payloads_in, payloads_named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Callable, Mapping
 
     from diloco.durable import Disk
+    from diloco.syncer.kept import Point
 
 RETRY_S = 30.0
 """Longest wait after a failure before the next attempt."""
@@ -50,29 +52,56 @@ class BackupOptions:
             Vault(self.url)
 
 
-def back_up(folder: Path, vault: Vault, name: str) -> tuple[BackupFacts, tuple[int, int]]:
+def back_up(
+    folder: Path, vault: Vault, name: str, note: Callable[[str], None] = lambda why: None
+) -> tuple[BackupFacts, tuple[int, int]]:
     """Copy the data folder as it is now; what the backup says of itself, and how far it goes (snapshot, journal bytes).
 
-    ``KeptError``, ``BackupError`` or an error of the place itself when it cannot be done, or when what is copied goes
-    meanwhile.
+    Every file that has a digest is compared with that as it is copied.  Where a snapshot is damaged the one before it
+    is copied, with the longer journal, and ``note`` is told why; anything else that is damaged is no backup
+    (``DamagedError``).  ``KeptError``, ``BackupError`` or an error of the place itself when it cannot be done, or when
+    what is copied goes meanwhile.
     """
-    kept = Kept(folder)
-    point = kept.points()[-1]
+    kept = Kept(folder, note)
+    for point in reversed(kept.points()):
+        try:
+            return _copied(kept, point, vault, name)
+        except DamagedError as error:
+            vault.drop(kept.card.run_id, name)
+            if not error.relative.startswith("snapshots/"):
+                raise
+            note(f"{error}; the snapshot before it is copied")
+    raise BackupError(f"{folder / 'snapshots'} has no whole snapshot: there is nothing to copy")
+
+
+def _copied(kept: Kept, point: Point, vault: Vault, name: str) -> tuple[BackupFacts, tuple[int, int]]:
+    folder = kept.folder
     files: dict[str, Path | bytes] = {"run.json": (folder / "run.json").read_bytes()}
+    digests: dict[str, str] = {}
+
+    def add(path: Path, known: Mapping[str, str]) -> None:
+        relative = path.relative_to(folder).as_posix()
+        files[relative] = path
+        if path.name in known:
+            digests[relative] = known[path.name]
+
+    written = kept.snapshots.digests(point.number)
     for path in sorted((folder / "snapshots" / f"{point.number:08d}").iterdir()):
-        files[path.relative_to(folder).as_posix()] = path
-    payloads = set(payloads_in(kept.snapshots.peek(point.number)[0]))
+        add(path, written)
+    payloads = payloads_in(kept.snapshots.peek(point.number)[0])
     journal_bytes = 0
     for read in kept.segments(point.segment):
         path = folder / "journal" / f"journal-{read.index:06d}.log"
         files[path.relative_to(folder).as_posix()] = path.read_bytes()[: read.end]
         journal_bytes += read.end
-        payloads |= {record.event.payload for record in read.records if isinstance(record.event, UpdateArrived)}
-    files |= {f"spool/{payload}": kept.spool.folder / payload for payload in sorted(payloads)}
+        payloads |= payloads_named(read.records)
+    for reference, digest in sorted(payloads.items()):
+        add(kept.spool.folder / reference, {Path(reference).name: digest})
     for began in kept.lineages.numbers():
         if began > point.state.lineage:
+            written = image_digests(kept.lineages.folder / str(began))
             for path in sorted((kept.lineages.folder / str(began)).iterdir()):
-                files[path.relative_to(folder).as_posix()] = path
+                add(path, written)
     state = point.state
     facts = BackupFacts(
         format=FORMAT,
@@ -84,7 +113,7 @@ def back_up(folder: Path, vault: Vault, name: str) -> tuple[BackupFacts, tuple[i
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         files={},
     )
-    return vault.put(kept.card.run_id, name, files, facts), (point.number, journal_bytes)
+    return vault.put(kept.card.run_id, name, files, facts, digests), (point.number, journal_bytes)
 
 
 def name_now() -> str:
@@ -151,10 +180,15 @@ class Backups:
             self._good_s = began  # Nothing has happened: the last one is as good as another.
             return
         name = name_now()
-        facts, self._copied = back_up(self._folder, self._vault, name)
-        self._good_s, self._last = began, name
-        for old in [*self._vault.names(self._run_id)[: -self._options.keep], *self._vault.leftovers(self._run_id)]:
+        for died in self._vault.leftovers(self._run_id):  # First, so that failures do not gather.
+            self._vault.drop(self._run_id, died)
+        facts, _ = back_up(self._folder, self._vault, name, self._damaged)
+        self._good_s, self._last, self._copied = began, name, reach
+        for old in self._vault.names(self._run_id)[: -self._options.keep]:
             self._vault.drop(self._run_id, old)
         size = sum(each.bytes for each in facts.files.values())
         seconds = round(time.monotonic() - began, 3)
         self._emit("backup", {"name": name, "versions": list(facts.versions), "bytes": size, "seconds": seconds})
+
+    def _damaged(self, why: str) -> None:
+        self._emit("note", {"note": "backup_of_less", "why": why})

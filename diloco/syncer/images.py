@@ -113,6 +113,14 @@ def read_image(folder: Path) -> Image:
         raise ImageError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
 
 
+def digests(folder: Path) -> dict[str, str]:
+    """The SHA-256 that each file of fragments was written with, by its name; ``ImageError`` where that is damaged."""
+    try:
+        return {str(name): str(facts["sha256"]) for name, facts in _manifest(folder / MANIFEST)["files"].items()}
+    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ImageError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
+
+
 def _manifest(path: Path) -> dict[str, Any]:
     text = path.read_bytes()
     manifest = dict(parse_json(text))

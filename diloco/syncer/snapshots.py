@@ -137,6 +137,11 @@ class Snapshots:
         with self._reading(number) as facts:
             return _state(self._path(number), facts)[:2]
 
+    def digests(self, number: int) -> dict[str, str]:
+        """The SHA-256 that each file of one snapshot was written with, by its name; nothing but that is looked at."""
+        with self._reading(number) as facts:
+            return {name: str(each["sha256"]) for name, each in facts.items()}
+
     def set_aside(self, number: int) -> None:
         """Keep a damaged snapshot for whoever wants to look at it, where it counts as one no more."""
         for earlier in self.folder.glob("*.damaged"):

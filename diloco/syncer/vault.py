@@ -12,6 +12,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from diloco.durable import PLAIN_DISK, Step
@@ -29,6 +30,15 @@ PIECE_BYTES = 4 << 20
 
 class BackupError(ValueError):
     """A backup cannot be made or read; the text names the file and says why."""
+
+
+class DamagedError(BackupError):
+    """What was to be copied is not what was once written there; ``relative`` is its name in the backup."""
+
+    def __init__(self, relative: str, content: Path | bytes) -> None:
+        path = relative if isinstance(content, bytes) else content
+        super().__init__(f"{path} is damaged: its digest is not the one that it was written with")
+        self.relative = relative
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +98,26 @@ class Vault:
             raise BackupError(f"{where} has format {found.format}: {FORMAT} wanted")
         return found
 
-    def put(self, run_id: str, name: str, files: Mapping[str, Path | bytes], facts: BackupFacts) -> BackupFacts:
-        """Copy ``files`` there and make them a backup; ``facts`` without files.  Everything is read back first."""
+    def put(
+        self,
+        run_id: str,
+        name: str,
+        files: Mapping[str, Path | bytes],
+        facts: BackupFacts,
+        digests: Mapping[str, str] = MappingProxyType({}),
+    ) -> BackupFacts:
+        """Copy ``files`` there and make them a backup; ``facts`` without files.  Everything is read back first.
+
+        ``DamagedError`` when a file is not, when it is copied, what ``digests`` says that it must be.
+        """
         told: dict[str, FileFacts] = {}
         made: set[str] = set()
         for relative, content in files.items():
             path = self._at(run_id, name, relative)
             self._make_folder(self._files._parent(path), made)
             told[relative] = self._copy(content, path, Step.BACKUP_FILE)
+            if digests.get(relative, told[relative].sha256) != told[relative].sha256:
+                raise DamagedError(relative, content)
             found = self._facts_of(path)
             if found != told[relative]:
                 raise BackupError(f"{self.url}/{run_id}/{name}/{relative} is not what was written there a moment ago")

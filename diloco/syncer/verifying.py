@@ -18,6 +18,7 @@ from diloco.syncer.snapshots import Snapshots
 from diloco.syncer.spool import Spool
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from diloco.sync.journal import Record
@@ -56,7 +57,7 @@ def verify(folder: Path) -> Verified:
         found.torn_bytes += read.size - read.end
         if read.found is not None and read.found.header is not None:
             chains[read.index] = read.found.header.before
-        wanted |= _payloads(read.records)
+        wanted |= payloads_named(read.records)
     for number in numbers:
         snapshot = snapshots.load(number)
         found.snapshots += 1
@@ -86,6 +87,7 @@ def payloads_in(state: object) -> dict[str, str]:
     }
 
 
-def _payloads(records: list[Record]) -> dict[str, str]:
+def payloads_named(records: Sequence[Record]) -> dict[str, str]:
+    """The payloads that arrived in ``records``, with their digests."""
     events = [record.event for record in records]
     return {event.payload: event.digest for event in events if isinstance(event, UpdateArrived) and event.payload}

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from diloco.syncer.backups import BackupOptions, Backups, back_up, name_now
-from diloco.syncer.vault import Vault
+from diloco.syncer.vault import BackupError, Vault
+from diloco.syncer.verifying import payloads_in
 from tests.syncer.building import RUN, Events, eventually, files
 from tests.syncer.desk import Desk
 from tests.syncer.test_kept import run, versions
@@ -35,6 +36,61 @@ def test_a_copy_of_a_live_folder_recovers_to_the_same_bits_and_leaves_it_untouch
     vault.fetch(RUN, name, tmp_path / "again")
     assert files(tmp_path / "again").keys() == files(tmp_path / "back").keys() - {"lock"}
     back.close()
+    desk.close()
+
+
+def flip(path: Path) -> None:
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
+
+
+@pytest.mark.parametrize("name", ["fragment-0.safetensors", "state.json"])
+def test_of_a_damaged_snapshot_no_copy_is_made_but_of_the_one_before_it(tmp_path: Path, name: str) -> None:
+    """The copy was called good, and whole ones went for it."""
+    desk = run(tmp_path / "run")
+    numbers = desk.store.snapshots.numbers()
+    damaged = tmp_path / "run" / "snapshots" / f"{numbers[-1]:08d}" / name
+    flip(damaged)
+    vault, notes = Vault(str(tmp_path / "vault")), list[str]()
+    _, (snapshot, _) = back_up(tmp_path / "run", vault, "one", notes.append)
+    assert snapshot == numbers[-2]
+    (note,) = notes
+    assert f"{damaged} is damaged" in note
+    vault.fetch(RUN, "one", tmp_path / "back")
+    back = Desk(tmp_path / "back")
+    assert_same(back, desk, "recovered from the backup")
+    back.close()
+    desk.close()
+
+
+def test_without_a_whole_snapshot_there_is_no_backup(tmp_path: Path) -> None:
+    desk = run(tmp_path / "run", snapshots=1)
+    desk.close()
+    for path in (tmp_path / "run").glob("snapshots/*/fragment-1.safetensors"):
+        flip(path)
+    vault = Vault(str(tmp_path / "vault"))
+    with pytest.raises(BackupError, match="has no whole snapshot"):
+        back_up(tmp_path / "run", vault, "one")
+    assert vault.names(RUN) + vault.leftovers(RUN) == []
+
+
+def test_a_damaged_payload_is_no_backup_and_the_last_good_one_stays(tmp_path: Path) -> None:
+    desk, events = run(tmp_path / "run"), Events()
+    backups = Backups(BackupOptions(url=str(tmp_path / "vault"), keep=1), tmp_path / "run", RUN, events.emit)
+    backups._once()
+    good = backups._good_s
+    story, length = Story(desk, 11), desk.store.journal.size(desk.store.journal.index)
+    while not desk.under_way or desk.store.journal.size(desk.store.journal.index) == length:
+        story.tell()
+    payload = next(iter(payloads_in(desk.machine.snapshot())))
+    flip(tmp_path / "run" / "spool" / payload)
+    for _ in range(2):
+        with pytest.raises(BackupError, match=f"{payload} is damaged: its digest is not the one"):
+            backups._once()
+    vault = Vault(str(tmp_path / "vault"))
+    assert vault.names(RUN) == [backups.status()["last"]] == [events.of("backup")[0]["name"]]
+    assert vault.leftovers(RUN) == []
+    assert backups._good_s == good, "what failed is not as good as new"
     desk.close()
 
 
