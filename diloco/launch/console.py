@@ -56,6 +56,17 @@ class SiteLines:
             out.flush()
 
 
+def identity_lines(out: TextIO) -> Callable[[Event], None]:
+    """Writes to ``out`` what changes about who may come in, and which file that says so cannot be used."""
+
+    def write(event: Event) -> None:
+        if event["what"] == "note" and event.get("note") == "identity":
+            out.write(f"who may come in: {event.get('why')}\n")
+            out.flush()
+
+    return quietly(write)
+
+
 def size(count: float) -> str:
     """A number of bytes for people: ``251.0 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.launch.arenas import limit_arenas
 from diloco.launch.arguments import limit_threads, load_config, settings_parser
 from diloco.launch.arming import disk_from_environment
+from diloco.launch.console import identity_lines
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import EventLog
 from diloco.launch.run_dir import run_dir_of
@@ -149,7 +151,7 @@ def _follow(given: argparse.Namespace) -> ExitCode:
         return warm
     with ExitStack() as stack:
         stack.callback(warm.taken.close)
-        log = EventLog(run_dir.events, "syncer")
+        log = EventLog(run_dir.events, "syncer", also=identity_lines(sys.stderr))
         stack.callback(log.close)
         folder = config.cluster.syncer.folder
         run_dir.move_to(Path(folder))  # Before anything is told there: the folder of the syncer before is stale then.
@@ -163,7 +165,7 @@ def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
     from diloco.durable import LockedError
     from diloco.syncer.standby import StandbyError, StoreError
 
-    log = EventLog(run_dir.events, config.cluster.standby.name)
+    log = EventLog(run_dir.events, config.cluster.standby.name, also=identity_lines(sys.stderr))
     standing = _standing_by(config, log)
     try:
         with Stopping("the standby stops; the syncer says what it waits for") as stopping:

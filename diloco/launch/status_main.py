@@ -140,9 +140,10 @@ def standby_line(status: Mapping[str, Any]) -> str:
     follows = "follows" if status["following"] else f"DOES NOT FOLLOW (heard {status['heard_seconds_ago']:.0f} s ago)"
     failed = f"  FAILED: {status['failed']}" if status["failed"] else ""
     trouble = f"  {status['trouble']}" if status.get("trouble") and not failed else ""
+    complaints = "".join(f"  {text}" for text in status.get("identity_complaints", []))
     return (
         f"standby {status['name']} {follows} {status['primary']}  versions {versions}  epoch {status['epoch']}  "
-        f"{status['turns_behind']} turns to carry out{trouble}{failed}"
+        f"{status['turns_behind']} turns to carry out{trouble}{complaints}{failed}"
     )
 
 
@@ -176,7 +177,8 @@ def _backup(status: Mapping[str, Any]) -> str:
 
 def _troubles(status: Mapping[str, Any]) -> str:
     """What an operator must see at once, as far as the syncer says it: one of an earlier release does not."""
-    told = [f"TAKES NO UPDATES: {', '.join(status['not_ready'])}"] if status.get("not_ready") else []
+    told = list(status.get("identity_complaints", []))
+    told += [f"TAKES NO UPDATES: {', '.join(status['not_ready'])}"] if status.get("not_ready") else []
     for name, site in status["sites"].items():
         found = {"updates": site.get("updates_corrupt", 0), "bases": site.get("bases_differed", 0)}
         if any(found.values()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from diloco.launch import config as configs
 from diloco.launch.arenas import limit_arenas
 from diloco.launch.arguments import limit_threads, load_config, settings_parser
 from diloco.launch.arming import disk_from_environment
+from diloco.launch.console import identity_lines
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import EventLog
 from diloco.launch.run_dir import RunDir, name_run, run_dir_of
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     build.check(config)
     write_config(config, run_dir, given)
     with ExitStack() as stack:
-        log = EventLog(run_dir.events, "syncer")
+        log = EventLog(run_dir.events, "syncer", also=identity_lines(sys.stderr))
         stack.callback(log.close)
         ending = serve(config, run_dir, log, stack, given)
     return said(config, run_dir, ending, again(config, given))

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NoReturn
 from diloco.wire.messages import Refusal, Status
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from diloco.syncer.standby import Standby
     from diloco.syncer.succession import Succession
     from diloco.wire.identity import Identity
@@ -23,6 +25,8 @@ class StandbyApi:
         self._primary = primary
         self.promoted = threading.Event()
         self.lossy = False
+        self.complaints: Callable[[], list[str]] = list
+        """Which files of identities cannot be used, as whoever serves this knows it."""
 
     def _elsewhere(self) -> NoReturn:
         raise Refusal(Status.UNAVAILABLE, f"this is the standby of {self._primary}: ask there")
@@ -59,7 +63,12 @@ class StandbyApi:
 
     def status(self) -> dict[str, object]:
         """How the standby stands."""
-        return {**self._standby.status(), "primary": self._primary, "lease": self._succession.status()}
+        return {
+            **self._standby.status(),
+            "primary": self._primary,
+            "lease": self._succession.status(),
+            "identity_complaints": self.complaints(),
+        }
 
     def drain(self) -> NoReturn:
         """Not here."""

@@ -52,6 +52,7 @@ class StandingBy:
         except BaseException:
             self.standby.close()
             raise
+        self.api.complaints = self._server.complaints
         self._succession.start()
         return self._server.address
 

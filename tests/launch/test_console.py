@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import io
 
-from diloco.launch.console import SiteLines, quietly, size
+from diloco.launch.console import SiteLines, identity_lines, quietly, size
 from diloco.launch.eventlog import Event
 
 
@@ -40,6 +40,15 @@ def test_a_step_without_a_finite_loss_is_a_line_too() -> None:
     SiteLines("site-a", 1, [out])(event("step", step=1, loss=None))
     assert "loss:  0.00000" not in out.getvalue()
     assert "loss:      nan" in out.getvalue()
+
+
+def test_what_changes_about_who_may_come_in_is_said_and_no_other_note() -> None:
+    out = io.StringIO()
+    lines = identity_lines(out)
+    for kind in ("identity", "digest_differs"):
+        lines(event("note", note=kind, why="permissions cannot be used"))
+    lines(event("syncer_started"))
+    assert out.getvalue() == "who may come in: permissions cannot be used\n"
 
 
 def test_a_terminal_that_went_away_ends_nothing() -> None:

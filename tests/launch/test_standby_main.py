@@ -94,6 +94,9 @@ def test_a_standby_that_does_not_follow_shows_it() -> None:
     assert "standby iad DOES NOT FOLLOW (heard 9 s ago) fra:1  versions none yet" in line
     assert line.endswith("FAILED: other bits")
     trouble = {"trouble": "disk full: 3 MB are free", "failed": None, "primary": "fra:1", "epoch": 0, "turns_behind": 0}
+    assert standby_line({**status, **trouble, "identity_complaints": ["tokens_file cannot be used"]}).endswith(
+        "3 MB are free  tokens_file cannot be used"
+    )
     assert standby_line({**status, **trouble}).endswith("0 turns to carry out  disk full: 3 MB are free")
 
 

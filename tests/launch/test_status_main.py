@@ -94,6 +94,8 @@ def test_what_must_be_seen_at_once_is_in_the_first_line() -> None:
     assert "TAKES NO UPDATES: disk_full, draining" in told
     assert "site-a CORRUPTS DATA (2 updates and 1 bases)" in told
     assert "site-b" not in told
+    broken = "permissions cannot be used, what was read before stays in force: permissions p: it is not JSON"
+    assert f"  {broken}  TAKES NO" in heading({**STATUS, "identity_complaints": [broken], "not_ready": ["disk_full"]})
     held = {"fragment": 1, "sequence": 7, "seconds": 12.4, "why": "its norm is 400 times the usual one"}
     told = heading({**STATUS, "sites": {"site-a": {"held": [held]}, "site-b": {"held": []}}})
     assert "HELD for 12 s: site-a 1 7: its norm is 400 times the usual one (diloco admit, diloco refuse)" in told

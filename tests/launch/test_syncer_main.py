@@ -123,6 +123,27 @@ def test_a_run_whose_data_is_lost_does_not_begin_anew_in_silence(capsys: pytest.
         assert said.count("\n") == 1
 
 
+def test_a_file_of_identities_that_breaks_is_on_the_terminal_once_and_in_the_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens, token = tmp_path / "tokens.json", tmp_path / "token"
+    for file, text in ((tokens, '{"observer": "token-of-observer"}'), (token, "token-of-observer")):
+        file.write_text(text)
+        file.chmod(0o600)
+    with place_in(tmp_path) as place:
+        syncer, address = place.syncer("broken", f"cluster.syncer.tokens_file={tokens}")
+        tokens.write_text("{")
+        said = f"tokens_file cannot be used, what was read before stays in force: tokens_file {tokens} is not JSON"
+        wait_for(lambda: said in syncer.text(), "its terminal", syncer.text)
+        assert main(["status", address, f"site.token_file={token}"]) == 0
+        assert said in capsys.readouterr().out
+        tokens.write_text('{"observer": "token-of-observer"}')
+        wait_for(lambda: "tokens_file was read again" in syncer.text(), "its terminal", syncer.text)
+        assert syncer.text().count(said) == 1
+        assert main(["status", address, f"site.token_file={token}"]) == 0
+        assert "cannot be used" not in capsys.readouterr().out
+
+
 def test_a_syncer_whose_folder_is_taken_away_ends_in_words(tmp_path: Path) -> None:
     with place_in(tmp_path) as place:
         syncer, _ = place.syncer("lost", "cluster.syncer.linger_s=0")

@@ -35,6 +35,7 @@ def test_it_says_how_it_stands_and_makes_room_for_the_syncer_at_its_address(tmp_
         assert address == f"127.0.0.1:{port}"
         with AdminClient(address) as operator, grpc.insecure_channel(address) as channel:
             assert operator.status()["primary"] == first
+            assert operator.status()["identity_complaints"] == []
             health = health_pb2_grpc.HealthStub(channel)
             answer = health.Check(health_pb2.HealthCheckRequest(service=toy.run_id))
             assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
