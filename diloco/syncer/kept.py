@@ -230,6 +230,8 @@ def _card(path: Path) -> RunCard:
         facts = parse_json(path.read_bytes())
         return RunCard(**{name: facts[name] for name in RunCard.__dataclass_fields__})
     except FileNotFoundError:
+        if any(path.parent.glob("snapshots/[0-9]*")):
+            raise KeptError(f"{path} is missing: a start of the run's syncer writes it anew") from None
         raise KeptError(f"{path.parent} is no syncer's data folder: it has no {path.name}") from None
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise KeptError(f"{path} is damaged: {error}") from error

@@ -151,7 +151,9 @@ class Store:
         path = self.folder / "run.json"
         ours = {"format": FORMAT, **asdict(card)}
         if not path.exists():
-            self._write_card({**ours, "lineage": 1})
+            # Nothing else is here before it: where something is, it was lost, and the recovery says so.
+            if not any(any((self.folder / name).glob("*")) for name in ("snapshots", "journal")):
+                self._write_card({**ours, "lineage": 1})
             return
         try:
             theirs = dict(parse_json(path.read_bytes()))
@@ -166,7 +168,7 @@ class Store:
                     f"{path} has {name} {shown(theirs.get(name))} and this run has {value!r}: another folder, please"
                 )
         if found < FORMAT:
-            self._write_card({**theirs, **ours})
+            self._write_card({"lineage": 1, **theirs, **ours})
 
     def _write_card(self, card: dict[str, object], step: Step = Step.CARD) -> None:
         text = json.dumps(card, indent=1, sort_keys=True).encode()
@@ -175,6 +177,19 @@ class Store:
     def write_lineage(self, lineage: int) -> None:
         """Say in ``run.json`` which lineage the run is in now."""
         self._write_card({"format": FORMAT, **asdict(self.card), "lineage": lineage}, Step.LINEAGE_CARD)
+
+    def _mend_card(self, lineage: int) -> list[str]:
+        """Have ``run.json`` say the lineage that journal and snapshots give; what it said instead, if it did."""
+        path = self.folder / "run.json"
+        try:
+            said = dict(parse_json(path.read_bytes())).get("lineage")
+        except FileNotFoundError:
+            self.write_lineage(lineage)
+            return [f"{path} was missing: it is written anew, with the lineage of the journal, {lineage}"]
+        if type(said) is int and said == lineage:
+            return []
+        self.write_lineage(lineage)
+        return [f"{path} said lineage {shown(said)}: the journal's is {lineage}, and is written there"]
 
     def is_new(self) -> bool:
         """Whether no process ever got as far as to acknowledge something here."""
@@ -220,6 +235,7 @@ class Store:
                 text = f"{self.journal.folder} does not fit: another version or other options ({error})"
                 raise StoreError(text) from error
             notes += self.journal.take_over()
+            notes += self._mend_card(replayer.machine.state.lineage)
             for each in damaged:
                 self.snapshots.set_aside(each)
             recovered = Recovered(replayer.machine, replayer.holdings, replayer.records, notes)
