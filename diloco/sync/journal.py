@@ -14,8 +14,9 @@ import hashlib
 import struct
 import typing
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from diloco.sync.effects import Note
 from diloco.sync.events import OuterEvent
 from diloco.sync.plain import PlainError, canonical, from_plain, parse_json, to_plain
 
@@ -46,7 +47,14 @@ class Record:
 
 
 def digest_effects(effects: Sequence[OuterEffect]) -> str:
-    """16 hex digits over the effects' names and fields."""
+    """16 hex digits over the effects' names and fields.
+
+    The reason that a note gives is prose and is left out: another version may word it otherwise and decide the same.
+    """
+    return _digest([replace(effect, why="") if isinstance(effect, Note) else effect for effect in effects])
+
+
+def _digest(effects: Sequence[OuterEffect]) -> str:
     named = [[type(effect).__name__, effect] for effect in effects]
     return hashlib.sha256(canonical(named)).hexdigest()[:16]
 
@@ -145,7 +153,8 @@ def decide_again(machine: OuterSync, record: Record, number: int) -> list[OuterE
     """
     effects = machine.handle(record.event, record.at_ns)
     found = digest_effects(effects)
-    if found != record.effects_digest:
+    # Earlier versions digested the prose as well; a journal of theirs is read as long as it is worded as it was then.
+    if record.effects_digest not in (found, _digest(effects)):
         raise JournalError(
             f"record {number} ({type(record.event).__name__} at {record.at_ns} ns) had effects "
             f"{record.effects_digest} when it was written and {found} now: another version or other options"

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import zlib
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from diloco.sync import events as ev
+from diloco.sync.effects import Note
 from diloco.sync.journal import (
     FRAME,
     RECORD_BYTES_MAX,
     JournalError,
     Record,
     describe,
+    digest_effects,
     encode_record,
     read_records,
     replay,
 )
 from diloco.sync.options import OuterOptions
+from diloco.sync.plain import canonical
 from diloco.sync.syncer import OuterSync
 from tests.sync.driving import Syncer, through_json
 
@@ -150,3 +155,22 @@ def test_description_is_one_line_with_the_facts() -> None:
     assert "\n" not in line
     for fact in ("2.000000", "UpdateArrived", "site=a", "sequence=1", "tokens=100", record.effects_digest):
         assert fact in line
+
+
+def test_how_a_note_is_worded_is_no_decision() -> None:
+    note = Note("evicted", "an operator's word", "a")
+    assert digest_effects([note]) == digest_effects([replace(note, why="said by hand")])
+    assert digest_effects([note]) != digest_effects([replace(note, what="held")])
+    assert digest_effects([note]) != digest_effects([replace(note, site="b")])
+    assert digest_effects([note]) != digest_effects([])
+
+
+def test_a_journal_whose_digests_cover_the_words_is_read_as_well() -> None:
+    syncer = a_run()
+    worded = []
+    machine = OuterSync(OuterOptions(quorum=2, grace="fixed"))
+    for record, effects in replay(machine, syncer.records):
+        named = [[type(effect).__name__, effect] for effect in effects]
+        worded.append(replace(record, effects_digest=hashlib.sha256(canonical(named)).hexdigest()[:16]))
+    assert worded != syncer.records, "there are notes in it"
+    assert len(list(replay(OuterSync(OuterOptions(quorum=2, grace="fixed")), worded))) == len(worded)
