@@ -1,9 +1,13 @@
-"""``make poison``: a site poisons a run of real training, and the poison is taken out again.
+"""``make poison``: a site poisons the demo, and the poison is taken out again.
 
-Three runs of the same seed and length, with four sites in lock-step: a clean one; one in which a site sends poison, and
-nothing is done about it; and one that is stopped soon after the same poison, replayed without those updates and what
-was trained on them, restored, and trained on to the same merged tokens.  Its validation loss is then within 2 % of the
-clean one's.  What leaving out the poison alone would have given is told as well.
+Three runs of the demo's configuration (model, text, three sites of different speed, emulated WAN links), with one seed
+and up to the same merged tokens: a clean one; one in which a site sends poison, and nothing is done about it; and one
+that is stopped soon after the same poison, replayed without those updates and what was trained on them, restored, and
+trained on.  Its validation loss, over the whole validation text, is then within 2 % of the clean one's.  What leaving
+out the poison alone would have given is told as well.
+
+The poison is a pseudo-gradient turned around and made eight times as long: under the tenfold from which admission would
+refuse it.  The runs differ in which update meets which round, as any two runs of the demo do.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -27,45 +32,32 @@ from tests.hunts.training import Part, loss_of
 
 GAP_MAX = 0.02
 POISONER = "site-c"
-SETTINGS = (
-    "outer=diloco",
-    "outer.num_fragments=2",
-    "outer.inner_steps=10",
-    "cluster=local4",
-    "data=stdlib_bytes",
-    "data.validation_sequences=64",
-    "model.layers=2",
-    "model.dim=64",
-    "model.heads=2",
-    "model.context=64",
-    "inner.batch_sequences=8",
-    "inner.lr=0.003",
-    "inner.precision=fp32",
-    "inner.checkpoint_every_steps=50",
-    "codec=int8",
-    "cluster.syncer.listen=127.0.0.1:0",
-    "cluster.syncer.snapshot_every=1000",
-)
+LATER = 3
+"""Versions that are made after the poison, before somebody stops the run."""
+SETTINGS = ("cluster.syncer.listen=127.0.0.1:0", "cluster.syncer.snapshot_every=1000")
 
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("poison", __doc__)
-    hunt.parser.add_argument("--rounds", type=int, default=16, help="outer steps of each fragment (default: 16)")
-    hunt.parser.add_argument("--at", type=int, default=5, help="the version that the poison begins with (default: 5)")
+    hunt.parser.add_argument("--tokens", type=int, default=1_200_000, help="merged in each run (default: 1,200,000)")
+    hunt.parser.add_argument("--at", type=int, default=4, help="the site's first update that is poison (default: 4)")
     hunt.parser.add_argument("--updates", type=int, default=2, help="poisoned ones in a row (default: 2)")
     hunt.parser.add_argument("--strength", type=float, default=8.0, help="how many times too long (default: 8)")
+    hunt.parser.add_argument("--settings", default="", help="more of diloco up, for another run than the demo")
     asked = hunt.asked(arguments)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="poison-") as folder:
-        replay = {name: getattr(asked, name) for name in ("seed", "rounds", "at", "updates", "strength")}
+        replay = {name: getattr(asked, name) for name in ("seed", "tokens", "at", "updates", "strength")}
+        poisoning = Poisoning(Path(folder), **replay, more=tuple(shlex.split(asked.settings)))
+        replay["settings"] = shlex.quote(asked.settings)
         try:
-            counts = Poisoning(Path(folder), asked.seed, asked.rounds, asked.at, asked.updates, asked.strength).happen()
+            counts = poisoning.happen()
         except AssertionError as error:
             hunt.violated(str(error), **replay)
             return hunt.finish({})
-        gap = abs(counts["loss_restored"] / counts["loss_clean"] - 1)
-        if gap > GAP_MAX:
-            hunt.violated(f"the restored run's loss is {gap:.1%} from the clean one's", **replay)
+        gap = counts["loss_restored"] / counts["loss_clean"] - 1
+        if abs(gap) > GAP_MAX:
+            hunt.violated(f"the restored run's loss is {gap:+.1%} from the clean one's", **replay)
         if counts["loss_when_stopped"] < 1.05 * counts["loss_without"]:
             hunt.violated("the poison did no harm: nothing is shown", **replay)
         return hunt.finish({**counts, "gap_percent": round(100 * gap, 3)})
@@ -74,29 +66,28 @@ def main(arguments: list[str] | None = None) -> int:
 class Poisoning:
     """The three runs below ``root``."""
 
-    def __init__(self, root: Path, seed: int, rounds: int, at: int, updates: int, strength: float) -> None:
-        self.root, self.seed = root, seed
-        self.versions = range(at, at + updates)
-        self.strength = strength
-        steps = 10 * rounds
-        self.tokens = 4 * 8 * 64 * steps
+    def __init__(
+        self, root: Path, seed: int, tokens: int, at: int, updates: int, strength: float, more: tuple[str, ...] = ()
+    ) -> None:
+        self.root, self.seed, self.tokens, self.strength = root, seed, tokens, strength
+        self.sequences = range(at, at + updates)
+        self.more = more
         self.left_out: list[dict[str, Any]] = []
 
     def config(self, name: str) -> RunConfig:
         settings = [f"run.name={name}", f"run.dir={self.root}", f"seed={self.seed}", f"run.tokens={self.tokens}"]
-        config = configs.compose([*SETTINGS, *settings])
+        config = configs.compose([*SETTINGS, *self.more, *settings])
         configs.write(config, run_dir_of(config).config)
         return config
 
     def happen(self) -> dict[str, float]:
         clean = self.config("clean")
-        loss_clean, _ = self.finished(clean, Part(clean))
+        loss_clean, tokens_clean = self.finished(clean, Part(clean))
         poisoned = self.config("poisoned")
-        loss_poisoned, _ = self.finished(poisoned, Part(poisoned, POISONER, self.versions, self.strength))
+        loss_poisoned, _ = self.finished(poisoned, Part(poisoned, POISONER, self.sequences, self.strength))
         restored = self.config("restored")
         when_stopped, alone, without = self.stopped_and_restored(restored)
-        loss_restored, tokens = self.finished(restored, Part(restored))
-        assert tokens >= self.tokens, f"{tokens} tokens are merged in the restored run, and {self.tokens} are its bound"
+        loss_restored, tokens_restored = self.finished(restored, Part(restored))
         return {
             "loss_clean": round(loss_clean, 4),
             "loss_poisoned": round(loss_poisoned, 4),
@@ -104,7 +95,8 @@ class Poisoning:
             "loss_without_poison_alone": round(alone, 4),
             "loss_without": round(without, 4),
             "loss_restored": round(loss_restored, 4),
-            "tokens": tokens,
+            "tokens_clean": tokens_clean,
+            "tokens_restored": tokens_restored,
             "left_out": len(self.left_out),
         }
 
@@ -113,6 +105,7 @@ class Poisoning:
         part.end()
         run_dir = run_dir_of(config)
         assert run_dir.final_model.is_file(), f"{config.run.name} has no final version"
+        assert part.merged_tokens >= self.tokens, f"{config.run.name} ended with {part.merged_tokens} tokens merged"
         self.balanced(part)
         return loss_of(config, run_dir.final_model), part.merged_tokens
 
@@ -121,21 +114,28 @@ class Poisoning:
 
         The loss that it was stopped with, without the poison alone, and without what was trained on it as well.
         """
-        part = Part(config, POISONER, self.versions, self.strength)
-        part.wait_until(self.versions.stop)
+        part = Part(config, POISONER, self.sequences, self.strength)
+        part.wait_for_poison(POISONER, self.sequences, LATER)
         part.syncer.drain()
         part.end()
+        self.check_sent([sorted(site.sent) for site in part.sites])
         self.balanced(part)
         run, folder = run_dir_of(config).root, self.root
         said = verb("replay", str(run), "--out", str(folder / "as-it-was"), "--json")
-        chosen = f"site={POISONER}:versions={self.versions.start}..{self.versions.stop - 1}"
+        chosen = f"site={POISONER}:sequences={self.sequences.start}..{self.sequences.stop - 1}"
         alone = verb("replay", str(run), "--without", chosen, "--out", str(folder / "alone"), "--json")
         told = verb("replay", str(run), "--without", chosen, "--and-later", "--out", str(folder / "without"), "--json")
         assert said["left_out"] == []
-        assert len(alone["left_out"]) == 2 * len(self.versions), f"not all poison is left out: {alone['left_out']}"
+        poison = len(said["versions"]) * len(self.sequences)
+        assert len(alone["left_out"]) == poison, f"not all poison is left out: {alone['left_out']}"
         self.left_out = told["left_out"]
         verb("restore", str(run), "--from", str(folder / "without"), "--json")
         return [loss_of(config, folder / name / "model.safetensors") for name in ("as-it-was", "alone", "without")]
+
+    def check_sent(self, by_site: list[list[int]]) -> None:
+        """What the sites sent of the poison: all of it, by one of them."""
+        sent = [numbers for numbers in by_site if numbers]
+        assert sent == [list(self.sequences)], f"{list(self.sequences)} was to be sent by one site as poison: {by_site}"
 
     def balanced(self, part: Part) -> None:
         for site in part.sites:

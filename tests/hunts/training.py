@@ -1,13 +1,15 @@
-"""A whole run of real training in one process: real syncer, agents, sockets, trainer and text; only small.
+"""A whole run of real training: syncer, agents, trainers and text are those of ``diloco up``, and so are the links.
 
-Each site is a thread.  One of them may send poison: at some of its updates what it sends points away from what it
-learned, while it goes on believing that it sent the truth, as a site with a broken machine would.
+All but the links is in one process, each site a thread, so that a site can be made to misbehave: at some of its updates
+what it sends points away from what it learned, while it goes on believing that it sent the truth, as a site with a
+broken machine would.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,12 +22,13 @@ from diloco.launch.eventlog import EventLog
 from diloco.launch.run_dir import run_dir_of
 from diloco.launch.schema import RunConfig
 from diloco.learner.agent import Agent, Finished
-from diloco.learner.sealing import SealJob
+from diloco.learner.sealing import Sealer, SealJob
 from diloco.learner.site_tensors import SealInputs
 from diloco.outer.fragments import named_parameters_once
-from diloco.sync.events import Ending
+from diloco.sync.events import Ending, Fate
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.server import Syncer
+from diloco.wan.process import RelayProcess
 from diloco.wire.client import SyncClient
 
 BOUND_S = 600.0
@@ -47,15 +50,27 @@ class Poisoner(Agent):
 
     poisoned: Collection[int] = ()
     strength = 0.0
+    sent: set[int]
+    """What it has sent of them."""
 
-    def _seal(self, job: SealJob) -> None:
-        if job.effect.sequence not in self.poisoned:
-            super()._seal(job)
-            return
-        truth = job.inputs.pseudo_gradient()
-        super()._seal(SealJob(job.effect, Poison(job.inputs, self.strength)))
-        with self._changed:
-            self._tensors.sent[job.effect.fragment, job.effect.sequence] = truth
+    def _sealing(self) -> Sealer:
+        self.sent = set()
+        sealer = super()._sealing()
+        honest = sealer._seal
+
+        def seal(job: SealJob) -> None:
+            effect = job.effect
+            if effect.sequence not in self.poisoned:
+                honest(job)
+                return
+            truth = job.inputs.pseudo_gradient()
+            honest(SealJob(effect, Poison(job.inputs, self.strength)))
+            with self._changed:
+                self._tensors.sent[effect.fragment, effect.sequence] = truth
+                self.sent.add(effect.sequence)
+
+        sealer._seal = seal  # type: ignore[method-assign]
+        return sealer
 
 
 class SiteThread(threading.Thread):
@@ -66,6 +81,7 @@ class SiteThread(threading.Thread):
         self.config, self.site, self.address = config, site, address
         self.poisoned, self.strength = poisoned, strength
         self.finished: Finished | None = None
+        self.sent: set[int] = set()
         self.error: BaseException | None = None
 
     def run(self) -> None:
@@ -75,13 +91,14 @@ class SiteThread(threading.Thread):
             self.error = error
 
     def _train(self) -> Finished:
-        config, folder = self.config, run_dir_of(self.config).site(self.site)
-        index, sites = list(config.cluster.sites).index(self.site), len(config.cluster.sites)
+        sites = self.config.cluster.sites
+        config = replace(self.config, site=replace(self.config.site, slowdown=sites[self.site].slowdown))
+        folder, index = run_dir_of(config).site(self.site), list(sites).index(self.site)
         group, layout = SiteGroup(), build.layout_of(config)
         log = EventLog(run_dir_of(config).events, self.site)
         agents: list[Agent] = []
         trainer, model = build.build_trainer(
-            config, group, (index, sites), folder.checkpoints, log.emit, lambda: agents[0].progress()
+            config, group, (index, len(sites)), folder.checkpoints, log.emit, lambda: agents[0].progress()
         )
         resumed = trainer.resume()
         agent = Poisoner(
@@ -97,7 +114,7 @@ class SiteThread(threading.Thread):
             restored=(resumed.tensors, resumed.meta) if resumed is not None else None,
             redo=resumed.redo if resumed is not None else None,
         )
-        agent.poisoned, agent.strength = self.poisoned, self.strength
+        agent.poisoned, agent.strength, self.sent = self.poisoned, self.strength, agent.sent
         agents.append(agent)
         try:
             trainer.skip_data(agent.start())
@@ -129,20 +146,29 @@ class Part:
             self._log.emit,
         )
         address = self.syncer.start()
+        self._relay = RelayProcess() if config.network.emulate else None
+        dial = {
+            site: self._relay.add(site, build.link_options(config, site), address) if self._relay else address
+            for site in config.cluster.sites
+        }
         self.sites = [
-            SiteThread(config, site, address, poisoned if site == poisoner else (), strength)
+            SiteThread(config, site, dial[site], poisoned if site == poisoner else (), strength)
             for site in config.cluster.sites
         ]
         for site in self.sites:
             site.start()
 
-    def wait_until(self, version: int) -> None:
-        """Until every fragment has this version, or the run is over."""
-        waited = threading.Event()
-        while min(self.versions()) < version:
-            assert self.syncer.wait(0.0) is None, f"the run ended at versions {self.versions()}"
+    def wait_for_poison(self, site: str, poisoned: Collection[int], later: int) -> None:
+        """Until all of it is merged, and each fragment has so many versions more."""
+        merged_in: list[int] = []
+        while not merged_in or min(self.versions()) < max(merged_in) + later:
+            assert self.syncer.wait(0.05) is None, f"the run ended at versions {self.versions()}"
             self._look()
-            waited.wait(0.02)
+            fates = self.syncer.core.ask(lambda machine: fates_of(machine, site))
+            refused = [fate for fate in fates if fate.sequence in poisoned and not fate.merged]
+            assert not refused, f"not merged: {refused}"
+            found = [fate.version for fate in fates if fate.sequence in poisoned]
+            merged_in = found if len(found) == len(poisoned) * len(self.versions()) else []
 
     def versions(self) -> list[int]:
         return self.syncer.core.ask(lambda machine: [fragment.version for fragment in machine.state.fragments])
@@ -160,6 +186,8 @@ class Part:
         self.merged_of = self.syncer.core.ask(merged_by_site)
         self.merged_tokens = self.syncer.core.ask(lambda machine: machine.state.run_tokens())
         self.syncer.stop()
+        if self._relay is not None:
+            self._relay.close()
         self._log.close()
         return ending
 
@@ -173,6 +201,13 @@ def merged_by_site(machine: OuterSync) -> dict[str, int]:
     """Tokens of each site in the run's versions, as its ledger counts them."""
     sites = machine.state.sites
     return {name: sum(line.tokens_merged for line in site.lines) // len(site.lines) for name, site in sites.items()}
+
+
+def fates_of(machine: OuterSync, site: str) -> list[Fate]:
+    """The latest fates of a site's updates, of all fragments."""
+    return (
+        [fate for line in machine.state.sites[site].lines for fate in line.fates] if site in machine.state.sites else []
+    )
 
 
 def loss_of(config: RunConfig, model: Path) -> float:
