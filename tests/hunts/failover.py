@@ -4,10 +4,12 @@ Real processes over real gRPC, with ``replication=sync``.  The syncer dies at a 
 second time in the middle of a merge.  In one run the standby is promoted by the operator's verb; in the next one nobody
 says anything, and as the heir it takes the lease (a file) that the dead one lets run out.  The sites, which know both
 addresses, find it by themselves; and a new standby with an empty folder begins to follow it at the address that has
-become free.  A new version must be out within ``WITHIN_S`` of the verb, or within ``WITHIN_LEASES`` times the lease of
-the kill, and the sites' training must not have stood still for it.  When the run has ended its books are audited, over
-all journals that there ever were: nothing acknowledged is lost or doubled, no version has two contents, epochs and
-versions only rise.
+become free, every second one only after it was killed in the middle of its first copy.
+
+A new version must be out within ``WITHIN_S`` of the verb, or within ``WITHIN_LEASES`` times the lease of the kill, and
+the sites' training must not have stood still for it.  When the run has ended its books are audited, over all journals
+that there ever were: nothing acknowledged is lost or doubled, no version has two contents, epochs and versions only
+rise.
 """
 
 from __future__ import annotations
@@ -44,6 +46,10 @@ BY = ("verb", "lease")
 STALL_SHARE_MAX = 0.02
 PATIENCE_S = 15.0
 """A step that is not passed by then is not waited for: SIGKILL from outside."""
+KILLED_COPYING = 0.5
+"""Of the standbys."""
+PASSAGES_COPYING = 24
+"""Fewer than a whole copy has."""
 STEPS = (
     Step.SPOOL_WRITE,
     Step.SPOOL_SYNC,
@@ -83,6 +89,7 @@ class Failovers:
     stalls: list[float] = field(default_factory=list)
     longest_s: float = 0.0
     """The longest that a site's training waited between two steps."""
+    died_copying: int = 0
 
     def __post_init__(self) -> None:
         self.dice = random.Random(f"failover/{self.seed}")
@@ -128,10 +135,19 @@ class Failovers:
             mine["primary"] = self._address(number - 1)
         steps = [Step.MERGE] if number % 2 == 0 else [self.dice.choice(STEPS)]
         self.deaths.append((str(steps[0]), self.dice.randint(1, 2 if number % 2 == 0 else 6)))
+        if number and self.dice.random() < KILLED_COPYING:
+            self._dies_copying({**mine, "late": False})
         process = Process("standby" if number else "syncer", self.toy, self.deaths[-1], **mine)
         alive.callback(process.__exit__)
         self.nodes.append(process)
         self._said(process, "standing" if number else "listening")
+
+    def _dies_copying(self, mine: dict[str, object]) -> None:
+        """A standby that is killed in the middle of its first copy; the same command then goes on in its folder."""
+        death = (str(Step.STANDBY_FILE), self.dice.randint(1, PASSAGES_COPYING))
+        with Process("standby", self.toy, death, **mine) as standby:
+            assert standby.wait(BOUND_S) == -signal.SIGKILL, f"it ended with {standby.wait(0)}: {standby.errors}"
+        self.died_copying += 1
 
     def _site(self, site: str) -> Process:
         both = ",".join(self._address(number) for number in (0, 1))
@@ -235,7 +251,7 @@ def main(arguments: list[str] | None = None) -> int:
     bounds_s = {"verb": asked.within_s, "lease": asked.within_leases * LEASE_TTL_S}
     killed: Counter[str] = Counter()
     tallies = {by: Tally() for by in kinds}
-    updates = versions = runs = done = 0
+    updates = versions = runs = done = copying = 0
     replay = {"n": asked.n, "each": asked.each, "by": asked.by, "seed": asked.seed}
     with tempfile.TemporaryDirectory(prefix="failover-") as folder:
         while done < asked.n and not hunt.violations:
@@ -254,10 +270,11 @@ def main(arguments: list[str] | None = None) -> int:
                 if share > asked.stall_share:
                     hunt.violated(f"a site's training stood still for {share:.1%} of run {runs} (by {by})", **replay)
             tallies[by].add(run)
-            done, runs = done + len(run.took), runs + 1
+            done, runs, copying = done + len(run.took), runs + 1, copying + run.died_copying
             with suppress(OSError):
                 shutil.rmtree(here)
     counts = {"failovers": done, "runs": runs, "updates": updates, "versions": versions}
+    counts["standbys_killed_copying"] = copying
     by_kind = {f"by_{by}": tally.told(by) for by, tally in tallies.items()}
     return hunt.finish({**counts, **by_kind, "lease_s": LEASE_TTL_S, "killed_at": dict(sorted(killed.items()))})
 
