@@ -54,6 +54,7 @@ def number(name: str, text: str) -> int:
 def _ask(address: str, settings: list[str], words: list[str], say: Callable[[AdminClient, list[str]], str]) -> str:
     from diloco.launch import build
     from diloco.launch import config as configs
+    from diloco.launch.unanswered import unanswered
     from diloco.wire.client import AdminClient
     from diloco.wire.messages import MalformedMessage, Refused, Unreachable
     from diloco.wire.security import SecurityOptions
@@ -63,7 +64,8 @@ def _ask(address: str, settings: list[str], words: list[str], say: Callable[[Adm
         with AdminClient(address, security) as client:
             return say(client, words)
     except Unreachable as error:
-        raise VerbError(ExitCode.UNREACHABLE, f"the syncer at {address} does not answer: {error.why}") from error
+        why = unanswered(address, security, error.why)
+        raise VerbError(ExitCode.UNREACHABLE, f"the syncer at {address} does not answer: {why}") from error
     except Refused as error:
         raise VerbError(ExitCode.FAILED, f"the syncer at {address} refuses: {error.text}") from error
     except MalformedMessage as error:

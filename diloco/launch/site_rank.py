@@ -284,6 +284,10 @@ def _renamed(emit: Emit) -> Callable[[str, dict[str, object]], None]:
 
 def _join_text(config: RunConfig, kind: str, text: str) -> str:
     if kind == "unreachable":
+        from diloco.launch import build
+        from diloco.launch.unanswered import unanswered
+
+        text = unanswered(config.site.syncer, build.site_security(config), text)
         waited = f"tried for {config.site.join_timeout_s:g} s (site.join_timeout_s)"
         return f"site {config.site.id} cannot reach the syncer at {config.site.syncer}: {text}; {waited}"
     return f"the syncer at {config.site.syncer} does not take site {config.site.id} in: {text}"

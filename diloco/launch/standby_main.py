@@ -112,6 +112,7 @@ def _show(address: str, status: dict[str, Any], *, as_json: bool) -> None:
 def _asking(address: str, settings: Sequence[str]) -> Iterator[AdminClient]:
     from diloco.launch import build
     from diloco.launch import config as configs
+    from diloco.launch.unanswered import unanswered
     from diloco.wire.client import AdminClient
     from diloco.wire.messages import Refused, Unreachable
 
@@ -124,7 +125,8 @@ def _asking(address: str, settings: Sequence[str]) -> Iterator[AdminClient]:
         try:
             yield client
         except Unreachable as error:
-            raise VerbError(ExitCode.UNREACHABLE, f"{address} does not answer: {error.why}") from error
+            why = unanswered(address, security, error.why)
+            raise VerbError(ExitCode.UNREACHABLE, f"{address} does not answer: {why}") from error
         except Refused as error:
             raise VerbError(ExitCode.FAILED, f"{address} does not do it: {error.text}") from error
 

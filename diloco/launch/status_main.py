@@ -74,6 +74,7 @@ def syncer_address(target: str) -> str:
 
 def _asker(address: str, settings: list[str]) -> Any:
     """A function that asks the syncer once."""
+    from diloco.launch.unanswered import unanswered
     from diloco.wire.client import AdminClient
     from diloco.wire.messages import Refused, Unreachable
     from diloco.wire.security import SecurityOptions
@@ -93,7 +94,8 @@ def _asker(address: str, settings: list[str]) -> Any:
         try:
             return client.status()
         except Unreachable as error:
-            raise VerbError(ExitCode.UNREACHABLE, f"the syncer at {address} does not answer: {error.why}") from error
+            why = unanswered(address, security, error.why)
+            raise VerbError(ExitCode.UNREACHABLE, f"the syncer at {address} does not answer: {why}") from error
         except Refused as error:
             raise VerbError(ExitCode.FAILED, f"the syncer at {address} does not tell: {error.text}") from error
 
