@@ -101,8 +101,11 @@ def _of_run(status: Standing) -> Iterator[Metric]:
     yield gauge("outer_version", "Outer steps published, over all fragments.", {(): versions})
     ready = float(not status["not_ready"])
     yield gauge("syncer_ready", "1 while updates are taken in; diloco status says why not.", {(): ready})
-    yield gauge("syncer_epoch", "Starts of a syncer in this run.", {(): status["epoch"]})
-    yield gauge("run_lineage", "1, and one more for each time that the run was restored.", {(): status["lineage"]})
+    yield gauge("syncer_epoch", "Rises with every start; a promoted standby's is a Unix time.", {(): status["epoch"]})
+    lineage = status["lineage"]
+    yield gauge("run_lineage", "1; of a run that was restored a Unix time, or one more than before.", {(): lineage})
+    if lineage > 1:
+        yield gauge("run_restored_timestamp_seconds", "When the run was restored last.", {(): lineage})
     yield gauge("run_progress_ratio", "Share of the run that is done, 0 to 1.", {(): status["progress"]})
     yield counter("run_tokens", "Tokens in the published model.", {(): status["run_tokens"]})
     yield counter(

@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric
 
 from tests.launch.processes import ROOT
 from tests.launch.test_site_metrics import page_of_a_site
-from tests.launch.test_syncer_metrics import page_of_a_run
+from tests.launch.test_syncer_metrics import page_in_trouble, page_of_a_run
 
 NAME = re.compile(r"\bdiloco_[a-z_]+")
 GROUPED = re.compile(r"\b(?:by|on)\s*\(([a-z, ]*)\)")
@@ -39,7 +39,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """Every name that a page can have, with its labels."""
     made: Path = tmp_path_factory.mktemp("pages")
     (made / "checkpoints").mkdir()
-    families: list[Metric] = [*page_of_a_run(made / "syncer")[0], *page_of_a_site(made / "checkpoints")]
+    families: list[Metric] = [*page_of_a_run(made / "syncer")[0], *page_in_trouble()]
+    families += page_of_a_site(made / "checkpoints")
     names = {family.name + ("_total" if family.type == "counter" else ""): set[str]() for family in families}
     for family in families:
         for sample in family.samples:

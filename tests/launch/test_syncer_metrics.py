@@ -65,17 +65,19 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
     assert found["outer_step_duration_seconds_count",] == 2
     assert (found["snapshot_timestamp_seconds",], found["snapshot_bytes",]) == (1234.5, 4096)
     assert (found["syncer_ready",], found["syncer_epoch",], found["run_lineage",]) == (1, 1, 1)
+    assert ("run_restored_timestamp_seconds",) not in found, "it never was"
     after = values(stopped)
     assert after["outer_step_duration_seconds_count",] == 2
     assert ("outer_version",) not in after, "what is not known is not said"
 
 
-def test_a_site_that_has_said_nothing_has_no_figures() -> None:
+def in_trouble() -> dict[str, Any]:
+    """What a restored syncer says that an operator must look after."""
     status: dict[str, Any] = {
         "fragments": [],
         "not_ready": ["disk_full"],
         "epoch": 1,
-        "lineage": 1,
+        "lineage": 1_795_235_467,
         "progress": 0.0,
         "run_tokens": 0,
         "refused_at_the_door": {},
@@ -87,10 +89,19 @@ def test_a_site_that_has_said_nothing_has_no_figures() -> None:
     keys = ("staleness", "loss", "tokens_per_s", "stall_share", "tokens_processed", "step", "heard_seconds_ago")
     status["sites"]["quiet"] |= dict.fromkeys(keys)
     status["sites"]["quiet"] |= {"undecided": 0, "tokens_merged": 0, "updates_corrupt": 1, "bases_differed": 2}
-    found = values(list(SyncerMetrics(compose(["run.name=x"]), lambda: status).families()))
+    return status
+
+
+def page_in_trouble(**changes: Any) -> list[Metric]:
+    return list(SyncerMetrics(compose(["run.name=x"]), lambda: in_trouble() | changes).families())
+
+
+def test_a_site_that_has_said_nothing_has_no_figures() -> None:
+    found = values(page_in_trouble())
     assert not [key for key in found if key[0] in ("site_loss_nats", "site_heartbeat_timestamp_seconds")]
     assert found["updates_total", "quiet", "stale"] == 2
     assert found["syncer_ready",] == 0
+    assert found["run_lineage",] == found["run_restored_timestamp_seconds",] == 1_795_235_467
     assert found["site_restarts_total", "quiet"] == 2
     assert (found["updates_corrupt_total", "quiet"], found["bases_differed_total", "quiet"]) == (1, 2)
     assert (found["calls_refused_total", "NOT_FOUND"], found["calls_failed_total",]) == (3, 1)
