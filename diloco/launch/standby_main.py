@@ -165,17 +165,25 @@ def _follow(given: argparse.Namespace) -> ExitCode:
 def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
     """Follow until it is promoted; or until the run is over, or somebody asks it to stop, which is said."""
     from diloco.durable import LockedError
+    from diloco.launch.metrics import page_at
+    from diloco.launch.standby_metrics import StandbyMetrics
     from diloco.syncer.standby import StandbyError, StoreError
 
     log = EventLog(run_dir.events, config.cluster.standby.name, also=identity_lines(sys.stderr))
     standing = _standing_by(config, log)
+    metrics = StandbyMetrics(config, standing.api.status)
     try:
-        with Stopping("the standby stops; the syncer says what it waits for") as stopping:
+        with (
+            Stopping("the standby stops; the syncer says what it waits for") as stopping,
+            page_at("cluster.syncer.metrics", config.cluster.syncer.metrics, metrics.families) as page,
+        ):
             stopping.ask(lambda: None)
             address = standing.start()
             primary, name = config.cluster.standby.primary, config.cluster.standby.name
             print(f"standby {name} of run {config.run.name} follows {primary}, and answers at {address}", flush=True)
             print(f"it takes over when it is told to:  diloco standby promote {address}", flush=True)
+            if page:
+                print(f"metrics at {page}, and those of the syncer once it has taken over", flush=True)
             while not stopping.asked and not standing.ended:
                 began = time.monotonic()
                 warm = standing.wait(WAIT_S)

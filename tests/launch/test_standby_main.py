@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
 from diloco.launch.cli import main
 from diloco.launch.status_main import standby_line
-from tests.launch.processes import TINY, place_in, wait_for
+from tests.launch.processes import START_S, TINY, place_in, wait_for
 from tests.loopback.cluster import free_port, serving
 from tests.syncer.test_standby import BOUND_S, a_toy
 from tests.syncer.test_standing_by import standing_by
@@ -107,7 +109,9 @@ def test_a_run_goes_on_after_its_syncer_was_killed(tmp_path: Path) -> None:
         syncer, first = place.syncer("otter", *replication, "run.seconds=20")
         second = f"127.0.0.1:{free_port()}"
         own = [f"cluster.standby.primary={first}", f"cluster.syncer.listen={second}", "run.seconds=20"]
-        standby = place.start("standby", "standby", "follow", *TINY, "run.name=otter", *own, *replication)
+        page = f"127.0.0.1:{free_port()}"
+        watched = [*own, *replication, f"cluster.syncer.metrics={page}"]
+        standby = place.start("standby", "standby", "follow", *TINY, "run.name=otter", *watched)
         site = place.site("otter", f"{first},{second}", "site-a", "run.seconds=20", "site.index=0", "site.num_sites=1")
         wait_for(lambda: len(place.seen("otter", "syncer", "published")) >= 3, "versions", site.text)
         syncer.kill()
@@ -115,6 +119,9 @@ def test_a_run_goes_on_after_its_syncer_was_killed(tmp_path: Path) -> None:
         assert code == 0, said
         moved = tmp_path / "runs" / "otter" / "syncer.folder"
         wait_for(moved.is_file, "the record of where the run goes on", standby.text)
+        wait_for(lambda: f"\nmetrics at http://{page}/metrics\n" in standby.text(), "the syncer's page", standby.text)
+        with urlopen(f"http://{page}/metrics", timeout=START_S) as answer:
+            assert b"\ndiloco_syncer_epoch 1." in answer.read()
         assert moved.read_text() == "standby"
         code, said = place.run("restore", "otter", "--from", "any")
         assert (code, "stop this run's syncer first" in said) == (1, True), said
@@ -152,8 +159,12 @@ def test_it_ends_when_the_run_has_finished_and_its_syncer_has_stopped(tmp_path: 
 def test_ctrl_c_while_it_follows(tmp_path: Path) -> None:
     with place_in(tmp_path) as place:
         primary = f"cluster.standby.primary=127.0.0.1:{free_port()}"
-        standby = place.start("standby", "standby", *FOLLOW, primary)
+        standby = place.start("standby", "standby", *FOLLOW, primary, "cluster.syncer.metrics=127.0.0.1:0")
         wait_for(lambda: "it takes over when it is told to" in standby.text(), "its first words", standby.text)
+        wait_for(lambda: "metrics at http" in standby.text(), "the address of its page", standby.text)
+        (page,) = re.findall(r"metrics at (http://\S+), and those of the syncer once", standby.text())
+        with urlopen(page, timeout=START_S) as answer:
+            assert b"\ndiloco_standby_following 0.0\n" in answer.read()
         standby.signal(signal.SIGINT)
         assert standby.end() == 75
         assert "the same command goes on" in standby.text()
