@@ -1,7 +1,14 @@
 """``/metrics`` for Prometheus: what both pages are made of, and the small server behind them.
 
 A page is computed when it is asked for, from the same status and events that ``diloco status`` and the live view show.
-What is not measured has no metric: a name that is absent is better than a number that means nothing.  Labels are
+What is not measured has no metric: a name that is absent is better than a number that means nothing.  So there is none
+of a pseudo-gradient's cosine and of a site's drift (the syncer judges the health of updates, and ``diloco status`` has
+it of those that are held); of device memory and utilisation; of round trips, durations and retries of single transfers
+(calls refused and connections lost are counted); of a checkpoint's duration; of time for data, checkpoints, recovery
+(``compute`` has them all but the outer world's); of evaluations, which ``diloco eval`` writes into the run's events;
+and of tokens saved, which is what ``diloco_wan_raw_bytes_total`` says beside ``diloco_wan_bytes_total``.
+
+Labels are
 ``site``, ``state``, ``outcome``, ``direction``, ``kind`` and ``code``, whose values are few; none is a tensor, a round
 or a rank.
 The page asks nobody who they are, so it listens on loopback unless a host is given.

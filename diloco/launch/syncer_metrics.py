@@ -79,7 +79,21 @@ class SyncerMetrics:
             return
         yield from _of_run(status)
         yield from _of_sites(status["sites"])
+        yield from self._of_backup(status)
+        yield from _of_replication(status["replication"])
+        yield from _of_identity(status)
         yield from _of_calls(status["calls"])
+
+    def _of_backup(self, status: Standing) -> Iterator[Metric]:
+        backup = status["backup"]
+        if backup is None:
+            return
+        yield gauge("backup_failing", "1 while the latest backup failed.", {(): float(bool(backup["failing"]))})
+        every_s = self._config.cluster.syncer.backup_every_s
+        yield gauge("backup_interval_seconds", "How often a backup is made.", {(): every_s})
+        if (age_s := backup["age_s"]) is not None:
+            good = time.time() - age_s
+            yield gauge("backup_timestamp_seconds", "What the last good backup of this process holds.", {(): good})
 
     def _of_events(self) -> Iterator[Metric]:
         stale = {(site,): spread for site, spread in self._staleness.items()}
@@ -129,6 +143,11 @@ def _of_sites(sites: Mapping[str, Standing]) -> Iterator[Metric]:
     yield counter("site_restarts", "Processes that have spoken for the site, less one.", restarts, "site")
     undecided = _told(sites, "undecided")
     yield gauge("site_updates_undecided", "Accepted updates of the site without a fate.", undecided, "site")
+    held = {(name,): [float(each["seconds"]) for each in site["held"]] for name, site in sites.items()}
+    meaning = "Updates that wait for an operator's word: diloco admit, diloco refuse."
+    yield gauge("updates_held", meaning, {key: len(seconds) for key, seconds in held.items()}, "site")
+    longest = {key: max(seconds, default=0.0) for key, seconds in held.items()}
+    yield gauge("update_held_seconds", "How long the one of them has waited that came first.", longest, "site")
     present = {name: site for name, site in sites.items() if site["status"] not in GONE}
     for family, key, meaning in PRESENT:
         yield gauge(family, meaning, _told(present, key), "site")
@@ -137,6 +156,41 @@ def _of_sites(sites: Mapping[str, Standing]) -> Iterator[Metric]:
     now = time.time()
     heard = {site: now - ago for site, ago in _told(present, "heard_seconds_ago").items()}
     yield gauge("site_heartbeat_timestamp_seconds", "When the site was last heard of.", heard, "site")
+
+
+def _of_replication(replication: Standing) -> Iterator[Metric]:
+    """How the standby is, seen from here; nothing of a run that wants none."""
+    if replication["mode"] == "off":
+        return
+    for name, meaning in (
+        ("following", "1 while a standby is heard."),
+        ("detached", "1 while the run goes on with one disk and waits for no standby."),
+        ("slow", "1 while the standby is heard and not waited for, since it takes too long."),
+    ):
+        yield gauge(f"replication_{name}", meaning, {(): float(replication[name])})
+    away_s = replication["away_seconds"] or 0.0
+    yield gauge("replication_away_seconds", "Since when no standby is heard; 0 while one is.", {(): away_s})
+    if (behind := replication["behind_bytes"]) is not None:
+        meaning = "Bytes of the journal that the standby lacks, while both write the same segment."
+        yield gauge("replication_behind_bytes", meaning, {(): behind})
+
+
+def _of_identity(status: Standing) -> Iterator[Metric]:
+    """Who may come in here, and whether this process may lead."""
+    complaints = len(status["identity_complaints"])
+    meaning = "Files of certificates, tokens, permissions that cannot be used as they are now."
+    yield gauge("identity_complaints", meaning, {(): complaints})
+    lease = status["lease"]
+    if lease is None:
+        return
+    for name, meaning, so in (
+        ("valid", "1 while this process leads the run.", lease["valid"]),
+        ("trouble", "1 while the lease cannot be renewed; diloco status says why.", bool(lease["trouble"])),
+        ("heir", "1 while a standby takes over by itself if this process ends.", bool(lease["heir"])),
+    ):
+        yield gauge(f"lease_{name}", meaning, {(): float(so)})
+    renewed = time.time() - lease["renewed_seconds_ago"]
+    yield gauge("lease_renewed_timestamp_seconds", "When the lease was renewed last.", {(): renewed})
 
 
 def _told(sites: Mapping[str, Standing], key: str) -> dict[tuple[str, ...], float]:

@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 
 from tests.launch.processes import ROOT
 from tests.launch.test_site_metrics import page_of_a_site
+from tests.launch.test_standby_metrics import page_of_a_standby
 from tests.launch.test_syncer_metrics import page_in_trouble, page_of_a_run
 
 NAME = re.compile(r"\bdiloco_[a-z_]+")
@@ -40,7 +41,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     made: Path = tmp_path_factory.mktemp("pages")
     (made / "checkpoints").mkdir()
     families: list[Metric] = [*page_of_a_run(made / "syncer")[0], *page_in_trouble()]
-    families += page_of_a_site(made / "checkpoints")
+    families += [*page_of_a_site(made / "checkpoints"), *page_of_a_standby()]
     names = {family.name + ("_total" if family.type == "counter" else ""): set[str]() for family in families}
     for family in families:
         for sample in family.samples:
@@ -71,6 +72,29 @@ def test_a_rule_is_whole(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in ("page", "warn")
     assert set(rule["annotations"]) == {"summary", "what"}
     assert re.fullmatch(r"\d+[smh]", rule.get("for", "1m"))
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        "updates_held",
+        "backup_failing",
+        "backup_timestamp_seconds",
+        "replication_following",
+        "replication_detached",
+        "replication_slow",
+        "replication_behind_bytes",
+        "identity_complaints",
+        "lease_valid",
+        "lease_trouble",
+        "lease_heir",
+        "standby_following",
+        "standby_failed",
+    ],
+)
+def test_what_an_operator_must_act_on_has_an_alert_and_a_panel(metric: str) -> None:
+    assert [rule for rule in alerts() if f"diloco_{metric}" in NAME.findall(rule["expr"])]
+    assert [panel for panel in panels() for each in panel["targets"] if f"diloco_{metric}" in each["expr"]]
 
 
 def test_expressions_are_balanced() -> None:

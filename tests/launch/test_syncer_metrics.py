@@ -89,7 +89,58 @@ def in_trouble() -> dict[str, Any]:
     keys = ("staleness", "loss", "tokens_per_s", "stall_share", "tokens_processed", "step", "heard_seconds_ago")
     status["sites"]["quiet"] |= dict.fromkeys(keys)
     status["sites"]["quiet"] |= {"undecided": 0, "tokens_merged": 0, "updates_corrupt": 1, "bases_differed": 2}
+    held = {"fragment": 0, "norm": 9.0, "ratio": None, "cosine": None, "z": None, "why": "its norm"}
+    status["sites"]["quiet"]["held"] = [
+        {**held, "sequence": sequence, "seconds": seconds} for sequence, seconds in ((3, 12.5), (4, 2.0))
+    ]
+    status["identity_complaints"] = ["tokens.yaml cannot be read"]
+    status["backup"] = {"url": "vault", "age_s": 100.0, "last": "x", "failing": "no route"}
+    status["replication"] = {
+        "mode": "sync",
+        "standby": "iad",
+        "following": False,
+        "slow": True,
+        "away_seconds": 9.5,
+        "detached": False,
+        "behind_bytes": 4096,
+    }
+    status["lease"] = {
+        "place": "/x",
+        "epoch": 4,
+        "valid": False,
+        "heir": "",
+        "renewed_seconds_ago": 3.0,
+        "trouble": "no server",
+    }
     return status
+
+
+def test_what_an_operator_must_act_on_is_on_the_page() -> None:
+    found = values(page_in_trouble())
+    assert (found["updates_held", "quiet"], found["update_held_seconds", "quiet"]) == (2, 12.5)
+    assert found["identity_complaints",] == 1
+    assert found["backup_failing",] == 1
+    assert 100 <= time.time() - found["backup_timestamp_seconds",] < 160
+    assert found["backup_interval_seconds",] == compose(["run.name=x"]).cluster.syncer.backup_every_s
+    names = ("following", "detached", "slow", "away_seconds", "behind_bytes")
+    assert [found[f"replication_{name}",] for name in names] == [0, 0, 1, 9.5, 4096]
+    assert (found["lease_valid",], found["lease_trouble",], found["lease_heir",]) == (0, 1, 0)
+    assert 3 <= time.time() - found["lease_renewed_timestamp_seconds",] < 60
+
+
+def test_what_is_not_used_or_not_known_has_no_metric() -> None:
+    replication = in_trouble()["replication"]
+    none = {"backup": None, "lease": None, "replication": {**replication, "mode": "off"}, "identity_complaints": []}
+    found = values(page_in_trouble(**none))
+    assert not [name for name, *_ in found if name.startswith(("backup", "lease", "replication"))]
+    assert found["identity_complaints",] == 0
+    backup = {**in_trouble()["backup"], "age_s": None, "failing": ""}
+    following = {**replication, "following": True, "away_seconds": None, "behind_bytes": None}
+    found = values(page_in_trouble(backup=backup, replication=following))
+    assert found["backup_failing",] == 0
+    assert ("backup_timestamp_seconds",) not in found, "none was made yet"
+    assert (found["replication_following",], found["replication_away_seconds",]) == (1, 0)
+    assert ("replication_behind_bytes",) not in found, "it is whole segments behind"
 
 
 def page_in_trouble(**changes: Any) -> list[Metric]:
