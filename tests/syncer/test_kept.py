@@ -22,7 +22,7 @@ def run(folder: Path, seed: int = 4, snapshots: int = 3, keep: int = 100) -> Des
     """A run with ``snapshots`` snapshots behind version 0, and something after the last one."""
     desk = Desk(folder)
     if keep > 2:
-        desk.store.snapshots.prune = lambda retention, behind: Choice((), cut=False)  # type: ignore[method-assign]
+        desk.store.snapshots.prune = lambda *_: Choice((), cut=False)  # type: ignore[method-assign]
     desk.begin()
     story = Story(desk, seed)
     for _ in range(snapshots):
