@@ -44,6 +44,8 @@ SITES = ("a", "b")
 STEP_S = 0.003
 ENOUGH = 500
 """In so many kills every case has come at least once."""
+KILLS_A_ROUND = 25
+"""In one run of syncer and sites: the other rounds are to have their turns."""
 SHORT_DEATHS = 15
 KINDS = ("lock-step", "standby", "free", "short", "lock-step", "verbs", "free", "short", "standby")
 """The kinds of a round, in turn.  Those of the verbs are slow, and a few of them are enough."""
@@ -331,7 +333,7 @@ class Crashes:
         elif kind == "verbs":
             self.updates += VerbLives(here, seed, self.killed).run()
         else:
-            run = Killing(here, seed, self.killed, kills_max, lock_step=kind == "lock-step")
+            run = Killing(here, seed, self.killed, min(KILLS_A_ROUND, kills_max), lock_step=kind == "lock-step")
             told = run.run()
             if run.lock_step:
                 compare(told, run.final(), self.unkilled)
