@@ -180,15 +180,19 @@ def _staged(folder: Path, disk: Disk) -> Iterator[Path]:
     staging = folder / STAGING
     there = sorted(path.name for path in folder.iterdir() if path.name not in LEFT_ALONE)
     # One that was cut short after its last move has left a whole run, and maybe that has gone on since.
-    if there and (not staging.exists() or any(folder.glob("snapshots/[0-9]*"))):
+    if there and staging.exists() and any(folder.glob("snapshots/[0-9]*")):
+        raise RestoreError(f"{folder} is restored, and only what tidies up after it was cut short: start the syncer")
+    if there and not staging.exists():
         raise RestoreError(
             f"{folder} is not empty (it holds {', '.join(there[:5])}): move it away first, nothing in it is overwritten"
         )
-    for name in there:  # An attempt that was cut short had begun to move things out.
-        disk.remove(folder / name, Step.RESTORE_BEGIN)
-    disk.remove(staging, Step.RESTORE_BEGIN)
+    # An attempt that was cut short had begun to move things out: while any of it may be there, so is the staging place.
     disk.make_folder(staging, Step.RESTORE_BEGIN)
     disk.sync_folder(folder, Step.RESTORE_BEGIN)
+    for path in [*(folder / name for name in there), *sorted(staging.iterdir())]:
+        disk.remove(path, Step.RESTORE_BEGIN)
+    disk.sync_folder(folder, Step.RESTORE_BEGIN)
+    disk.sync_folder(staging, Step.RESTORE_BEGIN)
     yield staging
     for name in MOVED:
         if (staging / name).exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict
 from pathlib import Path
 
@@ -62,16 +63,38 @@ def record_in_place(root: Path) -> tuple[Recording, int]:
     return Recording(list(disk.log), disk.folders, check), began
 
 
-def record_backup(root: Path) -> tuple[Recording, int]:
-    """A backup that is restored into an empty folder."""
+class MortalDisk(RecordingDisk):
+    """Ends a restore for once, in the middle of moving what it has made into its place."""
+
+    def __init__(self, root: Path, passage: int) -> None:
+        super().__init__(root)
+        self._left = passage or -1
+
+    def reached(self, step: Step) -> None:
+        self._left -= step is Step.RESTORE_MOVE
+        if self._left == 0:
+            self._left = -1
+            raise InterruptedError(step.value)
+
+
+def record_second(root: Path) -> tuple[Recording, int]:
+    """A backup that is restored where a restore was cut short; where the second one begins."""
+    return record_backup(root, passage=5)
+
+
+def record_backup(root: Path, passage: int = 0) -> tuple[Recording, int]:
+    """A backup that is restored into an empty folder; after a death at that ``passage``, if it is one."""
     a_run(root / "lost", QuietDisk())
     vault, here = Vault(str(root / "vault")), root / "here"
     back_up(root / "lost", vault, "one")
     here.mkdir()
-    disk = RecordingDisk(here)
+    disk = MortalDisk(here, passage)
     disk.make_folder(here / "syncer", Step.FOLDER)
     disk.sync_folder(here, Step.FOLDER)
     disk.tell(0)
+    if passage:
+        with contextlib.suppress(InterruptedError):
+            restored(here / "syncer", vault, disk)
     began = len(disk.log)
     restored(here / "syncer", vault, disk)
     disk.tell(1)

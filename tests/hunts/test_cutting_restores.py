@@ -11,7 +11,7 @@ import torch
 
 from diloco.durable import Step
 from tests.hunts.cutting import Recording, quick_folder
-from tests.hunts.cutting_restores import record_backup, record_in_place
+from tests.hunts.cutting_restores import record_backup, record_in_place, record_second
 
 Record = Callable[[Path], tuple[Recording, int]]
 IN_PLACE = (Step.JOURNAL_BEGIN, Step.JOURNAL_SYNC, Step.LINEAGE_CARD, Step.LINEAGE_FOLDER, Step.LINEAGE_IMAGE)
@@ -28,7 +28,7 @@ def folder() -> Iterator[Path]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("record", [pytest.param(record_in_place, marks=slow), record_backup])
+@pytest.mark.parametrize("record", [pytest.param(record_in_place, marks=slow), record_backup, record_second])
 def test_every_cut_leaves_the_run_before_or_the_restored_one(folder: Path, record: Record) -> None:
     recording, began = record(folder)
     found = list(recording.examined(folder / "state", Random(1), first=began))

@@ -284,3 +284,25 @@ def test_an_image_of_another_run_and_a_folder_without_one_are_refused(tmp_path: 
     again = Desk(tmp_path / "run")
     assert versions(again) == versions(desk)
     again.close()
+
+
+@LEFT_OPEN
+def test_a_restore_that_was_cut_short_behind_its_last_move_says_that_it_has_happened(tmp_path: Path) -> None:
+    desk = stopped(tmp_path / "lost")
+    vault = Vault(str(tmp_path / "vault"))
+    back_up(tmp_path / "lost", vault, "one")
+    (tmp_path / "run").mkdir()
+    fetch = lambda to: vault.fetch(RUN, "one", to)  # noqa: E731
+
+    class TidyingDisk(Disk):
+        def reached(self, step: Step) -> None:
+            if step is Step.RESTORE_END:
+                raise Crash(step.value)
+
+    with pytest.raises(Crash):
+        restore_backup(tmp_path / "run", CARD, RULES, fetch, "lost", Known(CLOCK_S), TidyingDisk())
+    with pytest.raises(RestoreError, match="is restored, and only what tidies up after it was cut short: start the"):
+        restore_backup(tmp_path / "run", CARD, RULES, fetch, "lost", Known(CLOCK_S))
+    again = Desk(tmp_path / "run")
+    assert versions(again) == [version + 1 for version in versions(desk)]
+    again.close()
