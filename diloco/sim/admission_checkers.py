@@ -21,16 +21,20 @@ if TYPE_CHECKING:
 
 
 class Admission(Checker):
-    """A flagged update is refused, or noted, or held and merged by an operator's word only; nothing of it is silent."""
+    """A flagged update is refused, or noted, or held and merged by an operator's word only; nothing of it is silent.
+
+    One that was refused is never taken afterwards.
+    """
 
     name = "admission"
     mutation = "a held update is merged with those that wait"
-    of_the_disk = ("usual", "held")
+    of_the_disk = ("usual", "held", "refused")
 
     def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
         super().__init__(plan, conserving=conserving)
         self.usual: dict[tuple[str, int], list[Vital]] = {}
         self.held: dict[Id, Vital] = {}
+        self.refused: set[tuple[str, int, int, str]] = set()
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """Judge every update again, by a book of one's own."""
@@ -56,7 +60,14 @@ class Admission(Checker):
         answer = next(effect for effect in effects if isinstance(effect, AnswerPush))
         notes = [effect.what for effect in effects if isinstance(effect, Note)]
         taken = accepted(event, effects) is not None
+        key = (event.site, event.fragment, event.sequence, event.digest)
+        self.require(not taken or key not in self.refused, event, "was refused as an outlier and is taken")
+        if "outlier_again" in notes:
+            self.require(key in self.refused, event, "was never refused as an outlier")
+            return
         self.require(answer.reason is not Reason.OUTLIER or "outlier_refused" in notes, event, "is refused silently")
+        if answer.reason is Reason.OUTLIER:
+            self.refused.add(key)
         if not taken and answer.reason is not Reason.OUTLIER:
             return
         vital = Vital(event.steps, event.norm, event.cosine)

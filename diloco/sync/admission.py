@@ -54,6 +54,8 @@ def admit(
         return Verdict(Outcome.REFUSED, Reason.FINISHED)
     if sequence > line.watermark + 1:
         return Verdict(Outcome.RETRY, Reason.GAP)
+    if digest in line.outliers:  # What is usual may be something else by now, but its site has thrown it away.
+        return Verdict(Outcome.REFUSED, Reason.OUTLIER)
     version = state.fragments[fragment].version
     if not 0 <= base_version <= version:
         return Verdict(Outcome.REFUSED, Reason.BAD_BASE)

@@ -1,4 +1,10 @@
-"""An update is here: it enters the fragment's round, or is answered at once."""
+"""An update is here: it enters the fragment's round, or is answered at once.
+
+A refusal changes nothing, so that nobody can make the syncer remember things by sending what it refuses, but for one:
+what is refused as an outlier is remembered by its digest, and counted.  Every other reason holds for ever once it
+holds, or is found again in the same bytes.  What is usual moves, and the same update that comes twice, or again after a
+crash, must not be refused to its site, which throws it away, and then be merged.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +21,11 @@ from diloco.sync.rounds import open_round
 from diloco.sync.state import Pending
 
 if TYPE_CHECKING:
+    from diloco.sync.state import Line
     from diloco.sync.turn import Turn
+
+OUTLIERS_REMEMBERED_MAX = 16
+"""Of one number: a site whose updates are discarded in a row stops in words long before it has sent so many."""
 
 
 def update_arrived(turn: Turn, event: UpdateArrived) -> None:
@@ -28,12 +38,15 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
     version = state.fragments[event.fragment].version if known else 0
     turn.effects.append(AnswerPush(event.call, verdict.outcome, version, verdict.reason, verdict.fate))
     if verdict.outcome is not Outcome.ACCEPTED:
+        if finding.why:
+            _refused_for_its_vitals(state.sites[event.site].lines[event.fragment], event.digest)
         return
     membership.back(turn, event.site)
     site = state.sites[event.site]
     site.step_ns = smoothed(site.step_ns, event.step_ns)
     line = site.lines[event.fragment]
     line.watermark, line.cursor, line.final = event.sequence, max(line.cursor, event.cursor), event.final
+    line.outliers = []  # Whatever comes under this number again is a duplicate or a conflict.
     pending = Pending(
         event.sequence,
         event.base_version,
@@ -61,6 +74,9 @@ def _judged(turn: Turn, event: UpdateArrived) -> tuple[Verdict, Finding]:
     verdict = admit(turn.state, turn.options, *header)
     nothing = Finding(None, None)
     if verdict.outcome is not Outcome.ACCEPTED:
+        if verdict.reason is Reason.OUTLIER:
+            why = f"sequence {event.sequence}: it was refused before"
+            turn.note("outlier_again", why, site=event.site, fragment=event.fragment)
         return verdict, nothing
     if not event.intact:
         return Verdict(Outcome.REFUSED, Reason.CORRUPT), nothing
@@ -71,6 +87,11 @@ def _judged(turn: Turn, event: UpdateArrived) -> tuple[Verdict, Finding]:
         turn.note("outlier_refused", _words(event, finding), site=event.site, fragment=event.fragment)
         return Verdict(Outcome.REFUSED, Reason.OUTLIER), finding
     return verdict, finding
+
+
+def _refused_for_its_vitals(line: Line, digest: str) -> None:
+    line.outliers = [*line.outliers, digest][-OUTLIERS_REMEMBERED_MAX:]
+    line.updates_refused[Reason.OUTLIER.value] = line.updates_refused.get(Reason.OUTLIER.value, 0) + 1
 
 
 def _words(event: UpdateArrived, finding: Finding) -> str:

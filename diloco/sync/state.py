@@ -59,7 +59,8 @@ class Pending:
 class Line:
     """One (site, fragment): its watermark, its undecided updates in sequence order, its latest fates.
 
-    ``vitals`` are those of the updates that were admitted last.
+    ``vitals`` are those of the updates that were admitted last; ``outliers`` are the digests of those that were refused
+    for theirs under the number that comes next.
     """
 
     watermark: int = 0
@@ -72,6 +73,7 @@ class Line:
     undecided: list[Pending] = field(default_factory=list)
     fates: list[Fate] = field(default_factory=list)
     vitals: list[Vital] = field(default_factory=list)
+    outliers: list[str] = field(default_factory=list)
 
     def unmerged(self) -> list[Pending]:
         """The updates that no outer step has taken, in sequence order."""

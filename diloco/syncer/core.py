@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from diloco.durable import DiskFullError, Step
@@ -392,7 +392,7 @@ class Core:
         self._follow_leases(event, now_ns)
         decided += effects
         if not changes_nothing(event, effects):
-            records.append(Record(now_ns, event, digest_effects(effects)))
+            records.append(Record(now_ns, _as_kept(event, effects), digest_effects(effects)))
 
     def _follow_leases(self, event: OuterEvent, now_ns: int) -> None:
         name = getattr(event, "site", None)
@@ -424,6 +424,15 @@ def _wanting(attempt: Callable[[], str | None]) -> str | None:
         return f"disk full: {error.strerror}"
 
 
+def _as_kept(event: OuterEvent, effects: list[OuterEffect]) -> OuterEvent:
+    """The event as its record has it: the payload of an update that is refused is not kept, so it is not named."""
+    if isinstance(event, UpdateArrived) and any(
+        isinstance(effect, AnswerPush) and effect.outcome is Outcome.REFUSED for effect in effects
+    ):
+        return replace(event, payload="")
+    return event
+
+
 def changes_nothing(event: OuterEvent, effects: list[OuterEffect]) -> bool:
     """Whether the machine is as it was before ``event``: then it is not journalled (DESIGN section 4).
 
@@ -432,7 +441,9 @@ def changes_nothing(event: OuterEvent, effects: list[OuterEffect]) -> bool:
     if not effects:
         return isinstance(event, DeadlinePassed | SiteSilent | SiteHeard)
     if len(effects) == 2 and isinstance(event, UpdateArrived) and isinstance(effects[0], Note):
-        effects = effects[1:]  # What was said of an update that looks like no other, before it was answered.
+        if effects[0].what == "outlier_refused":
+            return False  # It is remembered, so that it is refused again whatever is usual then.
+        effects = effects[1:]
     if len(effects) > 1:
         return False
     (effect,) = effects

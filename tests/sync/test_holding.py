@@ -6,9 +6,11 @@ import pytest
 
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
+from diloco.sync.arrivals import OUTLIERS_REMEMBERED_MAX
 from diloco.sync.events import Outcome, Reason
 from diloco.sync.options import SECOND_NS, HealthOptions
 from diloco.sync.state import Phase, Status
+from diloco.sync.syncer import OuterSync
 from tests.sync.driving import Syncer, notes, of, only, running, through_json
 
 USUAL = {"norm": 1.0, "cosine": 0.5}
@@ -34,15 +36,42 @@ def withdraw(syncer: Syncer, site: str = "a", sequence: int = 5, fragment: int =
     return syncer.handle(ev.UpdateWithdrawn(1, site, fragment, sequence))
 
 
-def test_an_outlier_is_refused_in_words_and_changes_nothing() -> None:
+def test_an_outlier_is_refused_in_words_and_counted() -> None:
     syncer = seasoned("a", "b", policy="refuse")
-    before = syncer.machine.snapshot()
+    before = len(syncer.machine.state.sites["a"].lines[0].vitals)
     effects = syncer.push("a", 5, base_version=4, **FAR)
     assert notes(effects) == ["outlier_refused"]
     answer = only(fx.AnswerPush, effects)
     assert (answer.outcome, answer.reason) == (Outcome.REFUSED, Reason.OUTLIER)
+    line = syncer.machine.state.sites["a"].lines[0]
+    assert (line.watermark, len(line.vitals), line.updates_refused) == (4, before, {"outlier": 1})
+    usual = {**USUAL, "digest": "another one"}
+    assert only(fx.AnswerPush, syncer.push("a", 5, base_version=4, **usual)).outcome is Outcome.ACCEPTED
+    assert line.outliers == []
+
+
+def test_an_update_that_was_refused_as_an_outlier_is_refused_again_whatever_is_usual_then() -> None:
+    """Its site has thrown it away; and what a crash or a slow stream brings once more must not be merged."""
+    syncer = seasoned("a", "b", policy="refuse")
+    syncer.push("a", 5, base_version=4, **FAR)
+    syncer.machine = OuterSync.restore(syncer.options, through_json(syncer.machine.snapshot()))
+    syncer.handle(ev.SyncerStarted(3, HealthOptions(policy="admit")))
+    digest = syncer.update("a", 5, base_version=4, **FAR).digest
+    verdict = syncer.machine.admit("a", 1, 0, 5, 4, digest)
+    assert (verdict.outcome, verdict.reason) == (Outcome.REFUSED, Reason.OUTLIER), "before a byte is read"
+    before = syncer.machine.snapshot()
+    effects = syncer.push("a", 5, base_version=4, **FAR)
+    assert notes(effects) == ["outlier_again"]
+    assert only(fx.AnswerPush, effects).reason is Reason.OUTLIER
     assert syncer.machine.snapshot() == before
-    assert only(fx.AnswerPush, syncer.push("a", 5, base_version=4, **USUAL)).outcome is Outcome.ACCEPTED
+
+
+def test_what_is_remembered_of_refused_outliers_is_bounded() -> None:
+    syncer = seasoned("a", "b", policy="refuse")
+    for number in range(OUTLIERS_REMEMBERED_MAX + 3):
+        syncer.push("a", 5, base_version=4, **FAR, digest=f"d{number}")
+    line = syncer.machine.state.sites["a"].lines[0]
+    assert line.outliers == [f"d{number}" for number in range(3, OUTLIERS_REMEMBERED_MAX + 3)]
 
 
 def test_an_outlier_that_is_admitted_is_noted() -> None:

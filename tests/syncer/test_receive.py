@@ -310,3 +310,8 @@ def test_an_update_like_no_other_is_refused_and_counted_or_held_and_shown(tmp_pa
         assert "norm" in held["why"]
         assert status["sites"]["a"]["held"] == []
     verify(tmp_path)  # The journal names no payload of the one that was refused.
+    with serving(tmp_path, health={"policy": "admit"}) as syncer:
+        join(syncer)
+        assert push(syncer, *update("a", 6, **large)).reason is Reason.OUTLIER, "judged once, also after a crash"
+        status = syncer.api.status()
+        assert (status["payloads_decoded"], status["sites"]["a"]["updates_refused"]) == (0, {"outlier": 1})
