@@ -171,7 +171,7 @@ def test_a_full_disk_is_unavailable_and_changes_nothing_and_heals(tmp_path: Path
         header, payload = worker.world.update(random.Random(6))
         push = Call(statuses.DISK_FULL, f"{SYNC}Push", pushed(header, payload), worker.world.site)
         joining = siege.workers[1].world
-        join = convert.pack_join(joining.join(process="00000000000abcde"))
+        join = convert.pack_join(joining.join(process="00000000000abcde", ticket=joining.incarnation + 1))
         before = siege.quiet()
         full.touch()
         said = "disk full: No space left on device"
