@@ -207,7 +207,7 @@ def _build_agent(
     try:
         client = SyncClient(config.site.syncer, config.site.id, config.run.name or "", build.site_security(config))
     except (ValueError, OSError) as error:
-        raise ConfigError(f"site: {error}") from error
+        raise ConfigError(f"site: {str(error).replace('address is', 'syncer is', 1)}") from error
     return Agent(
         build.agent_options(config, folder.agent),
         build.learner_options(config),

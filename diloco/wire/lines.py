@@ -15,7 +15,15 @@ from typing import Any
 
 import grpc
 
-from diloco.wire.security import SYSTEM_ROOTS, SecurityOptions, is_loopback, read_authority, read_pair, read_token
+from diloco.wire.security import (
+    PORT_MAX,
+    SYSTEM_ROOTS,
+    SecurityOptions,
+    is_loopback,
+    read_authority,
+    read_pair,
+    read_token,
+)
 from diloco.wire.watched import Watched
 
 _HOST_PORT = re.compile(r"[^\s,/:\[\]]+:[0-9]{1,5}|\[[0-9A-Fa-f:.]+\]:[0-9]{1,5}|unix:[^\s,]+")
@@ -28,6 +36,7 @@ def split_addresses(text: str) -> tuple[str, ...]:
     for address in found:
         if not _HOST_PORT.fullmatch(address):
             raise ValueError(f"address is {text!r}: host:port wanted, or several with commas between them")
+        _check_port(address)
         if found.count(address) > 1:
             raise ValueError(f"address is {text!r}: {address} is in it twice")
     if len(found) > ADDRESSES_MAX:
@@ -35,8 +44,16 @@ def split_addresses(text: str) -> tuple[str, ...]:
     return found
 
 
+def _check_port(address: str) -> None:
+    """gRPC takes a port modulo 65536, and would call whoever listens there."""
+    port = address.rpartition(":")[2]
+    if not address.startswith("unix:") and port.isdecimal() and not 1 <= int(port) <= PORT_MAX:
+        raise ValueError(f"address is {address!r}: a port of 1 to {PORT_MAX} wanted")
+
+
 def check_address(address: str, options: SecurityOptions) -> None:
-    """``ValueError`` in words when a token would be sent unencrypted to another machine."""
+    """``ValueError`` in words for a port that is none, and when a token would go unencrypted to another machine."""
+    _check_port(address)
     has_token = bool(options.token or options.token_file)
     if has_token and not (options.tls_ca or is_loopback(address) or options.insecure_non_loopback):
         raise ValueError(

@@ -25,6 +25,7 @@ import grpc
 from diloco.wire.watched import Watched
 
 SYSTEM_ROOTS = "system"
+PORT_MAX = 65535
 _TOKEN = re.compile(r"[\x21-\x7e]+")
 
 
@@ -105,7 +106,13 @@ def check_private(field: str, path: str) -> None:
 
 
 def check_bind(address: str, options: SecurityOptions) -> None:
-    """Refuse in words (``ValueError``) to listen on a reachable address without encryption or without identities."""
+    """Refuse in words (``ValueError``) to listen on a reachable address without encryption or without identities.
+
+    And at a port that is none, of which gRPC would take the remainder.
+    """
+    port = address.rpartition(":")[2]
+    if not address.startswith("unix:") and not (":" in address and port.isdecimal() and int(port) <= PORT_MAX):
+        raise ValueError(f"address is {address!r}: host:port wanted, with a port of 0 to {PORT_MAX}")
     if is_loopback(address) or options.insecure_non_loopback:
         return
     if not options.tls_cert:

@@ -50,6 +50,11 @@ def test_help_answers_without_torch(arguments: list[str]) -> None:
         ("run.init_from is 'nowhere'", ["syncer", *TINY, "run.init_from=nowhere", "cluster.syncer.listen=127.0.0.1:0"]),
         ("run.resume is 'must'", ["syncer", *TINY, "run.name=none", "run.resume=must"]),
         ("run.resume is 'must'", ["train", *TINY, "run.name=none", "run.resume=must"]),
+        (
+            "listen is '127.0.0.1:99999': host:port wanted, with a port of 0 to 65535",
+            ["syncer", *TINY, "cluster.syncer.listen=127.0.0.1:99999"],
+        ),
+        ("'127.0.0.1:99999': a port of 1 to 65535", ["status", "127.0.0.1:99999"]),
         ("not a loopback address", ["syncer", *TINY, "cluster.syncer.listen=0.0.0.0:0"]),
         ("threads is -1", ["syncer", *TINY, "cluster.syncer.threads=-1"]),
         ("site.nproc is 2: start the ranks", ["train", *TINY, "site.nproc=2"]),

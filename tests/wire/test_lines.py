@@ -83,7 +83,16 @@ def test_a_line_leads_to_one_address_at_a_time(tmp_path: Path) -> None:
     line.lead_to("127.0.0.1:1")
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:65536", "127.0.0.1:99999", "127.0.0.1:0", "[::1]:70000"])
+def test_a_port_that_is_none_is_not_taken_modulo_what_there_is(address: str) -> None:
+    with pytest.raises(ValueError, match="a port of 1 to 65535"):
+        Line(address, SecurityOptions(), [])
+    with pytest.raises(ValueError, match="a port of 1 to 65535"):
+        split_addresses(address)
+
+
 def test_addresses_are_host_and_port() -> None:
+    assert split_addresses("127.0.0.1:65535,127.0.0.1:1") == ("127.0.0.1:65535", "127.0.0.1:1")
     assert split_addresses("fra.example:7077, [::1]:7078,unix:/run/x") == (
         "fra.example:7077",
         "[::1]:7078",

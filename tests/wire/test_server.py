@@ -21,6 +21,12 @@ def test_two_servers_cannot_have_one_port(wired: Wired) -> None:
         serve(FakeSyncer(), ServerOptions(run_id=RUN, address=wired.server.address))
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:65536", "127.0.0.1:99999", "[::1]:99999", "127.0.0.1", "127.0.0.1:-1"])
+def test_a_port_that_is_none_is_not_taken_modulo_what_there_is(address: str) -> None:
+    with pytest.raises(ValueError, match=r"address is '.*': host:port wanted, with a port of 0 to 65535"):
+        serve(FakeSyncer(), ServerOptions(run_id=RUN, address=address))
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:http!", "no.such.host.invalid:1"])
 def test_an_address_that_cannot_be_bound_is_named(address: str) -> None:
     with pytest.raises(ValueError, match=r"address is '"):
