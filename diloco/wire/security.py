@@ -14,6 +14,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import socket
 import ssl
 import stat
 from dataclasses import dataclass
@@ -113,7 +114,10 @@ def check_bind(address: str, options: SecurityOptions) -> None:
     port = address.rpartition(":")[2]
     if not address.startswith("unix:") and not (":" in address and port.isdecimal() and int(port) <= PORT_MAX):
         raise ValueError(f"address is {address!r}: host:port wanted, with a port of 0 to {PORT_MAX}")
-    if is_loopback(address) or options.insecure_non_loopback:
+    if is_loopback(address):
+        return
+    _check_resolves(address)
+    if options.insecure_non_loopback:
         return
     if not options.tls_cert:
         raise ValueError(
@@ -125,6 +129,16 @@ def check_bind(address: str, options: SecurityOptions) -> None:
             f"address is {address!r}: not a loopback address, and sites cannot be told apart. Give tokens_file or "
             "require_client_cert, or set insecure_non_loopback to accept that anyone on the network can join"
         )
+
+
+def _check_resolves(address: str) -> None:
+    """Whoever has misspelt a name is to mend the name, and not to be shown how protection is switched off."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.getaddrinfo(host.strip("[]") or None, int(port), type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"address is {address!r}: {host} does not resolve here: {why}") from error
 
 
 class ServingCertificate:

@@ -55,6 +55,7 @@ def test_help_answers_without_torch(arguments: list[str]) -> None:
             ["syncer", *TINY, "cluster.syncer.listen=127.0.0.1:99999"],
         ),
         ("'127.0.0.1:99999': a port of 1 to 65535", ["status", "127.0.0.1:99999"]),
+        ("nohost.invalid does not resolve here", ["syncer", *TINY, "cluster.syncer.listen=nohost.invalid:1"]),
         ("not a loopback address", ["syncer", *TINY, "cluster.syncer.listen=0.0.0.0:0"]),
         ("threads is -1", ["syncer", *TINY, "cluster.syncer.threads=-1"]),
         ("site.nproc is 2: start the ranks", ["train", *TINY, "site.nproc=2"]),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -313,13 +314,25 @@ def test_token_and_certificate_must_name_the_same_caller(
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "10.1.2.3:7000", "example.org:7000", ":7000"])
 def test_a_reachable_address_needs_tls_and_identities(
-    address: str, syncer: FakeSyncer, authority: Authority, tokens: str
+    address: str, syncer: FakeSyncer, authority: Authority, tokens: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *asked, **wanted: [("192.0.2.1", 7000)])
     options = ServerOptions(run_id=RUN, address=address)
     with pytest.raises(ValueError, match="there is no TLS"):
         serve(syncer, options, SecurityOptions(tokens_file=tokens))
     with pytest.raises(ValueError, match="cannot be told apart"):
         serve(syncer, options, SecurityOptions(**tls(authority)))
+
+
+@pytest.mark.parametrize("host", ["nohost.invalid", "a..b", "10.1.2.300"])
+@pytest.mark.parametrize("insecure", [False, True])
+def test_a_name_that_does_not_resolve_is_no_reason_to_switch_protection_off(
+    syncer: FakeSyncer, host: str, insecure: bool
+) -> None:
+    options = ServerOptions(run_id=RUN, address=f"{host}:7000")
+    with pytest.raises(ValueError, match=f"address is '{host}:7000': {host} does not resolve here") as caught:
+        serve(syncer, options, SecurityOptions(insecure_non_loopback=insecure))
+    assert "insecure" not in str(caught.value)
 
 
 def test_a_reachable_address_can_be_had_by_saying_so(syncer: FakeSyncer, authority: Authority, tokens: str) -> None:
