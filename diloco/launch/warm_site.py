@@ -48,6 +48,9 @@ def read_site(folder: Path) -> WarmSite:
         found = checkpoint.latest(folder / "checkpoints")
     except checkpoint.CheckpointError as error:
         raise ColdError(str(error)) from error
+    if found is None and not folder.is_dir():
+        beside = ", ".join(sorted(path.parent.name for path in folder.parent.glob("*/checkpoints")))
+        raise ColdError(f"{folder} is not there" + (f"; beside it are {beside}" if beside else ""))
     if found is None:
         raise ColdError(f"{folder} has no checkpoint: a cold site is never a source")
     told = found.meta.get("extra", {})

@@ -124,11 +124,11 @@ def digests(folder: Path) -> dict[str, str]:
 def _manifest(path: Path) -> dict[str, Any]:
     text = path.read_bytes()
     manifest = dict(parse_json(text))
+    if manifest.get("format") != FORMAT:
+        raise ImageError(f"{path} has format {shown(manifest.get('format'))}: {FORMAT} wanted")
     told = {name: value for name, value in manifest.items() if name != "sha256"}
-    if manifest["sha256"] != _digest_of(told) or _text(manifest) != text:
+    if manifest.get("sha256") != _digest_of(told) or _text(manifest) != text:
         raise ImageError(f"{path} is damaged: its own digest does not match")
-    if manifest["format"] != FORMAT:
-        raise ImageError(f"{path.parent} has format {shown(manifest['format'])}: {FORMAT} wanted")
     return manifest
 
 

@@ -196,13 +196,8 @@ class Kept:
         _check_sites(machine.state, selections)
         for chosen in selections:
             if not any(chosen.takes(out.site, out.fragment, out.sequence, out.version) for out in replayer.left_out):
-                merged = ", ".join(
-                    f"fragment {index} {first + 1}..{fragment.version}"
-                    for index, (first, fragment) in enumerate(
-                        zip(rebuilt.began_at, machine.state.fragments, strict=True)
-                    )
-                )
-                raise KeptError(f"{chosen}: no such update was merged; looked at were the versions {merged}")
+                newest = " ".join(str(fragment.version) for fragment in machine.state.fragments)
+                raise KeptError(f"{chosen}: no such update was merged; the newest versions are {newest}")
         rebuilt.values = [
             values if last is None else replace(values, version=min(last, values.version)) for values in replayer.values
         ]

@@ -77,6 +77,15 @@ def test_a_flipped_bit_in_a_base_is_found(tmp_path: Path) -> None:
         read_site(tmp_path)
 
 
+def test_a_site_that_is_not_there_is_no_cold_one(tmp_path: Path) -> None:
+    for name in ("site-b", "site-a"):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ColdError, match=r"site-x is not there; beside it are site-a, site-b"):
+        read_site(tmp_path / "site-x")
+    with pytest.raises(ColdError, match=r"elsewhere/site-x is not there$"):
+        read_site(tmp_path / "elsewhere/site-x")
+
+
 def test_without_a_checkpoint_it_is_cold_and_a_damaged_one_is_named(tmp_path: Path) -> None:
     with pytest.raises(ColdError, match="has no checkpoint: a cold site is never a source"):
         read_site(tmp_path)

@@ -91,6 +91,12 @@ def test_damage_is_named(tmp_path: Path) -> None:
         read_image(tmp_path / "image")
 
 
+def test_an_image_of_another_format_is_no_damaged_one(tmp_path: Path) -> None:
+    (tmp_path / "image.json").write_text('{"format": 1, "versions": []}')
+    with pytest.raises(ImageError, match=r"image\.json has format 1: 2 wanted"):
+        read_image(tmp_path)
+
+
 def test_every_flipped_byte_and_every_cut_is_found(tmp_path: Path) -> None:
     write_image(tmp_path / "image", image(tmp_path / "run"))
     dice = random.Random(7)
