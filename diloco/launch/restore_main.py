@@ -137,7 +137,20 @@ def _from_image(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[R
     momentum = all(values.momentum is not None for values in image.fragments)
     without = image.facts.get("without") or []
     said = [f"without {text}" for text in without] if isinstance(without, list) else []
-    return restored, [*said, "momentum as it was then" if momentum else "no momentum: there was none"]
+    said.append("momentum as it was then" if momentum else "no momentum: there was none")
+    return restored, [*said, *_unfinished(past, restored)]
+
+
+def _unfinished(past: Past, restored: Restored) -> list[str]:
+    """A run that had finished goes on: its final model is one of before."""
+    from diloco.durable import PLAIN_DISK, Step
+
+    final, before = past.data / "final", past.data / f"final-before-{restored.lineage}"
+    if not final.is_dir():
+        return []
+    PLAIN_DISK.rename(final, before, Step.FILE)
+    PLAIN_DISK.sync_folder(past.data, Step.FILE)
+    return [f"the run had finished and goes on; the final model that it had is in {before}"]
 
 
 def _from_backup(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Restored, list[str]]:

@@ -67,6 +67,25 @@ def test_from_an_image(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert event["held"] == [["a", 0, 400, 4], ["a", 1, 400, 4], ["b", 0, 300, 3], ["b", 1, 300, 3]]
 
 
+def test_a_finished_run_that_is_restored_has_not_finished(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`diloco up` would not have gone on with it."""
+    final = RunDir(run).final_model
+    final.parent.mkdir()
+    final.write_bytes(b"of before")
+    image = tmp_path / "image"
+    assert main(["replay", str(run), "--without", "site=b:versions=3..4", "--out", str(image)]) == 0
+    assert main(["restore", str(run), "--from", str(image)]) == 0
+    (before,) = (run / "syncer").glob("final-before-*/model.safetensors")
+    assert f"the run had finished and goes on; the final model that it had is in {before.parent}" in (
+        capsys.readouterr().out
+    )
+    assert before.read_bytes() == b"of before"
+    assert not final.exists()
+    assert_goes_on(run, [9, 9]).stop()
+
+
 def test_from_a_backup_into_a_lost_folder(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url = str(tmp_path / "vault")
     for _ in range(2):
@@ -261,7 +280,7 @@ def test_a_data_folder_that_is_named_is_where_the_run_goes_on(
         (["--list"], 2, "cluster.syncer.backup is ''"),
         (["--from", "nowhere"], 1, "holds neither an image nor a backup of run past"),
         (["--from", "zz://x"], 1, "Protocol not known"),
-        (["--from-site", "nowhere"], 1, "has no checkpoint: a cold site is never a source"),
+        (["--from-site", "nowhere"], 1, "nowhere is not there"),
     ],
 )
 def test_nonsense_is_one_line(
