@@ -170,6 +170,7 @@ class Killing:
         self.dice = random.Random(f"crash/{seed}")
         self.killed = killed
         self.kills_left = kills_max
+        self.mortal = kills_max > 0
         self.lock_step = lock_step
         self.toy = the_toy(folder, lock_step=lock_step)
         self.actors = {name: Actor(name) for name in ("syncer", *SITES)}
@@ -211,8 +212,12 @@ class Killing:
         actor.logs.append(actor.process.log)
 
     def _next_death(self, actor: Actor) -> tuple[str, int] | None:
-        if self.kills_left <= 0 or self.over:
+        if self.over or not self.mortal:
             return None
+        if self.kills_left <= 0:
+            # The end of a run has a step of its own: the last life but one dies there.
+            self.mortal = actor.role != "syncer"
+            return None if self.mortal else (str(Step.EXPORT), self.dice.randint(1, CASES[Step.EXPORT].passages))
         if self.dice.random() < 0.15:
             return INSTANT, self.dice.randrange(20, 1500)
         wanted = [name for name, case in CASES.items() if self._is_time(actor, case)]
