@@ -134,13 +134,19 @@ class Canaries:
 
     def _run(self) -> None:
         while not self._ended.wait(self._every_s):
-            told = self._told()
+            began_s = time.monotonic()
+            try:
+                told = self._told()
+            except (OSError, ValueError) as error:
+                told = {"same": None, "why": _in_words(error)[-WHY_CHARS:]}
             if told is not None:
-                self._emit("canary", told)
+                self._emit("canary", {**told, "seconds": round(time.monotonic() - began_s, 3)})
 
     def _told(self) -> dict[str, object] | None:
-        """What one canary said; None when the site ends before it."""
-        began_s = time.monotonic()
+        """What one canary said; None when the site ends before it.
+
+        ``OSError`` where no process can be had, ``ValueError`` where what it says cannot be read.
+        """
         child = subprocess.Popen(
             self._command,
             stdout=subprocess.PIPE,
@@ -158,8 +164,16 @@ class Canaries:
                         child.kill()
         if self._ended.is_set():
             return None
-        seconds = {"seconds": round(time.monotonic() - began_s, 3)}
         try:
-            return {**json.loads(out), **seconds}
+            said = json.loads(out)
         except ValueError:
-            return {"same": None, "why": " ".join(problem.split())[-WHY_CHARS:], **seconds}
+            return {"same": None, "why": " ".join(problem.split())[-WHY_CHARS:]}
+        if not isinstance(said, dict):
+            raise ValueError(f"it printed no JSON object: {out.strip()}")
+        return said
+
+
+def _in_words(error: OSError | ValueError) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)

@@ -7,6 +7,7 @@ the kernel appends as a whole, so that processes which share the file never mix 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import queue
@@ -20,19 +21,25 @@ if TYPE_CHECKING:
 
 Event = dict[str, object]
 CLOSE_WAIT_S = 5.0
+WAITING_MAX = 100_000
+"""Events that wait for a disk that stands, or for a follower; those beyond are left out, and counted."""
 
 
 class EventLog:
     """Appends to ``path`` in a thread of its own, so that whoever emits never waits for a file.
 
     ``also`` is called in that thread with every event, for lines on a terminal.  Events of one emitter keep their
-    order.  When the disk refuses, the first error is kept in ``error`` and the run goes on: the log is for people.
+    order.  When the disk refuses, the first error is kept in ``error`` and the run goes on: the log is for people.  A
+    follower that raises is a defect, told once and counted in ``failures``; it ends neither the log nor the others.
     """
 
     def __init__(self, path: Path, who: str, also: Callable[[Event], None] | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.error: OSError | None = None
+        self.failures = 0
+        self._left_out = 0
+        self._lock = threading.RLock()  # A signal handler may emit while its thread does.
         self._who = who
         self._followers = [also] if also is not None else []
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -46,7 +53,14 @@ class EventLog:
 
     def emit(self, what: str, fields: dict[str, object] | None = None) -> None:
         """Note that ``what`` happened now.  ``fields`` hold what JSON can carry; NaN and infinity become null."""
-        self._queue.put({"at": round(time.time(), 6), "who": self._who, "what": what, **(fields or {})})
+        if self._queue.qsize() < WAITING_MAX:
+            self._queue.put(self._event(what, fields or {}))
+            return
+        with self._lock:
+            self._left_out += 1
+
+    def _event(self, what: str, fields: dict[str, object]) -> Event:
+        return {"at": round(time.time(), 6), "who": self._who, "what": what, **fields}
 
     def close(self) -> None:
         """Write what was emitted so far, waiting at most a few seconds for a slow disk."""
@@ -58,11 +72,24 @@ class EventLog:
         while (event := self._queue.get()) is not None:
             self._write(event)
             for follow in list(self._followers):
-                follow(event)
+                self._tell(follow, event)
+            with self._lock:
+                left_out, self._left_out = self._left_out, 0
+            if left_out:
+                self._write(self._event("note", {"note": "events_left_out", "count": left_out}))
         os.close(self._file)
 
+    def _tell(self, follow: Callable[[Event], None], event: Event) -> None:
+        try:
+            follow(event)
+        except Exception as error:
+            self.failures += 1
+            if self.failures == 1:
+                logging.getLogger(__name__).exception("an event could not be followed")
+                self._write(self._event("note", {"note": "follower_failed", "why": repr(error)}))
+
     def _write(self, event: Event) -> None:
-        line = memoryview((json.dumps(finite(event), allow_nan=False) + "\n").encode())
+        line = memoryview((json.dumps(finite(event), allow_nan=False, default=repr) + "\n").encode())
         try:
             while line:
                 line = line[os.write(self._file, line) :]

@@ -8,10 +8,8 @@ it of those that are held); of device memory and utilisation; of round trips, du
 (``compute`` has them all but the outer world's); of evaluations, which ``diloco eval`` writes into the run's events;
 and of tokens saved, which is what ``diloco_wan_raw_bytes_total`` says beside ``diloco_wan_bytes_total``.
 
-Labels are
-``site``, ``state``, ``outcome``, ``direction``, ``kind`` and ``code``, whose values are few; none is a tensor, a round
-or a rank.
-The page asks nobody who they are, so it listens on loopback unless a host is given.
+Labels are ``site``, ``state``, ``outcome``, ``direction``, ``kind`` and ``code``, whose values are few; none is a
+tensor, a round or a rank.  The page asks nobody who they are, so it listens on loopback unless a host is given.
 """
 
 from __future__ import annotations

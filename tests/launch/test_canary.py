@@ -115,6 +115,23 @@ def test_a_canary_that_cannot_be_run_is_said_in_its_own_words() -> None:
     assert (told["same"], told["why"]) == (None, "no checkpoint yet")
 
 
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (["/nowhere/python"], "/nowhere/python: No such file or directory"),
+        (saying("print([1])"), "it printed no JSON object: [1]"),
+        (saying("import sys; sys.stdout.buffer.write(bytes([255]))"), "can't decode byte 0xff"),
+    ],
+)
+def test_a_canary_that_fails_is_said_each_time_and_the_next_is_tried(command: list[str], why: str) -> None:
+    events = Events()
+    with Canaries(command, 0.05, events.emit):
+        told = events.wait_for("canary", count=2, bound_s=BOUND_S)
+    for each in told[:2]:
+        assert each["same"] is None
+        assert why in str(each["why"])
+
+
 def test_a_site_that_ends_does_not_wait_for_its_canary_and_0_means_none() -> None:
     events = Events()
     with Canaries(saying("import time; time.sleep(600)"), 0.01, events.emit):

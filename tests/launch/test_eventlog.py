@@ -7,7 +7,10 @@ import sys
 import threading
 from pathlib import Path
 
-from diloco.launch.eventlog import EventLog, read_events
+import pytest
+
+from diloco.launch import eventlog
+from diloco.launch.eventlog import Event, EventLog, read_events
 
 WRITER = """
 import sys
@@ -73,3 +76,56 @@ def test_a_full_disk_is_kept_as_an_error_and_ends_nothing() -> None:
     log.emit("step")
     log.close()
     assert log.error is not None
+
+
+def test_a_follower_that_fails_ends_neither_the_log_nor_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log, taken = EventLog(tmp_path / "events.jsonl", "syncer"), []
+
+    def fails(event: Event) -> None:
+        raise KeyError(event["number"])
+
+    log.follow(fails)
+    log.follow(taken.append)
+    for number in range(3):
+        log.emit("step", {"number": number})
+    log.close()
+    events, _ = read_events(log.path)
+    assert [event["number"] for event in events if event["what"] == "step"] == [0, 1, 2]
+    assert [event["number"] for event in taken] == [0, 1, 2]
+    assert log.failures == 3
+    (said,) = [event for event in events if event["what"] == "note"]
+    assert (said["note"], said["why"]) == ("follower_failed", "KeyError(0)")
+    assert len([record for record in caplog.records if record.exc_info]) == 1, "once, with where it failed"
+
+
+def test_a_field_that_is_no_json_is_told_as_it_looks(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl", "syncer")
+    log.emit("step", {"path": Path("x")})
+    log.emit("step", {"path": "y"})
+    log.close()
+    assert [event["path"] for event in read_events(log.path)[0]] == ["PosixPath('x')", "y"]
+
+
+def test_what_waits_to_be_written_is_bounded_and_what_is_left_out_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eventlog, "WAITING_MAX", 10)
+    gate, begun = threading.Event(), threading.Event()
+
+    def stands(event: Event) -> None:
+        begun.set()
+        gate.wait(30)
+
+    log = EventLog(tmp_path / "events.jsonl", "site-a", also=stands)
+    log.emit("step", {"number": 0})
+    assert begun.wait(30)
+    for number in range(1, 26):
+        log.emit("step", {"number": number})
+    gate.set()
+    log.close()
+    events, _ = read_events(log.path)
+    assert [event["number"] for event in events if event["what"] == "step"] == list(range(11))
+    (said,) = [event for event in events if event["what"] == "note"]
+    assert (said["note"], said["count"]) == ("events_left_out", 15)
