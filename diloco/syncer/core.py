@@ -28,6 +28,7 @@ from diloco.sync.journal import Record, digest_effects
 from diloco.sync.leases import Leases
 from diloco.sync.state import Status
 from diloco.sync.syncer import OuterSync
+from diloco.syncer.readiness import Unready, Want
 from diloco.wire.messages import Refusal
 from diloco.wire.messages import Status as WireStatus
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 Answer = AnswerJoin | AskToConfirm | AnswerPush | AnswerDone
 T = TypeVar("T")
+DISK_FULL, STANDBY_AWAY, LEASE_LOST = Unready.DISK_FULL, Unready.STANDBY_AWAY, Unready.LEASE_LOST
 IDLE_S = 0.5
 BATCH_MAX = 256
 RETRY_S = 0.1
@@ -51,8 +53,9 @@ HELD_AFTER_S = 0.5
 class CoreHeld(Refusal):
     """The decision loop waits for something that is wanting, in words; who asks may come back."""
 
-    def __init__(self, why: str) -> None:
-        super().__init__(WireStatus.UNAVAILABLE, why)
+    def __init__(self, want: Want) -> None:
+        super().__init__(WireStatus.UNAVAILABLE, want.text)
+        self.kind = want.kind
 
 
 class NotHandedIn(CoreHeld):
@@ -86,7 +89,7 @@ class _Question:
 class Core:
     """The loop.  ``carry_out`` gets every effect that is not an answer, in order, in the loop's thread.
 
-    ``on_held`` hears in words what the loop waits for, and None when it goes on; ``held`` is the same.  ``replicated``
+    ``on_held`` hears what the loop waits for, and None when it goes on; ``held`` says it in words.  ``replicated``
     is asked about each turn that is durable here, again and again until it answers None: what it says until then is why
     nothing may be told of that turn yet.  ``leads`` is asked in the same way right before anything is told, to who only
     reads as well; it may raise, which ends the loop.  All are called in the loop's thread.  With ``acks_first`` an
@@ -100,7 +103,7 @@ class Core:
         carry_out: Callable[[OuterEffect], None],
         *,
         on_failure: Callable[[BaseException], None] = lambda error: None,
-        on_held: Callable[[str | None], None] = lambda why: None,
+        on_held: Callable[[Want | None], None] = lambda want: None,
         replicated: Callable[[Turn], str | None] = lambda turn: None,
         leads: Callable[[], str | None] = lambda: None,
         acks_first: bool = False,
@@ -114,7 +117,7 @@ class Core:
         self._replicated = replicated
         self._leads = leads
         self._acks_first = acks_first
-        self.held: str | None = None
+        self._want: Want | None = None
         self._clock_ns = clock_ns
         self._origin_ns = machine.state.now_ns - clock_ns()
         self.leases = Leases(machine.options.site_timeout_ns)
@@ -149,6 +152,12 @@ class Core:
     def alive(self) -> bool:
         """Whether the loop still decides."""
         return self._thread.is_alive()
+
+    @property
+    def held(self) -> str | None:
+        """What the loop waits for, in words."""
+        want = self._want
+        return want.text if want is not None else None
 
     def now_ns(self) -> int:
         """The machine's time: it goes on from where the last process left it."""
@@ -227,21 +236,21 @@ class Core:
         return future
 
     def _hand_in(self) -> None:
-        if (held := self.held) is not None:
-            raise NotHandedIn(held)
+        if (want := self._want) is not None:
+            raise NotHandedIn(want)
 
     def _wait(self, future: Future[T], timeout_s: float, early: bool = False) -> T:
         until = time.monotonic() + timeout_s
         while True:
             alive = self.alive  # Asked before the wait: what a loop that has just ended answered is still there.
-            held = None if early else self.held
+            want = None if early else self._want
             left_s = max(0.0, until - time.monotonic())
-            if wait([future], timeout=min(HELD_AFTER_S, left_s) if alive and held is None else 0.0).done:
+            if wait([future], timeout=min(HELD_AFTER_S, left_s) if alive and want is None else 0.0).done:
                 return future.result()
             if not alive or left_s == 0:
                 raise CoreStopped
-            if held is not None:
-                raise CoreHeld(held)
+            if want is not None:
+                raise CoreHeld(want)
 
     # --- the loop ----------------------------------------------------------------------------------------------
 
@@ -283,7 +292,7 @@ class Core:
         deadline_ns = self.machine.next_deadline_ns()
         if deadline_ns is not None and now_ns >= deadline_ns:
             self._decide(DeadlinePassed(), decided, records)
-        if (records and not self.settle(records, decided)) or not self._until(self._leads):
+        if (records and not self.settle(records, decided)) or not self._until(self._leads, LEASE_LOST):
             return
         for effect in decided:
             if isinstance(effect, Answer):
@@ -315,33 +324,36 @@ class Core:
             self._store.journal.flush()
             return None
 
-        if not (self._until(write) and self._until(flush)):
+        if not (self._until(write, DISK_FULL) and self._until(flush, DISK_FULL)):
             return False
         if self._acks_first:
-            if not self._until(self._leads):
+            if not self._until(self._leads, LEASE_LOST):
                 return False
             for effect in decided:
                 if isinstance(effect, AnswerPush) and effect.outcome is Outcome.ACCEPTED:
                     self._answer(effect)
-        return self._until(lambda: self._replicated(turns[0]))
+        return self._until(lambda: self._replicated(turns[0]), STANDBY_AWAY)
 
-    def _until(self, attempt: Callable[[], str | None]) -> bool:
-        """Repeat ``attempt`` until it answers None instead of why it cannot be; False when the process is to stop."""
+    def _until(self, attempt: Callable[[], str | None], kind: Unready) -> bool:
+        """Repeat ``attempt`` until it answers None instead of why it cannot be; False when the process is to stop.
+
+        ``kind`` is of what it wants.
+        """
         began = time.monotonic()
         while (why := _wanting(attempt)) is not None:
             if self._stopping.is_set():
                 return False
             self._leads()  # Who leads no more need not wait: it raises.
             if time.monotonic() - began > HELD_AFTER_S:
-                self._hold(why)
+                self._hold(Want(kind, why))
             self._answer_early(RETRY_S)
         self._hold(None)
         return True
 
-    def _hold(self, why: str | None) -> None:
-        if why != self.held:
-            self.held = why
-            self._on_held(why)
+    def _hold(self, want: Want | None) -> None:
+        if want != self._want:
+            self._want = want
+            self._on_held(want)
 
     def _answer_early(self, wait_s: float = 0.0) -> None:
         """Answer the early questions, having waited at most ``wait_s`` for the first."""

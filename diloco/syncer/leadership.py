@@ -70,8 +70,6 @@ class Leadership:
         self._possible = ""
         self._trouble: str | None = None
         self._lost: str | None = None
-        self.wants: str | None = None
-        """What ``wanting`` answered last."""
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
@@ -87,8 +85,7 @@ class Leadership:
         if self._lost is not None:
             raise LeaseLostError(self._lost)
         why = f": {self._trouble}" if self._trouble else ""
-        self.wants = None if self.valid() else f"the lease of epoch {self.epoch} was not renewed in time{why}"
-        return self.wants
+        return None if self.valid() else f"the lease of epoch {self.epoch} was not renewed in time{why}"
 
     def heir_is(self, name: str) -> str | None:
         """Why it is not certain that the lease names at most ``name`` ("": nobody) as heir; None when it is.

@@ -7,6 +7,7 @@ the server itself (the empty name) answers SERVING all the while, and the run an
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,14 @@ class Unready(StrEnum):
     STANDBY = "standby"
     STANDBY_AWAY = "standby_away"
     LEASE_LOST = "lease_lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """What has to be there before the syncer goes on: of which kind it is, and in words."""
+
+    kind: Unready
+    text: str
 
 
 class Readiness:

@@ -99,8 +99,6 @@ class Replicator:
         self._acker = ""
         self._follower: Follower | None = None
         self._heard_s = time.monotonic()
-        self.wanting: str | None = None
-        """What ``replicated`` answered last."""
         self._detached = False
         self._attaching = False
         self._goal: Place = (0, 0)
@@ -125,10 +123,6 @@ class Replicator:
 
     def replicated(self, turn: Turn) -> str | None:
         """Why nothing may be told of ``turn`` yet, or None."""
-        self.wanting = self._wanting(turn)
-        return self.wanting
-
-    def _wanting(self, turn: Turn) -> str | None:
         end = (turn.segment, turn.offset + len(turn.data))
         with self.changed:
             if end > self.durable:

@@ -15,6 +15,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from diloco.durable import LOCK
+from diloco.syncer.readiness import Unready, Want
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,44 +29,50 @@ class FolderLostError(OSError):
 
 
 class Room:
-    """The disk that ``folder`` is on.  Any thread may ask; ``on_change`` hears in words that it is full, and None.
+    """The disk that ``folder`` is on.  Any thread may ask; ``on_change`` hears what is wanting, and None.
 
     The caller holds the folder's lock, and so the file that says that it is still the same.
     """
 
-    def __init__(self, folder: Path, reserve_bytes: int, on_change: Callable[[str | None], None]) -> None:
+    def __init__(self, folder: Path, reserve_bytes: int, on_change: Callable[[Want | None], None]) -> None:
         self._folder = folder
         self._lock_file = os.stat(folder / LOCK)
         self._reserve_bytes = reserve_bytes
         self._on_change = on_change
         self._lock = threading.Lock()
-        self._held: str | None = None
-        self._told: str | None = None
+        self._held: Want | None = None
+        self._told: Unready | None = None
 
     def wanting(self, more_bytes: int = 0) -> str | None:
         """Why nothing that needs ``more_bytes`` can be taken in now; None when it can."""
-        return self.lost() or self._held or self._low(more_bytes)
+        held = self._held
+        return self.lost() or (held.text if held is not None else self._low(more_bytes))
 
-    def held(self, why: str | None) -> None:
+    def held(self, want: Want | None) -> None:
         """The decision loop waits for something that is wanting, or goes on."""
-        self._held = why
+        self._held = want
         self.look()
 
     def look(self) -> None:
-        """Tell of a change, each once."""
+        """Tell of a change, each once: of room that is wanting, or of something of another kind."""
         with self._lock:
-            why = self._held or self._low(0)
-            if (why is None) != (self._told is None):
-                self._told = why
-                self._on_change(why)
+            want, low = self._held, self._low(0)
+            if want is None and low is not None:
+                want = Want(Unready.DISK_FULL, low)
+            kind = want.kind if want is not None else None
+            if kind is not self._told:
+                self._told = kind
+                self._on_change(want)
 
-    def run(self, stopping: threading.Event, on_loss: Callable[[FolderLostError], None]) -> None:
-        """The thread that looks; it ends when it has told ``on_loss`` that the folder is lost."""
-        while not stopping.wait(LOOK_EVERY_S):
-            if (why := self.lost()) is not None:
-                on_loss(FolderLostError(why))
-                return
-            self.look()
+    def run(self, stopping: threading.Event, on_failure: Callable[[Exception], None]) -> None:
+        """The thread that looks; it ends when it has told ``on_failure`` that the folder is lost, or cannot be read."""
+        try:
+            while not stopping.wait(LOOK_EVERY_S):
+                if (why := self.lost()) is not None:
+                    raise FolderLostError(why)
+                self.look()
+        except Exception as error:  # Also of who hears of a change: nobody looks any more, and so somebody must know.
+            on_failure(error)
 
     def lost(self) -> str | None:
         """Why nothing that is written is kept; None as long as the folder is the one whose lock was taken.

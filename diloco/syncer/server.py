@@ -43,9 +43,10 @@ from diloco.syncer.facts import merged_into, outer_step_facts, refusal_facts, st
 from diloco.syncer.feeds import Feeds
 from diloco.syncer.keeping import Keeper
 from diloco.syncer.leadership import lead
+from diloco.syncer.lease import LeaseError
 from diloco.syncer.memory import MemoryCheck
 from diloco.syncer.opening import begun, open_store, recovered
-from diloco.syncer.readiness import Readiness, Unready
+from diloco.syncer.readiness import Readiness, Unready, Want
 from diloco.syncer.replicator import Replicator
 from diloco.syncer.room import LOOK_EVERY_S, Room
 from diloco.wire.messages import Published
@@ -210,14 +211,16 @@ class Syncer:
         self.leadership.stop(release=self.failed is None)
 
     def _first_answer(self) -> tuple[dict[str, object], Ending | None]:
-        """How the run stands once the start is in the journal; ``DiskFullError`` when there is no room for that."""
+        """How the run stands once the start is in the journal; ``DiskFullError`` or ``LeaseError`` if never."""
         until = time.monotonic() + START_WAIT_S
         while True:
             try:
                 return self.core.ask(start_facts)
             except CoreHeld as held:
-                if held.text == self.replicator.wanting:  # A standby is waited for, and can only follow who is served.
+                if held.kind is Unready.STANDBY_AWAY:  # A standby is waited for, and can only follow who is served.
                     return self.core.ask(start_facts, early=True)
+                if time.monotonic() > until and held.kind is Unready.LEASE_LOST:
+                    raise LeaseError(held.text) from held
                 if time.monotonic() > until:
                     raise DiskFullError(errno.ENOSPC, held.text, self.options.folder) from held
                 time.sleep(LOOK_EVERY_S / 10)
@@ -235,24 +238,21 @@ class Syncer:
         self._taken.callback(thread.join)
         self._taken.callback(stopping.set)
 
-    def _room_changed(self, why: str | None) -> None:
-        """From the decision loop's thread or the one that looks at the disk; each change is told once."""
-        if why is None:
-            self.readiness.ends(Unready.DISK_FULL)
-            self.readiness.ends(Unready.STANDBY_AWAY)
-            self.readiness.ends(Unready.LEASE_LOST)
+    def _room_changed(self, want: Want | None) -> None:
+        """From the decision loop's thread or the one that looks at the disk; each change of kind is told once."""
+        if want is not None:
+            self.readiness.begins(want.kind)
+        for kind in (Unready.DISK_FULL, Unready.STANDBY_AWAY, Unready.LEASE_LOST):
+            if want is None or kind is not want.kind:
+                self.readiness.ends(kind)
+        if want is None:
             held = self.replicator.options.mode != "off" or self.leadership is not None
             self._emit("note", {"note": "goes_on" if held else "disk_has_room"})
-        elif self.leadership is not None and why == self.leadership.wants:
-            self.readiness.begins(Unready.LEASE_LOST)
-            self._emit("note", {"note": "held", "why": why})
-        elif why == self.replicator.wanting:
-            self.readiness.begins(Unready.STANDBY_AWAY)
-            self._emit("note", {"note": "held", "why": why})
-        else:
-            self.readiness.begins(Unready.DISK_FULL)
+        elif want.kind is Unready.DISK_FULL:
             self.store.let_go_of_the_past()
-            self._emit("note", {"note": "disk_full", "why": why})
+            self._emit("note", {"note": "disk_full", "why": want.text})
+        else:
+            self._emit("note", {"note": "held", "why": want.text})
 
     def wait(self, timeout_s: float) -> Ending | None:
         """Wait for the last version, at most ``timeout_s``; the ending, or None when the run still goes on.

@@ -27,6 +27,7 @@ from diloco.sync.state import Status
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.core import Core, CoreStopped
 from diloco.syncer.journal_files import Turn
+from diloco.syncer.readiness import Want
 from diloco.wire.messages import Refusal
 from diloco.wire.messages import Status as WireStatus
 from tests.syncer.building import eventually
@@ -67,7 +68,7 @@ class Desk:
     def __init__(
         self,
         clock_ns: Callable[[], int] = time.monotonic_ns,
-        on_held: Callable[[str | None], None] = lambda why: None,
+        on_held: Callable[[Want | None], None] = lambda want: None,
         replicated: Callable[[Turn], str | None] = lambda turn: None,
         leads: Callable[[], str | None] = lambda: None,
         acks_first: bool = False,

@@ -12,6 +12,7 @@ from diloco.sync.events import DrainRequested, Outcome
 from diloco.syncer.core import CoreHeld, CoreStopped
 from diloco.syncer.journal_files import Turn
 from diloco.syncer.lease import LeaseLostError
+from diloco.syncer.readiness import Unready, Want
 from diloco.wire.messages import Refusal
 from diloco.wire.messages import Status as WireStatus
 from tests.syncer.building import eventually
@@ -34,7 +35,7 @@ def background(work: Callable[[], object]) -> tuple[threading.Thread, list[objec
 
 
 def test_a_full_disk_holds_everything_back_but_early_questions_and_heals() -> None:
-    held: list[str | None] = []
+    held: list[Want | None] = []
     with running(on_held=held.append) as desk:
         desk.join()
         desk.disk.log.clear()
@@ -56,7 +57,7 @@ def test_a_full_disk_holds_everything_back_but_early_questions_and_heals() -> No
         assert again.outcome is Outcome.DUPLICATE, "what was handed in before stays handed in"
         assert desk.disk.log[:2] == ["append", "flush"]
         assert desk.disk.log.count("StartOuterStep") == 1
-    assert held == ["disk full: No space left on device", None]
+    assert held == [Want(Unready.DISK_FULL, "disk full: No space left on device"), None]
 
 
 def test_who_asks_again_and_again_while_it_is_held_fills_no_inbox() -> None:
@@ -160,6 +161,7 @@ def test_who_may_not_lead_tells_nobody_anything_not_even_what_it_knew_before() -
         pushing, pushed = background(desk.push)
         pushing.join(10.0)
         assert isinstance(pushed[0], CoreHeld)
+        assert pushed[0].kind is Unready.LEASE_LOST
         assert desk.effects == effects
         why[0] = None
         eventually(lambda: desk.core.held is None, "the loop goes on")

@@ -9,9 +9,11 @@ import pytest
 
 from diloco.durable import PLAIN_DISK
 from diloco.sync.state import FragmentState, OuterState
+from diloco.syncer import server as server_module
 from diloco.syncer.leadership import REMEMBERED, Leadership, claim_of, lead, remembered
 from diloco.syncer.lease import LeaseError, LeaseLostError, LeaseRefusedError
 from diloco.syncer.lease_file import FileLease
+from tests.syncer.building import new_syncer
 
 TTL_S = 10.0
 
@@ -228,3 +230,14 @@ def test_a_folder_that_had_a_lease_is_not_led_under_another_or_none(tmp_path: Pa
     with pytest.raises(LeaseRefusedError, match="there is no lease"):
         lead(FileLease(tmp_path / "a.json", "run", 5.0), tmp_path / "data", PLAIN_DISK, state(), silence)
     assert json.loads((tmp_path / "data" / REMEMBERED).read_text())["place"] == f"file:{tmp_path / 'a.json'}"
+
+
+def test_a_start_whose_lease_is_not_renewed_in_time_says_that_and_not_that_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "START_WAIT_S", 0.2)
+    monkeypatch.setattr(Leadership, "valid", lambda guard: False)
+    syncer = new_syncer(tmp_path / "run", silence)
+    syncer._lease = FileLease(tmp_path / "lease", "run", 60.0)
+    with pytest.raises(LeaseError, match="the lease of epoch 1 was not renewed in time"):
+        syncer.start()

@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from diloco.syncer.readiness import Readiness, Unready
+from diloco.syncer.readiness import Readiness, Unready, Want
 from diloco.wire.calls import SYNC_SERVICE
 from tests.syncer.building import NO_WAIT, RUN, Events, eventually, join, new_syncer, serving
 
@@ -43,7 +43,7 @@ def test_a_full_disk_and_a_drain_are_told_by_the_run_s_name_and_the_server_lives
         assert syncer._server is not None
         address = syncer._server.address
         assert [probe(address, name) for name in ("", SYNC_SERVICE, RUN)] == [SERVING] * 3
-        syncer._room_changed("2 MB are left")
+        syncer._room_changed(Want(Unready.DISK_FULL, "2 MB are left"))
         assert [probe(address, name) for name in ("", SYNC_SERVICE, RUN)] == [SERVING, NOT_SERVING, NOT_SERVING]
         assert syncer.api.status()["not_ready"] == ["disk_full"]
         syncer._room_changed(None)
@@ -53,6 +53,18 @@ def test_a_full_disk_and_a_drain_are_told_by_the_run_s_name_and_the_server_lives
         eventually(lambda: probe(address, RUN) == NOT_SERVING, "a run that drains")
         assert probe(address, "") == SERVING
         assert syncer.api.status()["not_ready"] == ["draining"]
+
+
+def test_the_past_goes_for_a_full_disk_alone_and_one_reason_takes_another_s_place(tmp_path: Path) -> None:
+    with serving(tmp_path) as syncer:
+        let_go = list[list[str]]()
+        syncer.store.let_go_of_the_past = lambda: let_go.append(syncer.readiness.reasons())  # type: ignore[method-assign]
+        for kind in (Unready.STANDBY_AWAY, Unready.LEASE_LOST, Unready.DISK_FULL, Unready.STANDBY_AWAY):
+            syncer._room_changed(Want(kind, "words that nobody looks into"))
+            assert syncer.readiness.reasons() == [kind.value]
+        syncer._room_changed(None)
+        assert syncer.readiness.reasons() == []
+        assert let_go == [["disk_full"]]
 
 
 def test_a_run_that_drained_is_ready_when_it_goes_on(tmp_path: Path) -> None:

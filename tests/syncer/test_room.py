@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -13,6 +14,7 @@ import pytest
 
 from diloco.durable import locked
 from diloco.syncer import room as room_module
+from diloco.syncer.readiness import Unready, Want
 from diloco.syncer.room import FolderLostError, Room
 from tests.syncer.building import Events, eventually, new_syncer, serving
 
@@ -26,7 +28,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path / "syncer"
 
 
-def never(error: FolderLostError) -> None:
+def never(error: Exception) -> None:
     raise AssertionError(error)
 
 
@@ -37,7 +39,7 @@ def with_free(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def test_the_reserve_is_kept_free_and_an_edge_is_told_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free, told = with_free(monkeypatch), list[str | None]()
+    free, told = with_free(monkeypatch), list[Want | None]()
     room = Room(folder, 64 * MB, told.append)
     room.look()
     assert (room.wanting(), told) == (None, [])
@@ -47,7 +49,8 @@ def test_the_reserve_is_kept_free_and_an_edge_is_told_once(folder: Path, monkeyp
     free["bytes"] = 63 * MB
     for _ in range(3):
         room.look()
-    assert told == [room.wanting()] == ["disk full: 63 MB are free, 64 MB in reserve are wanted"]
+    assert told == [Want(Unready.DISK_FULL, "disk full: 63 MB are free, 64 MB in reserve are wanted")]
+    assert room.wanting() == told[0].text
     free["bytes"] = 64 * MB
     for _ in range(3):
         room.look()
@@ -55,16 +58,45 @@ def test_the_reserve_is_kept_free_and_an_edge_is_told_once(folder: Path, monkeyp
 
 
 def test_what_the_loop_waits_for_counts_whatever_is_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free, told = with_free(monkeypatch), list[str | None]()
+    free, told = with_free(monkeypatch), list[Want | None]()
     room = Room(folder, 64 * MB, told.append)
-    room.held("disk full: quota")
-    assert (room.wanting(), told) == ("disk full: quota", ["disk full: quota"])
+    quota = Want(Unready.DISK_FULL, "disk full: quota")
+    room.held(quota)
+    assert (room.wanting(), told) == ("disk full: quota", [quota])
     free["bytes"] = 0
     room.held(None)
-    assert told == ["disk full: quota"], "still full, for another reason"
+    assert told == [quota], "still full, for another reason"
     free["bytes"] = 100 * MB
     room.look()
-    assert told == ["disk full: quota", None]
+    assert told == [quota, None]
+
+
+def test_that_something_else_is_wanting_now_is_a_change(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk fills up while a standby is away: nobody had heard of that when the standby was back."""
+    free, told = with_free(monkeypatch), list[Want | None]()
+    room = Room(folder, 64 * MB, told.append)
+    room.held(Want(Unready.STANDBY_AWAY, "the standby is away"))
+    free["bytes"] = 63 * MB
+    room.held(Want(Unready.STANDBY_AWAY, "no standby has followed"))
+    room.held(None)
+    room.held(Want(Unready.LEASE_LOST, "not renewed"))
+    free["bytes"] = 100 * MB
+    room.held(None)
+    kinds = [want.kind if want is not None else None for want in told]
+    assert kinds == [Unready.STANDBY_AWAY, Unready.DISK_FULL, Unready.LEASE_LOST, None]
+
+
+def test_a_thread_that_cannot_look_any_more_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had ended without a word, and a full disk was never seen again."""
+    monkeypatch.setattr(room_module, "LOOK_EVERY_S", 0.01)
+    with_free(monkeypatch)["bytes"] = 0
+
+    def broken(want: Want | None) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    failed = list[Exception]()
+    Room(folder, 64 * MB, broken).run(threading.Event(), failed.append)
+    assert [str(error) for error in failed] == ["[Errno 5] Input/output error"]
 
 
 def test_without_a_reserve_the_disk_is_not_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +105,7 @@ def test_without_a_reserve_the_disk_is_not_asked(folder: Path, monkeypatch: pyte
 
 
 def test_the_thread_sees_it_heal_when_nobody_comes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free, told = with_free(monkeypatch), list[str | None]()
+    free, told = with_free(monkeypatch), list[Want | None]()
     monkeypatch.setattr(room_module, "LOOK_EVERY_S", 0.01)
     room, stopping = Room(folder, 64 * MB, told.append), threading.Event()
     thread = threading.Thread(target=room.run, args=(stopping, never))
@@ -110,7 +142,7 @@ def test_a_folder_that_is_lost_is_told_of_and_takes_nothing_in(
     lose: Callable[[Path], None], words: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room_module, "LOOK_EVERY_S", 0.01)
-    lost, changes = list[FolderLostError](), list[str | None]()
+    lost, changes = list[Exception](), list[Want | None]()
     room = Room(folder, 64 * MB, changes.append)
     thread = threading.Thread(target=room.run, args=(threading.Event(), lost.append))
     thread.start()
