@@ -104,6 +104,7 @@ class Agent:
         self._machine = restored_machine(learner, restored, redo, self._outbox, self._odometer, self._tensors)
         self._stopping = threading.Event()
         self._stop: StopTraining | None = None
+        self._rejoining = ""  # Why, as it was said; until it has joined.
         self._sealer = self._sealing()
         self._sender = Sender(
             client,
@@ -421,6 +422,7 @@ class Agent:
             ),
             self._machine.state.epoch,
         )
+        self._rejoining = ""
         self._touch.heartbeat_s = reply.settings.heartbeat_ns / 1e9
         versions = [standing.version for standing in reply.standings]
         facts: dict[str, object] = {"incarnation": reply.incarnation, "epoch": reply.epoch, "versions": versions}
@@ -439,7 +441,9 @@ class Agent:
         )
 
     def _rejoin(self, why: str) -> None:
-        self._emit("note", {"note": "rejoin", "why": why})
+        if why != self._rejoining:
+            self._rejoining = why
+            self._emit("note", {"note": "rejoin", "why": why})
         self._listener.wake()
 
     def _give_up(self, why: str) -> None:

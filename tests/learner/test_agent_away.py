@@ -11,6 +11,7 @@ import pytest
 from diloco.learner import couriers
 from diloco.sync.progress import site_ledger
 from diloco.wire.backoff import Backoff
+from diloco.wire.messages import Refused, Status
 from diloco.wire.pulled import PulledVersion
 from tests.learner.direct import DirectClient, Site, agent_threads, started
 from tests.syncer.building import serving
@@ -84,3 +85,24 @@ def test_a_version_of_a_syncer_whose_place_another_has_taken_is_fetched_again(tm
         assert min(arrived) > 3, "nothing of the old one was taken"
         site.train_until(lambda: syncer.holdings.values[0].version >= 1, "it trains")
         site.close()
+
+
+def test_a_site_that_is_refused_for_a_while_says_so_once_and_loses_nothing(tmp_path: Path) -> None:
+    alone = {"outer": {"site_timeout_ns": 200_000_000, "updates_in_flight_max": 2}}
+    with serving(tmp_path / "syncer", **alone) as syncer, started(tmp_path / "a", syncer) as site:
+        site.train_until(lambda: syncer.holdings.values[0].version >= 1, "connected")
+
+        def refuse() -> None:
+            raise Refused(Status.PERMISSION_DENIED, "site a is not in the permissions of this run")
+
+        for what in ("join", "push"):
+            site.client.before[what] = refuse
+        before = len(site.client.calls)
+        refused = lambda: Counter(site.client.calls[before:])  # noqa: E731
+        site.train_until(lambda: refused()["push"] >= 4 and refused()["join"] >= 2, "refused again and again", 60.0)
+        site.client.before.clear()
+        version = syncer.holdings.values[0].version
+        site.train_until(lambda: syncer.holdings.values[0].version > version, "taken in again", 60.0)
+        said = Counter(note["note"] for note in site.events.of("note"))
+        assert (said["rejoin"], said["join_refused"]) == (1, 1)
+        assert site.agent.finish().ledger["lost"] == 0
