@@ -234,7 +234,11 @@ class DrainRequested:
 
 @dataclass(frozen=True, slots=True)
 class StandbyDetached:
-    """An operator lets the run go on without a standby; what follows is on one disk until one is attached again."""
+    """The run goes on without a standby; what follows is on one disk until one is attached again.
+
+    ``call`` is an operator's who lets it; 0 where nobody waits for an answer, as when a standby has taken over and has
+    none of its own.
+    """
 
     call: int
 

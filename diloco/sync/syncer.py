@@ -181,7 +181,7 @@ def _standby(turn: Turn, event: StandbyDetached | StandbyAttached) -> None:
     turn.state.detached = isinstance(event, StandbyDetached)
     if isinstance(event, StandbyDetached):
         turn.effects.append(AnswerDone(event.call))
-        turn.note("standby_detached", "an operator's word: from now on one disk holds what is acknowledged")
+        turn.note("standby_detached", "from now on one disk holds what is acknowledged")
     else:
         turn.note("standby_attached", f"{event.standby} has everything: two disks hold what is acknowledged")
 

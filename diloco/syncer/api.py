@@ -28,6 +28,7 @@ from diloco.sync.events import (
 )
 from diloco.sync.state import Status as SiteStatus
 from diloco.syncer import protocols
+from diloco.syncer.core import NotHandedIn
 from diloco.syncer.receive import Reception
 from diloco.syncer.status import describe
 from diloco.syncer.tally import Tally
@@ -380,11 +381,16 @@ class Api:
             raise Refusal(
                 Status.FAILED_PRECONDITION, f"nothing waits for a standby: replication is {replicator.options.mode}"
             )
-        replicator.detach()
+        is_new = replicator.detach()
         until = time.monotonic() + DETACH_S
         while core.held is not None and time.monotonic() < until:
             time.sleep(0.02)  # The turn that is held is let go, and only then the next one can be decided.
-        core.call(StandbyDetached)
+        try:
+            core.call(StandbyDetached)
+        except NotHandedIn:
+            if is_new:  # Nothing waits for the standby any more: that is to be in the journal when the loop goes on.
+                core.post(StandbyDetached(0))
+            raise
 
     def _done(self, answer: object, site: str) -> None:
         assert isinstance(answer, AnswerDone), answer

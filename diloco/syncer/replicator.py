@@ -155,11 +155,12 @@ class Replicator:
         """Who lacks what is told next must not be the heir; why that is not sure yet."""
         return self._leadership.heir_is(name) if self._leadership is not None else None
 
-    def detach(self) -> None:
-        """An operator's word; it is journalled by whoever calls this, right after."""
+    def detach(self) -> bool:
+        """An operator's word, to be journalled by whoever calls this, right after; False when it is nothing new."""
         with self.changed:
-            self._detached = True
+            is_new, self._detached = not self._detached, True
         self._core.nudge()
+        return is_new
 
     def attached(self) -> None:
         """The record that says so is durable here and there: from now on the standby is waited for."""

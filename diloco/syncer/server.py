@@ -151,7 +151,7 @@ class Syncer:
         self.api = Api(self)
         # Before the loop begins: a deadline that has passed would be acted on first, and its step issued twice.
         self.core.post(SyncerStarted(epoch, self.plan.health))
-        if alone and not machine.state.detached:
+        if alone and not machine.state.detached and self.options.replication.mode != "off":
             self.core.post(StandbyDetached(0))
         self.core.start()
         self._taken.callback(self._stop_core)
