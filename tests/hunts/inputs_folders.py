@@ -61,7 +61,7 @@ def replaced(path: Path, read: Callable[[], object], words: Words, weight: float
 def told(folder: Path) -> Desk:
     """A short run with snapshots that are kept, and something after the last one."""
     desk = Desk(folder)
-    desk.store.snapshots.prune = lambda retention, behind: Choice((), cut=False)  # type: ignore[method-assign]
+    desk.store.snapshots.prune = lambda retention, behind, pinned: Choice((), cut=False)  # type: ignore[method-assign]
     desk.begin()
     story = Story(desk, 4)
     for turn in range(24):

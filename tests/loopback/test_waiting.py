@@ -15,7 +15,7 @@ import pytest
 
 from diloco.launch.eventlog import EventLog
 from diloco.learner.agent import Agent
-from diloco.learner.sealing import SealJob
+from diloco.learner.sealing import Sealer, SealJob
 from diloco.sync.effects import StartOuterStep
 from diloco.sync.events import UpdateArrived
 from diloco.sync.journal import replay
@@ -135,11 +135,12 @@ def test_the_check_fails_when_the_agent_seals_in_the_training_thread(
 ) -> None:
     """A mutant: the file of the outbox is written where the order to seal is given."""
     watched = Watched(monkeypatch)
-    monkeypatch.setattr(Agent, "_seal_loop", lambda agent: None)
+    monkeypatch.setattr(Sealer, "run", lambda sealer: None)
     toy = Toy(folder=str(tmp_path), outer={"grace": "fixed", "grace_ns": 0})
     with serving(toy) as (_, address, _), guarding(Guard(watched.forbidden), monkeypatch) as guard:
         with SiteThread(toy, "a", address, step_s=0.003) as site:
-            site.toy_site.agent._seals = SealsAtOnce(site.toy_site.agent)  # type: ignore[assignment]
+            sealer = site.toy_site.agent._sealer
+            sealer.queue = SealsAtOnce(sealer)  # type: ignore[assignment]
             eventually(lambda: site.error is not None, BOUND_S, "the mutant is caught")
         assert isinstance(site.error, Waited)
         assert guard.seen
@@ -148,12 +149,12 @@ def test_the_check_fails_when_the_agent_seals_in_the_training_thread(
 class SealsAtOnce:
     """In the place of the queue of the sealing thread."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, sealer: Sealer) -> None:
+        self._sealer = sealer
 
     def put(self, job: SealJob | tuple[int, int] | None) -> None:
         if isinstance(job, SealJob):
-            self._agent._seal(job)
+            self._sealer._seal(job)
 
 
 def test_invariant_14_with_quorum_1_no_site_waits_for_another(tmp_path: Path) -> None:

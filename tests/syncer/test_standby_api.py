@@ -57,4 +57,4 @@ def test_it_takes_over_when_it_has_something_to_go_on_from() -> None:
 
 def test_its_status_says_whose_standby_it_is() -> None:
     api = an_api(status=lambda: {"role": "standby"})
-    assert api.status() == {"role": "standby", "primary": "host:7077", "lease": None}
+    assert api.status() == {"role": "standby", "primary": "host:7077", "lease": None, "identity_complaints": []}
