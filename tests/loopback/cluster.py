@@ -154,7 +154,8 @@ class SiteThread:
 
     def __exit__(self, *_: object) -> None:
         self.toy_site.halt.set()
-        if self.finished is None:
+        # One that has seen the word already is done, and its agent is not.
+        if self.finished is None or self.finished.ending == "halted":
             self.toy_site.agent.close()
         self._thread.join(20.0)
 
