@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from diloco.sim.replaying import ZERO, Kept, Replayer, Versions
 from diloco.sim.storage import Damaged, Storage, sealed, unsealed
 from diloco.sync.events import UpdateArrived
-from diloco.sync.frames import CHAIN_START, encode_frame, encode_header, encode_mark, read_segment, units
+from diloco.sync.frames import CHAIN_START, MARK, encode_frame, encode_header, encode_mark, read_segment, units
 from diloco.sync.journal import JournalError, Record, decode_records, encode_records
 from diloco.sync.plain import canonical
 from diloco.sync.syncer import OuterSync
@@ -167,6 +167,11 @@ class OuterDisk:
         self.storage.sync_names()
         self.storage.append(name, encode_mark(chain))
         self.chain = chain
+
+    def end(self) -> Place:
+        """Where the last unit of the journal ends that a standby gets; a mark after it is this disk's own."""
+        found = [unit.end for unit in units(self.storage.read(self.journal_name())) if unit.kind != MARK]
+        return self.segment, found[-1]
 
     def _prune(self) -> None:
         snapshots = self.storage.names("snapshot-")

@@ -18,21 +18,31 @@ class Process:
     def __init__(self, on_death: Callable[[], None]) -> None:
         self.alive = True
         self.frozen = False
+        self._inside = False
         self._backlog: list[Callable[[], None]] = []
         self._on_death = on_death
 
     def deliver(self, action: Callable[[], None]) -> None:
-        """Run ``action`` in this process: now, after the thaw when it is frozen, never when it is dead."""
+        """Run ``action`` in this process: now, after the thaw when it is frozen, never when it is dead.
+
+        One that is delivered by another is a part of it: where it dies, the rest of the other does not happen either.
+        """
         if not self.alive:
             return
         if self.frozen:
             self._backlog.append(action)
             return
+        if self._inside:
+            action()
+            return
+        self._inside = True
         try:
             action()
         except Died:
             self.kill()
             self._on_death()
+        finally:
+            self._inside = False
 
     def freeze(self) -> None:
         """Stop as by SIGSTOP: nothing is lost, everything waits."""

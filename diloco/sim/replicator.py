@@ -82,7 +82,7 @@ class Replicator:
     def __init__(self, process: OuterProcess, plan: ReplicationPlan, *, detached: bool) -> None:
         self.process, self.plan = process, plan
         self.detached = detached
-        self.durable: Place = (process.disk.segment, len(process.disk.storage.read(journal_name(process.disk.segment))))
+        self.durable = process.disk.end()
         self._acked = START
         self._acker = ""
         self._attaching = False
@@ -116,8 +116,7 @@ class Replicator:
 
     def rotated(self) -> None:
         """The journal goes on in another segment."""
-        disk = self.process.disk
-        self.durable = (disk.segment, len(disk.storage.read(disk.journal_name())))
+        self.durable = self.process.disk.end()
         if self._follower is not None:
             self._follower.pump()
 

@@ -162,8 +162,8 @@ class Swarm:
         if cluster.outer is not None and not cluster.syncers.ended():
             outer = cluster.outer
             outer.ask(outer.drain)
-        if not cluster.syncers.ended():
-            cluster.heap.after(2 * SECOND_NS, self._ask_for_the_end)
+        # Once more also after the end: who takes over after that takes the run up again.
+        cluster.heap.after(2 * SECOND_NS, self._ask_for_the_end)
 
     def _why(self) -> str:
         outer = self.cluster.outer
