@@ -282,7 +282,7 @@ class OuterDisk:
         except Damaged:
             return  # It is older than what is in use, and nothing is dropped for it.
         events = [record.event for segment in kept for frame in segment.frames for record in _in(frame)]
-        needed |= {event.payload for event in events if isinstance(event, UpdateArrived)}
+        needed |= {event.payload for event in events if isinstance(event, UpdateArrived)} - {""}
         for name in self.storage.names("spool/"):
             payload = name.removeprefix("spool/")
             if payload not in needed:

@@ -6,7 +6,7 @@ told to die at each of the instants between.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -186,6 +186,10 @@ class OuterProcess(Loop):
         """Let the machine decide, as a part of the turn."""
         assert self._turn is not None
         effects = self.machine.handle(event, self.now_ns())
+        if isinstance(event, UpdateArrived) and not any(
+            isinstance(effect, AnswerPush) and effect.outcome is Outcome.ACCEPTED for effect in effects
+        ):
+            event = replace(event, payload="")  # Nobody keeps it, and the same one may be taken in another time.
         self._turn.decided.append((Record(self.now_ns(), event, digest_effects(effects)), effects))
 
     def _must_wait(self, turn: Turn) -> bool:

@@ -237,7 +237,7 @@ class Follower:
 
     def _named_in(self, body: bytes, at: int) -> Iterator[tuple[str, bytes]]:
         events = [record.event for record in decode_records(body, at)]
-        return self._payloads([event.payload for event in events if isinstance(event, UpdateArrived)])
+        return self._payloads([event.payload for event in events if isinstance(event, UpdateArrived) and event.payload])
 
     def _payloads(self, names: list[str]) -> Iterator[tuple[str, bytes]]:
         for name in names:
