@@ -437,9 +437,12 @@ def _wanting(attempt: Callable[[], str | None]) -> str | None:
 
 
 def _as_kept(event: OuterEvent, effects: list[OuterEffect]) -> OuterEvent:
-    """The event as its record has it: the payload of an update that is refused is not kept, so it is not named."""
+    """The event as its record has it: the payload of an update that is not taken in is not kept, so it is not named.
+
+    Nor may it be: the same one may be taken in later, and a name that is on record without being undecided is dropped.
+    """
     if isinstance(event, UpdateArrived) and any(
-        isinstance(effect, AnswerPush) and effect.outcome is Outcome.REFUSED for effect in effects
+        isinstance(effect, AnswerPush) and effect.outcome in (Outcome.REFUSED, Outcome.RETRY) for effect in effects
     ):
         return replace(event, payload="")
     return event
