@@ -39,6 +39,8 @@ class Stream:
 
     def __init__(self, name: str, link: Link, process: StandbyProcess) -> None:
         self.name, self.link, self._process = name, link, process
+        self.served = False
+        """Whether a syncer has begun to: a request that the network has doubled is the same stream."""
         self._expected = 0
         self._early: dict[int, Part] = {}
 
@@ -125,7 +127,8 @@ class StandbyProcess(Process):
         self._watch(stream)
 
     def _asked(self, primary: OuterProcess, stream: Stream, chain: str, segment: int) -> None:
-        if primary.replicator is not None:
+        if primary.replicator is not None and not stream.served:
+            stream.served = True
             primary.replicator.follow(stream, chain, segment)
 
     def _watch(self, stream: Stream) -> None:
