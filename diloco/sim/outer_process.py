@@ -167,8 +167,8 @@ class OuterProcess(Loop):
 
     def _settle_untold(self) -> None:
         """A turn that the last process wrote and did not live to tell is either there or was never told."""
-        turn, self._untold.turn = self._untold.turn, None
-        if turn is not None and turn.chain == self.disk.chain:
+        turn = self._untold.turns.pop(self.disk.chain, None)
+        if turn is not None:
             self._book(turn)
 
     def _book(self, turn: Turn) -> None:
@@ -179,7 +179,7 @@ class OuterProcess(Loop):
 
     def _write(self, turn: Turn) -> None:
         frame, turn.chain = self.disk.frame([record for record, _ in turn.decided])
-        self._untold.turn = turn
+        self._untold.turns[turn.chain] = turn
         turn.place = self.disk.write(frame, turn.chain, self._reached)
 
     def _apply(self, event: OuterEvent) -> None:
@@ -198,8 +198,7 @@ class OuterProcess(Loop):
         return self.leadership is not None and self.leadership.wanting()
 
     def _tell(self, turn: Turn) -> None:
-        if self._untold.turn is turn:
-            self._untold.turn = None
+        self._untold.turns.pop(turn.chain or b"", None)
         self._book(turn)
         self.checkers.told(self.machine, turn.chain, turn.effects())
         for record, effects in turn.decided:

@@ -299,7 +299,7 @@ class Syncers:
         self.checkers.set_back()
         self.lineage += 1
         self.restarts += 1
-        self._untold.turn = None
+        self._untold.turns.clear()
         self._lead(seat, None, lineage=self.lineage)
 
     def heal(self) -> None:

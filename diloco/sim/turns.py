@@ -46,12 +46,12 @@ class Turn:
 
 @dataclass(slots=True)
 class Untold:
-    """A turn that some process may have made durable and did not live to tell.
+    """Turns that some process may have made durable and did not live to tell, by their chain values.
 
-    Only who reads a disk next knows whether it is there, by its chain value.
+    Only who reads a disk next knows whether one is there.  There may be one on each machine's.
     """
 
-    turn: Turn | None = None
+    turns: dict[bytes, Turn] = field(default_factory=dict)
 
 
 class Loop(Process):
