@@ -77,6 +77,10 @@ class OuterDisk:
         """An update has its fate: its payload goes with the last snapshot from which a replay would want it."""
         self._decided.append((self.segment, payload))
 
+    def is_decided(self, payload: str) -> bool:
+        """Whether it only waits for a snapshot."""
+        return any(name == payload for _, name in self._decided)
+
     def frame(self, records: Sequence[Record]) -> tuple[bytes, bytes]:
         """The next frame of the journal, and its chain value."""
         return encode_frame(encode_records(records), self.chain)

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from diloco.sim.messages import Feed, JoinReply, Pulled, Push, PushReply
-from diloco.sim.outer_disk import payload_name
+from diloco.sim.outer_disk import payload_name, payloads_in
 from diloco.sim.process import Died
 from diloco.sim.replaying import digest, restored
 from diloco.sim.replicator import ReplicationPlan, Replicator
@@ -312,7 +312,8 @@ class OuterProcess(Loop):
         assert isinstance(answer, PushReply)
         refused = answer.outcome is Outcome.REFUSED
         if answer.outcome is Outcome.RETRY or (refused and answer.reason is not Reason.FORGOTTEN):
-            self.disk.drop_payload(payload)
+            if payload not in payloads_in(self.machine.snapshot()) and not self.disk.is_decided(payload):
+                self.disk.drop_payload(payload)  # No other attempt at the same update was taken in meanwhile.
         elif refused or answer.fate is not None:
             self.disk.release(payload)  # Decided long ago: only a replay could still want it.
         reply(answer)

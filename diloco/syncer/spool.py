@@ -70,11 +70,14 @@ class Spool:
         """Make a whole update durable and give it its name; ``settle`` must follow.
 
         Two attempts at the same update may be here at once, when a push was given up by its site and sent again: the
-        name is the same, and so is what is in it.
+        name is the same, and so is what is in it.  Where the name is there already an earlier attempt has kept it for
+        good: a later one that is refused, as its process has been replaced meanwhile, takes nothing away.
         """
         reference = self.reference(header)
         with self._claims_lock:
-            self._claims.setdefault(reference, []).append(None)
+            if reference not in self._claims:
+                self._claims[reference] = [Settled.KEPT] if (self.folder / reference).exists() else []
+            self._claims[reference].append(None)
         try:
             self._keep(reference, partial, header)
         except BaseException:

@@ -153,6 +153,20 @@ def test_a_sweep_keeps_what_is_needed_and_what_is_on_its_way(tmp_path: Path) -> 
     assert sorted(files(tmp_path)) == sorted([references[1], str(partial.path.relative_to(tmp_path))])
 
 
+@pytest.mark.parametrize("second", [Settled.GIVEN_BACK, Settled.DROPPED])
+def test_an_attempt_that_comes_to_nothing_takes_no_payload_of_an_earlier_one(tmp_path: Path, second: Settled) -> None:
+    """Its process may have been replaced between the admission of the push and its end, the update accepted before."""
+    header, payload = update()
+    spool = Spool(tmp_path)
+    for settled in (Settled.KEPT, second):
+        partial = spool.open_partial(header)
+        partial.write(memoryview(payload))
+        reference = spool.keep(partial, header)
+        spool.settle(reference, settled, partial)
+        partial.close()
+        assert spool.read(reference, header.digest) == payload
+
+
 @pytest.mark.parametrize("first", [Settled.GIVEN_BACK, Settled.DROPPED, Settled.KEPT])
 @pytest.mark.parametrize("second", [Settled.GIVEN_BACK, Settled.DROPPED, Settled.KEPT])
 def test_of_two_attempts_at_an_update_neither_takes_the_others_payload(
