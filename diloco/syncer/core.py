@@ -23,7 +23,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 from diloco.durable import DiskFullError, Step
 from diloco.sync.effects import AnswerDone, AnswerJoin, AnswerPush, AskToConfirm, Note
-from diloco.sync.events import DeadlinePassed, JoinRequested, Outcome, OuterEvent, SiteHeard, SiteSilent, UpdateArrived
+from diloco.sync.events import (
+    DeadlinePassed,
+    JoinRequested,
+    Outcome,
+    OuterEvent,
+    SiteHeard,
+    SiteSilent,
+    SyncerStarted,
+    UpdateArrived,
+)
 from diloco.sync.journal import Record, digest_effects
 from diloco.sync.leases import Leases
 from diloco.sync.state import Status
@@ -390,11 +399,12 @@ class Core:
         """Let the machine decide; there is a record of it unless nothing changed.
 
         What is due is decided before it, by a record of its own.  So an update that is not taken in changes nothing,
-        also where its push came late, and is not journalled: a record names only payloads that are kept.
+        also where its push came late, and is not journalled: a record names only payloads that are kept.  A start comes
+        before all: what it finds under way must not have been begun by this process.
         """
         now_ns = max(self.now_ns(), self.machine.state.now_ns)
         due_ns = self.machine.next_deadline_ns()
-        if due_ns is not None and now_ns >= due_ns:
+        if due_ns is not None and now_ns >= due_ns and not isinstance(event, SyncerStarted):
             self._decide_at(now_ns, DeadlinePassed(), decided, records)
         if not isinstance(event, DeadlinePassed):
             self._decide_at(now_ns, event, decided, records)

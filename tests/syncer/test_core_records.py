@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from diloco.sync.effects import AnswerDone
+from diloco.sync.effects import AnswerDone, OuterEffect, StartOuterStep
 from diloco.sync.events import (
     DeadlinePassed,
     DrainRequested,
@@ -22,8 +22,9 @@ from diloco.sync.events import (
 )
 from diloco.sync.options import OuterOptions
 from diloco.sync.syncer import OuterSync
-from diloco.syncer.core import changes_nothing
-from tests.syncer.test_core import arrived, running
+from diloco.syncer.core import Core, changes_nothing
+from tests.syncer.building import eventually
+from tests.syncer.test_core import Journal, arrived, running
 
 MS = 1_000_000
 
@@ -133,3 +134,24 @@ def test_heartbeats_and_refusals_write_nothing() -> None:
         assert isinstance(answer, AnswerDone)
         assert answer.reason is Reason.NOT_JOINED
         assert len(desk.disk.events) == written
+
+
+def test_a_start_is_decided_before_what_came_due_while_nobody_was_there() -> None:
+    """Otherwise the round's outer step is begun by the deadline and once more by the start, and its end comes twice."""
+    clock_ns = [0]
+    with running(clock_ns=lambda: clock_ns[0], grace_ns=1000, quorum=1) as desk:
+        desk.join("a")
+        desk.join("b")
+        assert desk.push("a", 1).outcome is Outcome.ACCEPTED
+    journal, effects = Journal(), list[OuterEffect]()
+    core = Core(desk.core.machine, journal, effects.append, clock_ns=lambda: clock_ns[0])  # type: ignore[arg-type]
+    clock_ns[0] = 5000
+    core.post(SyncerStarted(2))
+    core.start()
+    try:
+        eventually(lambda: any(isinstance(effect, StartOuterStep) for effect in effects), "the round is closed")
+    finally:
+        core.stop()
+    assert core.failed is None
+    assert isinstance(journal.events[0], SyncerStarted)
+    assert sum(isinstance(effect, StartOuterStep) for effect in effects) == 1
