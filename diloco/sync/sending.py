@@ -38,9 +38,11 @@ def sealed(turn: SiteTurn, event: Sealed) -> None:
 def seal_failed(turn: SiteTurn, event: SealFailed) -> None:
     """It was never made."""
     sent = turn.find(event.fragment, event.sequence)
-    if sent is not None and (sent.void or sent.outrun):
-        write_off(turn.state.fragments[event.fragment], sent)
-    elif sent is not None and sent.state is SentState.SEALING:
+    if sent is None or sent.void or sent.outrun:  # As in ``sealed``: what it was measured from is held until now.
+        turn.effects.append(Release(event.fragment, event.sequence))
+        if sent is not None:
+            write_off(turn.state.fragments[event.fragment], sent)
+    elif sent.state is SentState.SEALING:
         discard(turn, event.fragment, sent, Reason.NON_FINITE)
 
 

@@ -116,3 +116,11 @@ def test_an_outrun_update_that_was_never_encoded_frees_its_number_as_well() -> N
         assert not part.in_flight
         assert (part.next_sequence, part.tokens_refused) == (2, 0)
         assert ledger_of(site.machine.state, 0).balanced()
+
+
+def test_what_an_outrun_update_was_measured_from_is_let_go_of_when_its_seal_fails() -> None:
+    site = Site()
+    site.send(1)
+    site.train(15)
+    site.join(known(version=1, watermark=1, fates=(told(1, 1, None, "of another process"),)))
+    assert site.handle(ev.SealFailed(0, 2)) == [fx.Release(0, 2)]
