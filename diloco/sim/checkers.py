@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 from diloco.sim import values
 from diloco.sim.checking import Checker
 from diloco.sync.effects import AnswerPush, PublishVersion, StartOuterStep, TellFate
-from diloco.sync.events import LineageBegan, Outcome, OuterStepDone, OuterStepFailed, PushAnswered, UpdateArrived
+from diloco.sync.events import (
+    LineageBegan,
+    Outcome,
+    OuterStepDone,
+    OuterStepFailed,
+    PushAnswered,
+    SiteEvicted,
+    UpdateArrived,
+)
 from diloco.sync.membership import PROCESSES_REMEMBERED_MAX
 from diloco.sync.syncer import OuterSync
 from diloco.sync.weights import raw_weight
@@ -301,7 +309,9 @@ class Grace(Checker):
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """A round that stands open although its quorum was met long ago waits too long."""
-        del event, effects
+        del effects
+        if isinstance(event, SiteEvicted):  # What it takes along may have met a quorum that another meets anew at once.
+            self.met_ns.clear()
         options, state = self.plan.options, machine.state
         for index, fragment in enumerate(state.fragments):
             arrived = set(state.arrived(index))
