@@ -185,9 +185,11 @@ class OuterDisk:
             first = int(str(self.facts(self.storage.names("snapshot-")[0])["segment"]))
         except Damaged:
             return  # Until it goes, nothing else does.
+        self.storage.sync_names()  # None of what is dropped next may be wanted by what a power cut brings back.
         for name in self.storage.names("journal-"):
             if _number(name) < first:
                 self.storage.remove(name)
+        self.storage.sync_names()
         while self._decided and self._decided[0][0] < first:
             self.storage.remove(f"spool/{self._decided.popleft()[1]}")
 
@@ -273,14 +275,14 @@ class OuterDisk:
         """Drop payloads that were never accepted; the others wait for a snapshot again."""
         waiting = payloads_in(machine.snapshot())
         needed = set(waiting)
-        first = self.segment
+        # What is kept of the journal, also where no snapshot left needs it: a standby may go on from there.
+        first = _number(self.storage.names("journal-")[0])
         for name in self.storage.names("snapshot-"):
             try:
                 facts = self.facts(name)
             except Damaged:
                 continue
             needed |= payloads_in(facts["state"])
-            first = min(first, int(str(facts["segment"])))
         try:
             kept = [self._read(journal_name(number)) for number in range(first, self.segment + 1)]
         except Damaged:

@@ -318,7 +318,11 @@ class Store:
             self._note(f"{gone} old snapshots and what is behind them went: the disk is full")
 
     def _prune(self, retention: Retention) -> Choice:
-        """Drop what ``retention`` does not keep and no standby is being sent."""
+        """Drop what ``retention`` does not keep and no standby is being sent.
+
+        Each kind has gone for good before what it needs goes: a power cut may bring back a name that was removed, and
+        a snapshot without its journal, or a segment without its payloads, would then pass for kept.
+        """
         with self._pruning:
             pin = self.pinned()
             if pin is not None and self._bytes_in(range(pin.segment, self.journal.index)) > retention.bytes_max:
@@ -326,7 +330,9 @@ class Store:
             choice = self.snapshots.prune(retention, self._behind_bytes, pin.snapshot if pin is not None else 0)
             first = choice.kept[0].segment if choice.kept else 0
             first = first if pin is None else min(first, pin.segment)
+            self.disk.sync_folder(self.snapshots.folder, Step.SNAPSHOT_PRUNE)
             self.journal.prune(first)
+            self.disk.sync_folder(self.journal.folder, Step.JOURNAL_PRUNE)
             self.lineages.prune(self.snapshots.oldest_lineage())
             while self._decided and self._decided[0].segment < first:
                 self.spool.drop(self._decided.popleft().reference)
