@@ -29,8 +29,8 @@ SYNCER_DEATHS = {
         ("syncer.merge", 1),
     ],
     "receiving": [("spool.sync", 7), ("spool.folder", 10), ("journal.write", 18), ("journal.sync", 18)],
-    "merging": [("syncer.merge", 9), ("merged", 4), ("syncer.publish", 9), ("syncer.publish", 12)],
-    "keeping": [("snapshot.begin", 5), ("snapshot.file", 80), ("snapshot.folder", 4)],
+    "merging": [("syncer.merge", 9), ("merged", 4), ("syncer.publish", 5), ("syncer.publish", 6)],
+    "keeping": [("snapshot.begin", 3), ("snapshot.file", 40), ("snapshot.folder", 2)],
     "pruning": [("snapshot_half_pruned", 2), ("snapshot.prune", 4), ("journal.prune", 2)],
 }
 SITE_DEATHS = {
