@@ -1,10 +1,11 @@
 """``make failover N=10``: kill -9 the syncer, again and again in one run, and let its standby take its place each time.
 
 Real processes over real gRPC, with ``replication=sync``.  The syncer dies at a drawn passage of a durable step, every
-second time in the middle of a merge.  In one run the standby is promoted by the operator's verb; in the next one nobody
-says anything, and as the heir it takes the lease (a file) that the dead one lets run out.  The sites, which know both
-addresses, find it by themselves; and a new standby with an empty folder begins to follow it at the address that has
-become free, every second one only after it was killed in the middle of its first copy.
+second time in the middle of a merge; with ``--at merge`` each time.  In one run the standby is promoted by the
+operator's verb; in the next one nobody says anything, and as the heir it takes the lease (a file) that the dead one
+lets run out.  The sites, which know both addresses, find it by themselves; and a new standby with an empty folder
+begins to follow it at the address that has become free, every second one only after it was killed in the middle of its
+first copy.
 
 A new version must be out within ``WITHIN_S`` of the verb, or within ``WITHIN_LEASES`` times the lease of the kill, and
 the sites' training must not have stood still for it.  When the run has ended its books are audited, over all journals
@@ -84,6 +85,7 @@ class Failovers:
     seed: int
     num: int
     by: str
+    at: str = "any"
     killed: Counter[str] = field(default_factory=Counter)
     took: list[Took] = field(default_factory=list)
     stalls: list[float] = field(default_factory=list)
@@ -133,8 +135,9 @@ class Failovers:
         mine: dict[str, object] = {"data": f"node-{number}", "port": self.ports[number % 2], "late": True}
         if number:
             mine["primary"] = self._address(number - 1)
-        steps = [Step.MERGE] if number % 2 == 0 else [self.dice.choice(STEPS)]
-        self.deaths.append((str(steps[0]), self.dice.randint(1, 2 if number % 2 == 0 else 6)))
+        merging = self.at == "merge" or number % 2 == 0
+        step = Step.MERGE if merging else self.dice.choice(STEPS)
+        self.deaths.append((str(step), self.dice.randint(1, 2 if merging else 6)))
         if number and self.dice.random() < KILLED_COPYING:
             self._dies_copying({**mine, "late": False})
         process = Process("standby" if number else "syncer", self.toy, self.deaths[-1], **mine)
@@ -240,6 +243,7 @@ def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("failover", __doc__)
     hunt.parser.add_argument("--n", type=int, default=10, help="kill so many syncers (default: 10)")
     hunt.parser.add_argument("--by", choices=[*BY, "both"], default="both", help="run by run (default: both)")
+    hunt.parser.add_argument("--at", choices=["any", "merge"], default="any", help="where to kill (default: any)")
     hunt.parser.add_argument("--each", type=int, default=5, help="so many of them in one run (default: 5)")
     hunt.parser.add_argument("--within-s", type=float, default=WITHIN_S, help=f"of the verb (default: {WITHIN_S:g})")
     hunt.parser.add_argument(
@@ -252,11 +256,11 @@ def main(arguments: list[str] | None = None) -> int:
     killed: Counter[str] = Counter()
     tallies = {by: Tally() for by in kinds}
     updates = versions = runs = done = copying = 0
-    replay = {"n": asked.n, "each": asked.each, "by": asked.by, "seed": asked.seed}
+    replay = {"n": asked.n, "each": asked.each, "by": asked.by, "at": asked.at, "seed": asked.seed}
     with tempfile.TemporaryDirectory(prefix="failover-") as folder:
         while done < asked.n and not hunt.violations:
             here, by = Path(folder) / str(runs), kinds[runs % len(kinds)]
-            run = Failovers(here, asked.seed * 1000 + runs, min(asked.each, asked.n - done), by, killed)
+            run = Failovers(here, asked.seed * 1000 + runs, min(asked.each, asked.n - done), by, asked.at, killed)
             try:
                 told = run.run()
                 updates, versions = updates + len(told.accepted), versions + len(told.published)
