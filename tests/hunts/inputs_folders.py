@@ -117,12 +117,12 @@ def format_1(folder: Path) -> Iterator[tuple[str, Reader]]:
     outer, optimizer = toy.rules()
     yield from past(folder / "syncer", Rules(outer, optimizer, toy.codec), "format 1, kept")
     for path in sorted((folder / "syncer" / "journal").iterdir()):
-        records = read_file(path).records
 
-        def journal(path: Path = path, records: object = tuple(records)) -> object:
-            found = tuple(read_file(path).records)
-            assert isinstance(records, tuple)
-            assert found == records[: len(found)], "records that nobody wrote in this order"
+        def journal(path: Path = path) -> object:
+            found = read_file(path).records
+            # Each frame of format 1 stands by itself: one that another journal had reads as well as its own, and what
+            # is wrong with the order is found by a replay.
+            assert len(found) <= path.read_bytes().count(b'"at_ns":'), "more records than are there"
             return found
 
         yield f"format 1, {path.name}", replaced(path, journal, (JournalError,), 1.0)
