@@ -17,10 +17,10 @@ import re
 import secrets
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from diloco.durable import PLAIN_DISK, Step
+from diloco.durable import LOCK, PLAIN_DISK, Step
 from diloco.syncer.lease import Claim, LeaseError, LeaseLostError, LeaseRefusedError
 
 if TYPE_CHECKING:
@@ -189,27 +189,48 @@ class Leadership:
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """What a data folder remembers of leases: the name it has for them, and the place of the one it was led under."""
+    """What a data folder remembers of leases: the name it has for them, and the place of the one it was led under.
+
+    ``home`` tells the folder itself from a copy of it; empty in one of a version that did not write it down.
+    """
 
     name: str
     place: str = ""
+    home: str = ""
 
 
 def remembered(folder: Path, disk: Disk, label: str = "syncer") -> Remembered:
-    """What ``folder`` remembers; one that does not is given a name of its own, by which no other folder goes."""
-    path = folder / REMEMBERED
+    """What ``folder`` remembers; one that does not is given a name of its own, by which no other folder goes.
+
+    ``LeaseRefusedError`` for a copy of a folder that was led under a lease: the process whose folder was copied may
+    live and hold the lease by this name, and may have acknowledged what the copy lacks.
+    """
+    path, home = folder / REMEMBERED, _home(folder)
+    fit = re.sub(r"[^A-Za-z0-9._-]", "-", label).lstrip("._-")[:LABEL_CHARS_MAX] or "syncer"
+    anew = Remembered(f"{fit}-{secrets.token_hex(4)}", home=home)
     try:
         plain = json.loads(path.read_bytes())
     except FileNotFoundError:
-        fit = re.sub(r"[^A-Za-z0-9._-]", "-", label).lstrip("._-")[:LABEL_CHARS_MAX] or "syncer"
-        found = Remembered(f"{fit}-{secrets.token_hex(4)}")
-        _remember(path, found, disk)
-        return found
+        return _remember(path, anew, disk)
     except ValueError:
         plain = None
     if not isinstance(plain, dict) or not all(isinstance(plain.get(key), str) for key in ("name", "place")):
         raise LeaseRefusedError(f"{path} cannot be read: remove it if no other process leads the run")
-    return Remembered(plain["name"], plain["place"])
+    found = Remembered(plain["name"], plain["place"], home)
+    if plain.get("home", home) == home:
+        return _remember(path, found, disk)
+    if not found.place:
+        return _remember(path, anew, disk)
+    raise LeaseRefusedError(
+        f"this data folder was copied or moved here, and the one it comes from was led under the lease {found.place}: "
+        f'when that one is gone and was stopped before the copy was made, remove "home" from {path}'
+    )
+
+
+def _home(folder: Path) -> str:
+    """The numbers of the folder and of its file of locks: a disk takes them along, a copy nearly never has both."""
+    lock = folder / LOCK
+    return f"{folder.stat().st_ino}:{lock.stat().st_ino if lock.exists() else 0}"
 
 
 def claim_of(lease: Lease, folder: Path, disk: Disk, state: OuterState, *, by_itself: bool = False) -> Claim:
@@ -257,7 +278,7 @@ def try_to_lead(
     held = lease.acquire(claim)
     if held is None:
         return None
-    _remember(folder / REMEMBERED, Remembered(claim.name, lease.place), disk)
+    _remember(folder / REMEMBERED, Remembered(claim.name, lease.place, _home(folder)), disk)
     emit("lease_taken", {"epoch": held.epoch, "holder": claim.name, "place": lease.place})
     return Leadership(held, lease.ttl_s, sent_s, lease.place, emit=emit).start()
 
@@ -272,7 +293,8 @@ def _check_unled(folder: Path) -> None:
         )
 
 
-def _remember(path: Path, found: Remembered, disk: Disk) -> None:
-    text = json.dumps({"name": found.name, "place": found.place})
+def _remember(path: Path, found: Remembered, disk: Disk) -> Remembered:
+    text = json.dumps(asdict(found))
     if not path.exists() or json.loads(path.read_bytes()) != json.loads(text):
         disk.write_file(path, text.encode(), Step.LEASE_REMEMBER)
+    return found

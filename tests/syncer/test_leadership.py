@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,33 @@ def test_it_is_taken_renewed_and_given_back(tmp_path: Path) -> None:
     assert standing.released
     claim = claim_of(lease, tmp_path / "data", PLAIN_DISK, state(epoch=5))
     assert (claim.name, claim.anew) == (standing.holder, False)
+
+
+def test_a_copied_folder_is_not_the_one_that_was_copied(tmp_path: Path) -> None:
+    path = tmp_path / "lease.json"
+    (tmp_path / "data").mkdir()
+    guard = lead(FileLease(path, "run", 60.0), tmp_path / "data", PLAIN_DISK, state(), silence)
+    assert guard is not None
+    try:
+        shutil.copytree(tmp_path / "data", tmp_path / "copy")
+        with pytest.raises(LeaseRefusedError, match=r'copied or moved here, .* remove "home" from'):
+            lead(FileLease(path, "run", 60.0), tmp_path / "copy", PLAIN_DISK, state(1), silence, wait_s=0.0)
+        assert guard.valid()
+    finally:
+        guard.stop(release=False)
+    # Where it is the same folder, whoever held the lease under its name has ended: nobody is waited for.
+    again = lead(FileLease(path, "run", 60.0), tmp_path / "data", PLAIN_DISK, state(1), silence, wait_s=0.0)
+    assert again is not None
+    again.stop(release=True)
+
+
+def test_a_folder_of_a_version_that_did_not_remember_its_home_is_taken_for_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / REMEMBERED).write_text('{"name": "syncer-1", "place": ""}')
+    assert remembered(tmp_path / "data", PLAIN_DISK).name == "syncer-1"
+    shutil.copytree(tmp_path / "data", tmp_path / "copy")
+    assert "home" in json.loads((tmp_path / "data" / REMEMBERED).read_text()), "from now on it does"
+    assert remembered(tmp_path / "copy", PLAIN_DISK).name != "syncer-1", "it never led, and goes by a name of its own"
 
 
 def test_nobody_else_gets_it_and_it_is_said_who_has_it(tmp_path: Path) -> None:
