@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
@@ -66,7 +67,7 @@ class Flood:
     def join(self, process: str) -> None:
         ask = JoinAsk(PROTOCOL, RUN, 1, SITE, process, self.fingerprint, b"", {"codec": self.toy.codec})
         reply = unpack_join_reply(next(self.ask("Join", pack_join(ask))))
-        if reply.ticket:
+        while reply.ticket:  # Our other threads join as well, and each has the others asked once more.
             reply = unpack_join_reply(next(self.ask("Join", pack_join(replace(ask, ticket=reply.ticket)))))
         self.incarnation = reply.incarnation
         self.sequence = reply.standings[0].watermark + 1
@@ -149,15 +150,14 @@ def main(toy: Toy, address: str, token: str, orders: Connection) -> None:
         private = [("grpc.use_local_subchannel_pool", 1)]
         channels = [grpc.insecure_channel(address, private) for _ in range(order.connections)]
         turn = itertools.cycle(channels)
-        threads = []
-        for kind in order.kinds:
-            for _ in range(order.threads):
-                flood = Flood(toy, token, next(turn))
-                threads.append(threading.Thread(target=attack, args=(flood, kind, order.until_s, counts, lock)))
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(len(order.kinds) * order.threads) as pool:
+            attacks = [
+                pool.submit(attack, Flood(toy, token, next(turn)), kind, order.until_s, counts, lock)
+                for kind in order.kinds
+                for _ in range(order.threads)
+            ]
+        for each in attacks:
+            each.result()  # A flood that has broken down is no flood: the hunt must not go on with less of it.
         for channel in channels:
             channel.close()
         orders.send(dict(counts))

@@ -311,7 +311,7 @@ def _besieged(hunt: Hunt, target: Target, site: Process, scale: float, token: st
     siege = Siege(target.address, scale, token, hunt, {}, target.pid, lambda: len(site.log.of("adopted")))
     for scenario in (*SCENARIOS, checks):  # Pools are filled (of threads: as far as strangers can), code is loaded, and
         # the allocator has seen the crowd once: what it keeps of that is kept once, and a leak would be there twice.
-        scenario(replace(siege, scale=scale if scenario in (many, checks) else 0.01, facts={}))
+        scenario(replace(siege, scale=scale if scenario in (many, frames, checks) else 0.01, facts={}))
     before = _settled(target, None)
     rounds: dict[str, float] = {}
     for scenario in SCENARIOS:
