@@ -1,5 +1,6 @@
 """Floor 2, tensors to bytes and back: pure functions that define every format to the bit.
 
-``contract`` says what a codec is, ``casts`` and ``blocks`` are the plain codecs, ``entropy`` the lossless stage behind
-any of them, ``registry`` builds one from its name, ``feedback`` keeps a published tensor equal at both ends.
+``contract`` says what a codec is, ``ranged`` what those without an entropy stage share, ``casts`` and ``blocks`` are
+the plain codecs, ``entropy`` the lossless stage behind any of them, ``registry`` builds one from its name, ``feedback``
+keeps a published tensor equal at both ends, ``fused`` makes a version in one pass, ``sums`` adds up to the bit.
 """

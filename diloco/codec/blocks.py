@@ -29,15 +29,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diloco.codec.contract import (
-    CHUNK_VALUES,
-    DecodeError,
-    NonFiniteError,
-    bytes_tensor,
-    check_length,
-    check_values,
-    tensor_bytes,
-)
+from diloco.codec.contract import DecodeError, NonFiniteError, bytes_tensor
+from diloco.codec.ranged import RangedCodec
 from diloco.outer.pseudo_gradient import is_finite
 
 if TYPE_CHECKING:
@@ -51,7 +44,7 @@ BLOCK_MAX = 65536
 
 
 @dataclass(frozen=True, slots=True)
-class BlockCodec:
+class BlockCodec(RangedCodec):
     """int8 or int4 (``bits``) in blocks of ``block`` values, an even number; see the module for the format."""
 
     name: str
@@ -64,64 +57,49 @@ class BlockCodec:
             raise ValueError(f"codec is {self.name!r}: its block must be an even number from 2 to {BLOCK_MAX}")
 
     @property
-    def lossless(self) -> bool:
-        """False."""
-        return False
+    def granule(self) -> int:
+        """Return the block."""
+        return self.block
 
     @property
     def code_max(self) -> int:
         """Largest magnitude of a code; the most negative number of the type is not used, for symmetry."""
         return int(2 ** (self.bits - 1) - 1)
 
-    def encode(self, values: Tensor) -> bytes:
-        """See :class:`~diloco.codec.contract.Codec`."""
-        check_values(values)
-        numel = values.numel()
-        payload = torch.empty(self.payload_bytes(numel), dtype=torch.uint8)
-        scale_bits = payload[: self._scales_bytes(numel)].view(torch.int16)
-        codes = payload[self._scales_bytes(numel) :]
-        for start, stop in self._chunks(numel):
-            blocks = self._blocks(values[start:stop])
-            scales = self._scales(blocks)
-            scale_bits[start // self.block : start // self.block + len(scales)] = scales.view(torch.int32) >> 16
-            chunk_codes = self._codes(blocks, scales).view(-1)[: stop - start]
-            if self.bits == 8:
-                codes[start:stop] = chunk_codes.view(torch.uint8)
-            else:
-                codes[start // 2 : (stop + 1) // 2] = _pack(chunk_codes)
-        return tensor_bytes(payload)
+    def encode_chunk(self, chunk: Tensor, payload: Tensor, numel: int, start: int, decoded: Tensor | None) -> None:
+        """See :class:`~diloco.codec.ranged.RangedCodec`."""
+        blocks = self._blocks(chunk)
+        scales = self._scales(blocks)
+        codes = self._codes(blocks, scales).view(-1)[: chunk.numel()]
+        scale_bits = (scales.view(torch.int32) >> 16).to(torch.int16)
+        first = start // self.block * SCALE_BYTES
+        payload[first : first + SCALE_BYTES * len(scales)] = scale_bits.view(torch.uint8)
+        codes_start, codes_stop = self._codes_place(numel, start, chunk.numel())
+        payload[codes_start:codes_stop] = codes.view(torch.uint8) if self.bits == 8 else _pack(codes)
+        if decoded is not None:
+            self._multiply(codes, scales, out=decoded)
 
-    def decode(self, payload: bytes | memoryview, numel: int) -> Tensor:
-        """See :class:`~diloco.codec.contract.Codec`."""
-        check_length(payload, self.payload_bytes(numel), self.name, numel)
-        raw = bytes_tensor(payload, torch.uint8)
-        all_scales = (raw[: self._scales_bytes(numel)].view(torch.int16).to(torch.int32) << 16).view(torch.float32)
-        codes = raw[self._scales_bytes(numel) :]
-        self._check_scales(all_scales)
-        values = torch.empty(numel, dtype=torch.float32)
-        for start, stop in self._chunks(numel):
-            scales = all_scales[start // self.block : -(-stop // self.block)]
-            if self.bits == 8:
-                chunk_codes = codes[start:stop].view(torch.int8)
-            else:
-                chunk_codes = _unpack(codes[start // 2 : (stop + 1) // 2], stop - start)
-            if int(chunk_codes.min()) < -self.code_max:
-                raise DecodeError(f"{self.name} payload holds a code below {-self.code_max}")
-            self._multiply(chunk_codes, scales, out=values[start:stop])
-        return values
+    def decode_chunk(self, payload: memoryview, numel: int, start: int, out: Tensor) -> None:
+        """See :class:`~diloco.codec.ranged.RangedCodec`."""
+        first, last = start // self.block, -(-(start + out.numel()) // self.block)
+        scale_bits = bytes_tensor(payload[SCALE_BYTES * first : SCALE_BYTES * last], torch.int16)
+        scales = (scale_bits.to(torch.int32) << 16).view(torch.float32)
+        self._check_scales(scales)
+        codes_start, codes_stop = self._codes_place(numel, start, out.numel())
+        raw = bytes_tensor(payload[codes_start:codes_stop], torch.uint8)
+        codes = raw.view(torch.int8) if self.bits == 8 else _unpack(raw, out.numel())
+        if int(codes.min()) < -self.code_max:
+            raise DecodeError(f"{self.name} payload holds a code below {-self.code_max}")
+        self._multiply(codes, scales, out=out)
 
     def payload_bytes(self, numel: int) -> int:
         """Return 2 bytes a block and ``bits`` a value, rounded up to a byte."""
         return self._scales_bytes(numel) + (numel * self.bits + 7) // 8
 
-    def payload_bytes_max(self, numel: int) -> int:
-        """Return the same as :meth:`payload_bytes`."""
-        return self.payload_bytes(numel)
-
     def error_bound(self, values: Tensor) -> Tensor:
         """Return half the scale of the value's block, or the whole where the codes had to be held."""
         bound = torch.empty_like(values)
-        for start, stop in self._chunks(values.numel()):
+        for start, stop in self.chunks(values.numel()):
             scales = self._scales(self._blocks(values[start:stop]))
             share = torch.where(torch.isinf(scales * self.code_max), 1.0, 0.5)
             bound[start:stop] = (scales * share).repeat_interleave(self.block)[: stop - start]
@@ -130,9 +108,10 @@ class BlockCodec:
     def _scales_bytes(self, numel: int) -> int:
         return SCALE_BYTES * -(-numel // self.block)
 
-    def _chunks(self, numel: int) -> list[tuple[int, int]]:
-        step = max(1, CHUNK_VALUES // self.block) * self.block
-        return [(start, min(start + step, numel)) for start in range(0, numel, step)]
+    def _codes_place(self, numel: int, start: int, count: int) -> tuple[int, int]:
+        """Where the codes of ``count`` values from ``start`` lie."""
+        codes = self._scales_bytes(numel)
+        return codes + start * self.bits // 8, codes + ((start + count) * self.bits + 7) // 8
 
     def _blocks(self, chunk: Tensor) -> Tensor:
         """View the chunk as (blocks, block), the last block filled up with zeros, which change no peak."""

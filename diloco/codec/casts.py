@@ -7,15 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diloco.codec.contract import (
-    CHUNK_VALUES,
-    NonFiniteError,
-    NonFinitePayload,
-    bytes_tensor,
-    check_length,
-    check_values,
-    tensor_bytes,
-)
+from diloco.codec.contract import NonFiniteError, NonFinitePayload, bytes_tensor
+from diloco.codec.ranged import RangedCodec
 from diloco.outer.pseudo_gradient import is_finite
 
 if TYPE_CHECKING:
@@ -25,38 +18,38 @@ BF16_MAX = torch.finfo(torch.bfloat16).max
 
 
 @dataclass(frozen=True, slots=True)
-class Fp32Codec:
+class Fp32Codec(RangedCodec):
     """Layout: the values, fp32 little-endian."""
 
     name: str = "fp32"
+
+    @property
+    def granule(self) -> int:
+        """Return 1."""
+        return 1
 
     @property
     def lossless(self) -> bool:
         """True."""
         return True
 
-    def encode(self, values: Tensor) -> bytes:
-        """See :class:`~diloco.codec.contract.Codec`."""
-        check_values(values)
-        if not is_finite(values):
+    def encode_chunk(self, chunk: Tensor, payload: Tensor, numel: int, start: int, decoded: Tensor | None) -> None:
+        """See :class:`~diloco.codec.ranged.RangedCodec`."""
+        if not is_finite(chunk):
             raise NonFiniteError("fp32 was to encode a NaN or an infinity")
-        return tensor_bytes(values)
+        payload[4 * start : 4 * (start + chunk.numel())] = chunk.view(torch.uint8)
+        if decoded is not None:
+            decoded.copy_(chunk)
 
-    def decode(self, payload: bytes | memoryview, numel: int) -> Tensor:
-        """See :class:`~diloco.codec.contract.Codec`."""
-        check_length(payload, self.payload_bytes(numel), self.name, numel)
-        values = bytes_tensor(payload, torch.float32)
-        if not is_finite(values):
+    def decode_chunk(self, payload: memoryview, numel: int, start: int, out: Tensor) -> None:
+        """See :class:`~diloco.codec.ranged.RangedCodec`."""
+        out.copy_(bytes_tensor(payload[4 * start : 4 * (start + out.numel())], torch.float32))
+        if not is_finite(out):
             raise NonFinitePayload("fp32 payload holds a NaN or an infinity")
-        return values
 
     def payload_bytes(self, numel: int) -> int:
         """Return 4 bytes a value."""
         return 4 * numel
-
-    def payload_bytes_max(self, numel: int) -> int:
-        """Return the same as :meth:`payload_bytes`."""
-        return self.payload_bytes(numel)
 
     def error_bound(self, values: Tensor) -> Tensor:
         """Return 0."""
@@ -64,7 +57,7 @@ class Fp32Codec:
 
 
 @dataclass(frozen=True, slots=True)
-class Bf16Codec:
+class Bf16Codec(RangedCodec):
     """Layout: the values, bfloat16 little-endian, rounded to nearest even.
 
     Values that would round to infinity (above 3.396e38) become the largest bf16 (3.390e38) of their sign.
@@ -73,36 +66,28 @@ class Bf16Codec:
     name: str = "bf16"
 
     @property
-    def lossless(self) -> bool:
-        """False."""
-        return False
+    def granule(self) -> int:
+        """Return 1."""
+        return 1
 
-    def encode(self, values: Tensor) -> bytes:
-        """See :class:`~diloco.codec.contract.Codec`."""
-        check_values(values)
-        codes = torch.empty(values.numel(), dtype=torch.bfloat16)
-        for start in range(0, values.numel(), CHUNK_VALUES):
-            chunk = values[start : start + CHUNK_VALUES]
-            if not is_finite(chunk):
-                raise NonFiniteError("bf16 was to encode a NaN or an infinity")
-            codes[start : start + CHUNK_VALUES].copy_(chunk.clamp(-BF16_MAX, BF16_MAX))
-        return tensor_bytes(codes.view(torch.int16))
+    def encode_chunk(self, chunk: Tensor, payload: Tensor, numel: int, start: int, decoded: Tensor | None) -> None:
+        """See :class:`~diloco.codec.ranged.RangedCodec`."""
+        if not is_finite(chunk):
+            raise NonFiniteError("bf16 was to encode a NaN or an infinity")
+        codes = chunk.clamp(-BF16_MAX, BF16_MAX).to(torch.bfloat16)
+        payload[2 * start : 2 * (start + chunk.numel())] = codes.view(torch.uint8)
+        if decoded is not None:
+            decoded.copy_(codes)
 
-    def decode(self, payload: bytes | memoryview, numel: int) -> Tensor:
-        """See :class:`~diloco.codec.contract.Codec`."""
-        check_length(payload, self.payload_bytes(numel), self.name, numel)
-        values = bytes_tensor(payload, torch.bfloat16).to(torch.float32)
-        if not is_finite(values):
+    def decode_chunk(self, payload: memoryview, numel: int, start: int, out: Tensor) -> None:
+        """See :class:`~diloco.codec.ranged.RangedCodec`."""
+        out.copy_(bytes_tensor(payload[2 * start : 2 * (start + out.numel())], torch.bfloat16))
+        if not is_finite(out):
             raise NonFinitePayload("bf16 payload holds a NaN or an infinity")
-        return values
 
     def payload_bytes(self, numel: int) -> int:
         """Return 2 bytes a value."""
         return 2 * numel
-
-    def payload_bytes_max(self, numel: int) -> int:
-        """Return the same as :meth:`payload_bytes`."""
-        return self.payload_bytes(numel)
 
     def error_bound(self, values: Tensor) -> Tensor:
         """Return ``max(2**-8 |x|, 2**-134)``: half a step of 8 significant bits, or of bf16's subnormals."""

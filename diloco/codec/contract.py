@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -27,8 +28,25 @@ class NonFinitePayload(DecodeError):
     """The payload is well formed and holds a NaN or an infinity: its sender's values are at fault, not its bytes."""
 
 
+@dataclass(frozen=True, slots=True)
+class Add:
+    """``out <- out + x``: a further update of the same site, or a version for one who holds the one before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Towards:
+    """``out <- out - share (out - x)``, three roundings: a further site in the running mean of ``merge_mean``."""
+
+    share: float
+
+
 class Codec(Protocol):
-    """A fixed mapping between a flat fp32 CPU tensor and bytes, defined to the bit."""
+    """A fixed mapping between a flat fp32 CPU tensor and bytes, defined to the bit.
+
+    ``encode`` and ``decode`` make new memory.  The others work in the caller's, and on a part of a tensor at a time:
+    before the entropy stage a payload has a fixed length, and each run of ``granule`` values has its own bytes in it.
+    Ranges may therefore be given to several threads, and no bit depends on how they were cut.
+    """
 
     @property
     def name(self) -> str:
@@ -40,8 +58,43 @@ class Codec(Protocol):
         """Whether ``decode(encode(values))`` is ``values``, bit for bit."""
         ...
 
+    @property
+    def granule(self) -> int:
+        """How many values are coded together: a range starts at a multiple and ends at one, or with the tensor."""
+        ...
+
     def encode(self, values: Tensor) -> bytes:
         """Encode flat contiguous fp32 ``values``; ``NonFiniteError`` if any is NaN or infinite."""
+        ...
+
+    def encode_into(
+        self,
+        values: Tensor,
+        payload: Tensor,
+        decoded: Tensor | None = None,
+        *,
+        start: int = 0,
+        numel: int | None = None,
+    ) -> int:
+        """Encode into ``payload``, flat uint8 with room for ``payload_bytes_max``, and return the payload's length.
+
+        ``decoded`` receives what the payload says where it is given, and may be ``values``.  Where ``numel`` is given,
+        ``values`` are those from ``start`` of a tensor of that size, and only their bytes are written; a codec with an
+        entropy stage takes whole tensors only.  After a ``NonFiniteError`` both hold nothing of use.
+        """
+        ...
+
+    def encode_difference(
+        self,
+        base: Tensor,
+        local: Tensor,
+        payload: Tensor,
+        decoded: Tensor | None = None,
+        *,
+        start: int = 0,
+        numel: int | None = None,
+    ) -> int:
+        """The same of ``fp32(base - local)``, of which no tensor is made; ``decoded`` may be either of them."""
         ...
 
     def decode(self, payload: bytes | memoryview, numel: int) -> Tensor:
@@ -49,6 +102,35 @@ class Codec(Protocol):
 
         The casts (fp32, bf16) say ``NonFinitePayload`` for values that are not finite.
         """
+        ...
+
+    def decode_into(
+        self,
+        payload: bytes | memoryview,
+        numel: int,
+        out: Tensor,
+        start: int = 0,
+        accumulate: Add | Towards | None = None,
+    ) -> None:
+        """Decode the values from ``start``, as many as ``out`` has, of a payload of ``numel`` into ``out``.
+
+        With ``accumulate`` they are added to what ``out`` holds, or the mean in ``out`` moves towards them.  ``decode``
+        says what is refused; of a range only its own bytes are looked at, and ``out`` holds nothing of use after it.
+        With an entropy stage each call opens the payload anew: see :meth:`opened`.
+        """
+        ...
+
+    def opened(self, payload: bytes | memoryview, numel: int) -> tuple[Codec, memoryview]:
+        """Take the entropy stage off: the codec inside and its payload, which is a view wherever it is stored raw."""
+        ...
+
+    @property
+    def plain(self) -> Codec:
+        """The codec without the entropy stage."""
+        ...
+
+    def closed(self, payload: Tensor) -> memoryview:
+        """Put the entropy stage on a whole payload of :attr:`plain` (flat uint8): what ``encode`` would have made."""
         ...
 
     def payload_bytes(self, numel: int) -> int:
@@ -71,6 +153,22 @@ def check_values(values: Tensor) -> None:
     assert values.dim() == 1, f"values have shape {tuple(values.shape)}"
     assert values.is_contiguous(), "values are not contiguous"
     assert values.device.type == "cpu", f"values are on {values.device}"
+
+
+def accumulate_into(out: Tensor, values: Tensor, accumulate: Add | Towards | None) -> None:
+    """Write ``values`` to ``out``, or do with them what ``accumulate`` says."""
+    if accumulate is None:
+        out.copy_(values)
+    elif isinstance(accumulate, Add):
+        out.add_(values)
+    else:
+        # Subtracted rather than added, so that the sign of a zero is kept too: -0 - 0 is -0, but -0 + 0 is +0.
+        out.sub_(torch.sub(out, values).mul_(accumulate.share))
+
+
+def payload_view(payload: Tensor) -> memoryview:
+    """Return the memory of a flat uint8 tensor, which lives as long as the view does."""
+    return payload.numpy().data
 
 
 def tensor_bytes(values: Tensor) -> bytes:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 import zstandard
 
-from diloco.codec.contract import Codec, DecodeError
+from diloco.codec.contract import Codec, DecodeError, bytes_tensor, payload_view, tensor_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from diloco.codec.contract import Add, Towards
 
 RAW, ZSTD = b"\x00", b"\x01"
 LEVEL_MAX = 19  # the levels above need windows over WINDOW_BYTES_MAX
@@ -37,22 +40,79 @@ class EntropyCodec:
         """As the inner codec."""
         return self.inner.lossless
 
+    @property
+    def granule(self) -> int:
+        """As the inner codec."""
+        return self.inner.granule
+
+    @property
+    def plain(self) -> Codec:
+        """The inner codec."""
+        return self.inner
+
     def encode(self, values: Tensor) -> bytes:
         """See :class:`~diloco.codec.contract.Codec`."""
-        raw = self.inner.encode(values)
-        compressor = zstandard.ZstdCompressor(level=self.level, write_content_size=True, write_checksum=False)
-        frame = compressor.compress(raw)
-        return ZSTD + frame if len(frame) < len(raw) else RAW + raw
+        payload = torch.empty(self.payload_bytes_max(values.numel()), dtype=torch.uint8)
+        return tensor_bytes(payload[: self.encode_into(values, payload)])
 
     def decode(self, payload: bytes | memoryview, numel: int) -> Tensor:
+        """See :class:`~diloco.codec.contract.Codec`; memory is bounded by ``payload_bytes(numel)``."""
+        codec, raw = self.opened(payload, numel)
+        return codec.decode(raw, numel)
+
+    def encode_into(
+        self,
+        values: Tensor,
+        payload: Tensor,
+        decoded: Tensor | None = None,
+        *,
+        start: int = 0,
+        numel: int | None = None,
+    ) -> int:
+        """See :class:`~diloco.codec.contract.Codec`; whole tensors only."""
+        assert numel in (None, values.numel()), f"{self.name} encodes whole tensors"
+        return self._stage(payload, self.inner.encode_into(values, payload[1:], decoded))
+
+    def encode_difference(
+        self,
+        base: Tensor,
+        local: Tensor,
+        payload: Tensor,
+        decoded: Tensor | None = None,
+        *,
+        start: int = 0,
+        numel: int | None = None,
+    ) -> int:
+        """See :class:`~diloco.codec.contract.Codec`; whole tensors only."""
+        assert numel in (None, base.numel()), f"{self.name} encodes whole tensors"
+        return self._stage(payload, self.inner.encode_difference(base, local, payload[1:], decoded))
+
+    def decode_into(
+        self,
+        payload: bytes | memoryview,
+        numel: int,
+        out: Tensor,
+        start: int = 0,
+        accumulate: Add | Towards | None = None,
+    ) -> None:
+        """See :class:`~diloco.codec.contract.Codec`."""
+        codec, raw = self.opened(payload, numel)
+        codec.decode_into(raw, numel, out, start, accumulate)
+
+    def opened(self, payload: bytes | memoryview, numel: int) -> tuple[Codec, memoryview]:
         """See :class:`~diloco.codec.contract.Codec`; memory is bounded by ``payload_bytes(numel)``."""
         view = memoryview(payload)
         flag, body = bytes(view[:1]), view[1:]
         if flag == RAW:
-            return self.inner.decode(body, numel)
+            return self.inner.opened(body, numel)
         if flag != ZSTD:
             raise DecodeError(f"{self.name} payload starts with {flag.hex() or 'nothing'}: must be 00 or 01")
-        return self.inner.decode(self._decompress(body, self.inner.payload_bytes(numel)), numel)
+        return self.inner.opened(self._decompress(body, self.inner.payload_bytes(numel)), numel)
+
+    def closed(self, payload: Tensor) -> memoryview:
+        """See :class:`~diloco.codec.contract.Codec`."""
+        frame = self._compress(payload)
+        return memoryview(RAW + tensor_bytes(payload) if frame is None else ZSTD + frame)
 
     def payload_bytes(self, numel: int) -> int:
         """Return what the inner codec makes, without the flag."""
@@ -65,6 +125,21 @@ class EntropyCodec:
     def error_bound(self, values: Tensor) -> Tensor:
         """As the inner codec."""
         return self.inner.error_bound(values)
+
+    def _stage(self, payload: Tensor, length: int) -> int:
+        """Put the flag before the ``length`` bytes behind it, which become a frame where that is shorter."""
+        frame = self._compress(payload[1 : 1 + length])
+        payload[0] = (RAW if frame is None else ZSTD)[0]
+        if frame is None:
+            return 1 + length
+        payload[1 : 1 + len(frame)] = bytes_tensor(frame, torch.uint8)
+        return 1 + len(frame)
+
+    def _compress(self, raw: Tensor) -> bytes | None:
+        """One frame, or None where it would not be shorter."""
+        compressor = zstandard.ZstdCompressor(level=self.level, write_content_size=True, write_checksum=False)
+        frame = compressor.compress(payload_view(raw))
+        return frame if len(frame) < raw.numel() else None
 
     def _decompress(self, frame: memoryview, expected: int) -> bytes:
         # The library allocates what the header declares and heeds no other limit when it declares something, so the

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from math import isfinite
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch import Tensor
+
+T = TypeVar("T")
 
 
 def merge_mean(contributions: Sequence[tuple[float, Sequence[Tensor]]], out: Tensor | None = None) -> Tensor:
@@ -25,14 +27,8 @@ def merge_mean(contributions: Sequence[tuple[float, Sequence[Tensor]]], out: Ten
     bit for bit, whatever the weights, and nothing but m and one temporary is held.  Each operation rounds by itself
     (no fused multiply-add), so the bits depend neither on the machine nor on the number of threads.
     """
-    total = 0.0
     mean: Tensor | None = None
-    for weight, updates in contributions:
-        if not (isfinite(weight) and weight >= 0):
-            raise ValueError(f"weight is {weight!r}: must be finite and not negative")
-        if weight == 0 or not updates:
-            continue
-        total += weight
+    for share, updates in shares(contributions):
         if mean is None:
             mean = torch.empty_like(updates[0]) if out is None else out
             _add_up(updates, mean)
@@ -40,10 +36,28 @@ def merge_mean(contributions: Sequence[tuple[float, Sequence[Tensor]]], out: Ten
             contribution = updates[0] if len(updates) == 1 else _add_up(updates, torch.empty_like(mean))
             towards = torch.sub(mean, contribution)
             # Subtracted rather than added, so that the sign of a zero is kept too: -0 - 0 is -0, but -0 + 0 is +0.
-            mean.sub_(towards.mul_(weight / total))
-    if mean is None:
-        raise ValueError("no contribution has a positive weight")
+            mean.sub_(towards.mul_(share))
+    assert mean is not None
     return mean
+
+
+def shares(contributions: Iterable[tuple[float, Sequence[T]]]) -> list[tuple[float, Sequence[T]]]:
+    """Return (``w_i / W``, updates) of the sites that count, in their order, with W the weights up to and with theirs.
+
+    See :func:`merge_mean` for who is dropped and what is refused.
+    """
+    total = 0.0
+    counted = []
+    for weight, updates in contributions:
+        if not (isfinite(weight) and weight >= 0):
+            raise ValueError(f"weight is {weight!r}: must be finite and not negative")
+        if weight == 0 or not updates:
+            continue
+        total += weight
+        counted.append((weight / total, updates))
+    if not counted:
+        raise ValueError("no contribution has a positive weight")
+    return counted
 
 
 def _add_up(updates: Sequence[Tensor], out: Tensor) -> Tensor:
