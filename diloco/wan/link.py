@@ -41,7 +41,8 @@ DIRECTIONS = ("up", "down")
 Item = TypeVar("Item")
 
 
-def _check_number(field: str, value: object, low: float, high: float, wanted: str) -> None:
+def check_number(field: str, value: object, low: float, high: float, wanted: str) -> None:
+    """Refuse, in words, a ``value`` of ``field`` that is no number from ``low`` to ``high``."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # NaN fails both comparisons and is refused with the rest.
     if not (is_number and low <= value <= high):  # type: ignore[operator]
@@ -70,14 +71,14 @@ class LinkOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_number("rtt_ms", self.rtt_ms, 0, RTT_MS_MAX, f"0 to {RTT_MS_MAX:g}")
-        _check_number("jitter_ms", self.jitter_ms, 0, self.rtt_ms, f"0 to rtt_ms={self.rtt_ms!r}: no delay is negative")
-        _check_number("mbps", self.mbps, 0, 1e6, "0 (no bound) to 1000000")
+        check_number("rtt_ms", self.rtt_ms, 0, RTT_MS_MAX, f"0 to {RTT_MS_MAX:g}")
+        check_number("jitter_ms", self.jitter_ms, 0, self.rtt_ms, f"0 to rtt_ms={self.rtt_ms!r}: no delay is negative")
+        check_number("mbps", self.mbps, 0, 1e6, "0 (no bound) to 1000000")
         if 0 < self.mbps < 1e-3:
             raise ValueError(f"mbps is {self.mbps!r}: 0 (no bound) or at least 0.001")
-        _check_number("queue_kib", self.queue_kib, 0, 1 << 20, f"0 to {1 << 20}")
-        _check_number("stall_percent", self.stall_percent, 0, 100, "0 to 100")
-        _check_number("stall_ms", self.stall_ms, 0, STALL_MS_MAX, f"0 to {STALL_MS_MAX:g}")
+        check_number("queue_kib", self.queue_kib, 0, 1 << 20, f"0 to {1 << 20}")
+        check_number("stall_percent", self.stall_percent, 0, 100, "0 to 100")
+        check_number("stall_ms", self.stall_ms, 0, STALL_MS_MAX, f"0 to {STALL_MS_MAX:g}")
         stalled_share = self.stall_percent / 100 * self.stall_ms / 1000
         if stalled_share > STALLED_SHARE_MAX:
             raise ValueError(

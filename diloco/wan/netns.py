@@ -1,0 +1,201 @@
+"""Sites and a syncer in network namespaces of their own, joined by links that the kernel's real TCP crosses.
+
+    with Netns({"site-a": PipeOptions(rtt_ms=100, mbps=200), "site-b": PipeOptions(rtt_ms=20)}) as network:
+        syncer = network.popen(SYNCER, [..., "--listen", "0.0.0.0:7077"])
+        site = network.popen("site-a", [..., f"{network.syncer_address('site-a')}:7077"])
+        network.partition("site-a", "up")
+        network.assert_faithful()
+
+Each site has one link, to the syncer, which forwards between sites.  What is real here and not in ``relay``: segments
+of 1500 bytes that are lost one by one, congestion control and its windows, slow start, the kernel's socket buffers and
+time-outs, and silence when a link is cut.  What it does not model: other people's traffic, queues that manage
+themselves, marks of congestion, reordering.  And what crosses is handed over in runs of up to 64 KiB, each of which
+comes out when its last segment would.
+
+It needs Linux and root, or the root of ``unshare -Urn`` (``unavailable`` says why not), and changes nothing of
+the machine: its namespaces have no names, and go when the program between them does (see ``namespaces``, ``delayer``).
+
+Its figures are evidence only while the emulator keeps up: ``assert_faithful`` belongs at the end of
+whatever measures through it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import subprocess
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from diloco.wan import namespaces
+from diloco.wan.child import END_TIMEOUT_S, Child, ChildDiedError
+from diloco.wan.delayer import SYNCER
+from diloco.wan.link import DIRECTIONS
+from diloco.wan.namespaces import CONGESTIONS, available_congestions, unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from diloco.wan.pipe import PipeOptions
+
+__all__ = [
+    "CONGESTIONS",
+    "SYNCER",
+    "Netns",
+    "NetnsDiedError",
+    "UnfaithfulError",
+    "available_congestions",
+    "unavailable",
+]
+
+SUBNET = 77
+LATE_MS_P99_MAX = 5.0
+DEVIATIONS_MAX = 5.0
+
+
+class NetnsDiedError(ChildDiedError):
+    """The program between the namespaces has ended, or does not answer."""
+
+
+class UnfaithfulError(RuntimeError):
+    """The emulator did not do what it was configured to do: what was measured through it is no evidence."""
+
+
+class Netns(Child):
+    """Namespaces, links and the processes in them; a context manager, safe for threads.
+
+    ``congestion`` (of ``available_congestions``) is that of all TCP over the links, both ways.  ``settings`` are
+    written below ``/proc/sys/net`` in every namespace, for example ``{"ipv4.tcp_wmem": "4096 16384 67108864"}``; what
+    is not among them is as on the machine.  A process that was started here is ended at ``close`` at the latest.
+    """
+
+    module = "diloco.wan.delayer"
+    noun = "link emulator"
+    died = NetnsDiedError
+
+    def __init__(
+        self,
+        links: Mapping[str, PipeOptions],
+        *,
+        congestion: str = "bbr",
+        settings: Mapping[str, str] | None = None,
+        subnet: int = SUBNET,
+    ) -> None:
+        reason = unavailable()
+        if reason is not None:
+            raise OSError(reason)
+        there = available_congestions()
+        if congestion not in there:
+            raise ValueError(f"congestion is {congestion!r}: one of {', '.join(there)}")
+        if not 0 <= subnet <= 255:
+            raise ValueError(f"subnet is {subnet!r}: 0 to 255, the second number of the addresses")
+        super().__init__()
+        self._processes: list[subprocess.Popen[Any]] = []
+        try:
+            options = {name: asdict(link) for name, link in links.items()}
+            started = self._do(
+                "start", links=options, congestion=congestion, settings=dict(settings or {}), subnet=subnet
+            )
+        except BaseException:
+            self.close()
+            raise
+        assert isinstance(started, dict)
+        self._places: dict[str, dict[str, str]] = started
+
+    def place(self, who: str) -> str:
+        """The path of the namespace of a site, or of ``SYNCER``, for ``namespaces.enter`` and ``nsenter --net``."""
+        return self._find(who)["place"]
+
+    def syncer_address(self, site: str) -> str:
+        """The syncer's address at the other end of this site's link."""
+        return self._find(site)["syncer_address"]
+
+    def site_address(self, site: str) -> str:
+        """The site's own address; other sites reach it through the syncer's namespace, over both links."""
+        return self._find(site)["site_address"]
+
+    @contextlib.contextmanager
+    def inside(self, who: str) -> Iterator[None]:
+        """Let the calling thread be in a namespace for the block; what sockets it makes there stay there."""
+        here = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            namespaces.enter(self.place(who))
+            try:
+                yield
+            finally:
+                namespaces.enter(here)
+        finally:
+            os.close(here)
+
+    def popen(self, who: str, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """Start a program in a namespace; ``options`` are those of ``subprocess.Popen``."""
+        process = subprocess.Popen(["nsenter", f"--net={self.place(who)}", "--", *command], **options)
+        self._processes.append(process)
+        return process
+
+    def set(self, site: str, **changes: object) -> None:
+        """Change options of a site's link; what is under way on it keeps its instants."""
+        self._do("set", name=site, **changes)
+
+    def partition(self, site: str, direction: str = "both") -> None:
+        """Lose everything in ``direction`` ("both", "up" or "down") from now until ``heal``."""
+        self._do("partition", name=site, direction=direction)
+
+    def heal(self, site: str) -> None:
+        """End a partition of both directions."""
+        self._do("heal", name=site)
+
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """By site: for ``up`` and ``down`` the counts of ``PipeCounts``, and what the emulator failed at."""
+        value = self._do("stats")
+        assert isinstance(value, dict)
+        return value
+
+    def assert_faithful(self, late_ms_p99: float = LATE_MS_P99_MAX) -> None:
+        """Raise ``UnfaithfulError`` unless, since the start, every link did what it was configured to do: 99 of 100
+        packets came out at most ``late_ms_p99`` late, as many were lost by chance as the options meant (to five
+        standard deviations), and none by the emulator itself.
+        """
+        for site, stats in self.stats().items():
+            complaints = list(_complaints(stats, late_ms_p99))
+            if complaints:
+                raise UnfaithfulError(
+                    f"the link of {site} was not what it was configured to be: {'; '.join(complaints)}"
+                )
+
+    def close(self) -> None:
+        """End the processes that were started here, then the links, each in bounded time."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.terminate()
+        for process in self._processes:
+            try:
+                process.wait(END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(END_TIMEOUT_S)
+        super().close()
+
+    def _find(self, who: str) -> dict[str, str]:
+        if who not in self._places:
+            raise ValueError(f"site is {who!r}: one of {', '.join(self._places)}")
+        return self._places[who]
+
+
+def _complaints(stats: Mapping[str, Any], late_ms_p99: float) -> Iterator[str]:
+    """What was not as it should have been on one link."""
+    if stats["failed_writes"]:
+        yield f"{stats['failed_writes']} packets could not be delivered"
+    if stats["unread"]:
+        yield f"{stats['unread']} packets were dropped before the emulator read them"
+    for way in DIRECTIONS:
+        counts = stats[way]
+        if counts["packets_out"] and counts["late_us_p99"] > 1e3 * late_ms_p99:
+            yield (
+                f"{way}, 1 packet in 100 was up to {counts['late_us_p99'] / 1e3:.1f} ms late, or more, and "
+                f"{late_ms_p99:g} is allowed ({stats['scheduling']})"
+            )
+        expected = counts["expected_lost"]
+        if abs(counts["lost"] - expected) > DEVIATIONS_MAX * math.sqrt(expected) + DEVIATIONS_MAX:
+            yield f"{way}, {counts['lost']} segments were lost of {counts['drawn']} where {expected:.0f} should be"

@@ -1,0 +1,231 @@
+"""The model of one direction of a link that carries packets: which are lost, and when do the others come out?
+
+Pure: no clock, no devices.  Instants are integer nanoseconds and always an argument.  In the order of a real
+path: a segment may be lost (each one by a seeded draw of its own), then waits in a bounded queue, whose overflow is
+dropped at its tail, then is serialised at the rate, then travels for half the round-trip time plus the jitter of the
+moment.  Nothing overtakes anything.  In a partition whatever would come out is lost.
+
+Unlike the relay's ``Path``, which holds its senders back, nothing here ever says "wait": what a sender does
+about loss and delay is up to its kernel's TCP.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+from diloco.wan.link import DIRECTIONS, MILLISECOND_NS, RTT_MS_MAX, Weather, check_number
+from diloco.wan.packets import keep, measure
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+QUEUE_BYTES_MIN = 256 * 1024
+HELD_BYTES_MAX = 1 << 30
+"""The most that one direction holds, whatever its options: a delay of a second at 8 Gbit/s."""
+LATENESS_BINS = 32
+
+
+@dataclass(kw_only=True, slots=True)
+class PipeOptions:
+    """What a link is like.  Both directions are alike; each draws its own losses and jitter."""
+
+    rtt_ms: float = 0.0
+    """Round-trip time; each direction delays by half of it."""
+    jitter_ms: float = 0.0
+    """Half the width of the round trip's spread: each direction adds a uniform draw of +- half of this."""
+    mbps: float = 0.0
+    """Rate of each direction in 10^6 bits a second, headers of IP and TCP counted; 0 for no bound."""
+    loss_percent: float = 0.0
+    """Chance of each segment of the link's size to be lost, in each direction."""
+    queue_kib: float = 0.0
+    """What may wait in front of a link with a rate; 0 for what the link holds in a round trip, at least 256 KiB."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_number("rtt_ms", self.rtt_ms, 0, RTT_MS_MAX, f"0 to {RTT_MS_MAX:g}")
+        check_number("jitter_ms", self.jitter_ms, 0, self.rtt_ms, f"0 to rtt_ms={self.rtt_ms!r}: no delay is negative")
+        check_number("mbps", self.mbps, 0, 1e5, "0 (no bound) to 100000")
+        if 0 < self.mbps < 0.01:
+            raise ValueError(f"mbps is {self.mbps!r}: 0 (no bound) or at least 0.01")
+        check_number("loss_percent", self.loss_percent, 0, 100, "0 to 100")
+        check_number("queue_kib", self.queue_kib, 0, 1 << 20, f"0 to {1 << 20}")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ValueError(f"seed is {self.seed!r}: a whole number")
+
+    @property
+    def queue_bytes(self) -> int:
+        """What may wait."""
+        if self.queue_kib:
+            return int(self.queue_kib * 1024)
+        return max(QUEUE_BYTES_MIN, int(self.rtt_ms * self.mbps * 125))
+
+    def serialise_ns(self, num_bytes: int) -> int:
+        """How long ``num_bytes`` occupy the link."""
+        return int(num_bytes * 8000 / self.mbps) if self.mbps else 0
+
+
+@dataclass(slots=True)
+class PipeCounts:
+    """What has become of what came in, segment by segment: in = lost + overflowed + cut_off + out + held."""
+
+    segments_in: int = 0
+    bytes_in: int = 0
+    drawn: int = 0
+    """Segments that were subject to loss: those that came in while ``loss_percent`` was not 0."""
+    expected_lost: float = 0.0
+    """How many of them the options meant to lose."""
+    lost: int = 0
+    overflowed: int = 0
+    """Dropped because the queue was full."""
+    cut_off: int = 0
+    """Lost in a partition."""
+    segments_out: int = 0
+    bytes_out: int = 0
+    packets_out: int = 0
+    late_us_sum: float = 0.0
+    late_us_max: float = 0.0
+    lateness: list[int] = field(default_factory=lambda: [0] * LATENESS_BINS)
+    """Packets by how late they came out: bin n counts those less than 2^n µs late, and not less than 2^(n-1)."""
+
+    def came_out(self, late_ns: int) -> None:
+        """Count one packet that came out ``late_ns`` after it was due: the emulator's own error."""
+        self.packets_out += 1
+        late_us = late_ns / 1e3
+        self.late_us_sum += late_us
+        self.late_us_max = max(self.late_us_max, late_us)
+        self.lateness[min((late_ns // 1000).bit_length(), LATENESS_BINS - 1)] += 1
+
+    def late_us(self, percent: float) -> float:
+        """An upper bound (within a factor of two) of the lateness that ``percent`` of the packets kept."""
+        wanted = self.packets_out * percent / 100
+        seen = 0
+        for power, count in enumerate(self.lateness):
+            seen += count
+            if seen >= wanted:
+                return min(float(1 << power), self.late_us_max)
+        return self.late_us_max
+
+    def as_dict(self) -> dict[str, float]:
+        """All of it as numbers, with the percentiles in place of the bins."""
+        counts: dict[str, float] = {name: value for name, value in asdict(self).items() if name != "lateness"}
+        return {**counts, "late_us_p50": self.late_us(50), "late_us_p99": self.late_us(99)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    packet: bytes
+    segments: int
+    wire_bytes: int
+    due_ns: int
+
+
+class Pipe:
+    """One direction of a link: ``push`` what its sender's kernel gives, ``take`` what its receiver's gets."""
+
+    def __init__(self, options: PipeOptions, direction: str, started_ns: int) -> None:
+        if direction not in DIRECTIONS:
+            raise ValueError(f"direction is {direction!r}: one of {', '.join(DIRECTIONS)}")
+        self.counts = PipeCounts()
+        self.blocked = False
+        """True in a partition."""
+        self._direction = direction
+        self._started_ns = started_ns
+        self._held: deque[_Held] = deque()
+        self._held_bytes = 0
+        self._free_ns = started_ns
+        self._last_due_ns = started_ns
+        self._options = options
+        self._seed(options.seed)
+
+    @property
+    def held_segments(self) -> int:
+        """Segments under way now."""
+        return sum(each.segments for each in self._held)
+
+    def change(self, options: PipeOptions) -> None:
+        """Go on with other options; what is under way keeps its instants."""
+        if options.seed != self._options.seed:
+            self._seed(options.seed)
+        self._options = options
+
+    def push(self, packet: bytes, now_ns: int) -> None:
+        """Take ``packet`` from its sender."""
+        size = measure(packet)
+        counts = self.counts
+        counts.segments_in += size.segments
+        counts.bytes_in += size.wire_bytes
+        gone = self._draw(size.segments) if self._options.loss_percent else ()
+        counts.lost += len(gone)
+        room = self._room_bytes(now_ns)
+        if not gone and size.wire_bytes <= room:
+            self._hold(packet, size.segments, size.wire_bytes, now_ns)
+            return
+        overflowed = []
+        for number in range(size.segments):
+            if number not in gone:
+                room -= size.bytes_of(number, number + 1)
+                if room < 0:
+                    overflowed.append(number)
+        counts.overflowed += len(overflowed)
+        for run, first, stop in keep(packet, {*gone, *overflowed}):
+            self._hold(run, stop - first, size.bytes_of(first, stop), now_ns)
+
+    def next_due_ns(self) -> int | None:
+        """When ``take`` next has something, or None while nothing is under way."""
+        return self._held[0].due_ns if self._held else None
+
+    def take(self, now_ns: int) -> bytes | None:
+        """The next packet that has come out by ``now_ns``; in a partition none, and what would have come is lost."""
+        while self._held and self._held[0].due_ns <= now_ns:
+            held = self._held.popleft()
+            self._held_bytes -= held.wire_bytes
+            if self.blocked:
+                self.counts.cut_off += held.segments
+                continue
+            self.counts.segments_out += held.segments
+            self.counts.bytes_out += held.wire_bytes
+            self.counts.came_out(now_ns - held.due_ns)
+            return held.packet
+        return None
+
+    def _seed(self, seed: int) -> None:
+        self._weather = Weather(seed, self._direction)
+        self._dice = random.Random(f"{seed}/{self._direction}/loss")
+
+    def _draw(self, segments: int) -> Collection[int]:
+        """The numbers of those among ``segments`` that are lost: the gaps between them are geometric."""
+        chance = self._options.loss_percent / 100
+        self.counts.drawn += segments
+        self.counts.expected_lost += segments * chance
+        if chance == 1.0:
+            return range(segments)
+        lost: set[int] = set()
+        number = -1
+        while True:
+            number += 1 + int(math.log(1.0 - self._dice.random()) / math.log1p(-chance))
+            if number >= segments:
+                return lost
+            lost.add(number)
+
+    def _room_bytes(self, now_ns: int) -> int:
+        room = HELD_BYTES_MAX - self._held_bytes
+        if self._options.mbps:
+            waiting_ns = max(0, self._free_ns - now_ns)
+            room = min(room, self._options.queue_bytes - int(waiting_ns * self._options.mbps / 8000))
+        return room
+
+    def _hold(self, packet: bytes, segments: int, wire_bytes: int, now_ns: int) -> None:
+        options = self._options
+        self._free_ns = max(self._free_ns, now_ns) + options.serialise_ns(wire_bytes)
+        delay_ns = int(options.rtt_ms * MILLISECOND_NS / 2)
+        if options.jitter_ms:
+            unit = self._weather.jitter(self._free_ns - self._started_ns)
+            delay_ns += int(unit * options.jitter_ms * MILLISECOND_NS / 2)
+        due_ns = max(self._free_ns + delay_ns, self._last_due_ns)
+        self._last_due_ns = due_ns
+        self._held.append(_Held(packet, segments, wire_bytes, due_ns))
+        self._held_bytes += wire_bytes

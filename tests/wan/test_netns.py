@@ -1,0 +1,296 @@
+"""Links between network namespaces: what the kernel's own TCP measures through them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from diloco.wan.netns import (
+    SYNCER,
+    Netns,
+    NetnsDiedError,
+    UnfaithfulError,
+    _complaints,
+    available_congestions,
+    unavailable,
+)
+from diloco.wan.pipe import PipeOptions
+from tests.wan.test_process import is_running
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+needs_namespaces = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+WAIT_S = 20.0
+SILENCE_S = 0.4
+ROOT = Path(__file__).resolve().parents[2]
+SLEEP = ["sleep", "60"]
+# Windows of the size of the link, so that a test of the rate is not one of the machine's settings.
+WIDE = {"ipv4.tcp_wmem": "4096 65536 67108864", "ipv4.tcp_rmem": "4096 131072 67108864"}
+
+
+@contextlib.contextmanager
+def connected(network: Netns, near: str = "a", far: str = SYNCER) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """A connection from ``near`` to ``far``: both ends, with ``near``'s first."""
+    with network.inside(far):
+        listening = socket.create_server(("0.0.0.0", 0))
+    listening.settimeout(WAIT_S)
+    host = network.syncer_address(near) if far == SYNCER else network.site_address(far)
+    with listening, network.inside(near):
+        client = socket.create_connection((host, listening.getsockname()[1]), timeout=WAIT_S)
+        server, _ = listening.accept()
+    with client, server:
+        for end in (client, server):
+            end.settimeout(WAIT_S)
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        yield client, server
+
+
+def round_trips_ms(client: socket.socket, server: socket.socket, count: int = 9) -> list[float]:
+    found = []
+    for _ in range(count):
+        began = time.perf_counter()
+        client.sendall(b"?")
+        assert server.recv(1) == b"?"
+        server.sendall(b"!")
+        assert client.recv(1) == b"!"
+        found.append(1e3 * (time.perf_counter() - began))
+    return found
+
+
+def goodput_mbps(sender: socket.socket, receiver: socket.socket, warm_up_s: float, measured_s: float) -> float:
+    """What arrives of a stream that always has more to send."""
+    stop = threading.Event()
+
+    def send() -> None:
+        piece = bytes(1 << 18)
+        with contextlib.suppress(OSError):
+            while not stop.is_set():
+                sender.sendall(piece)
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    buffer = bytearray(1 << 20)
+    num_bytes, began = 0, time.perf_counter()
+    measured_from = began + warm_up_s
+    while (now := time.perf_counter()) < measured_from + measured_s:
+        got = receiver.recv_into(buffer)
+        num_bytes += got if now >= measured_from else 0
+    taken_s = time.perf_counter() - measured_from
+    stop.set()
+    receiver.shutdown(socket.SHUT_RDWR)
+    receiver.close()
+    sender.close()
+    sending.join(WAIT_S)
+    return num_bytes * 8e-6 / taken_s
+
+
+def is_silent(receiver: socket.socket) -> bool:
+    receiver.settimeout(SILENCE_S)
+    try:
+        receiver.recv(1)
+    except TimeoutError:
+        return True
+    finally:
+        receiver.settimeout(WAIT_S)
+    return False
+
+
+@needs_namespaces
+def test_the_round_trip_is_what_it_was_told_to_be_and_changes_while_it_runs() -> None:
+    with Netns({"a": PipeOptions(rtt_ms=40), "b": PipeOptions(rtt_ms=20)}) as network:
+        with connected(network) as ends:
+            assert 40 <= statistics.median(round_trips_ms(*ends)) < 46
+            network.set("a", rtt_ms=10.0)
+            round_trips_ms(*ends, 1)
+            assert 10 <= statistics.median(round_trips_ms(*ends)) < 16
+        with connected(network, "a", "b") as ends:
+            assert 30 <= statistics.median(round_trips_ms(*ends)) < 40, "two sites meet over both their links"
+        network.assert_faithful(late_ms_p99=50.0)
+        counts = network.stats()["a"]
+        assert counts["up"]["segments_out"] >= 18 <= counts["down"]["segments_out"]
+        with pytest.raises(UnfaithfulError, match=r"the link of a .* 1 packet in 100 was up to .* and 0 is allowed"):
+            network.assert_faithful(late_ms_p99=0.0)
+        assert 0 < network.cpu_s() < WAIT_S
+
+
+@needs_namespaces
+@pytest.mark.parametrize("congestion", ["bbr", "cubic"])
+def test_both_ends_of_a_link_have_the_congestion_control_that_was_asked_for(congestion: str) -> None:
+    if congestion not in available_congestions():
+        pytest.skip(f"this kernel has no {congestion}")
+    with Netns({"a": PipeOptions()}, congestion=congestion) as network, connected(network) as ends:
+        for end in ends:
+            name = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+            assert name.rstrip(b"\0").decode() == congestion
+
+
+@needs_namespaces
+@pytest.mark.parametrize("direction", ["up", "down", "both"])
+def test_a_partition_is_silence_in_its_direction_and_tcp_sends_again_after_it(direction: str) -> None:
+    with Netns({"a": PipeOptions(rtt_ms=4)}) as network, connected(network) as (client, server):
+        round_trips_ms(client, server, 1)
+        network.partition("a", direction)
+        client.sendall(b"u")
+        server.sendall(b"d")
+        for way, receiver in (("up", server), ("down", client)):
+            assert is_silent(receiver) == (direction in ("both", way))
+        network.heal("a")
+        for way, receiver, sent in (("up", server, b"u"), ("down", client, b"d")):
+            if direction in ("both", way):
+                assert receiver.recv(1) == sent
+        assert network.stats()["a"]["up" if direction == "both" else direction]["cut_off"] > 0
+        with pytest.raises(ValueError, match="direction is 'left'"):
+            network.partition("a", "left")
+
+
+@needs_namespaces
+def test_the_rate_bounds_what_crosses() -> None:
+    with Netns({"a": PipeOptions(rtt_ms=10, mbps=40)}, settings=WIDE) as network:
+        with connected(network) as (client, server):
+            assert 34 < goodput_mbps(client, server, 0.7, 1.0) < 41
+        network.assert_faithful(late_ms_p99=50.0)
+
+
+@needs_namespaces
+@pytest.mark.slow
+@pytest.mark.parametrize(("mbps", "rtt_ms"), [(100, 50), (1000, 50)])
+def test_one_stream_fills_a_clean_link(mbps: float, rtt_ms: float) -> None:
+    with Netns({"a": PipeOptions(rtt_ms=rtt_ms, mbps=mbps)}, settings=WIDE) as network:
+        with connected(network) as (client, server):
+            assert 0.90 < goodput_mbps(client, server, 3.0, 6.0) / mbps < 0.975
+        network.assert_faithful()
+
+
+@needs_namespaces
+@pytest.mark.slow
+def test_loss_is_as_frequent_as_it_was_told_and_hurts_cubic_and_not_bbr() -> None:
+    found = {}
+    for congestion in ("bbr", "cubic"):
+        if congestion not in available_congestions():
+            pytest.skip(f"this kernel has no {congestion}")
+        link = PipeOptions(rtt_ms=50, mbps=200, loss_percent=1.0)
+        with Netns({"a": link}, settings=WIDE, congestion=congestion) as network:
+            with connected(network) as (client, server):
+                found[congestion] = goodput_mbps(client, server, 3.0, 8.0)
+            network.assert_faithful()
+            if congestion == "bbr":
+                counts = network.stats()["a"]["up"]
+                assert counts["drawn"] > 50_000
+                assert 0.85 < counts["lost"] / counts["drawn"] / 0.01 < 1.15
+    assert found["bbr"] > 120
+    assert found["cubic"] < 40
+
+
+@needs_namespaces
+def test_nothing_of_it_is_on_the_machine_and_nothing_is_left() -> None:
+    before = socket.if_nameindex()
+    with Netns({"a": PipeOptions()}) as network:
+        assert socket.if_nameindex() == before
+        sleeper = network.popen("a", SLEEP)
+        place = network.place("a")
+        assert Path(place).exists()
+    assert sleeper.poll() is not None
+    assert not is_running(network.pid)
+    assert not Path(place).exists()
+    network.close()
+    with pytest.raises(NetnsDiedError, match="the link emulator was closed"):
+        network.stats()
+
+
+@needs_namespaces
+def test_nothing_is_left_of_an_owner_that_was_killed() -> None:
+    program = (
+        "import os, sys; from diloco.wan.netns import Netns; from diloco.wan.pipe import PipeOptions\n"
+        "network = Netns({'a': PipeOptions()}); sleeper = network.popen('a', ['sleep', '60'])\n"
+        "sys.stdout.write(f'{network.pid} {sleeper.pid}'); sys.stdout.flush(); os.kill(os.getpid(), 9)"
+    )
+    owner = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, timeout=60, check=False)
+    assert owner.returncode == -9
+    until = time.monotonic() + WAIT_S
+    pids = [int(pid) for pid in owner.stdout.split()]
+    while any(map(is_running, pids)):
+        assert time.monotonic() < until, "the emulator, or a process in its namespaces, outlived the owner"
+        time.sleep(0.02)
+
+
+@needs_namespaces
+def test_an_emulator_that_died_is_noticed_and_what_it_left_is_ended() -> None:
+    with Netns({"a": PipeOptions()}) as network:
+        sleeper = network.popen("a", SLEEP)
+        os.kill(network.pid, signal.SIGKILL)
+        with pytest.raises(NetnsDiedError, match=r"the link emulator \d+ has ended \(exit code -9\)"):
+            network.stats()
+    assert sleeper.poll() is not None
+
+
+@needs_namespaces
+def test_root_in_namespaces_of_one_s_own_is_root_enough() -> None:
+    if subprocess.run(["unshare", "-Urn", "true"], capture_output=True, timeout=WAIT_S, check=False).returncode:
+        pytest.skip("this machine gives nobody namespaces of his own")
+    test = "tests/wan/test_netns.py::test_the_round_trip_is_what_it_was_told_to_be_and_changes_while_it_runs"
+    done = subprocess.run(
+        ["unshare", "-Urn", sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-rs", test],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout.decode()
+    assert b"1 passed" in done.stdout
+
+
+def test_where_it_cannot_be_the_caller_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.wan.netns.unavailable", lambda: "it is Tuesday")
+    with pytest.raises(OSError, match="it is Tuesday"):
+        Netns({"a": PipeOptions()})
+
+
+@needs_namespaces
+def test_bad_input_is_refused_in_words_before_or_after_the_start() -> None:
+    with pytest.raises(ValueError, match="congestion is 'vegas': one of "):
+        Netns({"a": PipeOptions()}, congestion="vegas")
+    with pytest.raises(ValueError, match="subnet is 256: 0 to 255"):
+        Netns({"a": PipeOptions()}, subnet=256)
+    with pytest.raises(ValueError, match="none of them called syncer"):
+        Netns({"syncer": PipeOptions()})
+    with pytest.raises(ValueError, match="tcp_nothing"):
+        Netns({"a": PipeOptions()}, settings={"ipv4.tcp_nothing": "1"})
+    with Netns({"a": PipeOptions()}) as network:
+        for ask in (network.place, network.syncer_address, network.heal):
+            with pytest.raises(ValueError, match="site is 'b': one of "):
+                ask("b")
+        with pytest.raises(ValueError, match="loss_percent is 200"):
+            network.set("a", loss_percent=200)
+        assert network.is_alive()
+
+
+FINE: dict[str, Any] = {"packets_out": 100, "late_us_p99": 100.0, "lost": 5, "drawn": 5000, "expected_lost": 5.0}
+STATS: dict[str, Any] = {"failed_writes": 0, "unread": 0, "scheduling": "shared", "up": FINE, "down": FINE}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"failed_writes": 1}, "1 packets could not be delivered"),
+        ({"unread": 2}, "2 packets were dropped before the emulator read them"),
+        ({"up": {**FINE, "late_us_p99": 8192.0}}, "up, 1 packet in 100 was up to 8.2 ms late"),
+        ({"down": {**FINE, "lost": 25}}, "down, 25 segments were lost of 5000 where 5 should be"),
+        ({"down": {**FINE, "lost": 0, "expected_lost": 100.0}}, "down, 0 segments were lost of 5000 where 100"),
+    ],
+)
+def test_each_way_of_being_unfaithful_is_named(changes: dict[str, Any], words: str) -> None:
+    assert not list(_complaints(STATS, 5.0))
+    (complaint,) = _complaints({**STATS, **changes}, 5.0)
+    assert words in complaint
