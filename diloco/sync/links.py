@@ -7,7 +7,7 @@ filled by several connections side by side, and by no other means that needs no 
 
 from __future__ import annotations
 
-from math import ceil, isfinite
+from math import ceil, inf
 
 CHANNELS_MAX = 8
 """More connections gain nothing on any link that was measured, and each costs both ends memory."""
@@ -21,8 +21,8 @@ def channels_for(rtt_s: float, bytes_per_s: float, window_bytes: int) -> int:
     ``window_bytes`` is the largest buffer that the kernel gives one socket (``tcp_wmem``'s last figure where it sends,
     ``tcp_rmem``'s where it receives).  A link of which nothing is known yet (a figure of 0) gets one.
     """
-    assert isfinite(rtt_s) and rtt_s >= 0, rtt_s
-    assert isfinite(bytes_per_s) and bytes_per_s >= 0, bytes_per_s
+    assert 0 <= rtt_s < inf, rtt_s
+    assert 0 <= bytes_per_s < inf, bytes_per_s
     assert window_bytes >= 1, window_bytes
     needed = ceil(rtt_s * bytes_per_s * 100 / (WINDOW_SHARE_PERCENT * window_bytes))
     return min(max(needed, 1), CHANNELS_MAX)
