@@ -39,6 +39,7 @@ VERBS = (
     Verb("train", "diloco.launch.train_main", "the inner trainer alone, on all the text: the baseline"),
     Verb("eval", "diloco.launch.eval_main", "loss of the published model on the validation text"),
     Verb("status", "diloco.launch.status_main", "how a running syncer stands: sites, versions, tokens, bytes"),
+    Verb("doctor", "diloco.launch.doctor_main", "what is wrong between this machine and a syncer, and what to change"),
     Verb("admit", "diloco.launch.admit_main", "let a held update be merged"),
     Verb("refuse", "diloco.launch.refuse_main", "never merge an update that is held or waits"),
     Verb("evict", "diloco.launch.evict_main", "put a site out of a running run"),

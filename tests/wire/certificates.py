@@ -27,11 +27,11 @@ class Authority:
         )
         self._write(self.ca, own.sign(self._key, hashes.SHA256()))
 
-    def issue(self, name: str, *alternatives: x509.GeneralName) -> tuple[str, str]:
-        """The paths of a certificate and of its key."""
+    def issue(self, name: str, *alternatives: x509.GeneralName, ends_in_s: float = 3600.0) -> tuple[str, str]:
+        """The paths of a certificate and of its key; one that ends in the past is over."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        builder = self._builder(subject, key.public_key())
+        builder = self._builder(subject, key.public_key(), ends_in_s)
         if alternatives:
             builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
         cert_path, key_path = self._folder / f"{name}.pem", self._folder / f"{name}.key"
@@ -49,7 +49,9 @@ class Authority:
         uris = [x509.UniformResourceIdentifier(f"spiffe://example.org/{each}") for each in ids]
         return self.issue("-".join(("client", *ids)).replace("/", "-"), *uris)
 
-    def _builder(self, subject: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+    def _builder(
+        self, subject: x509.Name, key: ec.EllipticCurvePublicKey, ends_in_s: float = 3600.0
+    ) -> x509.CertificateBuilder:
         now = datetime.datetime.now(datetime.UTC)
         return (
             x509.CertificateBuilder()
@@ -58,7 +60,7 @@ class Authority:
             .public_key(key)
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - datetime.timedelta(minutes=5))
-            .not_valid_after(now + datetime.timedelta(hours=1))
+            .not_valid_after(now + datetime.timedelta(seconds=ends_in_s))
         )
 
     def _write(self, path: str, certificate: x509.Certificate) -> None:

@@ -1,0 +1,186 @@
+"""``diloco doctor``: what is wrong between this machine and a syncer, and what to do, before the first hour of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from diloco.launch.arguments import settings_parser
+from diloco.launch.errors import ConfigError, ExitCode
+from diloco.launch.findings import Finding, Level, bounded, fail
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from diloco.launch.doctor_machine import LinkFigures
+    from diloco.launch.doctor_syncer import Visit
+    from diloco.launch.schema import RunConfig
+    from diloco.wire.security import SecurityOptions
+
+DOES = """What is wrong between this machine and a syncer, and what to change.
+
+  diloco doctor                                                this machine alone
+  diloco doctor server=syncer.example.org:7077                 and the way to a syncer, or to it and its standby
+  diloco doctor server=... run=nimble-otter site.id=fra site.token_file=... site.tls_ca=...    as that site
+  diloco doctor --config site.yaml                             as the site of this file
+
+Nothing of the run is touched.  Exit code 1: a check failed; 3: no address could be reached."""
+CHECK_S = 60.0
+"""Longest that one check may take."""
+
+
+def main(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    parser = settings_parser("doctor", DOES, shown=False)
+    parser.add_argument("--json", action="store_true", help="print all findings as one JSON object")
+    given = parser.parse_args(arguments)
+    server, settings = _own_words(given.settings)
+    config = _config(given.config, settings)
+    if server is None and given.config is not None:
+        server = config.site.syncer
+    examination = Examination(config, said=None if given.json else _say)
+    code = examination.run(server)
+    counts = {level.value: sum(each.level is level for each in examination.findings) for level in Level}
+    if given.json:
+        found = [each.fields() for each in examination.findings]
+        print(json.dumps({"checks": found, "counts": counts, "exit": int(code)}, sort_keys=True), flush=True)
+    else:
+        print(", ".join(f"{count} {name}" for name, count in counts.items()), flush=True)
+    return code
+
+
+def _say(finding: Finding) -> None:
+    print(finding.line(), flush=True)
+
+
+def _own_words(settings: Sequence[str]) -> tuple[str | None, list[str]]:
+    """What ``server=`` says, and all settings with this verb's short words spelled out."""
+    server, spelled = None, []
+    for text in settings:
+        key, _, value = text.partition("=")
+        if key in ("server", "site.syncer"):
+            server = value
+            spelled.append(f"site.syncer={value}")
+        elif key == "run":
+            spelled.append(f"run.name={value}")
+        else:
+            spelled.append(text)
+    return server, spelled
+
+
+def _config(file: object, settings: list[str]) -> RunConfig:
+    from pathlib import Path
+
+    from diloco.launch import build
+    from diloco.launch import config as configs
+
+    config = configs.read(file, settings) if isinstance(file, Path) else configs.compose(settings)
+    build.check(config)
+    return config
+
+
+class Examination:
+    """All checks, in order; ``said`` hears each finding as it is made."""
+
+    def __init__(self, config: RunConfig, said: Callable[[Finding], None] | None) -> None:
+        self._config = config
+        self._said = said
+        self.findings: list[Finding] = []
+
+    def run(self, server: str | None) -> ExitCode:
+        """This machine, and the way to each address in ``server``."""
+        from diloco.launch import doctor_machine as machine
+        from diloco.launch.doctor_store import store, stores
+
+        self._check("software", machine.software)
+        self._check("devices", lambda: machine.devices(self._config.site.device))
+        self._check("limits", machine.limits)
+        for each in stores(self._config):
+            self._check("store", partial(store, each))
+        reached, link = self._links(server) if server is not None else (True, None)
+        self._check("kernel", lambda: machine.kernel(link))
+        if not reached:
+            return ExitCode.UNREACHABLE
+        failed = any(finding.level is Level.FAIL for finding in self.findings)
+        return ExitCode.FAILED if failed else ExitCode.OK
+
+    def _check(self, name: str, check: Callable[[], list[Finding]]) -> None:
+        found = bounded(name, check, CHECK_S)
+        self._add([found] if isinstance(found, Finding) else found)
+
+    def _add(self, findings: list[Finding], address: str = "") -> None:
+        for finding in findings:
+            self.findings.append(replace(finding, address=address))
+            if self._said is not None:
+                self._said(finding)
+
+    def _links(self, server: str) -> tuple[bool, LinkFigures | None]:
+        """Whether anybody said anything, and the figures of the link to the first syncer that answered."""
+        from diloco.launch.doctor_link import own_files
+        from diloco.launch.doctor_machine import LinkFigures
+        from diloco.wire.lines import split_addresses
+
+        try:
+            addresses = split_addresses(server)
+        except ValueError as error:
+            raise ConfigError(f"server is {server!r}: {error}") from error
+        security = self._security(addresses)
+        if security is None:
+            return True, None
+        self._check("files", lambda: own_files(security, self._config.site.id))
+        reached, link = False, None
+        for address in addresses:
+            if len(addresses) > 1 and self._said is not None:
+                print(f"--    {address}", flush=True)
+            heard, visited = self._address(address, security)
+            reached = reached or heard
+            if link is None and visited is not None and visited.answered:
+                link = LinkFigures(visited.rtt_s)
+        return reached, link
+
+    def _security(self, addresses: Sequence[str]) -> SecurityOptions | None:
+        """What this end shows; None, and a finding, where it cannot be shown."""
+        from diloco.launch import build
+        from diloco.wire.lines import check_address
+
+        try:
+            security = build.site_security(self._config)
+            for address in addresses:
+                check_address(address, security)
+        except ConfigError as error:
+            self._add([fail("files", str(error), "give files that are there, secrets for their owner's eyes alone")])
+            return None
+        except ValueError as error:
+            self._add([fail("files", str(error), "a token needs TLS wherever somebody may listen")])
+            return None
+        return security
+
+    def _address(self, address: str, security: SecurityOptions) -> tuple[bool, Visit | None]:
+        """Whether anybody is there, and what a syncer there had to say."""
+        from diloco.launch.doctor_link import way_to
+        from diloco.launch.doctor_machine import proxies
+        from diloco.launch.doctor_syncer import visit
+        from diloco.wire.checkup import Checkup
+        from diloco.wire.options import ClientOptions
+
+        def asked() -> Visit:
+            with Checkup(address, security, ClientOptions()) as checkup:
+                return visit(checkup, self._config.run.name)
+
+        self._add(proxies(address.rpartition(":")[0].strip("[]"), os.environ), address)
+        way = bounded("dns", lambda: way_to(address, security), CHECK_S)
+        if isinstance(way, Finding):
+            self._add([way], address)
+            return False, None
+        self._add(way.findings, address)
+        if not way.open:
+            return way.reached, None
+        visited = bounded("grpc", asked, CHECK_S)
+        if isinstance(visited, Finding):
+            self._add([visited], address)
+            return True, None
+        self._add(visited.findings, address)
+        return True, visited

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from diloco.launch import doctor_machine
+from diloco.launch.doctor_machine import LinkFigures, devices, kernel, limits, megabits, proxies, software
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STOCK = {
+    "ipv4/tcp_wmem": "4096\t16384\t4194304",
+    "ipv4/tcp_rmem": "4096\t131072\t6291456",
+    "ipv4/tcp_congestion_control": "cubic",
+    "ipv4/tcp_available_congestion_control": "reno cubic",
+    "ipv4/tcp_slow_start_after_idle": "1",
+    "core/somaxconn": "4096",
+}
+TUNED = STOCK | {
+    "ipv4/tcp_wmem": "4096 65536 67108864",
+    "ipv4/tcp_rmem": "4096 131072 67108864",
+    "ipv4/tcp_congestion_control": "bbr",
+}
+FAR = LinkFigures(0.1, 30e6, 1e6)
+NEAR = LinkFigures(0.0002, 3e9, 3e9)
+
+
+def lines(root: Path, values: dict[str, str], link: LinkFigures | None) -> list[str]:
+    for name, value in values.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(value + "\n")
+    return [finding.line() for finding in kernel(link, root)]
+
+
+def test_a_stock_kernel_bounds_a_long_link(tmp_path: Path) -> None:
+    windows, congestion = lines(tmp_path, STOCK, FAR)
+    assert windows.startswith("warn  windows     one connection sends at most 218 Mbit/s and takes at most 327 Mbit/s")
+    assert (
+        "that is what bounds this link -> on both machines: sysctl -w net.ipv4.tcp_wmem='4096 65536 67108864'"
+        in windows
+    )
+    assert congestion == (
+        "warn  congestion  congestion control cubic, tcp_slow_start_after_idle 1: it all but stops at 0.1 % of loss "
+        "over a long link and begins anew after each pause -> on both machines: modprobe tcp_bbr; sysctl -w "
+        "net.ipv4.tcp_congestion_control=bbr net.ipv4.tcp_slow_start_after_idle=0"
+    )
+
+
+@pytest.mark.parametrize(("values", "link"), [(TUNED, FAR), (STOCK, NEAR)])
+def test_a_tuned_one_or_a_near_syncer_is_fine(tmp_path: Path, values: dict[str, str], link: LinkFigures) -> None:
+    assert [line[:4] for line in lines(tmp_path, values, link)] == ["ok  ", "ok  "]
+
+
+def test_a_link_whose_rate_is_that_of_one_window_is_bound_by_it(tmp_path: Path) -> None:
+    # 20 MB/s measured over 100 ms where one window allows 27: it may be the window, and more cannot be seen through it.
+    windows, _ = lines(tmp_path, TUNED | {"ipv4/tcp_wmem": STOCK["ipv4/tcp_wmem"]}, LinkFigures(0.1, 20e6, 20e6))
+    assert windows.startswith("warn")
+    windows, _ = lines(tmp_path, TUNED | {"ipv4/tcp_wmem": STOCK["ipv4/tcp_wmem"]}, LinkFigures(0.1, 10e6, 10e6))
+    assert windows.startswith("ok")
+
+
+def test_a_short_queue_of_connections_is_a_warning(tmp_path: Path) -> None:
+    assert lines(tmp_path, TUNED | {"core/somaxconn": "16"}, NEAR)[-1] == (
+        "warn  kernel      net.core.somaxconn is 16 -> where the syncer runs: sysctl -w net.core.somaxconn=4096"
+    )
+
+
+def test_another_system_is_not_judged(tmp_path: Path) -> None:
+    [line] = [finding.line() for finding in kernel(FAR, tmp_path)]
+    assert "its TCP settings are not looked at" in line
+
+
+def test_this_machine_is_told_of() -> None:
+    assert "torch" in software()[0].says
+    assert "cores" in devices("auto")[0].says
+    assert "open files" in limits()[0].says
+
+
+def test_a_gpu_that_is_wanted_and_not_there_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    [found] = devices("cuda")
+    assert (found.level.value, found.remedy[:20]) == ("fail", "set site.device=auto")
+
+
+def test_few_open_files_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_machine.resource, "getrlimit", lambda which: (256, 4096))
+    assert limits()[0].line() == "warn  limits      open files: at most 256 -> ulimit -n 1024 (this user may: 4096)"
+
+
+@pytest.mark.parametrize(
+    ("environment", "host", "level"),
+    [
+        ({}, "syncer.example", "ok"),
+        ({"https_proxy": ""}, "syncer.example", "ok"),
+        ({"https_proxy": "http://user:secret@proxy:3128"}, "syncer.example", "warn"),
+        ({"http_proxy": "http://proxy:3128", "no_proxy": "localhost, .example"}, "syncer.example", "ok"),
+        ({"http_proxy": "http://proxy:3128", "no_proxy": "10.0.0.0/8"}, "10.1.2.3", "ok"),
+        ({"http_proxy": "http://proxy:3128", "no_proxy": "10.0.0.0/8"}, "11.1.2.3", "warn"),
+        (
+            {"grpc_proxy": "http://proxy:3128", "no_grpc_proxy": "other", "no_proxy": "example"},
+            "syncer.example",
+            "warn",
+        ),
+    ],
+)
+def test_a_proxy_that_grpc_would_take_is_told_of_without_its_secret(
+    environment: dict[str, str], host: str, level: str
+) -> None:
+    [found] = proxies(host, environment)
+    assert found.level.value == level
+    assert "secret" not in found.line()
+    if level == "warn":
+        assert f"{host} (or unset " in found.remedy
+
+
+def test_rates_are_told_in_bits() -> None:
+    assert (megabits(27.26e6), megabits(2.5e9)) == ("218 Mbit/s", "20 Gbit/s")

@@ -1,0 +1,95 @@
+"""The verb: its exit codes and what it prints."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from diloco.launch import doctor_link
+from diloco.launch.cli import main
+from diloco.wire.options import ServerOptions
+from diloco.wire.server import serve
+from tests.launch.processes import TINY
+from tests.loopback.cluster import free_port
+from tests.wire.fake_syncer import RUN, FakeSyncer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    server = serve(FakeSyncer(), ServerOptions(run_id=RUN))
+    yield server.address
+    server.stop(0.2)
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> list[str]:
+    return [*TINY, f"run.dir={tmp_path}"]
+
+
+def test_the_machine_alone(here: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *here]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[:4]] == ["software", "devices", "limits", "store"]
+    assert lines[-1].endswith(" 0 fail")
+    assert not any(" tcp " in line for line in lines)
+
+
+def test_the_way_to_a_syncer_as_one_object(here: list[str], address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", f"server={address}", f"run={RUN}", "--json", *here]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    levels = {each["check"]: each["level"] for each in told["checks"]}
+    assert {"dns", "tcp", "grpc", "run", "identity", "rtt"} <= set(levels)
+    assert (told["exit"], told["counts"]["fail"]) == (0, 0)
+    [rtt] = [each for each in told["checks"] if each["check"] == "rtt"]
+    assert rtt["address"] == address
+    assert 0 < rtt["figures"]["median_ms"] < 1000
+
+
+def test_a_check_that_failed_is_1(here: list[str], address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", f"server={address}", "run=run-2", *here]) == 1
+    assert "run run-2 is not served there" in capsys.readouterr().out
+    assert main(["doctor", f"server={address}", *here, "site.token_file=/nowhere/token"]) == 1
+    out = capsys.readouterr().out
+    assert "fail  files       site.token_file is '/nowhere/token': No such file or directory" in out
+
+
+def test_nobody_anywhere_is_3(
+    here: list[str], address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["doctor", f"server=127.0.0.1:{free_port()}", *here]) == 3
+    assert "Connection refused" in capsys.readouterr().out
+    monkeypatch.setattr(doctor_link, "GREET_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        dead = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert main(["doctor", f"server={dead}", *here]) == 3
+        assert "it accepts and says nothing" in capsys.readouterr().out
+        # One of two is enough to have reached somebody; that the other is dead is a failure all the same.
+        assert main(["doctor", f"server={dead},{address}", *here]) == 1
+    out = capsys.readouterr().out
+    assert f"--    {dead}\n" in out
+    assert f"--    {address}\n" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        ("server is 'here'", ["server=here"]),
+        ("a port of 1 to 65535 wanted", ["server=127.0.0.1:99999"]),
+        ("unknown key sever", ["sever=127.0.0.1:7077"]),
+        ("codec.up is 'int5'", ["codec.up=int5"]),
+    ],
+)
+def test_arguments_that_cannot_be_are_2_and_one_line(
+    words: str, arguments: list[str], here: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *here, *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
