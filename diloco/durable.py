@@ -20,7 +20,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
     from typing import BinaryIO
 
@@ -209,6 +209,10 @@ class Disk:
         """Replace ``path`` by ``data``, in the same way."""
         self.keep(path, lambda beside: beside.write_bytes(data), step)
 
+    def write_parts(self, path: Path, parts: Iterable[bytes | memoryview], step: Step) -> None:
+        """The same with ``parts``, one behind the other: a large file is never whole in memory."""
+        self.keep(path, lambda beside: _write_all(beside, parts), step)
+
 
 PLAIN_DISK = Disk()
 
@@ -270,6 +274,14 @@ def armed_disk(text: str) -> Disk:
 def write_file(path: Path, data: bytes | memoryview) -> None:
     """Replace a file that nothing acknowledged rests on, whole."""
     PLAIN_DISK.write_file(path, data, Step.FILE)
+
+
+def _write_all(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+    with path.open("wb", buffering=0) as file:
+        for part in parts:
+            left = memoryview(part)
+            while left:  # A file without a buffer takes what fits, and one call takes no more than 2 GiB.
+                left = left[file.write(left) :]
 
 
 def _sync(path: Path, flags: int) -> None:

@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -176,3 +177,17 @@ def test_a_settled_folder_is_durable_with_all_above_it(tmp_path: Path, monkeypat
     PLAIN_DISK.settle(folder / "site", Step.OUTBOX_FOLDER)
     assert (folder / "site").is_dir()
     assert synced == [str(each) for each in (folder, *folder.parents)]
+
+
+def test_a_file_of_parts_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    Disk().write_parts(tmp_path / "a", [b"one ", memoryview(b"two"), b""], Step.FILE)
+    assert (tmp_path / "a").read_bytes() == b"one two"
+
+    def breaks() -> Iterator[bytes]:
+        yield b"half"
+        raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        Disk().write_parts(tmp_path / "a", breaks(), Step.FILE)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert (tmp_path / "a").read_bytes() == b"one two"

@@ -176,6 +176,11 @@ def tensor_bytes(values: Tensor) -> bytes:
     return values.numpy().tobytes()
 
 
+def bytes_of(values: Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor where they lie; the view keeps them."""
+    return memoryview(values.numpy().reshape(-1)).cast("B") if values.numel() else memoryview(b"")
+
+
 def bytes_tensor(payload: bytes | memoryview, dtype: torch.dtype) -> Tensor:
     """Return a copy of ``payload`` as a flat tensor of ``dtype``; the length must be a multiple of its size."""
     if len(payload) == 0:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import json
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from diloco.durable import DiskFullError, Step, is_full
-from diloco.outer.fragments import Layout, scatter
+from diloco.syncer.tensor_files import tensor_file
 
 if TYPE_CHECKING:
     import threading
@@ -21,9 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from diloco.durable import Disk
+    from diloco.outer.fragments import Layout
     from diloco.syncer.snapshots import FragmentValues
-
-FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 
 
 def export(disk: Disk, folder: Path, layout: Layout, values: Sequence[FragmentValues], versions: Sequence[int]) -> None:
@@ -36,16 +33,12 @@ def export(disk: Disk, folder: Path, layout: Layout, values: Sequence[FragmentVa
         for leftover in folder.glob(".*.tmp"):  # Of a process that died while it wrote.
             disk.remove(leftover, Step.EXPORT)
         parameters = full_parameters(layout, [each.published for each in values])
-        disk.keep(folder / "model.safetensors", lambda beside: save_file(parameters, beside), Step.EXPORT)
+        disk.write_parts(folder / "model.safetensors", tensor_file(parameters), Step.EXPORT)
         facts = {"versions": list(versions), "digests": [each.digest for each in values]}
         disk.write_file(folder / "final.json", json.dumps(facts, indent=1).encode(), Step.EXPORT)
     except OSError as error:
         if is_full(error):
             raise DiskFullError(error.errno, error.strerror) from error
-        raise
-    except SafetensorError as error:
-        if any(f"os error {number}" in str(error) for number in FULL_ERRORS):  # It has no other way to say so.
-            raise DiskFullError(errno.ENOSPC, str(error)) from error
         raise
 
 
@@ -67,8 +60,22 @@ def when_there_is_room(
 
 
 def full_parameters(layout: Layout, fragments: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Full fp32 parameters by name from the flat values of every fragment."""
-    parameters = {name: torch.empty(shape) for name, shape in layout.parameters}
+    """Full fp32 parameters by name from the flat values of every fragment.
+
+    One that lies in a single piece, as all of ``plan_layout`` do, is a view of its fragment; nobody may write to it.
+    """
+    shapes = dict(layout.parameters)
+    parameters: dict[str, Tensor] = {}
     for fragment, values in zip(layout.fragments, fragments, strict=True):
-        scatter(fragment, values, parameters)
+        at = 0
+        for piece in fragment.pieces:
+            size = piece.stop - piece.start
+            part = values[at : at + size]
+            at += size
+            if size == prod(shapes[piece.name]):
+                parameters[piece.name] = part.view(shapes[piece.name])
+                continue
+            if piece.name not in parameters:
+                parameters[piece.name] = torch.empty(shapes[piece.name])
+            parameters[piece.name].view(-1)[piece.start : piece.stop] = part
     return parameters

@@ -14,12 +14,11 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import save_file
-
 from diloco.codec.contract import digest
 from diloco.durable import PLAIN_DISK, Step
 from diloco.sync.plain import canonical, parse_json, shown
 from diloco.syncer.snapshots import FragmentValues, pack, unpack
+from diloco.syncer.tensor_files import Written, tensor_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -69,11 +68,11 @@ def write_image(
     disk.make_folder(beside, step)
     files: dict[str, dict[str, object]] = {}
     for index, values in enumerate(image.fragments):
-        data = pack(values)
-        disk.write_file(beside / f"fragment-{index}.safetensors", data, step)
-        files[f"fragment-{index}.safetensors"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        written = Written(pack(values))
+        disk.write_parts(beside / f"fragment-{index}.safetensors", written, step)
+        files[f"fragment-{index}.safetensors"] = written.facts()
     if parameters is not None:
-        disk.keep(beside / MODEL, lambda path: save_file(dict(parameters), path), step)
+        disk.write_parts(beside / MODEL, tensor_file(parameters), step)
     manifest = {
         "format": FORMAT,
         "card": image.card,

@@ -8,9 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from diloco.codec.contract import digest
+from diloco.outer.pseudo_gradient import is_finite
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.holdings import Holdings
 from diloco.syncer.retention import Retention
@@ -54,9 +53,9 @@ def begun(
     store: Store, options: SyncerOptions, plan: RunPlan, version_zero: Callable[[], Sequence[Tensor]]
 ) -> Recovered:
     """Version 0 in a folder that is new; ``StoreError`` when it holds what no run can begin with."""
-    values = [FragmentValues(0, first, first.clone(), None, digest(first)) for first in version_zero()]
+    values = [FragmentValues(0, first, first, None, digest(first)) for first in version_zero()]
     for index, first in enumerate(values):
-        if not bool(torch.isfinite(first.theta).all()):
+        if not is_finite(first.theta):
             raise StoreError(f"version 0 of fragment {index} holds a NaN or an infinity")
     machine = OuterSync(plan.outer)
     for fragment, first in zip(machine.state.fragments, values, strict=True):

@@ -17,16 +17,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
+from diloco.codec.contract import bytes_of
 from diloco.durable import PLAIN_DISK, DiskFullError, Step, is_full
 from diloco.sync.plain import canonical, from_plain, parse_json, shown
 from diloco.syncer.reading import NotAsWritten, read_verified
 from diloco.syncer.retention import Choice, Point, choose
+from diloco.syncer.tensor_files import Written, tensor_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from diloco.durable import Disk
@@ -92,7 +93,7 @@ class Snapshots:
         return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdigit())
 
     def write(self, snapshot: Snapshot) -> int:
-        """Write ``snapshot`` durably; returns its size in bytes.  One fragment at a time is held as bytes.
+        """Write ``snapshot`` durably; returns its size in bytes.  Nothing of the values is copied on the way.
 
         ``DiskFullError`` when there is no room for it: nothing of it is left, and it may be tried again.
         """
@@ -110,10 +111,11 @@ class Snapshots:
         self._disk.make_folder(beside, Step.SNAPSHOT_BEGIN)
         files: dict[str, dict[str, object]] = {}
         size = 0
-        for name, data in _files(snapshot):
-            self._disk.write_file(beside / name, data, Step.SNAPSHOT_FILE)
-            files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-            size += len(data)
+        for name, parts in _files(snapshot):
+            written = Written(parts)
+            self._disk.write_parts(beside / name, written, Step.SNAPSHOT_FILE)
+            files[name] = written.facts()
+            size += written.size
         manifest: dict[str, object] = {"format": FORMAT, "files": files}
         manifest["sha256"] = _digest_of(manifest)
         text = json.dumps(manifest, sort_keys=True, indent=1).encode()
@@ -209,7 +211,7 @@ class Snapshots:
             raise SnapshotError(f"{folder} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
 
 
-def _files(snapshot: Snapshot) -> Iterator[tuple[str, bytes]]:
+def _files(snapshot: Snapshot) -> Iterator[tuple[str, Iterable[bytes | memoryview]]]:
     for index, values in enumerate(snapshot.fragments):
         yield f"fragment-{index}.safetensors", pack(values)
     state = {
@@ -217,7 +219,7 @@ def _files(snapshot: Snapshot) -> Iterator[tuple[str, bytes]]:
         "journal_segment": snapshot.journal_segment,
         "journal_chain": snapshot.journal_chain,
     }
-    yield "state.json", json.dumps(state, sort_keys=True).encode()
+    yield "state.json", [json.dumps(state, sort_keys=True).encode()]
 
 
 def _state(folder: Path, facts: dict[str, dict[str, object]]) -> tuple[object, int, str]:
@@ -270,21 +272,15 @@ def same_values(left: FragmentValues, right: FragmentValues) -> bool:
     if (left.version, left.digest, left.momentum is None) != (right.version, right.digest, right.momentum is None):
         return False
     pairs = [(left.theta, right.theta), (left.published, right.published), (left.momentum, right.momentum)]
-    return all(one is None or other is None or _bits(one) == _bits(other) for one, other in pairs)
+    return all(one is None or other is None or bytes_of(one) == bytes_of(other) for one, other in pairs)
 
 
-def _bits(values: Tensor) -> memoryview:
-    return values.numpy().data.cast("B")
-
-
-def pack(values: FragmentValues) -> bytes:
-    """A fragment as one safetensors file."""
+def pack(values: FragmentValues) -> Iterator[memoryview]:
+    """A fragment as one safetensors file, in pieces; what is published is in it also where it is Θ itself."""
     tensors = {"theta": values.theta, "published": values.published}
     if values.momentum is not None:
         tensors["momentum"] = values.momentum
-    if values.published.data_ptr() == values.theta.data_ptr():
-        tensors["published"] = values.published.clone()
-    return save(tensors, metadata={"version": str(values.version), "digest": values.digest})
+    return tensor_file(tensors, {"version": str(values.version), "digest": values.digest})
 
 
 def unpack(data: bytes | Tensor) -> FragmentValues:
