@@ -96,6 +96,12 @@ class BlockCodec(RangedCodec):
         """Return 2 bytes a block and ``bits`` a value, rounded up to a byte."""
         return self._scales_bytes(numel) + (numel * self.bits + 7) // 8
 
+    def sections(self, numel: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+        """Return the place of the scales and that of the codes."""
+        first, last = start // self.block, -(-stop // self.block)
+        codes_start, codes_stop = self._codes_place(numel, start, stop - start)
+        return (SCALE_BYTES * first, SCALE_BYTES * (last - first)), (codes_start, codes_stop - codes_start)
+
     def error_bound(self, values: Tensor) -> Tensor:
         """Return half the scale of the value's block, or the whole where the codes had to be held."""
         bound = torch.empty_like(values)

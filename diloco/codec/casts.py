@@ -51,6 +51,10 @@ class Fp32Codec(RangedCodec):
         """Return 4 bytes a value."""
         return 4 * numel
 
+    def sections(self, numel: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+        """Return the one place."""
+        return ((4 * start, 4 * (stop - start)),)
+
     def error_bound(self, values: Tensor) -> Tensor:
         """Return 0."""
         return torch.zeros_like(values)
@@ -88,6 +92,10 @@ class Bf16Codec(RangedCodec):
     def payload_bytes(self, numel: int) -> int:
         """Return 2 bytes a value."""
         return 2 * numel
+
+    def sections(self, numel: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+        """Return the one place."""
+        return ((2 * start, 2 * (stop - start)),)
 
     def error_bound(self, values: Tensor) -> Tensor:
         """Return ``max(2**-8 |x|, 2**-134)``: half a step of 8 significant bits, or of bf16's subnormals."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+from diloco.codec.digests import digest_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,6 +121,14 @@ class Codec(Protocol):
         """
         ...
 
+    def sections(self, numel: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+        """Where the values from ``start`` to ``stop`` lie in a payload of ``numel``: (offset, length) of each piece.
+
+        Joined, the pieces are a payload of these values by themselves: so one that lies on a disk is decoded by
+        ranges, and one that is on its way as far as it has come.  Of the payload before the entropy stage.
+        """
+        ...
+
     def opened(self, payload: bytes | memoryview, numel: int) -> tuple[Codec, memoryview]:
         """Take the entropy stage off: the codec inside and its payload, which is a view wherever it is stored raw."""
         ...
@@ -178,7 +187,7 @@ def tensor_bytes(values: Tensor) -> bytes:
 
 def bytes_of(values: Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor where they lie; the view keeps them."""
-    return memoryview(values.numpy().reshape(-1)).cast("B") if values.numel() else memoryview(b"")
+    return values.numpy().reshape(-1).data.cast("B") if values.numel() else memoryview(b"")
 
 
 def bytes_tensor(payload: bytes | memoryview, dtype: torch.dtype) -> Tensor:
@@ -194,7 +203,7 @@ def check_length(payload: bytes | memoryview, expected: int, name: str, numel: i
         raise DecodeError(f"{name} payload has {len(payload)} bytes, {numel} values take {expected}")
 
 
-def digest(values: Tensor) -> str:
-    """Return the SHA-256 (hex) of the values' fp32 little-endian bytes."""
+def digest(values: Tensor, like: str = "") -> str:
+    """Return the digest of the values' fp32 little-endian bytes, in the form of ``like``."""
     check_values(values)
-    return hashlib.sha256(values.numpy().data).hexdigest()
+    return digest_of(values.numpy().data, like)

@@ -99,6 +99,10 @@ class EntropyCodec:
         codec, raw = self.opened(payload, numel)
         codec.decode_into(raw, numel, out, start, accumulate)
 
+    def sections(self, numel: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+        """As the inner codec."""
+        return self.inner.sections(numel, start, stop)
+
     def opened(self, payload: bytes | memoryview, numel: int) -> tuple[Codec, memoryview]:
         """See :class:`~diloco.codec.contract.Codec`; memory is bounded by ``payload_bytes(numel)``."""
         view = memoryview(payload)

@@ -58,6 +58,10 @@ class RangedCodec(ABC):
     def decode_chunk(self, payload: memoryview, numel: int, start: int, out: Tensor) -> None:
         """Write the values from ``start`` to ``out``, all finite, or refuse them."""
 
+    @abstractmethod
+    def sections(self, numel: int, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+        """Where some of the values lie."""
+
     @property
     def lossless(self) -> bool:
         """False, but for fp32."""

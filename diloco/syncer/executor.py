@@ -1,27 +1,34 @@
 """The outer step as numbers: read the payloads, merge, step, encode the down-link.
 
 A pure function of the contributions, the fragment's values and the options, so that a replay of the journal gives the
-same bits (DESIGN invariant 11).  Memory: one decoded update for each update of the round, and three fragments.
+same bits (DESIGN invariant 11).  It goes by ranges of the fragment, on as many threads as are given, and each range
+takes its part of every payload from the disk: memory is the new version (its tensors and its down-link), for each
+thread a few ranges, of each site's payload what the ranges of that moment need, and the whole of one that has an
+entropy stage without it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import torch
-
 from diloco.codec.contract import NonFiniteError, digest
-from diloco.codec.feedback import publish
+from diloco.codec.digests import digest_of
+from diloco.codec.fused import State, outer_pass
 from diloco.codec.registry import make_codec
-from diloco.outer.merge import merge_mean
-from diloco.outer.optimizer import OuterOptimizerOptions, outer_step
 from diloco.syncer.snapshots import FragmentValues
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from diloco.codec.fused import Range, Spread
+    from diloco.outer.optimizer import OuterOptimizerOptions
     from diloco.sync.effects import StartOuterStep
+    from diloco.syncer.payloads import Mapped
     from diloco.syncer.spool import Spool
 
 
@@ -31,7 +38,20 @@ class Downlink:
 
     version: int
     digest: str
-    payload: bytes
+    payload: bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds that the stages of an outer step took.
+
+    ``read_s`` is for finding the payloads on the disk to be what was acknowledged, ``fused_s`` for the one pass that
+    decodes, merges, steps and encodes, ``digest_s`` for the digests of the new version.
+    """
+
+    read_s: float = 0.0
+    fused_s: float = 0.0
+    digest_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +62,11 @@ class OuterResult:
     """
 
     values: FragmentValues
-    downlink: bytes
+    downlink: bytes | memoryview
     downlink_digest: str
     norm: float
     seconds: float
+    costs: Costs = Costs()
 
     def link(self) -> Downlink:
         """The down-link without the values, which are large and are held elsewhere."""
@@ -58,34 +79,58 @@ def run_outer_step(
     spool: Spool,
     optimizer: OuterOptimizerOptions,
     down_codec: str,
+    like: str = "",
+    threads: int = 1,
 ) -> OuterResult | None:
-    """Carry out ``command`` on ``values``; None when the result is not finite, and then nothing has happened."""
+    """Carry out ``command`` on ``values``; None when the result is not finite, and then nothing has happened.
+
+    The digests of the result are in the form of ``like``.  No bit depends on the number of ``threads``.
+    """
     assert command.version == values.version + 1, (command.version, values.version)
-    began = time.perf_counter()
-    contributions = [
-        (
-            part.weight,
-            [
-                make_codec(update.encoding).decode(spool.read(update.payload, update.digest), values.theta.numel())
-                for update in part.updates
-            ],
-        )
-        for part in command.contributions
-    ]
-    merged = merge_mean(contributions)
-    theta, momentum = outer_step(values.theta, merged, values.momentum, optimizer)
-    if not bool(torch.isfinite(theta).all()):
-        return None
+    times = [time.perf_counter()]
+    payloads: list[Mapped] = []
+    contributions = []
+    for part in command.contributions:
+        found = [spool.mapped(update.payload, update.digest) for update in part.updates]
+        payloads += found
+        codecs = [make_codec(update.encoding) for update in part.updates]
+        contributions.append((part.weight, [(c, each.payload) for c, each in zip(codecs, found, strict=True)]))
+    times.append(time.perf_counter())
+    before = State(values.theta, values.published, values.momentum)
     try:
-        downlink, published = publish(theta, values.published, make_codec(down_codec))
+        with ExitStack() as stack:
+            spread = _spread(payloads, threads, stack)
+            stepped = outer_pass(contributions, before, optimizer, make_codec(down_codec), spread)
     except NonFiniteError:
-        return None  # Θ and Θ̂ are finite and too far apart for fp32.
-    if not bool(torch.isfinite(published).all()):
-        return None
+        return None  # Of Θ itself, or because Θ and Θ̂ are too far apart for fp32.
+    times.append(time.perf_counter())
+    new = stepped.state
+    told = digest(new.published, like), digest_of(stepped.payload, like)
+    times.append(time.perf_counter())
     return OuterResult(
-        FragmentValues(command.version, theta, published, momentum, digest(published)),
-        downlink,
-        hashlib.sha256(downlink).hexdigest(),
-        float(torch.linalg.vector_norm(merged)),
-        time.perf_counter() - began,
+        FragmentValues(command.version, new.theta, new.published, new.momentum, told[0]),
+        stepped.payload,
+        told[1],
+        stepped.norm,
+        times[-1] - times[0],
+        Costs(*(later - sooner for sooner, later in pairwise(times))),
     )
+
+
+def _spread(payloads: list[Mapped], threads: int, stack: ExitStack) -> Spread:
+    """Ranges in turn, or by several ``threads``, which end with ``stack``; after each the payloads are let go of."""
+
+    def spread(work: Callable[[Range], float], ranges: Iterable[Range]) -> Iterable[float]:
+        def one(bounds: Range) -> float:
+            done = work(bounds)
+            for payload in payloads:
+                payload.let_go()
+            return done
+
+        if threads == 1:
+            return map(one, ranges)
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="fold")
+        stack.callback(pool.shutdown, cancel_futures=True)  # The other ranges of one that is not finite are not made.
+        return pool.map(one, ranges)
+
+    return spread

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from diloco.codec.contract import DecodeError, NonFinitePayload
-from diloco.codec.contract import digest as digest_of
-from diloco.codec.registry import make_codec
+from diloco.codec.contract import DecodeError
 from diloco.durable import is_full
 from diloco.sync.agreement import PROTOCOL
 from diloco.sync.effects import AnswerPush
 from diloco.sync.events import Outcome, Reason, UpdateArrived
 from diloco.syncer import protocols
 from diloco.syncer.core import NotHandedIn
+from diloco.syncer.inspecting import Found, Inspection
 from diloco.syncer.spool import Settled
-from diloco.syncer.vitals import Vitals, measured
 from diloco.wire.messages import PushResult, Refusal, Status
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from diloco.syncer.spool import PartialUpdate
     from diloco.syncer.store import Store
     from diloco.syncer.tally import Tally
+    from diloco.syncer.vitals import Vitals
     from diloco.wire.messages import PushHeader
 
 
@@ -45,24 +45,29 @@ class Reception:
         protocol: int = PROTOCOL,
         epoch: int = 0,
         checks: AbstractContextManager[object] | None = None,
+        took: Callable[[str, float], None] = lambda reference, seconds: None,
     ) -> None:
         """``tally`` counts what comes in; ``momentum`` gives a fragment's own as it is now; ``refused`` is told why a
-        whole update was not accepted; ``protocol`` is the site's, ``epoch`` ours; ``checks`` is entered while a whole
-        update is in memory, and lets in as many as there is room for."""
+        whole update was not accepted; ``protocol`` is the site's, ``epoch`` ours; ``checks`` is entered while some of
+        its values are in memory, and lets in as many as there is room for; ``took`` hears, of an update that is
+        accepted, how long this process was busy with taking it in."""
         self._core = core
         self._store = store
         self._spool = store.spool
         self._header = header
         self._tally = tally
-        self._momentum = momentum
         self._refused = refused
         self._protocol = protocol
         self._epoch = epoch
-        self._checks = checks if checks is not None else nullcontext()
+        self._took = took
+        self._busy_s = 0.0
         try:
             self._partial = self._spool.open_partial(header)
         except OSError as error:
             raise _refusal(error) from error
+        room = checks if checks is not None else nullcontext()
+        self._inspection = Inspection(self._partial.path, header, momentum, room, tally.decoded)
+        self._advance()  # Over what an earlier attempt has brought, once.
 
     @property
     def offset(self) -> int:
@@ -70,30 +75,34 @@ class Reception:
         return self._partial.offset
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Keep the next bytes."""
+        """Keep the next bytes, and look at the values that are whole by them."""
         assert offset == self._partial.offset, (offset, self._partial.offset)
+        began_s = time.perf_counter()
         try:
             self._partial.write(data)
         except OSError as error:
             raise self._no_room(error) from error
+        self._advance()
+        self._busy_s += time.perf_counter() - began_s
         self._tally.received(self._header.site_id, len(data))
         self._core.heard(self._header.site_id)
 
     def commit(self, digest: str) -> PushResult:
-        """Check the whole update, make it durable, and have the machine decide."""
+        """Look at the last of it, make it durable, and have the machine decide."""
         header = self._header
-        with self._checks:
-            vitals, intact = self._looked_at(digest)
-        if not (vitals.finite and intact):
+        began_s = time.perf_counter()
+        found = self._looked_at(digest)
+        if not (found.vitals.finite and found.intact):
             self._partial.discard()
-            return self._told(self._decided("", vitals, intact=intact))
+            return self._told(self._decided("", found.vitals, intact=found.intact))
         try:
             reference = self._spool.keep(self._partial, header)
         except OSError as error:
             # Discarded, never tried again with the same pages: after a failed fsync they count as written.
             raise self._no_room(error) from error
+        self._took(reference, self._busy_s + time.perf_counter() - began_s)
         try:
-            result = self._decided(reference, vitals, intact=True)
+            result = self._decided(reference, found.vitals, intact=True)
         except NotHandedIn:
             self._spool.settle(reference, Settled.GIVEN_BACK, self._partial)
             raise
@@ -144,30 +153,25 @@ class Reception:
             self._refused(result.reason)
         return result
 
-    def _looked_at(self, digest: str) -> tuple[Vitals, bool]:
-        """The vital signs of the decoded values, and whether they are those that the site has decoded itself.
-
-        Payload and values are in memory in here and nowhere else.
-        """
+    def _looked_at(self, digest: str) -> Found:
+        """What the values are, and whether they are those that the site has decoded itself."""
         header = self._header
-        try:
-            found = self._partial.digest()
-            payload = self._partial.read()
-        except OSError as error:
-            raise self._no_room(error) from error
-        if digest != header.digest or found != header.digest:
+        if digest != header.digest or self._partial.digest() != header.digest:
             self._partial.discard()
             raise Refusal(Status.DATA_LOSS, "digest of the payload is not the declared one; send it again")
-        self._tally.decoded()
         try:
-            values = make_codec(header.encoding).decode(payload, header.numel)
-        except NonFinitePayload:
-            return Vitals(finite=False), True
+            return self._inspection.finish()
+        except OSError as error:
+            raise self._no_room(error) from error
         except DecodeError as error:
             self._partial.discard()
             raise Refusal(Status.INVALID_ARGUMENT, f"payload is no {header.encoding}: {error}") from error
-        vitals = measured(values, self._momentum(header.fragment))
-        return vitals, header.values_digest in ("", digest_of(values))  # Protocol 1 says nothing about it.
+
+    def _advance(self) -> None:
+        try:
+            self._inspection.advance(self._partial.offset)
+        except OSError as error:
+            raise self._no_room(error) from error
 
     def _no_room(self, error: OSError) -> Refusal:
         self._partial.discard()
@@ -175,6 +179,7 @@ class Reception:
 
     def close(self) -> None:
         """The push is over; without a commit its bytes wait for another attempt."""
+        self._inspection.close()
         try:
             self._partial.close()
         except OSError:

@@ -95,7 +95,8 @@ class Replayer:
     def step(self, event: OuterStepDone, command: StartOuterStep) -> OuterResult:
         """Compute the outer step that ended in ``event`` again; ``JournalError`` unless it gives the same bits."""
         values = self.values[event.fragment]
-        result = run_outer_step(command, values, self.spool, self.optimizer, self.holdings.down_codec)
+        down_codec = self.holdings.down_codec
+        result = run_outer_step(command, values, self.spool, self.optimizer, down_codec, event.digest)
         found = (result.values.digest, result.downlink_digest) if result else ("not finite", "")
         if result is None or found != (event.digest, event.downlink_digest):
             raise JournalError(

@@ -8,12 +8,13 @@ journal.  What a power cut leaves: a partial file, or a whole one; never a whole
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import threading
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from diloco.codec.digests import digest_of, hasher
 from diloco.durable import PLAIN_DISK, Step
+from diloco.syncer.payloads import Mapped
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -64,7 +65,7 @@ class Spool:
         for other in self.partial.glob(f"{header.site_id}@{header.fragment}-*.update"):
             if other != path:
                 self._disk.remove(other, Step.SPOOL_DISCARD)
-        return PartialUpdate(path, header.payload_bytes, self._disk)
+        return PartialUpdate(path, header.payload_bytes, self._disk, header.digest)
 
     def keep(self, partial: PartialUpdate, header: PushHeader) -> str:
         """Make a whole update durable and give it its name; ``settle`` must follow.
@@ -130,21 +131,28 @@ class Spool:
             payload = path.read_bytes()
         except FileNotFoundError:
             raise SpoolError(f"{path} is missing: the journal names it") from None
-        if hashlib.sha256(payload).hexdigest() != digest:
+        if digest_of(payload, digest) != digest:
             raise SpoolError(f"{path} is damaged: its digest is not the one that was acknowledged")
         return payload
+
+    def mapped(self, reference: str, digest: str) -> Mapped:
+        """The payload, verified, as memory that is only resident where it is looked at."""
+        self.check(reference, digest)
+        return Mapped(self.folder / reference)
 
     def check(self, reference: str, digest: str) -> None:
         """The same without keeping the payload: a block at a time is in memory."""
         path = self.folder / reference
         try:
             with path.open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+                found = hasher(digest)
+                while block := file.read(BLOCK_BYTES):
+                    found.update(block)
         except FileNotFoundError:
             raise SpoolError(f"{path} is missing: the journal names it") from None
         except OSError as error:
             raise SpoolError(f"{path} cannot be read: {error.strerror}") from error
-        if found != digest:
+        if found.text() != digest:
             raise SpoolError(f"{path} is damaged: its digest is not the one that was acknowledged")
 
     def sweep(self, needed: Collection[str]) -> int:
@@ -164,17 +172,18 @@ class Spool:
 class PartialUpdate:
     """An update on its way in.  ``offset`` bytes are here; ``write`` appends, ``digest`` is over all of them."""
 
-    def __init__(self, path: Path, payload_bytes: int, disk: Disk) -> None:
+    def __init__(self, path: Path, payload_bytes: int, disk: Disk, like: str = "") -> None:
+        """``like`` is the digest that was declared, and in whose form it is computed."""
         self.path = path
         self._disk = disk
-        self._hash = hashlib.sha256()
+        self._hash = hasher(like)
         self.offset = 0
         if path.exists() and path.stat().st_size <= payload_bytes:
             with path.open("rb") as held:
                 while block := held.read(BLOCK_BYTES):
                     self._hash.update(block)
                     self.offset += len(block)
-        self._file = disk.open(path, "r+b" if self.offset else "wb", Step.SPOOL_WRITE)
+        self._file = disk.open(path, "r+b" if self.offset else "wb", Step.SPOOL_WRITE, buffering=0)
         self._file.seek(self.offset)
 
     def write(self, data: memoryview) -> None:
@@ -184,14 +193,8 @@ class PartialUpdate:
         self.offset += len(data)
 
     def digest(self) -> str:
-        """SHA-256 over everything written, hexadecimal."""
-        self._file.flush()
-        return self._hash.hexdigest()
-
-    def read(self) -> bytes:
-        """Everything written."""
-        self._file.flush()
-        return self.path.read_bytes()
+        """Over everything written."""
+        return self._hash.text()
 
     def close(self) -> None:
         """Leave the bytes, if any came, for a later attempt."""

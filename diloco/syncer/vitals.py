@@ -1,7 +1,6 @@
-"""The vital signs of a decoded update, measured in one pass over its values, block by block.
+"""The vital signs of a decoded update, measured block by block, as the blocks come.
 
-Sums are made in fp64: the square of a value that fp32 holds may be one that it does not.  Memory: the fp64 copies of
-one block of the update and one of the momentum, whatever the fragment's size.
+Sums are made in fp64: the square of a value that fp32 holds may be one that it does not.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from diloco.codec.sums import sum_of_products
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST = 2.0**100
 """Of any value of an update.  Finite ones beyond it could make a sum overflow, and the honest updates of that round
 would be refused together with the one at fault; no training comes near."""
-BLOCK = 1 << 18
-"""Values measured at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +30,37 @@ class Vitals:
     cosine: float | None = None
 
 
-def measured(values: Tensor, momentum: Tensor | None) -> Vitals:
-    """Measure ``values`` against ``momentum``, both flat fp32; where either is nothing there is no cosine."""
-    squares = products = momentum_squares = 0.0
-    for start in range(0, values.numel(), BLOCK):
-        block = values[start : start + BLOCK]
+class Measuring:
+    """Takes the blocks of one update in order."""
+
+    def __init__(self) -> None:
+        self._finite = True
+        self._squares = self._products = self._momentum_squares = 0.0
+
+    def add(self, block: Tensor, momentum: Tensor | None) -> None:
+        """Measure ``block`` against the same part of the ``momentum``, both flat fp32; without one there is no cosine.
+
+        An update may take longer on its way than a version: then its blocks are measured against the momentum as it was
+        when they came, each against a later one, and the cosine is that to the vector made of those parts.
+        """
+        if not self._finite:
+            return
         least, most = torch.aminmax(block)
         if not bool((least >= -LARGEST) & (most <= LARGEST)):  # False for a NaN as well.
-            return Vitals(finite=False)
-        exact = block.double()
-        squares += float(torch.dot(exact, exact))
+            self.not_finite()
+            return
+        self._squares += sum_of_products(block, block)
         if momentum is not None:
-            against = momentum[start : start + BLOCK].double()
-            products += float(torch.dot(exact, against))
-            momentum_squares += float(torch.dot(against, against))
-    lengths = sqrt(squares) * sqrt(momentum_squares)
-    return Vitals(True, sqrt(squares), products / lengths if lengths > 0 else None)
+            self._products += sum_of_products(block, momentum)
+            self._momentum_squares += sum_of_products(momentum, momentum)
+
+    def not_finite(self) -> None:
+        """Of what is not finite nothing else is said."""
+        self._finite = False
+
+    def vitals(self) -> Vitals:
+        """What was found in all blocks; where either vector is nothing there is no cosine."""
+        if not self._finite:
+            return Vitals(finite=False)
+        lengths = sqrt(self._squares) * sqrt(self._momentum_squares)
+        return Vitals(True, sqrt(self._squares), self._products / lengths if lengths > 0 else None)

@@ -165,3 +165,21 @@ def test_what_is_no_range_is_our_own_mistake() -> None:
         codec.encode_into(values, torch.empty(len(payload) - 1, dtype=torch.uint8))
     with pytest.raises(AssertionError, match="whole tensors"):
         make_codec("int4+zstd").encode_into(values, room(codec, 256), start=0, numel=256)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_the_pieces_of_a_range_are_its_own_payload(name: str) -> None:
+    codec = make_codec(name)
+    for numel in NUMELS:
+        values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+        payload = codec.encode(values)
+        for start, stop in itertools.pairwise(cuts(codec, numel, numel)):
+            sections = codec.sections(numel, start, stop)
+            joined = b"".join(payload[offset : offset + length] for offset, length in sections)
+            assert sum(length for _, length in sections) == codec.payload_bytes(stop - start), (name, start, stop)
+            assert joined == codec.encode(values[start:stop]), (name, numel, start, stop)
+            assert same(codec.decode(joined, stop - start), codec.decode(payload, numel)[start:stop])
+
+
+def test_the_place_of_a_range_is_that_before_the_entropy_stage() -> None:
+    assert make_codec("int4+zstd").sections(100, 32, 64) == make_codec("int4").sections(100, 32, 64)

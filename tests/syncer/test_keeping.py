@@ -60,16 +60,16 @@ def test_a_snapshot_that_finds_no_room_half_way_leaves_nothing_behind(
 ) -> None:
     snapshots = Snapshots(tmp_path)
     place = Position(1, "")
-    write, calls = snapshots._disk.write_file, [0]
+    keep, calls = snapshots._disk.keep, [0]
 
-    def fails(path: Path, data: bytes, step: object) -> None:
+    def fails(path: Path, write: object, step: object) -> None:
         calls[0] += 1
         if calls[0] == 2:
             raise OSError(28, "No space left on device")
-        write(path, data, step)  # type: ignore[arg-type]
+        keep(path, write, step)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(snapshots._disk, "write_file", fails)
+        patch.setattr(snapshots._disk, "keep", fails)
         with pytest.raises(DiskFullError):
             snapshots.write(Snapshot({"sites": {}}, (), place.segment))
     assert list(tmp_path.iterdir()) == []

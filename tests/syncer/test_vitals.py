@@ -7,13 +7,19 @@ import math
 import pytest
 import torch
 
-from diloco.syncer import vitals
-from diloco.syncer.vitals import LARGEST, measured
+from diloco.syncer.vitals import LARGEST, Measuring, Vitals
+
+
+def measured(values: torch.Tensor, momentum: torch.Tensor | None, block: int = 8) -> Vitals:
+    measuring = Measuring()
+    for start in range(0, values.numel(), block):
+        against = momentum[start : start + block] if momentum is not None else None
+        measuring.add(values[start : start + block], against)
+    return measuring.vitals()
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 1000])
-def test_a_norm_and_a_cosine_are_the_same_whatever_the_blocks(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vitals, "BLOCK", 8)
+def test_a_norm_and_a_cosine_are_the_same_whatever_the_blocks(count: int) -> None:
     dice = torch.Generator().manual_seed(count)
     values, momentum = torch.randn(count, generator=dice), torch.randn(count, generator=dice)
     found = measured(values, momentum)
@@ -30,8 +36,7 @@ def test_the_largest_values_have_a_norm() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, LARGEST * 1.01, -LARGEST * 1.01])
 @pytest.mark.parametrize("place", [0, 11, 19])
-def test_of_what_is_not_finite_nothing_else_is_said(bad: float, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vitals, "BLOCK", 8)
+def test_of_what_is_not_finite_nothing_else_is_said(bad: float, place: int) -> None:
     values = torch.ones(20)
     values[place] = bad
     found = measured(values, torch.ones(20))
@@ -39,6 +44,15 @@ def test_of_what_is_not_finite_nothing_else_is_said(bad: float, place: int, monk
 
 
 def test_nothing_has_no_direction() -> None:
-    assert measured(torch.zeros(5), torch.ones(5)) == vitals.Vitals(True, 0.0, None)
+    assert measured(torch.zeros(5), torch.ones(5)) == Vitals(True, 0.0, None)
     assert measured(torch.ones(5), torch.zeros(5)).cosine is None
     assert measured(torch.ones(5), None).cosine is None
+
+
+def test_blocks_that_came_before_there_was_a_momentum_have_no_part_in_the_cosine() -> None:
+    measuring = Measuring()
+    measuring.add(torch.tensor([0.0, 0.0, 3.0]), None)
+    measuring.add(torch.tensor([4.0]), torch.tensor([0.5]))
+    found = measuring.vitals()
+    assert found.norm == 5.0
+    assert found.cosine == pytest.approx(0.8)

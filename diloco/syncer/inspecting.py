@@ -1,0 +1,147 @@
+"""An update looked at while it arrives: is it well formed, finite, what its site decoded, and how large.
+
+What has come is read back from the disk by ranges and decoded, so that a commit has the last range left to look at, and
+no update is ever whole in memory.  Of one with an entropy stage, which has no ranges, the payload inside is, once all
+of it is here; but not its values, which are eight times as large.
+
+Memory: for each of the ``checks`` that look at the same time one range of values, its payload and the sums' temporaries
+(``RANGE_BYTES_MAX``); and of a payload with an entropy stage what ``Codec.opened`` makes of it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from diloco.codec.contract import DecodeError, NonFinitePayload, bytes_of
+from diloco.codec.digests import hasher
+from diloco.codec.entropy import RAW
+from diloco.codec.fused import ranges
+from diloco.codec.registry import make_codec
+from diloco.syncer.payloads import Mapped, read_part
+from diloco.syncer.vitals import Measuring, Vitals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from diloco.codec.contract import Codec
+    from diloco.codec.digests import Hasher
+    from diloco.wire.messages import PushHeader
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What there is to say of a whole update; ``intact``: its values are those that the site has decoded itself."""
+
+    vitals: Vitals
+    intact: bool
+
+
+class Inspection:
+    """Of the update that is being written to ``path``.  Not for several threads."""
+
+    def __init__(
+        self,
+        path: Path,
+        header: PushHeader,
+        momentum: Callable[[int], Tensor | None],
+        checks: AbstractContextManager[object],
+        begins: Callable[[], None],
+    ) -> None:
+        """``momentum`` gives the fragment's own as it is now; ``checks`` is entered while values are in memory;
+        ``begins`` is told before a codec reads the first byte."""
+        self._path = path
+        self._header = header
+        self._momentum = momentum
+        self._checks = checks
+        self._begins = begins
+        self._codec = make_codec(header.encoding)
+        self._ranges = iter(ranges(header.numel, [self._codec.plain]))
+        self._next = next(self._ranges, None)
+        self._begin: int | None = 0 if self._codec.plain is self._codec else None
+        """Where the payload of the plain codec begins; None: that is not known, or it lies nowhere as it is."""
+        self._measuring = Measuring()
+        self._digest: Hasher | None = hasher(header.values_digest) if header.values_digest else None
+        self._malformed: DecodeError | None = None
+        self._file: int | None = None
+
+    def advance(self, here_bytes: int) -> None:
+        """So much of the payload is on the disk: look at the ranges that are whole by now."""
+        if self._ready(here_bytes) is None:
+            return
+        with self._checks:
+            while (bounds := self._ready(here_bytes)) is not None:
+                assert self._file is not None
+                assert self._begin is not None
+                count = bounds[1] - bounds[0]
+                part = read_part(self._file, self._codec.plain, self._header.numel, *bounds, self._begin)
+                self._look(self._codec.plain, part, count, 0, bounds)
+
+    def finish(self) -> Found:
+        """All is here: ``DecodeError`` unless it is what the codec makes."""
+        header = self._header
+        self.advance(header.payload_bytes)
+        if self._next is not None and self._malformed is None:
+            with self._checks:
+                self._finish_whole()
+        if self._malformed is not None:
+            raise self._malformed
+        found = self._measuring.vitals()
+        return Found(found, self._digest is None or self._digest.text() == header.values_digest)
+
+    def close(self) -> None:
+        """Nothing more will be looked at."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _ready(self, here_bytes: int) -> tuple[int, int] | None:
+        """The next range, if all its bytes are on the disk."""
+        if self._next is None or self._malformed is not None or not here_bytes:
+            return None
+        if self._file is None:
+            self._file = os.open(self._path, os.O_RDONLY)
+            self._begins()
+        if self._begin is None:
+            staged = self._header.payload_bytes - len(RAW) == self._codec.payload_bytes(self._header.numel)
+            if not staged or os.pread(self._file, len(RAW), 0) != RAW:
+                return None
+            self._begin = len(RAW)
+        sections = self._codec.sections(self._header.numel, *self._next)
+        return self._next if self._begin + max(map(sum, sections)) <= here_bytes else None
+
+    def _finish_whole(self) -> None:
+        """A frame of the entropy stage, or nothing that could be one."""
+        header = self._header
+        try:
+            codec, payload = self._codec.opened(Mapped(self._path).payload, header.numel)
+        except DecodeError as error:
+            self._malformed = error
+            return
+        while (bounds := self._next) is not None and self._malformed is None:
+            self._look(codec, payload, header.numel, bounds[0], bounds)
+
+    def _look(self, codec: Codec, payload: memoryview, numel: int, start: int, bounds: tuple[int, int]) -> None:
+        """Decode the values of ``bounds``, which begin at ``start`` of a ``payload`` of ``numel``, and measure them."""
+        values = torch.empty(bounds[1] - bounds[0])
+        try:
+            codec.decode_into(payload, numel, values, start)
+        except NonFinitePayload:  # What comes behind it may still be no payload at all.
+            self._measuring.not_finite()
+            self._digest = None
+        except DecodeError as error:
+            self._malformed = error
+            return
+        else:
+            momentum = self._momentum(self._header.fragment)
+            self._measuring.add(values, momentum[slice(*bounds)] if momentum is not None else None)
+            if self._digest is not None:
+                self._digest.update(bytes_of(values))
+        self._next = next(self._ranges, None)
