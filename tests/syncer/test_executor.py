@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.codec.contract import digest
+from diloco.codec import fused
+from diloco.codec.contract import bytes_of, digest
 from diloco.codec.feedback import follow
 from diloco.codec.registry import make_codec
 from diloco.outer.merge import merge_mean
@@ -70,6 +71,50 @@ def test_it_is_the_definition_bit_for_bit(tmp_path: Path, codec: str) -> None:
         result.values.digest,
         result.downlink,
     )
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int4:32", "int8+zstd"])
+def test_invariant_7_neither_ranges_nor_threads_change_a_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str
+) -> None:
+    spool, rng = Spool(tmp_path), torch.Generator().manual_seed(3)
+    d = [torch.randn(9001, generator=rng) for _ in range(3)]
+    parts = (
+        Contribution("a", 0.3, 4, (stored(spool, "a", 1, d[0], "int4:64"), stored(spool, "a", 2, d[1], "bf16"))),
+        Contribution("b", 0.7, 4, (stored(spool, "b", 1, d[2], "int8+zstd"),)),
+    )
+    old = holding(torch.randn(9001, generator=rng), torch.randn(9001, generator=rng), torch.randn(9001, generator=rng))
+    found = []
+    for values, threads in ((1024, 1), (2048, 3), (1 << 17, 1), (1 << 17, 4)):
+        monkeypatch.setattr(fused, "RANGE_VALUES", values)
+        result = run_outer_step(StartOuterStep(0, 5, parts), old, spool, NESTEROV, codec, threads=threads)
+        assert isinstance(result, OuterResult)
+        assert result.values.momentum is not None
+        bits = [bytes_of(each) for each in (result.values.theta, result.values.published, result.values.momentum)]
+        found.append((bits, bytes(result.downlink), result.values.digest, result.downlink_digest, result.norm))
+    assert all(each == found[0] for each in found)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_range_that_is_not_finite_ends_the_step_whatever_the_others_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    monkeypatch.setattr(fused, "RANGE_VALUES", 1024)
+    spool, huge = Spool(tmp_path), torch.zeros(50_000)
+    huge[30_000] = 3e38
+    parts = (Contribution("a", 1.0, 4, (stored(spool, "a", 1, huge),)),)
+    command = StartOuterStep(0, 5, parts)
+    assert run_outer_step(command, holding(-huge), spool, SGD, "fp32", threads=threads) is None
+
+
+def test_a_step_says_what_its_stages_took(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    part = Contribution("a", 1.0, 4, (stored(spool, "a", 1, dice("d", 0)),))
+    result = step(spool, [part], holding(dice("theta", 0)), "fp32", SGD)
+    assert isinstance(result, OuterResult)
+    costs = result.costs
+    assert min(costs.read_s, costs.fused_s, costs.digest_s) > 0
+    assert costs.read_s + costs.fused_s + costs.digest_s == pytest.approx(result.seconds)
 
 
 def test_what_overflows_is_no_version(tmp_path: Path) -> None:
