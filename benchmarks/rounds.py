@@ -1,0 +1,212 @@
+"""Outer rounds of the real programs, for the benchmarks that time them: a syncer process and sites in lock-step.
+
+A round is: copy the values out, pseudo-gradient, encode, outbox, push, spool, fsync, merge, outer Nesterov step, encode
+the down-link, pull, decode, adopt; measured at the sites as the time inside ``after_step``.  Nothing trains; in every
+round each site's values change as ``peers.task`` says, and at the end they are held against what it expects.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.peers.task import OUTER_LR, OUTER_MOMENTUM, Task
+from benchmarks.record import percentile
+from diloco.inner.parallel import SiteGroup
+from diloco.inner.trainer import StepInfo
+from diloco.learner.agent import Agent
+from diloco.learner.options import AgentOptions
+from diloco.outer.fragments import plan_layout
+from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.sync.agreement import PROTOCOL, Agreement
+from diloco.sync.options import LearnerOptions, OuterOptions
+from diloco.syncer.options import RunPlan, SyncerOptions
+from diloco.syncer.server import Syncer
+from diloco.wan.namespaces import enter
+from diloco.wire.client import SyncClient
+from diloco.wire.options import ClientOptions, ServerOptions
+from diloco.wire.security import SecurityOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+OPTIMIZER = {"kind": "nesterov", "lr": OUTER_LR, "momentum": OUTER_MOMENTUM}
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One cell of a table: the task, and how our programs do it."""
+
+    task: Task
+    codec: str
+    """Of both directions."""
+    listen: str = "127.0.0.1:0"
+    places: Mapping[str, str] = field(default_factory=dict)
+    """By "syncer" and site: the network namespace to run in, by its path; those not named stay where they are."""
+    dial: Mapping[str, str] = field(default_factory=dict)
+    """By site: the host at which it finds the syncer, where that is not the one of ``listen``."""
+    client: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the sites' clients that are not the defaults."""
+
+    @property
+    def site_names(self) -> list[str]:
+        """The sites, in order."""
+        return [f"site-{index}" for index in range(self.task.sites)]
+
+    @property
+    def agreement(self) -> Agreement:
+        """What all have agreed on."""
+        return Agreement(PROTOCOL, "bench", 1, plan_layout(self.task.shapes(), 1).fingerprint, {"codec": self.codec})
+
+
+def error_max(codec: str) -> float:
+    """How far the values may be from the exact ones (see ``Task.error``); ``codec`` empty: fp32 in all of it."""
+    return {"": 1e-4, "fp32": 1e-4, "int8": 0.02}.get(codec.partition(":")[0].partition("+")[0], 0.2)
+
+
+def quiet(what: str, fields: dict[str, object]) -> None:
+    """Nobody reads the events of a benchmark."""
+
+
+def run_syncer(case: Case, folder: str, pipe: Any) -> None:
+    """The syncer's process: tells its address, then the seconds of each outer step when asked, and ends when told."""
+    _settle(case, "syncer")
+    layout = plan_layout(case.task.shapes(), 1)
+    outer = OuterOptions(quorum="all", quorum_min=case.task.sites, grace="fixed", grace_ns=0, weights="uniform")
+    plan = RunPlan(case.agreement, layout, "bench", outer, OuterOptimizerOptions(**OPTIMIZER))  # type: ignore[arg-type]
+    options = SyncerOptions(
+        folder=folder, up_codecs=[case.codec], down_codec=case.codec, snapshot_every=1 << 30, linger_s=0.0
+    )
+    network = ServerOptions(run_id="bench", address=case.listen, chunk_bytes=CHUNK_BYTES)
+    events: list[tuple[float, str, dict[str, object]]] = []
+
+    def note(what: str, fields: dict[str, object]) -> None:
+        events.append((time.monotonic(), what, {name: value for name, value in fields.items() if _is_plain(value)}))
+
+    security = SecurityOptions(insecure_non_loopback=bool(case.places))
+    syncer = Syncer(options, plan, lambda: [torch.zeros(case.task.numel)], network, security, note)
+    pipe.send(syncer.start())
+    while pipe.recv() != "end":
+        pipe.send(events)
+    # The last snapshot is no part of a round, and nobody wants this state: end without it.
+    pipe.close()
+
+
+def run_site(case: Case, folder: str, address: str, index: int, pipe: Any) -> None:
+    """A site's process: does all rounds, then tells what it measured."""
+    name = case.site_names[index]
+    _settle(case, name)
+    task = case.task
+    parameters = {parameter: torch.zeros(shape) for parameter, shape in task.shapes()}
+    values = [tensor.numpy() for tensor in parameters.values()]
+    options = ClientOptions(**case.client)
+    security = SecurityOptions(insecure_non_loopback=bool(case.places))
+    client = SyncClient(address, name, "bench", options=options, security=security)
+    agent = Agent(
+        AgentOptions(folder=folder, up_codec=case.codec, finish_timeout_s=1.0),
+        LearnerOptions(inner_steps=1, lock_step=True),
+        plan_layout(task.shapes(), 1),
+        parameters,
+        case.agreement,
+        client,
+        name,
+        quiet,
+        SiteGroup(),
+    )
+    agent.start()
+    spans = []
+    at_start = (client.bytes_up, client.bytes_down)
+    for step in range(task.rounds_in_all):
+        task.disturb(values, index, step)
+        began = time.monotonic()
+        agent.after_step(StepInfo(step + 1, 1.0, 1, step + 1, 1_000_000, step + 1, 1.0, 1.0, applied=True))
+        spans.append((began, time.monotonic()))
+    pipe.send(
+        {
+            "spans": spans[task.warm_up :],
+            "seconds": [end - begin for begin, end in spans[task.warm_up :]],
+            "bytes_up": client.bytes_up - at_start[0],
+            "bytes_down": client.bytes_down - at_start[1],
+            "error": task.error(values, "nesterov"),
+        }
+    )
+    pipe.recv()
+
+
+def measure_ours(case: Case, bound_s: float, watch: Callable[[], None] | None = None) -> dict[str, Any]:
+    """Run ``case`` and return what its sites measured and the syncer's events; ``watch`` is called when all is up."""
+    context = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        ours, theirs = context.Pipe()
+        syncer = context.Process(target=run_syncer, args=(case, str(folder / "syncer"), theirs), daemon=True)
+        syncer.start()
+        stack.callback(syncer.join, 30.0)
+        stack.callback(syncer.kill)
+        if not ours.poll(bound_s):
+            raise TimeoutError(f"the syncer did not start in {bound_s} s")
+        port = ours.recv().rpartition(":")[2]
+        if watch is not None:
+            watch()
+        jobs = []
+        for index, name in enumerate(case.site_names):
+            host = case.dial.get(name, case.listen.rpartition(":")[0])
+            jobs.append((run_site, (case, str(folder / name), f"{host}:{port}", index)))
+        sites = in_processes(jobs, bound_s)
+        ours.send("events")
+        return {"sites": sites, "events": ours.recv() if ours.poll(bound_s) else []}
+
+
+def in_processes(jobs: list[tuple[Any, tuple[Any, ...]]], bound_s: float) -> list[dict[str, Any]]:
+    """Run ``jobs`` in processes of their own and return what each sends; they end when all have."""
+    context = multiprocessing.get_context("spawn")
+    started = []
+    for target, arguments in jobs:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        started.append((process, ours))
+    try:
+        answers = []
+        for process, pipe in started:
+            if not pipe.poll(bound_s):
+                raise TimeoutError(f"no answer from {process.name} in {bound_s} s")
+            answers.append(pipe.recv())
+        for _, pipe in started:
+            pipe.send("end")
+        return answers
+    finally:
+        for process, _ in started:
+            process.join(30.0)
+            process.kill()
+
+
+def round_seconds(sites: list[dict[str, Any]]) -> list[float]:
+    """Round by round; one lasts until its slowest site is done."""
+    return [max(seconds) for seconds in zip(*(site["seconds"] for site in sites), strict=True)]
+
+
+def spread(sites: list[dict[str, Any]]) -> dict[str, float]:
+    """The median and the slow end of the rounds."""
+    rounds = round_seconds(sites)
+    return {"round_s_p50": percentile(rounds, 50), "round_s_p95": percentile(rounds, 95)}
+
+
+def _settle(case: Case, who: str) -> None:
+    torch.set_num_threads(1)
+    if who in case.places:
+        enter(case.places[who])
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, (str, int, float, bool, type(None)))
