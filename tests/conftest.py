@@ -12,10 +12,19 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read once, when triton is first imported, which torch may do at any time
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite", action="store_true", help="write down what the stories of tests/sync really do")
+
+
+@pytest.fixture(scope="session")
+def kernel_device() -> torch.device:
+    """Where Triton's kernels run in this process: on the accelerator, or under the interpreter on CPU tensors."""
+    pytest.importorskip("triton", reason="the kernels need the extra `gpu`")
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,0 +1,287 @@
+"""Block codecs on an accelerator: the bytes of ``blocks``, made and read where the values lie.
+
+Only encoded bytes need to leave the device then.  Every call enqueues kernels on the current stream and returns; what a
+kernel finds wrong it tells in ``fault``, an int32 tensor of one value on the same device, which the caller copies to
+the host together with the payload and hands to ``check``.  On a CPU tensor the same kernels run under Triton's
+interpreter (``TRITON_INTERPRET=1``), which is how they are tested where there is no accelerator; that they compile for
+one is tested too.  ``benchmarks/results/gpu_codec.jsonl``, where it exists, says on which devices they have run.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from diloco.codec.blocks import SCALE_BYTES, BlockCodec
+from diloco.codec.contract import DecodeError, NonFiniteError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+NON_FINITE = 1
+BAD_SCALE = 2
+BAD_CODE = 4
+BAD_FILLING = 8
+TOO_LARGE = 16
+
+SENT_MAX = 2
+"""Updates in flight that one pass takes off; more are taken off before it."""
+ALIGNMENT = 16
+"""Bytes; the widest load of a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a pass is cut: values of a program (at least one block) and its warps.  It changes no bit."""
+
+    program_values: int = 4096
+    num_warps: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCodec:
+    """The passes of ``codec`` over flat contiguous fp32 tensors of one device.
+
+    ``payload`` is a uint8 tensor of exactly ``codec.payload_bytes(numel)``, on an even address; :meth:`payload` makes
+    one whose codes are aligned, which is faster.
+    """
+
+    codec: BlockCodec
+    launch: Launch = Launch()
+
+    def payload(self, numel: int, device: torch.device) -> Tensor:
+        """Return an uninitialised payload of ``numel`` values, its codes on an address that wide stores can use."""
+        front = -self._scales_bytes(numel) % ALIGNMENT
+        return torch.empty(front + self.codec.payload_bytes(numel), dtype=torch.uint8, device=device)[front:]
+
+    def encode(self, values: Tensor, payload: Tensor, fault: Tensor, decoded: Tensor | None = None) -> None:
+        """Encode ``values``; write what they decode to into ``decoded``, which may be ``values``."""
+        self._encode(values, None, (), None, 1.0, payload, decoded, None, fault)
+
+    def encode_difference(
+        self,
+        base: Tensor,
+        local: Tensor,
+        in_flight: Sequence[Tensor],
+        payload: Tensor,
+        fault: Tensor,
+        decoded: Tensor | None = None,
+    ) -> None:
+        """Encode ``base - local - in_flight[0] - ...``, as ``outer.pseudo_gradient`` has it."""
+        if len(in_flight) > SENT_MAX:
+            base, in_flight = _less(torch.sub(base, local), in_flight), ()
+            self.encode(base, payload, fault, decoded)
+            return
+        self._encode(base, local, in_flight, None, 1.0, payload, decoded, None, fault)
+
+    def encode_with_residual(
+        self,
+        base: Tensor,
+        local: Tensor,
+        residual: Tensor,
+        decay: float,
+        payload: Tensor,
+        fault: Tensor,
+        decoded: Tensor | None = None,
+    ) -> None:
+        """Encode ``x = (base - local) + decay * residual`` and leave ``x - decoded`` in ``residual``."""
+        self._encode(base, local, (), residual, decay, payload, decoded, residual, fault)
+
+    def decode(self, payload: Tensor, out: Tensor, fault: Tensor) -> None:
+        """Write the decoded values into ``out``."""
+        self._decode(payload, None, None, out, None, fault)
+
+    def follow(self, published: Tensor, payload: Tensor, out: Tensor, fault: Tensor) -> None:
+        """Write what is held after ``payload`` by one who held ``published`` into ``out``, which may be the same."""
+        self._decode(payload, published, None, out, None, fault)
+
+    def rebase(
+        self,
+        published: Tensor,
+        payload: Tensor,
+        local: Tensor,
+        old_base: Tensor,
+        merged: Sequence[Tensor],
+        out: Tensor,
+        adopted: Tensor,
+        fault: Tensor,
+    ) -> None:
+        """As :meth:`follow`, and write ``outer.adopt.rebase(local, old_base, out, merged)`` into ``adopted``.
+
+        One pass; ``adopted`` may be ``local``.
+        """
+        if len(merged) > SENT_MAX:
+            self.follow(published, payload, out, fault)
+            torch.sub(out, _less(torch.sub(old_base, local), merged), out=adopted)
+            return
+        self._decode(payload, published, (local, old_base, merged), out, adopted, fault)
+
+    def check(self, found: int) -> None:
+        """Raise what the plain codec raises, for the bits that a ``fault`` holds, if there are any."""
+        name = self.codec.name
+        if found & NON_FINITE:
+            raise NonFiniteError(f"{name} was to encode a NaN or an infinity")
+        if found & BAD_SCALE:
+            raise DecodeError(f"{name} payload holds a scale that is negative, subnormal or not finite")
+        if found & BAD_CODE:
+            raise DecodeError(f"{name} payload holds a code below {-self.codec.code_max}")
+        if found & BAD_FILLING:
+            raise DecodeError(f"{name} payload holds something behind its last value")
+        if found & TOO_LARGE:
+            raise DecodeError(f"{name} payload holds a value beyond fp32")
+
+    def _encode(
+        self,
+        values: Tensor,
+        local: Tensor | None,
+        sent: Sequence[Tensor],
+        residual: Tensor | None,
+        decay: float,
+        payload: Tensor,
+        decoded: Tensor | None,
+        left: Tensor | None,
+        fault: Tensor,
+    ) -> None:
+        scales, codes = self._parts(values, payload)
+        given = (values, local, *sent, residual, decoded, left)
+        _check([each for each in given if each is not None], fault)
+        from diloco.codec import block_kernels
+
+        def run(programs: int, first: int, masked: bool) -> None:
+            block_kernels.encode[(programs,)](
+                values,
+                *[values if each is None else each for each in (local, _at(sent, 0), _at(sent, 1), residual)],
+                scales,
+                codes,
+                *[values if each is None else each for each in (decoded, left)],
+                fault,
+                values.numel(),
+                first,
+                decay,
+                **self._constants(),
+                held_from=self._held_from(),
+                has_local=local is not None,
+                num_sent=len(sent),
+                has_residual=residual is not None,
+                has_decoded=decoded is not None,
+                masked=masked,
+            )
+
+        self._run(values, run)
+
+    def _decode(
+        self,
+        payload: Tensor,
+        held: Tensor | None,
+        rebased: tuple[Tensor, Tensor, Sequence[Tensor]] | None,
+        out: Tensor,
+        adopted: Tensor | None,
+        fault: Tensor,
+    ) -> None:
+        scales, codes = self._parts(out, payload)
+        local, base, merged = rebased if rebased is not None else (out, out, ())
+        _check([out, local, base, *merged, *[each for each in (held, adopted) if each is not None]], fault)
+        from diloco.codec import block_kernels
+
+        def run(programs: int, first: int, masked: bool) -> None:
+            block_kernels.decode[(programs,)](
+                scales,
+                codes,
+                *[out if each is None else each for each in (held, local, base, _at(merged, 0), _at(merged, 1))],
+                out,
+                out if adopted is None else adopted,
+                fault,
+                out.numel(),
+                first,
+                **self._constants(),
+                follows=held is not None,
+                rebases=rebased is not None,
+                num_merged=len(merged),
+                masked=masked,
+            )
+
+        self._run(out, run)
+
+    def _run(self, values: Tensor, run: Callable[[int, int, bool], None]) -> None:
+        """Launch ``run(programs, first program, masked)`` for the whole programs, and once more for a rest."""
+        numel = values.numel()
+        whole, rest = divmod(numel, self._rows() * self.codec.block)
+        if self._width() != self.codec.block:
+            whole, rest = 0, numel
+        with _on(values.device):
+            if whole:
+                run(whole, 0, False)
+            if rest:
+                run(-(-rest // (self._rows() * self.codec.block)), whole, True)
+
+    def _constants(self) -> dict[str, Any]:
+        return {
+            "code_max": self.codec.code_max,
+            "block": self.codec.block,
+            "width": self._width(),
+            "rows": self._rows(),
+            "num_warps": self.launch.num_warps,
+            "enable_fp_fusion": False,
+        }
+
+    def _width(self) -> int:
+        return 1 << (self.codec.block - 1).bit_length()
+
+    def _rows(self) -> int:
+        return max(1, self.launch.program_values // self._width())
+
+    def _held_from(self) -> int:
+        """The bits of the smallest bf16, as an fp32, that times ``code_max`` is beyond fp32 (2**128 or more)."""
+        exponent = 128 - self.codec.code_max.bit_length()
+        mantissa = -(-(128 << (128 - exponent)) // self.codec.code_max)
+        return ((exponent + 127) << 23) + ((mantissa - 128) << 16)
+
+    def _scales_bytes(self, numel: int) -> int:
+        return SCALE_BYTES * -(-numel // self.codec.block)
+
+    def _parts(self, values: Tensor, payload: Tensor) -> tuple[Tensor, Tensor]:
+        numel = values.numel()
+        assert payload.dtype == torch.uint8
+        assert payload.shape == (self.codec.payload_bytes(numel),), (tuple(payload.shape), numel)
+        assert payload.device == values.device
+        assert payload.data_ptr() % SCALE_BYTES == 0, "a payload starts on an even address"
+        scales = payload[: self._scales_bytes(numel)].view(torch.int16)
+        codes = payload[self._scales_bytes(numel) :]
+        return scales, codes.view(torch.int8) if self.codec.bits == 8 else codes
+
+
+def new_fault(device: torch.device) -> Tensor:
+    """Return a ``fault`` that tells of nothing yet."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def _check(tensors: Sequence[Tensor], fault: Tensor) -> None:
+    first = tensors[0]
+    for each in tensors:
+        assert each.dtype == torch.float32, f"values are {each.dtype}"
+        assert each.shape == (first.numel(),), (tuple(each.shape), tuple(first.shape))
+        assert each.is_contiguous(), "values are not contiguous"
+        assert each.device == first.device, (each.device, first.device)
+    assert fault.dtype == torch.int32
+    assert fault.device == first.device
+
+
+def _less(values: Tensor, sent: Sequence[Tensor]) -> Tensor:
+    """Take ``sent`` off ``values`` in place, in order."""
+    for each in sent:
+        values.sub_(each)
+    return values
+
+
+def _at(tensors: Sequence[Tensor], index: int) -> Tensor | None:
+    return tensors[index] if index < len(tensors) else None
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, whatever its arguments are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,329 @@
+"""The kernels against the plain codec, to the bit: on an accelerator where there is one, else under the interpreter."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import torch
+
+from diloco.codec.blocks import BlockCodec
+from diloco.codec.contract import DecodeError, NonFiniteError
+from diloco.codec.device import ALIGNMENT, NON_FINITE, DeviceCodec, Launch, new_fault
+from diloco.codec.registry import make_codec
+from diloco.outer.adopt import rebase
+from diloco.outer.pseudo_gradient import pseudo_gradient
+
+LAUNCH = Launch(program_values=512, num_warps=4)
+NAMES = ("int4:2", "int4", "int4:48", "int4:256", "int8:6", "int8:64", "int8", "int8:512")
+FP32_MAX = torch.finfo(torch.float32).max
+
+
+def block_codec(name: str) -> BlockCodec:
+    codec = make_codec(name)
+    assert isinstance(codec, BlockCodec)
+    return codec
+
+
+class Bench:
+    """One device codec, with its inputs moved to the device and its outputs back."""
+
+    def __init__(self, name: str, device: torch.device, launch: Launch = LAUNCH) -> None:
+        self.plain = block_codec(name)
+        self.codec = DeviceCodec(self.plain, launch)
+        self.device = device
+        self.fault = new_fault(device)
+
+    def there(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(self.device, copy=True)
+
+    def room(self, numel: int) -> torch.Tensor:
+        return torch.full((numel,), torch.nan, device=self.device)
+
+    def payload(self, numel: int) -> torch.Tensor:
+        return self.codec.payload(numel, self.device).fill_(0xA5)
+
+    def loaded(self, payload: bytes, numel: int) -> torch.Tensor:
+        return self.payload(numel).copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+
+    def check(self) -> None:
+        self.codec.check(int(self.fault))
+
+
+def payload_bytes(payload: torch.Tensor) -> bytes:
+    return payload.cpu().numpy().tobytes()
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor, why: str) -> None:
+    """Equal bits: -0 is not 0."""
+    differ = (found.cpu().view(torch.int32) != expected.view(torch.int32)).nonzero().view(-1)
+    assert differ.numel() == 0, f"{why}: {differ.numel()} values differ, the first at {int(differ[0])}"
+
+
+def assert_encodes(bench: Bench, values: torch.Tensor, why: str) -> None:
+    numel = values.numel()
+    expected = bench.plain.encode(values)
+    payload, decoded = bench.payload(numel), bench.room(numel)
+    bench.codec.encode(bench.there(values), payload, bench.fault, decoded)
+    bench.check()
+    assert payload_bytes(payload) == expected, why
+    assert_same(decoded, bench.plain.decode(expected, numel), why)
+    out = bench.room(numel)
+    bench.codec.decode(payload, out, bench.fault)
+    bench.check()
+    assert_same(out, bench.plain.decode(expected, numel), why)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sizes(name: str, kernel_device: torch.device) -> None:
+    """Whole programs, a rest, both, a last block that is short, an odd number of values."""
+    bench = Bench(name, kernel_device)
+    for numel in (1, 47, 511, 512, 1031):
+        values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 1e-3
+        assert_encodes(bench, values, f"{numel} values")
+
+
+@pytest.mark.parametrize("name", ["int4", "int8:6", "int8"])
+def test_any_finite_bits(name: str, kernel_device: torch.device) -> None:
+    """Every exponent beside every other: subnormals, -0, values near the top whose codes are held."""
+    bench = Bench(name, kernel_device)
+    for seed in range(2):
+        random = torch.Generator().manual_seed(seed)
+        bits = torch.randint(-(2**31), 2**31, (2001,), generator=random).to(torch.int32)
+        values = bits.view(torch.float32)
+        values = torch.where(torch.isfinite(values), values, -0.0)
+        assert_encodes(bench, values, f"seed {seed}")
+
+
+@pytest.mark.parametrize("name", ["int4:32", "int8:32"])
+def test_every_magnitude(name: str, kernel_device: torch.device) -> None:
+    """Blocks whose values are of one size, from the least subnormal to the largest fp32."""
+    bench = Bench(name, kernel_device, Launch(program_values=4096))
+    random = torch.Generator().manual_seed(1)
+    powers = torch.arange(-149, 128).to(torch.float64)
+    blocks = torch.rand(277, 32, generator=random, dtype=torch.float64) * torch.exp2(powers + 1)[:, None]
+    values = (blocks * torch.sign(torch.rand(277, 32, generator=random) - 0.5)).clamp(-FP32_MAX, FP32_MAX)
+    assert_encodes(bench, values.to(torch.float32).view(-1), name)
+
+
+@pytest.mark.parametrize(("name", "code_max"), [("int4:2", 7), ("int8:2", 127)])
+def test_ties_and_their_neighbours(name: str, code_max: int, kernel_device: torch.device) -> None:
+    """For every mantissa that a scale can have and every tie: the tie and the fp32 below and above, both signs."""
+    bench = Bench(name, kernel_device, Launch(program_values=4096))
+    scales = (1 + torch.arange(128) / 128)[:, None]
+    ties = scales * (torch.arange(code_max) + 0.5)
+    infinity = torch.tensor(torch.inf)
+    for x in (ties, -ties, torch.nextafter(ties, -infinity), torch.nextafter(ties, infinity)):
+        assert_encodes(bench, torch.stack([(scales * code_max).expand_as(x), x], dim=-1).reshape(-1), name)
+
+
+@pytest.mark.parametrize("name", ["int4:32", "int8:32"])
+def test_corners(name: str, kernel_device: torch.device) -> None:
+    bench = Bench(name, kernel_device)
+    least = 2.0**-149
+    for corner in (
+        [0.0],
+        [-0.0] * 33,
+        [least],
+        [-least, 2.0**-126, 2.0**-127],
+        [FP32_MAX, FP32_MAX / 7, 1.0],
+        [-FP32_MAX] * 32 + [1e-30] * 32,
+        [FP32_MAX, -FP32_MAX * 0.93, FP32_MAX * 0.07],
+        [2.0**127, 2.0**127 * (1 - 2.0**-24), 2.0**126],
+        [127 * 2.0**-126, 63.5 * 2.0**-126, 0.5 * 2.0**-126, 1.5 * 2.0**-126],
+        [7 * 2.0**-126, 3.5 * 2.0**-126, 2.5 * 2.0**-126, least],
+    ):
+        assert_encodes(bench, torch.tensor(corner), str(corner))
+
+
+@pytest.mark.parametrize("name", ["int4", "int8"])
+@pytest.mark.parametrize("num_sent", [0, 1, 2, 3])
+def test_the_difference_is_that_of_the_plain_pass(name: str, num_sent: int, kernel_device: torch.device) -> None:
+    bench = Bench(name, kernel_device)
+    numel = 777
+    random = torch.Generator().manual_seed(num_sent)
+    base, local, *sent = torch.randn(2 + num_sent, numel, generator=random).unbind()
+    measured = pseudo_gradient(base, local, sent)
+    payload, decoded = bench.payload(numel), bench.room(numel)
+    there = [bench.there(each) for each in (base, local, *sent)]
+    bench.codec.encode_difference(there[0], there[1], there[2:], payload, bench.fault, decoded)
+    bench.check()
+    expected = bench.plain.encode(measured)
+    assert payload_bytes(payload) == expected
+    assert_same(decoded, bench.plain.decode(expected, numel), "decoded")
+    for kept, original in zip(there, (base, local, *sent), strict=True):
+        assert_same(kept, original, "an input was written to")
+
+
+@pytest.mark.parametrize("name", ["int4", "int8:48"])
+def test_residual(name: str, kernel_device: torch.device) -> None:
+    """What was not sent stays in the residual: x - x', by the same roundings as written here."""
+    bench = Bench(name, kernel_device)
+    numel = 600
+    base, local, residual = torch.randn(3, numel, generator=torch.Generator().manual_seed(7)).unbind()
+    decay = 0.95
+    x = torch.sub(base, local) + residual * torch.tensor(decay)
+    expected = bench.plain.encode(x)
+    kept, payload, decoded = bench.there(residual), bench.payload(numel), bench.room(numel)
+    bench.codec.encode_with_residual(bench.there(base), bench.there(local), kept, decay, payload, bench.fault, decoded)
+    bench.check()
+    assert payload_bytes(payload) == expected
+    assert_same(decoded, bench.plain.decode(expected, numel), "decoded")
+    assert_same(kept, x - bench.plain.decode(expected, numel), "residual")
+
+
+def test_decoded_may_take_the_place_of_the_values(kernel_device: torch.device) -> None:
+    bench = Bench("int4", kernel_device)
+    values = torch.randn(700, generator=torch.Generator().manual_seed(3))
+    place, payload = bench.there(values), bench.payload(700)
+    bench.codec.encode(place, payload, bench.fault, decoded=place)
+    expected = bench.plain.encode(values)
+    assert payload_bytes(payload) == expected
+    assert_same(place, bench.plain.decode(expected, 700), "in place")
+
+
+@pytest.mark.parametrize("name", ["int4", "int8:48"])
+def test_follow(name: str, kernel_device: torch.device) -> None:
+    bench = Bench(name, kernel_device)
+    numel = 605
+    values, published = torch.randn(2, numel, generator=torch.Generator().manual_seed(5)).unbind()
+    payload = bench.plain.encode(values * 1e-3)
+    expected = bench.plain.decode(payload, numel).add_(published)
+    held, out = bench.there(published), bench.room(numel)
+    bench.codec.follow(held, bench.loaded(payload, numel), out, bench.fault)
+    assert_same(out, expected, "out")
+    bench.codec.follow(held, bench.loaded(payload, numel), held, bench.fault)
+    assert_same(held, expected, "in place")
+    bench.check()
+
+
+@pytest.mark.parametrize("num_merged", [0, 1, 2, 3])
+def test_rebase(num_merged: int, kernel_device: torch.device) -> None:
+    bench = Bench("int4", kernel_device)
+    numel = 640
+    random = torch.Generator().manual_seed(num_merged)
+    change, published, old_base, local, *merged = torch.randn(4 + num_merged, numel, generator=random).unbind()
+    payload = bench.plain.encode(change)
+    new_base = bench.plain.decode(payload, numel).add_(published)
+    model, out = bench.there(local), bench.room(numel)
+    there = [bench.there(each) for each in merged]
+    bench.codec.rebase(
+        bench.there(published),
+        bench.loaded(payload, numel),
+        model,
+        bench.there(old_base),
+        there,
+        out,
+        model,
+        bench.fault,
+    )
+    bench.check()
+    assert_same(out, new_base, "new base")
+    assert_same(model, rebase(local, old_base, new_base, merged), "model")
+
+
+def test_nothing_trained_and_no_change_keeps_the_sign_of_zero(kernel_device: torch.device) -> None:
+    bench = Bench("int8", kernel_device)
+    base = torch.tensor([0.0, -0.0, 1.5])
+    payload = bench.loaded(bench.plain.encode(torch.zeros(3)), 3)
+    held, out, model = bench.there(base), bench.room(3), bench.room(3)
+    bench.codec.rebase(held, payload, bench.there(base), held, (), out, model, bench.fault)
+    expected = bench.plain.decode(bench.plain.encode(torch.zeros(3)), 3).add_(base)
+    assert_same(out, expected, "new base")
+    assert_same(model, rebase(base, base, expected, ()), "model")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, which interprets, warns of what the fault tells
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("at", [0, 300, 599])
+def test_what_is_not_finite_is_told(bad: float, at: int, kernel_device: torch.device) -> None:
+    bench = Bench("int4", kernel_device)
+    values = torch.ones(600)
+    values[at] = bad
+    with pytest.raises(NonFiniteError) as plain:
+        bench.plain.encode(values)
+    bench.codec.encode(bench.there(values), bench.payload(600), bench.fault)
+    assert int(bench.fault) == NON_FINITE
+    with pytest.raises(NonFiniteError) as told:
+        bench.check()
+    assert str(told.value) == str(plain.value)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_difference_that_overflows_is_told(kernel_device: torch.device) -> None:
+    bench = Bench("int8", kernel_device)
+    base = torch.full((300,), FP32_MAX)
+    bench.codec.encode_difference(bench.there(base), bench.there(-base), (), bench.payload(300), bench.fault)
+    with pytest.raises(NonFiniteError):
+        bench.check()
+
+
+MALFORMED = [
+    *[("int8:4", struct.pack("<H", scale) + bytes(4), 4) for scale in (0x7F80, 0x7FC0, 0xFF80, 0xBF80, 0x8000, 0x0001)],
+    ("int8:4", struct.pack("<H4b", 0x3F80, 0, 0, -128, 0), 4),
+    ("int8:4", struct.pack("<H4b", 0x7F00, 0, 127, 0, 0), 4),
+    ("int4:4", struct.pack("<H", 0x3F80) + bytes([0x88, 0x80]), 4),
+    ("int4:4", struct.pack("<H", 0x3F80) + bytes([0x88, 0x08]), 4),
+    ("int4:4", struct.pack("<H", 0x3F80) + bytes([0x88, 0x98]), 3),
+]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("name", "payload", "numel"), MALFORMED)
+def test_what_encode_never_makes_is_told(name: str, payload: bytes, numel: int, kernel_device: torch.device) -> None:
+    bench = Bench(name, kernel_device)
+    with pytest.raises(DecodeError) as plain:
+        bench.plain.decode(payload, numel)
+    bench.codec.decode(bench.loaded(payload, numel), bench.room(numel), bench.fault)
+    with pytest.raises(DecodeError) as told:
+        bench.check()
+    assert str(told.value).removeprefix(name) == str(plain.value).removeprefix(name).removeprefix("int4")
+
+
+def test_the_largest_that_is_finite_is_decoded(kernel_device: torch.device) -> None:
+    bench = Bench("int8:4", kernel_device)
+    out = bench.room(4)
+    bench.codec.decode(bench.loaded(struct.pack("<H4b", 0x7F00, 0, 1, 0, 0), 4), out, bench.fault)
+    bench.check()
+    assert out.tolist() == [0, 2.0**127, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["int4", "int8:48"])
+def test_a_payload_may_lie_anywhere_even(name: str, kernel_device: torch.device) -> None:
+    """The room that is made for speed has aligned codes; a payload without that has the same bytes."""
+    bench = Bench(name, kernel_device)
+    values = torch.randn(333, generator=torch.Generator().manual_seed(9))
+    expected = bench.plain.encode(values)
+    for front in (0, 2, 6):
+        payload = torch.empty(front + len(expected), dtype=torch.uint8, device=kernel_device)[front:]
+        bench.codec.encode(bench.there(values), payload, bench.fault)
+        assert payload_bytes(payload) == expected
+    aligned = bench.payload(333)
+    scales_bytes = 2 * -(-333 // bench.plain.block)
+    assert (aligned.data_ptr() + scales_bytes) % ALIGNMENT == 0
+
+
+@pytest.mark.parametrize(("program_values", "num_warps"), [(2, 1), (128, 2), (1024, 8)])
+def test_the_launch_changes_no_bit(program_values: int, num_warps: int, kernel_device: torch.device) -> None:
+    for name in ("int4:32", "int8:128"):
+        bench = Bench(name, kernel_device, Launch(program_values, num_warps))
+        assert_encodes(bench, torch.randn(1100, generator=torch.Generator().manual_seed(2)), name)
+
+
+def test_held_from_is_the_first_scale_that_overflows() -> None:
+    for name in ("int4", "int8"):
+        codec = block_codec(name)
+        bits = torch.tensor([DeviceCodec(codec)._held_from()], dtype=torch.int32)
+        below = (bits - 0x10000).view(torch.float32)
+        assert torch.isinf(bits.view(torch.float32) * codec.code_max)
+        assert torch.isfinite(below * codec.code_max)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["int4", "int8", "int4:256"])
+def test_large_and_odd_on_the_accelerator(name: str, kernel_device: torch.device) -> None:
+    """More values than one wave of programs, with the launch that the product uses; odd, so that nothing is aligned."""
+    bench = Bench(name, kernel_device, Launch())
+    for numel in (2**25, 2**25 + 12345):
+        values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 1e-3
+        assert_encodes(bench, values, f"{numel} values")
