@@ -8,7 +8,7 @@ PYTHON := $(shell for p in python3.12 python3.11 python3; do \
 endif
 VENV = $(or $(PYTHON),$(error Python 3.11 or newer with venv is needed: make PYTHON=/path/to/python3)) -m venv
 BIN := .venv/bin
-.PHONY: demo test check protos bench swarm admission soak flood upgrade crash powercut flips fuzz-inputs disaster crowd fuzz hostile poison failover
+.PHONY: demo test check protos bench bench-codec kernels swarm admission soak flood upgrade crash powercut flips fuzz-inputs disaster crowd fuzz hostile poison failover
 
 demo: .venv/.ready
 	$(BIN)/diloco up $(ARGS)
@@ -23,6 +23,9 @@ check: .venv/.ready
 
 bench: .venv/.ready
 	@set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; PYTHONPATH=. $(BIN)/python $$file --quick $(ARGS); done
+
+bench-codec: .venv/.ready
+	$(BIN)/python -m benchmarks.bench_codec $(ARGS)
 
 # Hunts, short by default: each ends with one JSON object and exits 1 for a violation (tests/hunts).
 HUNT = $(BIN)/python -m tests.hunts
@@ -77,10 +80,14 @@ poison: .venv/.ready
 fuzz-inputs: .venv/.ready
 	$(HUNT).fuzz_inputs $(if $(N),--n $(N)) $(ARGS)
 
-.venv/.ready: pyproject.toml constraints.txt
+.venv/.ready: pyproject.toml constraints.txt $(wildcard diloco/codec/kernels/*)
 	@echo "Setting up .venv with $$($(PYTHON) --version): the packages of constraints.txt, and this tree as it is"
 	@test -x $(BIN)/pip || $(VENV) .venv
 	@$(BIN)/pip install -q -c constraints.txt -e '.[dev]' && touch $@
+
+# The compiled kernels alone, into the tree, where .venv is that of another tree.
+kernels:
+	$(BIN)/python -c 'import setuptools; setuptools.setup()' -q build_ext --inplace
 
 # The oldest compiler whose output every supported protobuf runtime loads; it wants an older protobuf than the product's.
 .venv-protos/.ready: Makefile

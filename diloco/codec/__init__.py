@@ -2,6 +2,8 @@
 
 ``contract`` says what a codec is, ``ranged`` what those without an entropy stage share, ``casts`` and ``blocks`` are
 the plain codecs, ``entropy`` the lossless stage behind any of them, ``registry`` builds one from its name, ``feedback``
-keeps a published tensor equal at both ends, ``fused`` makes a version in one pass, ``sums`` adds up to the bit;
-``device`` does what a site needs where its values lie on an accelerator, by the Triton kernels of ``block_kernels``.
+keeps a published tensor equal at both ends, ``fused`` makes a version in one pass and ``adopting`` takes one, ``sums``
+adds up to the bit.  All of it is plain torch, and beside it stand compiled kernels with the same bits: ``native`` finds
+and calls them, ``structures`` is what both sides know, ``kernels/`` their source.  ``device`` does what a site needs
+where its values lie on an accelerator, by the Triton kernels of ``block_kernels``.
 """

@@ -31,6 +31,7 @@ import torch
 
 from diloco.codec.contract import DecodeError, NonFiniteError, bytes_tensor
 from diloco.codec.ranged import RangedCodec
+from diloco.codec.structures import Kind, Layout
 from diloco.outer.pseudo_gradient import is_finite
 
 if TYPE_CHECKING:
@@ -60,6 +61,11 @@ class BlockCodec(RangedCodec):
     def granule(self) -> int:
         """Return the block."""
         return self.block
+
+    @property
+    def layout(self) -> Layout:
+        """See :class:`~diloco.codec.ranged.RangedCodec`."""
+        return Layout(Kind.INT8 if self.bits == 8 else Kind.INT4, self.block)
 
     @property
     def code_max(self) -> int:

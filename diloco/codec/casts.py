@@ -9,6 +9,7 @@ import torch
 
 from diloco.codec.contract import NonFiniteError, NonFinitePayload, bytes_tensor
 from diloco.codec.ranged import RangedCodec
+from diloco.codec.structures import Kind, Layout
 from diloco.outer.pseudo_gradient import is_finite
 
 if TYPE_CHECKING:
@@ -27,6 +28,11 @@ class Fp32Codec(RangedCodec):
     def granule(self) -> int:
         """Return 1."""
         return 1
+
+    @property
+    def layout(self) -> Layout:
+        """See :class:`~diloco.codec.ranged.RangedCodec`."""
+        return Layout(Kind.FP32, 1)
 
     @property
     def lossless(self) -> bool:
@@ -73,6 +79,11 @@ class Bf16Codec(RangedCodec):
     def granule(self) -> int:
         """Return 1."""
         return 1
+
+    @property
+    def layout(self) -> Layout:
+        """See :class:`~diloco.codec.ranged.RangedCodec`."""
+        return Layout(Kind.BF16, 1)
 
     def encode_chunk(self, chunk: Tensor, payload: Tensor, numel: int, start: int, decoded: Tensor | None) -> None:
         """See :class:`~diloco.codec.ranged.RangedCodec`."""

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import Tensor
 
 from diloco.codec.digests import digest_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Sequence
+
+    from diloco.codec.structures import Layout
 
 CHUNK_VALUES = 256 * 1024
 """Values handled at a time (1 MiB of fp32), so that the passes over a chunk find it in the cache."""
@@ -39,6 +42,14 @@ class Towards:
     """``out <- out - share (out - x)``, three roundings: a further site in the running mean of ``merge_mean``."""
 
     share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """Error feedback: ``fp32(beta residual)`` is added to what is encoded, and ``residual`` becomes what got lost."""
+
+    residual: Tensor
+    beta: float
 
 
 class Codec(Protocol):
@@ -92,10 +103,15 @@ class Codec(Protocol):
         payload: Tensor,
         decoded: Tensor | None = None,
         *,
+        in_flight: Sequence[Tensor] = (),
+        carry: Carry | None = None,
         start: int = 0,
         numel: int | None = None,
     ) -> int:
-        """The same of ``fp32(base - local)``, of which no tensor is made; ``decoded`` may be either of them."""
+        """The same of ``base - local - in_flight[0] - ...``, of which no tensor is made; ``decoded`` may be ``local``.
+
+        With ``carry`` its residual is part of it, and holds afterwards what was to be sent less what is.
+        """
         ...
 
     def decode(self, payload: bytes | memoryview, numel: int) -> Tensor:
@@ -131,6 +147,11 @@ class Codec(Protocol):
 
     def opened(self, payload: bytes | memoryview, numel: int) -> tuple[Codec, memoryview]:
         """Take the entropy stage off: the codec inside and its payload, which is a view wherever it is stored raw."""
+        ...
+
+    @property
+    def layout(self) -> Layout | None:
+        """How the compiled kernels know the format; None where they do not."""
         ...
 
     @property
@@ -201,6 +222,14 @@ def check_length(payload: bytes | memoryview, expected: int, name: str, numel: i
     """Raise ``DecodeError`` unless ``payload`` has the ``expected`` length."""
     if len(payload) != expected:
         raise DecodeError(f"{name} payload has {len(payload)} bytes, {numel} values take {expected}")
+
+
+def check_place(codec: Codec, count: int, start: int, numel: int) -> None:
+    """Assert that ``count`` values from ``start`` of ``numel`` are a range of whole granules."""
+    stop = start + count
+    assert 0 <= start <= stop <= numel, f"values {start} to {stop} of {numel}"
+    assert start % codec.granule == 0, f"a range of {codec.name} starts at {start}"
+    assert stop % codec.granule == 0 or stop == numel, f"a range of {codec.name} ends at {stop} of {numel}"
 
 
 def digest(values: Tensor, like: str = "") -> str:

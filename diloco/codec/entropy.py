@@ -11,9 +11,11 @@ import zstandard
 from diloco.codec.contract import Codec, DecodeError, bytes_tensor, payload_view, tensor_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
-    from diloco.codec.contract import Add, Towards
+    from diloco.codec.contract import Add, Carry, Towards
 
 RAW, ZSTD = b"\x00", b"\x01"
 LEVEL_MAX = 19  # the levels above need windows over WINDOW_BYTES_MAX
@@ -44,6 +46,11 @@ class EntropyCodec:
     def granule(self) -> int:
         """As the inner codec."""
         return self.inner.granule
+
+    @property
+    def layout(self) -> None:
+        """A frame is opened first."""
+        return None
 
     @property
     def plain(self) -> Codec:
@@ -80,12 +87,15 @@ class EntropyCodec:
         payload: Tensor,
         decoded: Tensor | None = None,
         *,
+        in_flight: Sequence[Tensor] = (),
+        carry: Carry | None = None,
         start: int = 0,
         numel: int | None = None,
     ) -> int:
         """See :class:`~diloco.codec.contract.Codec`; whole tensors only."""
         assert numel in (None, base.numel()), f"{self.name} encodes whole tensors"
-        return self._stage(payload, self.inner.encode_difference(base, local, payload[1:], decoded))
+        length = self.inner.encode_difference(base, local, payload[1:], decoded, in_flight=in_flight, carry=carry)
+        return self._stage(payload, length)
 
     def decode_into(
         self,

@@ -6,6 +6,7 @@ values: of the updates and of what lies between the stages only a range is ever 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import lcm, sqrt
@@ -13,13 +14,17 @@ from math import lcm, sqrt
 import torch
 from torch import Tensor
 
-from diloco.codec.contract import Add, Codec, NonFiniteError, Towards, accumulate_into
-from diloco.codec.sums import SUM_BLOCK, sum_of_products
+from diloco.codec.contract import Add, Codec, NonFiniteError, Towards, accumulate_into, check_values
+from diloco.codec.native import Kernels, address, kernels, refuse, tile
+from diloco.codec.structures import SUM_BLOCK, Layout, OuterJob, Place, Rule, Status, Update
+from diloco.codec.sums import sum_of_products
 from diloco.outer.merge import shares
 from diloco.outer.optimizer import OuterOptimizerOptions, outer_step
 from diloco.outer.pseudo_gradient import is_finite
 
 RANGE_VALUES = 128 * 1024
+THETA = "theta is not finite after the outer step"
+PUBLISHED = "what would be published is not finite"
 
 Payload = tuple[Codec, bytes | memoryview]
 """An update as it came, and the codec that reads it."""
@@ -52,52 +57,39 @@ def outer_pass(
     optimizer: OuterOptimizerOptions,
     codec: Codec,
     spread: Spread = map,
+    fast: Callable[[], Kernels | None] = kernels,
 ) -> Stepped:
     """Return the version after ``state``, in new tensors; ``state`` stays as it is.
 
     ``contributions`` holds (weight, updates) per site in site order, as ``merge_mean`` takes them; ``codec`` is that
     of the down-link.  ``NonFiniteError`` when the new theta or what would be published is not finite, ``DecodeError``
     for a payload that nobody encoded, ``ValueError`` for weights that make no mean.  ``spread`` may give ranges to
-    several threads; no bit, of the norm neither, depends on it.
+    several threads; no bit, of the norm neither, depends on it, nor on ``fast``, which says where the kernels are.
 
     Memory: the results (three fragments and a payload), every payload that has an entropy stage once more without it,
     and about three ranges for each thread.
     """
     numel = state.theta.numel()
+    for each in (state.theta, state.published, state.momentum):
+        assert each is None or each.shape == (numel,)
+        if each is not None:
+            check_values(each)
     sites = [
         (share, [each.opened(payload, numel) for each, payload in updates]) for share, updates in shares(contributions)
     ]
-    lossless = codec.lossless
     new = State(
         torch.empty_like(state.theta),
         torch.empty_like(state.published),
         None if optimizer.momentum == 0 else torch.empty_like(state.theta),
     )
-    plain = codec.plain
-    payload = torch.empty(plain.payload_bytes(numel), dtype=torch.uint8)
-
-    def one_range(bounds: Range) -> float:
-        part = slice(*bounds)
-        merged = _mean(sites, numel, bounds)
-        momentum = None if state.momentum is None else state.momentum[part]
-        theta, following = outer_step(state.theta[part], merged, momentum, optimizer)
-        if not is_finite(theta):
-            raise NonFiniteError("theta is not finite after the outer step")
-        new.theta[part] = theta
-        if new.momentum is not None and following is not None:
-            new.momentum[part] = following
-        published = new.published[part]
-        if lossless:
-            plain.encode_into(theta, payload, published, start=bounds[0], numel=numel)
-        else:
-            before = state.published[part]
-            plain.encode_difference(theta, before, payload, published, start=bounds[0], numel=numel)
-            if not is_finite(published.add_(before)):
-                raise NonFiniteError("what would be published is not finite")
-        return sum_of_products(merged, merged)
-
+    payload = torch.empty(codec.plain.payload_bytes(numel), dtype=torch.uint8)
+    work = _Work(sites, state, new, optimizer, codec.plain, payload)
+    found, codecs = fast(), work.codecs()
+    one_range = work.plain_range
+    if found is not None and found.fits(*(each.layout for each in codecs), granule=SUM_BLOCK):
+        one_range = functools.partial(work.native_range, found)
     squares = 0.0
-    for part in spread(one_range, ranges(numel, [plain, *(each for _, updates in sites for each, _ in updates)])):
+    for part in spread(one_range, ranges(numel, codecs)):
         squares += part
     return Stepped(new, codec.closed(payload), sqrt(squares))
 
@@ -112,21 +104,116 @@ def ranges(numel: int, codecs: Iterable[Codec]) -> list[Range]:
     return [(start, min(start + step, numel)) for start in range(0, numel, step)]
 
 
-def _mean(sites: Sequence[tuple[float, Sequence[tuple[Codec, memoryview]]]], numel: int, bounds: Range) -> Tensor:
-    """The range of ``merge_mean``."""
-    start, stop = bounds
-    mean: Tensor | None = None
-    for share, updates in sites:
-        if mean is not None and len(updates) == 1:
-            codec, payload = updates[0]
-            codec.decode_into(payload, numel, mean, start, Towards(share))
-            continue
-        contribution = torch.empty(stop - start)
-        for index, (codec, payload) in enumerate(updates):
-            codec.decode_into(payload, numel, contribution, start, Add() if index else None)
-        if mean is None:
-            mean = contribution
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One pass: what it reads, and the memory that it fills range by range."""
+
+    sites: Sequence[tuple[float, Sequence[tuple[Codec, memoryview]]]]
+    state: State
+    new: State
+    optimizer: OuterOptimizerOptions
+    codec: Codec
+    payload: Tensor
+
+    def codecs(self) -> list[Codec]:
+        """All that are read or written."""
+        return [self.codec, *(codec for _, updates in self.sites for codec, _ in updates)]
+
+    def plain_range(self, bounds: Range) -> float:
+        """One range on torch, the definition; the sum of the squares of its merged pseudo-gradient."""
+        state, new, part = self.state, self.new, slice(*bounds)
+        merged = self._mean(bounds)
+        momentum = None if state.momentum is None else state.momentum[part]
+        theta, following = outer_step(state.theta[part], merged, momentum, self.optimizer)
+        if not is_finite(theta):
+            raise NonFiniteError(THETA)
+        new.theta[part] = theta
+        if new.momentum is not None and following is not None:
+            new.momentum[part] = following
+        published, before = new.published[part], state.published[part]
+        numel = state.theta.numel()
+        if self.codec.lossless:
+            self.codec.encode_into(theta, self.payload, published, start=bounds[0], numel=numel)
         else:
-            accumulate_into(mean, contribution, Towards(share))
-    assert mean is not None
-    return mean
+            self.codec.encode_difference(theta, before, self.payload, published, start=bounds[0], numel=numel)
+            if not is_finite(published.add_(before)):
+                raise NonFiniteError(PUBLISHED)
+        return sum_of_products(merged, merged)
+
+    def _mean(self, bounds: Range) -> Tensor:
+        """The range of ``merge_mean``."""
+        start, stop = bounds
+        numel = self.state.theta.numel()
+        mean: Tensor | None = None
+        for share, updates in self.sites:
+            if mean is not None and len(updates) == 1:
+                codec, payload = updates[0]
+                codec.decode_into(payload, numel, mean, start, Towards(share))
+                continue
+            contribution = torch.empty(stop - start)
+            for index, (codec, payload) in enumerate(updates):
+                codec.decode_into(payload, numel, contribution, start, Add() if index else None)
+            if mean is None:
+                mean = contribution
+            else:
+                accumulate_into(mean, contribution, Towards(share))
+        assert mean is not None
+        return mean
+
+    def native_range(self, fast: Kernels, bounds: Range) -> float:
+        """The same in one pass of the kernels."""
+        numel = self.state.theta.numel()
+        updates = [
+            Update(
+                layout_of(codec).format(numel),
+                address(payload),
+                (0 if site else Place.IN_MEAN)
+                | (0 if index else Place.OPENS_SITE)
+                | (Place.ENDS_SITE if index == len(parts) - 1 else 0),
+                share,
+            )
+            for site, (share, parts) in enumerate(self.sites)
+            for index, (codec, payload) in enumerate(parts)
+        ]
+        job = OuterJob(
+            *bounds,
+            tile(SUM_BLOCK, *(codec.granule for codec in self.codecs())),
+            (Update * len(updates))(*updates),
+            len(updates),
+            *(pointer(each) for each in (self.state.theta, self.state.published, self.state.momentum)),
+            *(pointer(each) for each in (self.new.theta, self.new.published, self.new.momentum)),
+            layout_of(self.codec).format(numel),
+            pointer(self.payload),
+            self.codec.lossless,
+            self._rule(),
+            fast.fused,
+            -self.optimizer.lr,
+            self.optimizer.momentum,
+        )
+        status = fast.outer(job)
+        if job.culprit >= 0:
+            codec = [codec for _, parts in self.sites for codec, _ in parts][job.culprit]
+            refuse(status, codec.name, layout_of(codec))
+        if status is not Status.DONE:
+            raise NonFiniteError(
+                {Status.THETA_NOT_FINITE: THETA, Status.PUBLISHED_NOT_FINITE: PUBLISHED}.get(
+                    status, f"{self.codec.name} was to encode a NaN or an infinity"
+                )
+            )
+        return float(job.squares)
+
+    def _rule(self) -> Rule:
+        if self.optimizer.momentum == 0:
+            return Rule.WITHOUT_MOMENTUM
+        return Rule.HEAVY_BALL if self.optimizer.kind == "sgd" else Rule.NESTEROV
+
+
+def layout_of(codec: Codec) -> Layout:
+    """The layout of a codec that is known to have kernels."""
+    assert codec.layout is not None, codec.name
+    return codec.layout
+
+
+def pointer(values: Tensor | None) -> int | None:
+    """The address of a tensor, or null."""
+    return None if values is None else values.data_ptr()

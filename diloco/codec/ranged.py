@@ -10,16 +10,21 @@ import torch
 from diloco.codec.contract import (
     CHUNK_VALUES,
     Add,
+    Carry,
+    NonFiniteError,
     Towards,
     accumulate_into,
     check_length,
+    check_place,
     check_values,
     payload_view,
     tensor_bytes,
 )
+from diloco.codec.native import kernels, refuse
+from diloco.codec.structures import Layout, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
@@ -63,6 +68,11 @@ class RangedCodec(ABC):
         """Where some of the values lie."""
 
     @property
+    def layout(self) -> Layout | None:
+        """How the compiled kernels know the format; None where they do not."""
+        return None
+
+    @property
     def lossless(self) -> bool:
         """False, but for fp32."""
         return False
@@ -98,13 +108,7 @@ class RangedCodec(ABC):
         numel: int | None = None,
     ) -> int:
         """See :class:`~diloco.codec.contract.Codec`."""
-        check_values(values)
-        whole = values.numel() if numel is None else numel
-        length = self._check_range(values, payload, decoded, start, whole)
-        for first, last in self.chunks(values.numel()):
-            told = None if decoded is None else decoded[first:last]
-            self.encode_chunk(values[first:last], payload[:length], whole, start + first, told)
-        return length
+        return self._encode((values,), None, payload, decoded, start, numel)
 
     def encode_difference(
         self,
@@ -113,20 +117,13 @@ class RangedCodec(ABC):
         payload: Tensor,
         decoded: Tensor | None = None,
         *,
+        in_flight: Sequence[Tensor] = (),
+        carry: Carry | None = None,
         start: int = 0,
         numel: int | None = None,
     ) -> int:
         """See :class:`~diloco.codec.contract.Codec`."""
-        check_values(base)
-        check_values(local)
-        assert base.shape == local.shape, (base.shape, local.shape)
-        whole = base.numel() if numel is None else numel
-        length = self._check_range(base, payload, decoded, start, whole)
-        for first, last in self.chunks(base.numel()):
-            told = None if decoded is None else decoded[first:last]
-            chunk = torch.sub(base[first:last], local[first:last])
-            self.encode_chunk(chunk, payload[:length], whole, start + first, told)
-        return length
+        return self._encode((base, local, *in_flight), carry, payload, decoded, start, numel)
 
     def decode_into(
         self,
@@ -139,7 +136,17 @@ class RangedCodec(ABC):
         """See :class:`~diloco.codec.contract.Codec`."""
         check_length(payload, self.payload_bytes(numel), self.name, numel)
         check_values(out)
-        self._check_place(out.numel(), start, numel)
+        check_place(self, out.numel(), start, numel)
+        fast, layout = kernels(), self.layout
+        if fast is None or layout is None or not fast.fits(layout):
+            self.decode_plain(payload, numel, out, start, accumulate)
+        elif out.numel():
+            refuse(fast.decode(layout, numel, start, payload, out, accumulate), self.name, layout)
+
+    def decode_plain(
+        self, payload: bytes | memoryview, numel: int, out: Tensor, start: int, accumulate: Add | Towards | None
+    ) -> None:
+        """What :meth:`decode_into` computes, on torch: its definition."""
         view = memoryview(payload)
         for first, last in self.chunks(out.numel()):
             if accumulate is None:
@@ -163,20 +170,58 @@ class RangedCodec(ABC):
         step = max(1, CHUNK_VALUES // self.granule) * self.granule
         return ((start, min(start + step, numel)) for start in range(0, numel, step))
 
-    def _check_range(self, values: Tensor, payload: Tensor, decoded: Tensor | None, start: int, numel: int) -> int:
-        """Assert that the caller's memory fits, and return the payload's length."""
-        self._check_place(values.numel(), start, numel)
-        length = self.payload_bytes(numel)
+    def encode_plain(
+        self,
+        terms: Sequence[Tensor],
+        carry: Carry | None,
+        payload: Tensor,
+        decoded: Tensor | None,
+        start: int,
+        numel: int,
+    ) -> None:
+        """Encode the first of ``terms`` less the others, on torch: the definition."""
+        for first, last in self.chunks(terms[0].numel()):
+            chunk = terms[0][first:last]
+            for index, term in enumerate(terms[1:]):
+                chunk = torch.sub(chunk, term[first:last], out=chunk if index else None)
+            told = None if decoded is None else decoded[first:last]
+            if carry is None:
+                self.encode_chunk(chunk, payload, numel, start + first, told)
+                continue
+            residual = carry.residual[first:last]
+            chunk = torch.add(chunk, residual * carry.beta)
+            said = torch.empty_like(chunk)
+            self.encode_chunk(chunk, payload, numel, start + first, said)
+            torch.sub(chunk, said, out=residual)
+            if told is not None:
+                told.copy_(said)
+
+    def _encode(
+        self,
+        terms: Sequence[Tensor],
+        carry: Carry | None,
+        payload: Tensor,
+        decoded: Tensor | None,
+        start: int,
+        numel: int | None,
+    ) -> int:
+        """Check the caller's memory, encode, and return the payload's length."""
+        values = terms[0]
+        whole = values.numel() if numel is None else numel
+        check_place(self, values.numel(), start, whole)
+        for each in (*terms, *([] if decoded is None else [decoded]), *([] if carry is None else [carry.residual])):
+            check_values(each)
+            assert each.shape == values.shape, (each.shape, values.shape)
+        length = self.payload_bytes(whole)
         assert payload.dtype == torch.uint8, f"payload is {payload.dtype}"
+        assert payload.is_contiguous(), "payload is not contiguous"
         assert payload.dim() == 1, f"payload has shape {tuple(payload.shape)}"
         assert payload.numel() >= length, f"payload has room for {payload.numel()} bytes, {length} are needed"
-        if decoded is not None:
-            check_values(decoded)
-            assert decoded.numel() == values.numel(), (decoded.numel(), values.numel())
+        fast, layout = kernels(), self.layout
+        if fast is None or layout is None or not fast.fits(layout):
+            self.encode_plain(terms, carry, payload[:length], decoded, start, whole)
+        elif values.numel():
+            status = fast.encode(layout, whole, start, terms, carry, payload, decoded)
+            if status is not Status.DONE:
+                raise NonFiniteError(f"{self.name} was to encode a NaN or an infinity")
         return length
-
-    def _check_place(self, count: int, start: int, numel: int) -> None:
-        stop = start + count
-        assert 0 <= start <= stop <= numel, f"values {start} to {stop} of {numel}"
-        assert start % self.granule == 0, f"a range of {self.name} starts at {start}"
-        assert stop % self.granule == 0 or stop == numel, f"a range of {self.name} ends at {stop} of {numel}"

@@ -10,6 +10,7 @@ import torch
 from diloco.codec.contract import DecodeError, NonFiniteError
 from diloco.codec.feedback import publish
 from diloco.codec.fused import RANGE_VALUES, State, outer_pass, ranges
+from diloco.codec.native import Kernels, at_level, kernels
 from diloco.codec.registry import make_codec
 from diloco.codec.sums import sum_of_products
 from diloco.outer.merge import merge_mean
@@ -20,6 +21,8 @@ from tests.codec.test_ranged import same
 NESTEROV = OuterOptimizerOptions()
 HEAVY_BALL = OuterOptimizerOptions(kind="sgd", lr=0.3, momentum=0.8)
 PLAIN_SGD = OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0)
+BEST = kernels()
+LEVELS: list[Kernels | None] = [] if BEST is None else [at_level(level) for level in range(BEST.level + 1)]
 Contributions = list[tuple[float, list[tuple[str, torch.Tensor]]]]
 
 
@@ -37,8 +40,8 @@ def check(contributions: Contributions, state: State, optimizer: OuterOptimizerO
     before = [None if each is None else each.clone() for each in (state.theta, state.published, state.momentum)]
     norms = set()
     with ThreadPoolExecutor(3) as pool:
-        for spread in (map, pool.map):
-            stepped = outer_pass(sent, state, optimizer, make_codec(down), spread)
+        for spread, fast in ((map, None), (pool.map, None), *((pool.map, each) for each in LEVELS)):
+            stepped = outer_pass(sent, state, optimizer, make_codec(down), spread, lambda fast=fast: fast)
             assert same(stepped.state.theta, theta)
             assert same(stepped.state.published, published)
             assert stepped.payload == payload
@@ -47,7 +50,7 @@ def check(contributions: Contributions, state: State, optimizer: OuterOptimizerO
                 assert same(stepped.state.momentum, momentum)
             norms.add(stepped.norm)
             assert stepped.norm == pytest.approx(sum_of_products(merged, merged) ** 0.5, rel=1e-12)
-    assert len(norms) == 1, "the threads show in the norm"
+    assert len(norms) == 1, "the threads or the kernels show in the norm"
     for held, old in zip((state.theta, state.published, state.momentum), before, strict=True):
         assert held is None or (old is not None and same(held, old)), "the state was written to"
     return stepped.state

@@ -7,8 +7,9 @@ import itertools
 import pytest
 import torch
 
-from diloco.codec.contract import Add, Codec, DecodeError, NonFiniteError, Towards, accumulate_into, payload_view
+from diloco.codec.contract import Add, Carry, Codec, DecodeError, NonFiniteError, Towards, accumulate_into, payload_view
 from diloco.codec.registry import make_codec
+from diloco.outer.pseudo_gradient import pseudo_gradient
 from tests.codec.test_contract import PLAIN, STAGED, samples
 
 NUMELS = [0, 1, 2, 31, 33, 127, 129, 4099, 262_144, 262_147]
@@ -65,6 +66,21 @@ def test_a_difference_is_encoded_as_if_it_were_made_first(name: str, numel: int)
     into_local = local.clone()
     assert codec.encode_difference(base, into_local, payload, into_local) == length
     assert same(into_local, decoded)
+
+
+@pytest.mark.parametrize("name", PLAIN + STAGED)
+def test_what_is_in_flight_and_what_is_carried(name: str) -> None:
+    codec, numel = make_codec(name), 5001
+    base, local, first, second, residual = torch.randn(5, numel, generator=torch.Generator().manual_seed(2))
+    payload, decoded = room(codec, numel), torch.empty(numel)
+    length = codec.encode_difference(base, local, payload, in_flight=[first, second])
+    assert payload_view(payload[:length]) == codec.encode(pseudo_gradient(base, local, [first, second]))
+    carry = Carry(residual.clone(), 0.95)
+    length = codec.encode_difference(base, local, payload, decoded, in_flight=[first], carry=carry)
+    owed = pseudo_gradient(base, local, [first]) + residual * 0.95
+    assert payload_view(payload[:length]) == codec.encode(owed)
+    assert same(decoded, codec.decode(codec.encode(owed), numel))
+    assert same(carry.residual, owed - decoded)
 
 
 @pytest.mark.parametrize("name", PLAIN)

@@ -7,7 +7,10 @@ import math
 import pytest
 import torch
 
-from diloco.codec.sums import LANES, SUM_BLOCK, sum_of_products
+from diloco.codec.contract import NonFinitePayload
+from diloco.codec.registry import make_codec
+from diloco.codec.structures import LANES, SUM_BLOCK
+from diloco.codec.sums import Sums, decode_and_sum, sum_of_products, sum_plain, sums_of
 
 
 def slow_sum(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -35,8 +38,9 @@ def test_against_the_order_written_slowly(numel: int) -> None:
         for _ in range(2)
     )
     for x, y in ((a, a), (a, b)):
-        found = sum_of_products(x, y)
+        found = sum_plain(x, y)
         assert found.hex() == slow_sum(x, y).hex(), f"seed {numel}"
+        assert sum_of_products(x, y).hex() == found.hex(), f"seed {numel}"
         exact = math.fsum(p * q for p, q in zip(x.tolist(), y.tolist(), strict=True))
         scale = math.fsum(abs(p * q) for p, q in zip(x.tolist(), y.tolist(), strict=True))
         assert abs(found - exact) <= 1e-12 * scale
@@ -49,3 +53,23 @@ def test_squares_beyond_fp32_have_a_sum() -> None:
 
 def test_nothing_is_plus_zero() -> None:
     assert math.copysign(1.0, sum_of_products(torch.full((3,), -0.0), torch.ones(3))) == 1.0
+
+
+@pytest.mark.parametrize("name", ["fp32", "int4", "int8:6006", "int4+zstd1"])
+def test_decoding_and_adding_up_at_once(name: str) -> None:
+    codec, numel = make_codec(name), 20_000
+    values, against = torch.randn(2, numel, generator=torch.Generator().manual_seed(5))
+    payload = codec.encode(values)
+    decoded = codec.decode(payload, numel)
+    for start in (0, 6006 if name == "int8:6006" else 4096):
+        out, other = torch.empty(numel - start), against[start:]
+        assert decode_and_sum(codec, payload, numel, out, start, other) == sums_of(decoded[start:], other)
+        assert torch.equal(out, decoded[start:])
+    assert decode_and_sum(codec, payload, numel, torch.empty(numel)) == sums_of(decoded, None)
+
+
+def test_what_is_not_finite_has_no_sums() -> None:
+    for bad in (math.nan, math.inf, -math.inf):
+        assert sums_of(torch.tensor([1.0, bad]), None) == Sums(largest=math.inf)
+    with pytest.raises(NonFinitePayload):
+        decode_and_sum(make_codec("fp32"), b"\0\0\x80\x7f", 1, torch.empty(1))

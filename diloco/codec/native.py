@@ -1,0 +1,219 @@
+"""The passes over memory as compiled kernels, where the package was built with a C++ compiler.
+
+``kernels/kernels.cpp`` computes what the plain torch versions compute, bit for bit, in one pass each and without the
+lock of Python.  It holds several levels of instructions and is told which one to use; :func:`kernels` takes the best.
+Without the library everything runs on plain torch, and :func:`description` says so and why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import byref, c_double, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import lcm
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from diloco.codec.contract import Add, Carry, DecodeError, NonFinitePayload, Towards
+from diloco.codec.structures import (
+    INTERFACE,
+    SUM_BLOCK,
+    TILE_MAX,
+    TILE_USUAL,
+    DecodeJob,
+    EncodeJob,
+    Fold,
+    Kind,
+    Layout,
+    MeasureJob,
+    OuterJob,
+    RebaseJob,
+    Status,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+MODULE = "diloco.codec._kernels"
+LEVELS = ("baseline", "AVX2", "AVX-512")
+MALFORMED: Mapping[Status, str] = MappingProxyType(
+    {
+        Status.BAD_SCALE: "holds a scale that is negative, subnormal or not finite",
+        Status.BAD_CODE: "holds a code below",
+        Status.BEHIND: "holds something behind its last value",
+        Status.BEYOND: "holds a value beyond fp32",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The library at one level; see ``kernels.cpp`` for what each job means."""
+
+    library: ctypes.CDLL
+    level: int
+    fused: bool
+    """Whether torch's additions with a factor round once on this machine; the kernels do as torch does."""
+
+    def fits(self, *layouts: Layout | None, granule: int = 1) -> bool:
+        """Whether all these are formats with kernels, and a tile can hold whole blocks of each."""
+        return None not in layouts and tile(granule, *(each.block for each in layouts if each)) > 0
+
+    def encode(
+        self,
+        layout: Layout,
+        numel: int,
+        start: int,
+        terms: Sequence[Tensor],
+        carry: Carry | None,
+        payload: Tensor,
+        decoded: Tensor | None,
+    ) -> Status:
+        """Encode the first of ``terms`` less the others."""
+        job = EncodeJob(
+            layout.format(numel),
+            start,
+            terms[0].numel(),
+            terms[0].data_ptr(),
+            pointers(terms[1:]),
+            len(terms) - 1,
+            None if carry is None else carry.residual.data_ptr(),
+            payload.data_ptr(),
+            None if decoded is None else decoded.data_ptr(),
+            0.0 if carry is None else carry.beta,
+        )
+        return Status(self.library.diloco_encode(self.level, byref(job)))
+
+    def decode(
+        self,
+        layout: Layout,
+        numel: int,
+        start: int,
+        payload: bytes | memoryview,
+        out: Tensor,
+        accumulate: Add | Towards | None,
+    ) -> Status:
+        """Decode as many values as ``out`` has."""
+        fold = Fold.WRITE if accumulate is None else Fold.ADD if isinstance(accumulate, Add) else Fold.TOWARDS
+        share = accumulate.share if isinstance(accumulate, Towards) else 0.0
+        at = out.data_ptr()
+        job = DecodeJob(layout.format(numel), start, out.numel(), address(payload), at, at, fold, share)
+        return Status(self.library.diloco_decode(self.level, byref(job)))
+
+    def measure(
+        self,
+        layout: Layout,
+        numel: int,
+        start: int,
+        payload: bytes | memoryview,
+        out: Tensor,
+        against: Tensor | None,
+        job: MeasureJob,
+    ) -> Status:
+        """Decode as many values as ``out`` has, and go on with the sums of ``job`` in the order of ``sums``."""
+        job.format, job.start, job.count = layout.format(numel), start, out.numel()
+        job.tile = tile(layout.block, SUM_BLOCK)
+        job.payload, job.out = address(payload), out.data_ptr()
+        job.against = None if against is None else against.data_ptr()
+        return Status(self.library.diloco_measure(self.level, byref(job)))
+
+    def sum_of_products(self, a: Tensor, b: Tensor) -> float:
+        """See ``sums``."""
+        return float(self.library.diloco_sum_products(self.level, a.data_ptr(), b.data_ptr(), a.numel(), 0.0))
+
+    def outer(self, job: OuterJob) -> Status:
+        """Make one range of a version."""
+        return Status(self.library.diloco_outer(self.level, byref(job)))
+
+    def rebase(self, local: Tensor, old_base: Tensor, new_base: Tensor, merged: Sequence[Tensor], out: Tensor) -> None:
+        """Write what ``outer.adopt.rebase`` returns to ``out``, which may be any of the others."""
+        job = RebaseJob(
+            local.numel(),
+            local.data_ptr(),
+            old_base.data_ptr(),
+            new_base.data_ptr(),
+            pointers(merged),
+            len(merged),
+            out.data_ptr(),
+        )
+        self.library.diloco_rebase(self.level, byref(job))
+
+
+def tile(*granules: int) -> int:
+    """How many values the kernels handle at a time, so that they are whole granules of all; 0 where they cannot."""
+    step = lcm(*granules)
+    return 0 if step > TILE_MAX else max(1, TILE_USUAL // step) * step
+
+
+def refuse(status: Status, name: str, layout: Layout) -> None:
+    """Raise what the plain version of decoding would; nothing where it is done."""
+    if status is Status.DONE:
+        return
+    if status is Status.NOT_FINITE:
+        raise NonFinitePayload(f"{name} payload holds a NaN or an infinity")
+    what = MALFORMED[status]
+    if status is Status.BAD_CODE:
+        what += " -127" if layout.kind is Kind.INT8 else " -7"
+    raise DecodeError(f"{name} payload {what}")
+
+
+def address(payload: bytes | memoryview) -> int:
+    """Where the bytes lie; they stay there as long as the object does."""
+    return int(np.frombuffer(payload, dtype=np.uint8).ctypes.data)
+
+
+def pointers(tensors: Sequence[Tensor]) -> ctypes.Array[c_void_p]:
+    """Return an array of the tensors' addresses."""
+    return (c_void_p * max(1, len(tensors)))(*(each.data_ptr() for each in tensors))
+
+
+def kernels() -> Kernels | None:
+    """Return the kernels of the best level that this processor has; None where there are none."""
+    found = _found()
+    return found if isinstance(found, Kernels) else None
+
+
+def description() -> str:
+    """Which kernels are in use, and why not the compiled ones if not: one line."""
+    found = _found()
+    return f"native ({LEVELS[found.level]})" if isinstance(found, Kernels) else f"plain ({found})"
+
+
+def at_level(level: int) -> Kernels:
+    """Return the kernels of a lower level, for comparison; it must be one that this processor has."""
+    best = kernels()
+    assert best is not None, "no kernels"
+    assert 0 <= level <= best.level, level
+    return Kernels(best.library, level, best.fused)
+
+
+@functools.cache
+def _found() -> Kernels | str:
+    """The library, or why it cannot be used."""
+    spec = find_spec(MODULE)
+    if spec is None or spec.origin is None:
+        return "the package was built without a C++ compiler"
+    try:
+        library = ctypes.CDLL(spec.origin)
+        interface = library.diloco_interface()
+    except (OSError, AttributeError) as error:
+        return f"the library cannot be loaded: {error}"
+    if interface != INTERFACE:
+        return f"the library is of interface {interface}, {INTERFACE} is needed: build the package again"
+    library.diloco_sum_products.argtypes = [c_int32, c_void_p, c_void_p, c_int64, c_double]
+    library.diloco_sum_products.restype = c_double
+    return Kernels(library, library.diloco_level(), _torch_fuses())
+
+
+def _torch_fuses() -> bool:
+    """Whether ``a + alpha b`` is one rounding in torch here: only then is something left of these three."""
+    b = torch.full((64,), 1 + 2.0**-12)
+    a = torch.full((64,), -1 - 2.0**-11)
+    return bool(torch.add(a, b, alpha=1 + 2.0**-12)[0] != 0)

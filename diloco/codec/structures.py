@@ -1,0 +1,180 @@
+"""What ``kernels/kernels.cpp`` and ``native`` hand to each other: the numbers and structures of both, in one order."""
+
+from __future__ import annotations
+
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+
+INTERFACE = 1
+"""Of the library that this module describes; any other is not used."""
+TILE_MAX = 4096
+"""Values that the kernels handle at a time, at most."""
+TILE_USUAL = 2048
+SUM_BLOCK, LANES = 1024, 16
+"""The order of sums, see ``sums``."""
+
+
+class Kind(IntEnum):
+    """The formats that have kernels."""
+
+    FP32 = 0
+    BF16 = 1
+    INT8 = 2
+    INT4 = 3
+
+
+class Status(IntEnum):
+    """What a kernel answers."""
+
+    DONE = 0
+    NOT_FINITE = 1
+    BAD_SCALE = 2
+    BAD_CODE = 3
+    BEHIND = 4
+    BEYOND = 5
+    THETA_NOT_FINITE = 6
+    PUBLISHED_NOT_FINITE = 7
+
+
+class Fold(IntEnum):
+    """What becomes of decoded values."""
+
+    WRITE = 0
+    ADD = 1
+    TOWARDS = 2
+
+
+class Place(IntFlag):
+    """An update's place among those of a round: of the first site that counts, first or last of its site."""
+
+    IN_MEAN = 1
+    OPENS_SITE = 2
+    ENDS_SITE = 4
+
+
+class Rule(IntEnum):
+    """The outer optimizer."""
+
+    WITHOUT_MOMENTUM = 0
+    HEAVY_BALL = 1
+    NESTEROV = 2
+
+
+class Format(Structure):
+    """A payload's format: of ``numel`` values, in blocks of ``block`` (1 for casts)."""
+
+    _fields_ = (("kind", c_int32), ("block", c_int32), ("numel", c_int64))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The format of a codec that has kernels: its kind and the size of its blocks, 1 for a cast."""
+
+    kind: Kind
+    block: int
+
+    def format(self, numel: int) -> Format:
+        """Of a payload of ``numel`` values."""
+        return Format(self.kind, self.block, numel)
+
+
+class EncodeJob(Structure):
+    """``values - less[0] - ... + beta residual`` into ``payload``; what that loses into ``residual``."""
+
+    _fields_ = (
+        ("format", Format),
+        ("start", c_int64),
+        ("count", c_int64),
+        ("values", c_void_p),
+        ("less", POINTER(c_void_p)),
+        ("less_count", c_int64),
+        ("residual", c_void_p),
+        ("payload", c_void_p),
+        ("decoded", c_void_p),
+        ("beta", c_float),
+    )
+
+
+class DecodeJob(Structure):
+    """``payload`` into ``out``, or folded with ``held``, which may be ``out``."""
+
+    _fields_ = (
+        ("format", Format),
+        ("start", c_int64),
+        ("count", c_int64),
+        ("payload", c_void_p),
+        ("held", c_void_p),
+        ("out", c_void_p),
+        ("fold", c_int32),
+        ("share", c_float),
+    )
+
+
+class MeasureJob(Structure):
+    """Sums over the decoded values, which ``out`` receives unless it is null."""
+
+    _fields_ = (
+        ("format", Format),
+        ("start", c_int64),
+        ("count", c_int64),
+        ("tile", c_int64),
+        ("payload", c_void_p),
+        ("against", c_void_p),
+        ("out", c_void_p),
+        ("squares", c_double),
+        ("products", c_double),
+        ("against_squares", c_double),
+        ("largest", c_float),
+    )
+
+
+class Update(Structure):
+    """One payload of a round."""
+
+    _fields_ = (("format", Format), ("payload", c_void_p), ("place", c_int32), ("share", c_float))
+
+
+class OuterJob(Structure):
+    """One range of a version; ``culprit`` is the update that was refused, or -1."""
+
+    _fields_ = (
+        ("start", c_int64),
+        ("stop", c_int64),
+        ("tile", c_int64),
+        ("updates", POINTER(Update)),
+        ("updates_count", c_int64),
+        ("theta", c_void_p),
+        ("published", c_void_p),
+        ("momentum", c_void_p),
+        ("theta_after", c_void_p),
+        ("published_after", c_void_p),
+        ("momentum_after", c_void_p),
+        ("down", Format),
+        ("payload", c_void_p),
+        ("lossless", c_int32),
+        ("rule", c_int32),
+        ("fused", c_int32),
+        ("minus_lr", c_float),
+        ("momentum_factor", c_float),
+        ("squares", c_double),
+        ("culprit", c_int64),
+    )
+
+
+class RebaseJob(Structure):
+    """``new_base - (old_base - local - merged[0] - ...)`` into ``out``."""
+
+    _fields_ = (
+        ("count", c_int64),
+        ("local", c_void_p),
+        ("old_base", c_void_p),
+        ("new_base", c_void_p),
+        ("merged", POINTER(c_void_p)),
+        ("merged_count", c_int64),
+        ("out", c_void_p),
+    )
+
+
+STRUCTURES = (Format, EncodeJob, DecodeJob, MeasureJob, Update, OuterJob, RebaseJob)
+"""In the order in which the library tells their sizes."""
