@@ -157,8 +157,13 @@ def heading(status: Mapping[str, Any]) -> str:
     return (
         f"run {status['run_id']}  {status['phase']}{ending}  {status['progress']:.0%} of the run  versions {versions}  "
         f"{status['run_tokens']:,} tokens merged  {waiting} arrived for the open rounds  epoch {status['epoch']}  "
-        f"up {status['up_seconds']:.0f} s{_lineage(status)}{_backup(status)}{_troubles(status)}"
+        f"up {status['up_seconds']:.0f} s{_kernels(status)}{_lineage(status)}{_backup(status)}{_troubles(status)}"
     )
+
+
+def _kernels(status: Mapping[str, Any]) -> str:
+    """What the syncer codes with; an older one does not say."""
+    return f"  kernels {status['kernels']}" if "kernels" in status else ""
 
 
 def _lineage(status: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diloco.codec import native
 from diloco.codec.registry import make_codec
 from diloco.durable import PLAIN_DISK
 from diloco.inner.trainer import StepInfo, Verdict
@@ -426,7 +427,7 @@ class Agent:
         self._touch.heartbeat_s = reply.settings.heartbeat_ns / 1e9
         versions = [standing.version for standing in reply.standings]
         facts: dict[str, object] = {"incarnation": reply.incarnation, "epoch": reply.epoch, "versions": versions}
-        self._emit("joined", {**facts, "syncer": self._client.address})
+        self._emit("joined", {**facts, "syncer": self._client.address, "kernels": native.description()})
         self._tell(
             JoinAnswered(
                 reply.epoch,

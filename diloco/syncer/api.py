@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from diloco.codec import native
 from diloco.codec.registry import make_codec
 from diloco.outer.fragments import Layout
 from diloco.sync.agreement import PROTOCOL, PROTOCOL_OLDEST, Agreement, disagreement
@@ -314,6 +315,7 @@ class Api:
                 "calls": self._syncer.calls(),
                 "payloads_decoded": self.tally.payloads_decoded(),
                 "identity_complaints": self._syncer.complaints(),
+                "kernels": native.description(),
                 "wanting": self._syncer.room.wanting(),
                 "replication": self._syncer.replicator.status(),
                 "lease": self._syncer.leadership.status() if self._syncer.leadership is not None else None,

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diloco.codec import native
 from diloco.durable import PLAIN_DISK, DiskFullError, Step, locked
 from diloco.sync.effects import (
     AnnounceFinal,
@@ -156,7 +157,7 @@ class Syncer:
         self.core.start()
         self._taken.callback(self._stop_core)
         facts, ended = self._first_answer()
-        self._emit("syncer_started", {**facts, "recovered": records})
+        self._emit("syncer_started", {**facts, "recovered": records, "kernels": native.description()})
         if ended is not None:
             self.ending = ended
             self._ended.set()

@@ -18,6 +18,7 @@ STATUS = {
     "run_tokens": 12000,
     "epoch": 3,
     "up_seconds": 12.3,
+    "kernels": "native (AVX2)",
     "fragments": [{"version": 4, "arrived": ["site-a"]}, {"version": 5, "arrived": []}],
     "sites": {
         "site-a": {
@@ -57,6 +58,7 @@ def test_the_table_shows_a_site_that_reports_and_one_that_never_did() -> None:
         "ending (drained)",
         "25%",
         "versions 4,5",
+        "kernels native (AVX2)",
         "12,000",
         "8,120",
         "2.5000",

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from diloco.codec import native
 from diloco.learner.agent import JoinFailed
 from diloco.sync.events import Ending
 from diloco.sync.state import Status as SiteStatus
@@ -481,6 +482,7 @@ def test_a_cold_restart_counts_what_its_processes_did_as_lost_or_merged(tmp_path
             first.train_until(lambda: min(versions(syncer)) >= 1, "it takes part")
         with started(tmp_path / "a", syncer) as again:
             assert again.events.of("joined")[0]["incarnation"] == 2
+            assert again.events.of("joined")[0]["kernels"] == native.description()
             for fragment in (0, 1):
                 assert torch.equal(again.values(fragment), syncer.holdings.values[fragment].published)
             again.train(3)

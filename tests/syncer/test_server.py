@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from diloco.codec import native
 from diloco.durable import LockedError
 from diloco.sync.events import Ending, Outcome, OuterStepDone
 from diloco.syncer.core import CoreStopped
@@ -75,6 +76,7 @@ def test_the_epoch_is_larger_with_every_start_and_durable_before_it_is_said(tmp_
         syncer = new_syncer(tmp_path, events.emit)
         syncer.start()
         assert events.of("syncer_started")[0]["epoch"] == epoch
+        assert events.of("syncer_started")[0]["kernels"] == native.description() == syncer.status()["kernels"]
         syncer.stop(0.1)
 
 
