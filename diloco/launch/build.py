@@ -240,6 +240,7 @@ def syncer_options(config: RunConfig, run_dir: RunDir) -> SyncerOptions:
             downlinks_kept=syncer.downlinks_kept,
             heartbeat_s=syncer.heartbeat_s,
             linger_s=syncer.linger_s,
+            threads=syncer.threads,
             memory_check_s=syncer.memory_check_s,
             backup=BackupOptions(url=syncer.backup, every_s=syncer.backup_every_s, keep=syncer.backup_keep),
             replication=replication_options(config),

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     if given.out is not None and given.out.exists():
         raise ConfigError(f"--out is {str(given.out)!r}: it exists already, and an image gets a folder of its own")
     past = past_of(given.run)
-    limit_threads(past.config.cluster.syncer.threads)
+    limit_threads(1)
     facts = _replay(past, past.rules(), selections, given)
     if given.json:
         print(json.dumps(facts))

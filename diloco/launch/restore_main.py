@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument("--json", action="store_true", help="say it as one JSON object")
     given = parser.parse_args(arguments)
     past = past_of(given.run)
-    limit_threads(past.config.cluster.syncer.threads)
+    limit_threads(1)
     if given.list:
         return _list(past, given)
     if (given.source is None) == (given.from_site is None):

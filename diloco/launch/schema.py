@@ -252,7 +252,8 @@ class SyncerSection:
     """host:port; port 0: the system chooses.  Not only loopback needs TLS and identities."""
     folder: str | None = None
     """Its own data; null: RUN_DIR/syncer."""
-    threads: int = 1
+    threads: int = 0
+    """That fold a round; 0: up to 4 of the machine's cores."""
     snapshot_every: int = 16
     """Outer steps between two snapshots."""
     downlinks_kept: int = 32

@@ -138,7 +138,7 @@ def _follow(given: argparse.Namespace) -> ExitCode:
     config = load_config(given)
     if config.run.name is None:
         raise ConfigError("run.name is null: give the name that `diloco syncer` printed")
-    limit_threads(config.cluster.syncer.threads)
+    limit_threads(1)  # Of one operation: a round is spread over threads by ranges.
     limit_arenas()
     run_dir = run_dir_of(config)
 

@@ -116,6 +116,7 @@ def _print(status: Mapping[str, Any], as_json: bool) -> None:
         console = Console(width=PLAIN_WIDTH)
     console.print(heading(status), soft_wrap=True, highlight=False)
     console.print(sites_table(status))
+    console.print(stages_lines(status), soft_wrap=True, highlight=False, end="")
 
 
 def _watch(asked: Any, as_json: bool) -> NoReturn:
@@ -131,7 +132,9 @@ def _watch(asked: Any, as_json: bool) -> NoReturn:
         while True:
             status = asked()
             standby = status.get("role") == "standby"
-            shown = standby_line(status) if standby else Group(heading(status), sites_table(status))
+            shown = (
+                standby_line(status) if standby else Group(heading(status), sites_table(status), stages_lines(status))
+            )
             live.update(shown, refresh=True)
             time.sleep(EVERY_S)
 
@@ -221,6 +224,17 @@ def sites_table(status: Mapping[str, Any]) -> Table:
             f"{heard:.1f} s ago" if heard is not None else "never",
         )
     return table
+
+
+def stages_lines(status: Mapping[str, Any]) -> str:
+    """What the latest round of each fragment cost, a line each; nothing of one that had none."""
+    lines = [
+        f"round {fragment['version']} of fragment {index}: "
+        + ", ".join(f"{name.removesuffix('_s')} {1000 * seconds:,.1f} ms" for name, seconds in costs.items())
+        for index, fragment in enumerate(status["fragments"])
+        if (costs := fragment.get("costs"))
+    ]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _number(value: object) -> str:

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
     given = settings_parser("syncer", DOES).parse_args(arguments)
     config = load_config(given)
-    limit_threads(config.cluster.syncer.threads)
+    limit_threads(1)  # Of one operation: a round is spread over threads by ranges.
     limit_arenas()
     name_run(config)
     run_dir = run_dir_of(config)
@@ -121,8 +121,7 @@ def serve(
     from diloco.syncer.server import Syncer
     from diloco.syncer.store import StoreError
 
-    if config.cluster.syncer.threads:
-        torch.set_num_threads(config.cluster.syncer.threads)
+    torch.set_num_threads(1)
     layout, disk = build.layout_of(config), disk_from_environment()
     syncer = Syncer(
         build.syncer_options(config, run_dir),

@@ -29,6 +29,8 @@ PRESENT = (
     ("site_stall_ratio", "stall_share", "Share of the site's time spent for the outer world, 0 to 1."),
 )
 """What is so now, and so of no site that is gone: what it said last would be told for ever."""
+STAGES = ("receive", "read", "fused", "digest", "publish")
+"""Of a round, as ``syncer.costs`` has them."""
 SITE_COUNTERS = (
     ("site_tokens", "tokens_processed", "Tokens that the site has trained on."),
     ("site_tokens_merged", "tokens_merged", "Tokens of the site that are in the published model."),
@@ -49,17 +51,25 @@ class SyncerMetrics:
         self._weights: dict[str, float] = {}
         self._norm: float | None = None
         self._step_s = Spread(SECONDS)
+        self._stage_s = {stage: Spread(SECONDS) for stage in STAGES}
         self._snapshot_s = Spread(SECONDS)
         self._snapshot: tuple[float, float] | None = None
 
     def take(self, event: Event) -> None:
         """The next event, from the log's thread."""
         with self._lock:
+            if event["what"] in ("outer_step", "published"):
+                self._stages(event)
             if event["what"] == "outer_step":
                 self._outer_step(event)
             elif event["what"] == "snapshot":
                 self._snapshot_s.add(number(event, "seconds") or 0.0)
                 self._snapshot = number(event, "at") or 0.0, number(event, "bytes") or 0.0
+
+    def _stages(self, event: Event) -> None:
+        for stage, spread in self._stage_s.items():
+            if (seconds := number(event, f"{stage}_s")) is not None:
+                spread.add(seconds)
 
     def _outer_step(self, event: Event) -> None:
         self._step_s.add(number(event, "seconds") or 0.0)
@@ -101,6 +111,9 @@ class SyncerMetrics:
         weights = {(site,): weight for site, weight in self._weights.items()}
         yield gauge("update_weight_ratio", "Weight in the latest outer step.", weights, "site")
         yield histogram("outer_step_duration_seconds", "Time that an outer step took.", {(): self._step_s})
+        stages = {(stage,): spread for stage, spread in self._stage_s.items()}
+        meaning = "Time of one stage of a round: receive, read, fused (decode, merge, step, encode), digest, publish."
+        yield histogram("round_stage_duration_seconds", meaning, stages, "stage")
         yield histogram("snapshot_duration_seconds", "Time that a snapshot took to be durable.", {(): self._snapshot_s})
         if self._norm is not None:
             yield gauge("merged_pseudo_gradient_norm", "Norm of what the latest outer step merged.", {(): self._norm})

@@ -182,6 +182,7 @@ class Api:
             self._protocol(header.site_id),
             epoch,
             self._checks,
+            self._syncer.costs.received,
         )
 
     def _check_fragment(self, fragment: int) -> None:
@@ -320,7 +321,7 @@ class Api:
                 "replication": self._syncer.replicator.status(),
                 "lease": self._syncer.leadership.status() if self._syncer.leadership is not None else None,
                 "backup": self._syncer.backups.status() if self._syncer.backups is not None else None,
-                **describe(machine, tally, now_s),
+                **describe(machine, tally, now_s, self._syncer.costs.latest),
             },
             early=True,
         )

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from diloco.sync.state import Phase
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from diloco.sync.effects import StartOuterStep, TellFate
     from diloco.sync.events import Ending
     from diloco.sync.state import OuterState
@@ -28,8 +30,8 @@ def refusal_facts(effect: TellFate) -> dict[str, object]:
     return {"site": effect.site, "fragment": fate.fragment, "sequence": fate.sequence, "reason": fate.reason.value}
 
 
-def outer_step_facts(command: StartOuterStep, result: OuterResult) -> dict[str, object]:
-    """Who made a version, with what weight and staleness, and what it took."""
+def outer_step_facts(command: StartOuterStep, result: OuterResult, stages: Mapping[str, float]) -> dict[str, object]:
+    """Who made a version, with what weight and staleness, and what it and its ``stages`` took."""
     return {
         "fragment": command.fragment,
         "version": command.version,
@@ -37,6 +39,7 @@ def outer_step_facts(command: StartOuterStep, result: OuterResult) -> dict[str, 
         "staleness": {part.site: command.version - 1 - part.base_version for part in command.contributions},
         "norm": result.norm,
         "seconds": round(result.seconds, 6),
+        **stages,
     }
 
 

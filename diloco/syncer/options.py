@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 from diloco.codec.registry import make_codec
@@ -12,6 +13,9 @@ from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.syncer.backups import BackupOptions
 from diloco.syncer.replicator import ReplicationOptions
 from diloco.wire.messages import PARTS_MAX
+
+THREADS_MAX = 4
+"""More of them wait for the memory rather than for each other."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,6 +39,8 @@ class SyncerOptions:
     """What the past may take beyond what recovery needs: old snapshots, journal, payloads.  The oldest goes first."""
     disk_reserve_mb: int = 64
     """Free space below which no update is taken in; 0: as long as the disk takes it."""
+    threads: int = 0
+    """That fold a round, each a range of the fragment at a time; 0: up to 4 of the cores that the process may use."""
     memory_check_s: float = 10.0
     """Between two looks at whether a fragment in memory is still what it was; 0: never."""
     replication: ReplicationOptions = field(default_factory=ReplicationOptions)
@@ -49,9 +55,14 @@ class SyncerOptions:
             raise ValueError(f"downlinks_kept is {self.downlinks_kept!r}: 1 to {PARTS_MAX}")
         if self.heartbeat_s <= 0:
             raise ValueError(f"heartbeat_s is {self.heartbeat_s!r}: positive")
-        for name in ("linger_s", "memory_check_s", "disk_reserve_mb", "retain_steps", "retain_mb"):
+        for name in ("linger_s", "memory_check_s", "disk_reserve_mb", "retain_steps", "retain_mb", "threads"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: not negative")
+
+    @property
+    def threads_used(self) -> int:
+        """``threads``, or what 0 means on this machine."""
+        return self.threads or min(THREADS_MAX, len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True, slots=True)

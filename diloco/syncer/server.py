@@ -38,6 +38,7 @@ from diloco.sync.events import (
 from diloco.syncer.api import Api
 from diloco.syncer.backups import Backups
 from diloco.syncer.core import Core, CoreHeld, CoreStopped
+from diloco.syncer.costs import RoundCosts
 from diloco.syncer.executor import OuterResult, run_outer_step
 from diloco.syncer.exporting import export, full_parameters, when_there_is_room
 from diloco.syncer.facts import merged_into, outer_step_facts, refusal_facts, start_facts
@@ -103,6 +104,7 @@ class Syncer:
         self._export_thread: threading.Thread | None = None
         self.ending: Ending | None = None
         self.feeds = Feeds()
+        self.costs = RoundCosts()
         self.readiness = Readiness()
         self._taken = ExitStack()  # What a stop has to give back, the last first.
         self._server: RunningServer | None = None
@@ -374,13 +376,14 @@ class Syncer:
     def _outer_step(self, command: StartOuterStep, values: FragmentValues) -> None:
         """In the worker thread: the arithmetic, then the event that says so."""
         self._disk.reached(Step.MERGE)
-        result = run_outer_step(command, values, self.store.spool, self.plan.optimizer, self.options.down_codec)
+        spool, optimizer, down_codec = self.store.spool, self.plan.optimizer, self.options.down_codec
+        result = run_outer_step(command, values, spool, optimizer, down_codec, threads=self.options.threads_used)
         self._disk.reached(Step.MERGE)
         if result is None:
             self.core.post(OuterStepFailed(command.fragment, command.version))
             return
         self._candidates[command.fragment, command.version] = result
-        self._emit("outer_step", outer_step_facts(command, result))
+        self._emit("outer_step", outer_step_facts(command, result, self.costs.stepped(command, result)))
         self.core.post(OuterStepDone(command.fragment, command.version, result.values.digest, result.downlink_digest))
 
     def _publish(self, effect: PublishVersion) -> None:
@@ -394,7 +397,8 @@ class Syncer:
             "lineage": machine.state.lineage,
             "merged": merged_into(machine.state, effect.fragment, effect.version),
         }
-        tokens = {"run_tokens": machine.state.run_tokens(), "progress_ppm": machine.progress_ppm()}
+        tokens: dict[str, object] = {"run_tokens": machine.state.run_tokens(), "progress_ppm": machine.progress_ppm()}
+        tokens |= self.costs.published(effect.fragment)
         self._emit("published", {**facts, **tokens, "bytes": len(result.downlink)})
         self._disk.reached(Step.PUBLISH)
         self.keeper.published()

@@ -8,7 +8,7 @@ from diloco.sync.state import Status
 from diloco.syncer.tally import SiteTally
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from diloco.sync.state import Site
     from diloco.sync.syncer import OuterSync
@@ -33,8 +33,13 @@ FIGURES = (
 NOTHING = SiteTally()
 
 
-def describe(machine: OuterSync, tally: Mapping[str, SiteTally], now_s: float) -> dict[str, object]:
-    """Versions, rounds and sites; ``now_s`` is of the clock that the tally uses."""
+def describe(
+    machine: OuterSync,
+    tally: Mapping[str, SiteTally],
+    now_s: float,
+    costs: Callable[[int], Mapping[str, float] | None] = lambda fragment: None,
+) -> dict[str, object]:
+    """Versions, rounds and sites; ``now_s`` is of the clock that the tally uses, ``costs`` gives a round's stages."""
     state = machine.state
     versions = [fragment.version for fragment in state.fragments]
     return {
@@ -50,6 +55,7 @@ def describe(machine: OuterSync, tally: Mapping[str, SiteTally], now_s: float) -
                 "arrived": state.arrived(index),
                 "members": list(fragment.round.members) if fragment.round else [],
                 "merging": fragment.merging_since_ns is not None,
+                "costs": costs(index),
             }
             for index, fragment in enumerate(state.fragments)
         ],

@@ -8,7 +8,7 @@ from rich.console import Console
 from diloco.launch import status_main
 from diloco.launch.cli import main
 from diloco.launch.errors import ConfigError, VerbError
-from diloco.launch.status_main import heading, sites_table, syncer_address
+from diloco.launch.status_main import heading, sites_table, stages_lines, syncer_address
 
 STATUS = {
     "run_id": "nimble-otter",
@@ -87,6 +87,15 @@ def test_a_syncer_is_named_by_address_or_by_run_folder(tmp_path: Path) -> None:
     assert syncer_address(str(tmp_path)) == "127.0.0.1:4000"
     with pytest.raises(ConfigError, match="no run folder"):
         syncer_address("nowhere:at-all")
+
+
+def test_the_stages_of_the_latest_rounds_are_shown_once_there_are_any() -> None:
+    assert stages_lines(STATUS) == ""
+    costs = {"receive_s": 1.25, "read_s": 0.001, "publish_s": 0.0125}
+    fragments = [{"version": 4, "costs": costs}, {"version": 5, "costs": None}]
+    assert stages_lines({**STATUS, "fragments": fragments}) == (
+        "round 4 of fragment 0: receive 1,250.0 ms, read 1.0 ms, publish 12.5 ms\n"
+    )
 
 
 def test_what_must_be_seen_at_once_is_in_the_first_line() -> None:

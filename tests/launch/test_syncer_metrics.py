@@ -63,6 +63,9 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
     assert found["update_staleness_versions_bucket", "b", "3.0"] == 0
     assert found["update_staleness_versions_bucket", "b", "5.0"] == 1
     assert found["outer_step_duration_seconds_count",] == 2
+    for stage in ("receive", "read", "fused", "digest", "publish"):
+        assert found["round_stage_duration_seconds_count", stage] == 1
+        assert found["round_stage_duration_seconds_sum", stage] > 0
     assert (found["snapshot_timestamp_seconds",], found["snapshot_bytes",]) == (1234.5, 4096)
     assert (found["syncer_ready",], found["syncer_epoch",], found["run_lineage",]) == (1, 1, 1)
     assert ("run_restored_timestamp_seconds",) not in found, "it never was"

@@ -32,7 +32,8 @@ def test_an_outer_step_says_who_was_in_it_and_how_stale() -> None:
     update = UpdateRef(4, "payload", "fp32", "digest")
     command = StartOuterStep(0, 6, (Contribution("a", 0.25, 5, (update,)), Contribution("b", 0.75, 3, (update,))))
     result = OuterResult(None, b"", "", 1.5, 0.125)  # type: ignore[arg-type]
-    facts = outer_step_facts(command, result)
+    facts = outer_step_facts(command, result, {"read_s": 0.5})
     assert facts == json.loads(json.dumps(facts))
     assert (facts["sites"], facts["staleness"]) == ({"a": 0.25, "b": 0.75}, {"a": 0, "b": 2})
+    assert facts["read_s"] == 0.5
     assert (facts["version"], facts["norm"], facts["seconds"]) == (6, pytest.approx(1.5), 0.125)
