@@ -84,7 +84,7 @@ class Observer:
             values = self._held[fragment][1]
             for part in pulled.parts:
                 values = follow(values, part, make_codec(header.encoding))
-        if digest(values) == header.digest:
+        if digest(values, header.digest) == header.digest:
             self._held[fragment] = (header.version, values)
         else:
             self._held.pop(fragment, None)  # the next refresh fetches it whole

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from diloco.codec.digests import is_sha256, shorter
 from diloco.launch.errors import ConfigError
 from diloco.launch.eventlog import read_events
 from diloco.launch.warm_site import ColdError, read_site
@@ -26,11 +27,11 @@ Place = tuple[int, int, int]
 
 @dataclass(slots=True)
 class Evidence:
-    """``digests`` maps a published version to its digest and to who says so; ``lineage`` and ``epoch`` are the largest
-    seen; ``merged`` has the tokens and updates of each site that went into a version; ``held`` what a lineage began
-    with."""
+    """``digests`` maps a published version to its digest, once in each form, and to who says so; ``lineage`` and
+    ``epoch`` are the largest seen; ``merged`` has the tokens and updates of each site that went into a version;
+    ``held`` what a lineage began with."""
 
-    digests: dict[Place, tuple[str, str]] = field(default_factory=dict)
+    digests: dict[Place, list[tuple[str, str]]] = field(default_factory=dict)
     merged: dict[Place, dict[str, tuple[int, int]]] = field(default_factory=dict)
     began: dict[int, tuple[list[int], Held]] = field(default_factory=dict)
     lineage: int = 0
@@ -41,10 +42,14 @@ class Evidence:
         """``who`` says that this version had this digest."""
         lineage, fragment, version = place
         self.lineage = max(self.lineage, lineage)
-        known = self.digests.setdefault(place, (digest, who))
-        if known[0] != digest:
-            where = f"version {version} of fragment {fragment} in lineage {lineage}"
-            self.contradictions.append(f"{where} is {digest[:12]} in {who} and {known[0][:12]} in {known[1]}")
+        known = self.digests.setdefault(place, [])
+        for told, other in known:
+            if is_sha256(told) == is_sha256(digest):  # Others cannot be compared.
+                if told != digest:
+                    where = f"version {version} of fragment {fragment} in lineage {lineage}"
+                    self.contradictions.append(f"{where} is {shorter(digest)} in {who} and {shorter(told)} in {other}")
+                return
+        known.append((digest, who))
 
     def held(self, lineage: int, versions: Sequence[int]) -> Held | None:
         """What the values of ``versions`` hold of each site; None where a version between is not known."""

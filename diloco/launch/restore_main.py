@@ -186,6 +186,8 @@ def _backup(source: str, run_id: str) -> tuple[Vault, str]:
 
 
 def _from_site(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Restored, list[str]]:
+    from diloco.codec.contract import digest
+    from diloco.codec.digests import shorter
     from diloco.launch.warm_site import ColdError, read_site
     from diloco.sync.state import Line
     from diloco.syncer.restoring import restore_values
@@ -201,23 +203,24 @@ def _from_site(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Re
             f"{given.from_site} is of lineage {site.lineage}, and lineage {evidence.lineage} has begun since"
         )
     alone = []
-    for index, (version, digest) in enumerate(zip(site.versions, site.digests, strict=True)):
-        known = evidence.digests.get((site.lineage, index, version))
-        if known is None:
+    for index, (version, base) in enumerate(zip(site.versions, site.bases, strict=True)):
+        known = evidence.digests.get((site.lineage, index, version), [])
+        if not known:
             alone.append(index)
-        elif known[0] != digest:
-            raise ColdError(
-                f"version {version} of fragment {index} is {digest[:12]} at site {site.site} and {known[0][:12]} in "
-                f"{known[1]}: it is not what was published"
-            )
+        for told, who in known:
+            if (here := digest(base, told)) != told:
+                raise ColdError(
+                    f"version {version} of fragment {index} is {shorter(here)} at site {site.site} and "
+                    f"{shorter(told)} in {who}: it is not what was published"
+                )
     held = evidence.held(site.lineage, site.versions)
     lines = {site.site: list(site.lines)}
     for (name, index), (tokens, updates) in (held or {}).items():
         line = lines.setdefault(name, [Line() for _ in site.versions])[index]
         line.tokens_merged, line.updates_merged = tokens, updates
     values = [
-        FragmentValues(version, base, base.clone(), None, digest)
-        for version, base, digest in zip(site.versions, site.bases, site.digests, strict=True)
+        FragmentValues(version, base, base.clone(), None, told)
+        for version, base, told in zip(site.versions, site.bases, site.digests, strict=True)
     ]
     why = given.why or f"restored from what site {site.site} held at its step {site.step}"
     numbers = _known(given, evidence, site.lineage, site.epoch)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from diloco.codec.contract import digest
+from diloco.codec.digests import shorter
 from diloco.inner import checkpoint
 from diloco.sync.plain import PlainError, from_plain
 from diloco.sync.progress import FragmentProgress, LearnerState
@@ -69,10 +70,11 @@ def read_site(folder: Path) -> WarmSite:
     bases = []
     for index, (version, wanted) in enumerate(zip(versions, digests, strict=True)):
         base = found.tensors[f"extra/base.{index}"]
-        if digest(base) != wanted:
+        here = digest(base, wanted)
+        if here != wanted:
             raise ColdError(
-                f"{found.path}: what it holds as version {version} of fragment {index} is {digest(base)[:12]}, and "
-                f"{wanted[:12] or 'nothing'} was told when that was published"
+                f"{found.path}: what it holds as version {version} of fragment {index} is {shorter(here)}, and "
+                f"{shorter(wanted) or 'nothing'} was told when that was published"
             )
         bases.append(base)
     lines = tuple(_line(part) for part in state.fragments)

@@ -232,7 +232,7 @@ class Fetcher:
                 pause.wait(getattr(error, "retry_after_s", None))
                 continue
             values = self._values(fragment, pulled)
-            if values is None or digest(values) != pulled.header.digest:
+            if values is None or digest(values, pulled.header.digest) != pulled.header.digest:
                 # Whatever went wrong on the way here or there, the whole fragment puts it right, and it is said.
                 why = f"fragment {fragment}: what came is not version {pulled.header.version}"
                 self._emit("note", {"note": "digest_differs", "why": f"{why}; fetching it whole"})

@@ -35,11 +35,15 @@ class Echo:
         """The fragment whose turn it is, or None while it is too early."""
         return self._turn if self._clock_s() >= self._not_before_s else None
 
-    def compute(self, base: Tensor | None) -> None:
-        """Hash the ``base`` of the fragment whose turn it is, and pass the turn on."""
+    def compute(self, base: Tensor | None, told: str) -> None:
+        """Hash the ``base`` of the fragment whose turn it is, and pass the turn on.
+
+        ``told`` is the digest that came with it, of which only the form is looked at; without one nothing can be
+        compared, and nothing is said.
+        """
         began_s = self._clock_s()
-        if base is not None:
-            self._known[self._turn] = (ref(base), short_digest(digest(base)))
+        if base is not None and told:
+            self._known[self._turn] = (ref(base), short_digest(digest(base, told)))
         ended_s = self._clock_s()
         self._not_before_s = ended_s + IDLE_SHARE * (ended_s - began_s)
         self._turn = (self._turn + 1) % len(self._known)

@@ -6,12 +6,12 @@ it, eight hexadecimal digits, and the header's fields as JSON; the header holds 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import zlib
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
+from diloco.codec.digests import digest_of
 from diloco.durable import PLAIN_DISK, Step
 from diloco.sync.plain import parse_json
 from diloco.wire.messages import PushHeader
@@ -52,7 +52,7 @@ class Outbox:
         """
         path = self._path(fragment, sequence)
         header, payload = _read(path)
-        if hashlib.sha256(payload).hexdigest() != header.digest:
+        if digest_of(payload, header.digest) != header.digest:
             raise OutboxError(f"{path} is damaged: its digest is not the one it was sealed with")
         return replace(header, incarnation=incarnation), payload
 
@@ -68,7 +68,7 @@ class Outbox:
                 header, payload = _read(path)
             except OutboxError:
                 continue  # A machine that wanted it takes the progress back as unsent; nothing is lost by that.
-            if hashlib.sha256(payload).hexdigest() == header.digest:
+            if digest_of(payload, header.digest) == header.digest:
                 found[header.fragment, header.sequence] = header.digest
         return found
 

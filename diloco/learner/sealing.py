@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import queue
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from diloco.codec.contract import NonFiniteError, digest
+from diloco.codec.digests import digest_of
 from diloco.durable import is_full
 from diloco.learner.site_tensors import SealInputs
 from diloco.sync.effects import Seal
@@ -68,7 +68,7 @@ def seal(job: SealJob, codec: Codec, run_id: str, site_id: str, incarnation: int
         encoding=codec.name,
         payload_bytes=len(payload),
         numel=measured.numel(),
-        digest=hashlib.sha256(payload).hexdigest(),
+        digest=digest_of(payload),
         values_digest=digest(decoded),
     )
     return SealedUpdate(header, payload, decoded, float(torch.linalg.vector_norm(measured)))

@@ -97,8 +97,8 @@ class Touch:
         if fragment is None:
             return
         with self._changed:
-            base = self._tensors.base[fragment]
-        self._echo.compute(base)  # A pass over all its bytes; a tensor that is stored is not written to.
+            base, told = self._tensors.base[fragment], self._tensors.told_base[fragment]
+        self._echo.compute(base, told)  # A pass over all its bytes; a tensor that is stored is not written to.
 
     def _report(self) -> None:
         if self.left or self._machine.state.incarnation == 0:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-PROTOCOL = 2
-PROTOCOL_OLDEST = 1
+PROTOCOL = 3
+PROTOCOL_OLDEST = 2
 """A syncer serves the protocol before its own as well, so that a run can be upgraded while it goes on: it first."""
 
 

@@ -171,5 +171,5 @@ def describe(record: Record) -> str:
 def _shown(event: OuterEvent) -> list[tuple[str, object]]:
     plain = to_plain(event)
     assert isinstance(plain, dict)
-    short = {"digest": 12, "downlink_digest": 12, "process": 8}
+    short = {"digest": 17, "downlink_digest": 17, "process": 8}
     return [(name, str(value)[: short[name]] if name in short else value) for name, value in plain.items()]

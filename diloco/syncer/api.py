@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from diloco.codec import native
+from diloco.codec.digests import is_sha256
 from diloco.codec.registry import make_codec
 from diloco.outer.fragments import Layout
 from diloco.sync.agreement import PROTOCOL, PROTOCOL_OLDEST, Agreement, disagreement
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from diloco.syncer.feeds import Feed
     from diloco.syncer.holdings import Choice
     from diloco.syncer.server import Syncer
+    from diloco.syncer.snapshots import FragmentValues
     from diloco.wire.identity import Identity
     from diloco.wire.service import PullSource
 
@@ -83,6 +85,7 @@ class Api:
         self._syncer = syncer
         self.tally = Tally()
         self._protocols: dict[str, int] = {}
+        self._earlier = protocols.EarlierDigests(len(syncer.plan.layout.fragments))
         self._checks = threading.BoundedSemaphore(syncer.network.checks_max)
 
     def join(self, request: JoinAsk, identity: Identity) -> JoinReply:
@@ -90,8 +93,7 @@ class Api:
         del identity
         syncer, core = self._syncer, self._syncer.core
         self._agree(request)
-        ticket = request.ticket if request.protocol >= PROTOCOL else None
-        answer = core.call(lambda call: JoinRequested(call, request.site_id, request.process, ticket))
+        answer = core.call(lambda call: JoinRequested(call, request.site_id, request.process, request.ticket))
         assert isinstance(answer, AnswerJoin | AskToConfirm), answer
         if isinstance(answer, AnswerJoin) and answer.reason is not None:
             raise _refusal(answer.reason, request.site_id)
@@ -249,32 +251,49 @@ class Api:
         syncer = self._syncer
         self._check_fragment(ask.fragment)
 
-        protocol = self._protocol(ask.site_id)
-
-        def look(machine: OuterSync) -> tuple[Choice, bool, int]:
+        def look(machine: OuterSync) -> tuple[Choice, FragmentValues, bool, int]:
             for name in (ask.site_id, identity.site or ""):
                 known = machine.state.sites.get(name)
                 if known is not None and known.status is SiteStatus.EVICTED:
                     raise _refusal(Reason.EVICTED, name)
             site = machine.state.sites.get(ask.site_id)
             told = site.lines[ask.fragment].fates if site else ()
-            fates = protocols.fates(told, protocol)
-            return syncer.holdings.choose(ask, fates), site is not None, machine.state.epoch
+            choice = syncer.holdings.choose(ask, protocols.fates(told, ask.protocol))
+            return choice, syncer.holdings.values[ask.fragment], site is not None, machine.state.epoch
 
-        choice, known, epoch = syncer.core.ask(look)
-        source = choice.source()
-        if protocol >= PROTOCOL:
-            source = replace(source, header=replace(source.header, epoch=epoch))
+        choice, held, known, epoch = syncer.core.ask(look)
+        if ask.protocol < PROTOCOL:
+            choice = self._as_in_2(choice, held)
+        source = choice.source(ask.protocol)
+        source = replace(source, header=replace(source.header, epoch=epoch))
         if known:
             syncer.core.heard(ask.site_id)
             self.tally.sent(ask.site_id, max(0, source.header.payload_bytes - ask.offset))
         return source
+
+    def _as_in_2(self, choice: Choice, held: FragmentValues) -> Choice:
+        """With the digest that protocol 2 knows; a pass over the values where it is the first to ask for it."""
+        if choice.version == held.version:
+            return replace(choice, digest=self._earlier.of(choice.fragment, held))
+        digest = choice.digest if is_sha256(choice.digest) else self._earlier.known(choice.fragment, choice.version)
+        if digest is None:
+            text = f"version {choice.version} of fragment {choice.fragment} cannot be sent any more"
+            raise Refusal(Status.NOT_FOUND, text)
+        return replace(choice, digest=digest)
 
     def report(self, report: ReportInfo, identity: Identity) -> ReportReply:
         """A heartbeat: a sign of life, and figures for status."""
         del identity
         core = self._syncer.core
         core.heard(report.site_id)
+        earlier = self._protocol(report.site_id) < PROTOCOL
+        if earlier:  # After a start nobody has asked yet for what the site was told by the process before.
+            for fragment, held in enumerate(self._syncer.holdings.values[: len(report.versions)]):
+                if report.versions[fragment] == held.version and any(report.digests[fragment : fragment + 1]):
+                    self._earlier.of(fragment, held)
+
+        def told(fragment: int, version: int, digest: str) -> str | None:
+            return self._earlier.known(fragment, version) if earlier and not is_sha256(digest) else digest
 
         def look(machine: OuterSync) -> tuple[ReportReply, dict[int, int]]:
             site = machine.state.sites.get(report.site_id)
@@ -282,7 +301,7 @@ class Api:
                 site is not None and site.incarnation == report.incarnation and site.status is not SiteStatus.EVICTED
             )
             state = machine.state
-            bases = self._syncer.holdings.differing(report.versions, report.digests) if known else {}
+            bases = self._syncer.holdings.differing(report.versions, report.digests, told) if known else {}
             reply = ReportReply(
                 state.epoch, state.run_tokens(), machine.progress_ppm(), known, state.ending, tuple(sorted(bases))
             )
@@ -294,7 +313,7 @@ class Api:
             for fragment, version in self.tally.differing(report.site_id, bases).items():
                 why = f"what it holds of fragment {fragment} is not version {version}; it is told to take it whole"
                 self._syncer.note("base_differs", why, report.site_id)
-        return protocols.report_reply(reply, self._protocol(report.site_id))
+        return reply
 
     def leave(self, site: str, incarnation: int, identity: Identity) -> None:
         """``site`` says goodbye."""

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from diloco.sync.agreement import PROTOCOL
 from diloco.sync.events import Fate
 from diloco.wire.chunks import checksum
 from diloco.wire.messages import PullAsk, PullHeader, Refusal, Status, short_digest
 from diloco.wire.service import PullSource
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from diloco.syncer.executor import Downlink, OuterResult
@@ -50,18 +53,24 @@ class Holdings:
         while sum(len(each.payload) for each in links) > 2 * whole_bytes:
             links.popleft()
 
-    def differing(self, versions: Sequence[int], echoed: Sequence[int]) -> dict[int, int]:
+    def differing(
+        self,
+        versions: Sequence[int],
+        echoed: Sequence[int],
+        told: Callable[[int, int, str], str | None] = lambda fragment, version, digest: digest,
+    ) -> dict[int, int]:
         """The fragments, with the version, for which a site holds other values than were published.
 
         ``echoed`` are the short digests of what it holds for ``versions``; one that is 0, or of a version that is not
-        remembered here, says nothing.
+        remembered here, says nothing.  ``told`` gives what the site was told for the digest of a version, or None.
         """
         found: dict[int, int] = {}
         for fragment, (version, short) in enumerate(zip(versions, echoed, strict=False)):
             if not short or fragment >= len(self.values):
                 continue
             known = [digest for number, digest in self._digests[fragment] if number == version]
-            if known and short_digest(known[-1]) != short:
+            digest = told(fragment, version, known[-1]) if known else None
+            if digest is not None and short_digest(digest) != short:
                 found[fragment] = version
         return found
 
@@ -111,8 +120,8 @@ class Choice:
     fates: tuple[Fate, ...]
     whole: bool = False
 
-    def source(self) -> PullSource:
-        """With header and checksum."""
+    def source(self, protocol: int = PROTOCOL) -> PullSource:
+        """With header, for one who speaks ``protocol``: 2 wants a checksum of the whole beside those of the chunks."""
         header = PullHeader(
             fragment=self.fragment,
             from_version=self.from_version,
@@ -123,7 +132,7 @@ class Choice:
             payload_bytes=sum(len(part) for part in self.parts),
             part_bytes=tuple(len(part) for part in self.parts),
             digest=self.digest,
-            payload_crc32=checksum(self.parts),
+            payload_crc32=checksum(self.parts) if protocol < PROTOCOL else 0,
             fates=self.fates,
         )
         return PullSource(header, self.parts)

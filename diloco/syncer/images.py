@@ -99,7 +99,7 @@ def read_image(folder: Path) -> Image:
             if len(data) != facts["bytes"] or hashlib.sha256(data).hexdigest() != facts["sha256"]:
                 raise ImageError(f"{path} is damaged: it is not what was written")
             values = unpack(data)
-            if (values.version, values.digest, digest(values.published)) != (version, told, told):
+            if (values.version, values.digest, digest(values.published, told)) != (version, told, told):
                 raise ImageError(f"{path} is not the version {version} that {MANIFEST} speaks of")
             fragments.append(values)
         held = {(str(site), int(at)): (int(tokens), int(updates)) for site, at, tokens, updates in manifest["held"]}

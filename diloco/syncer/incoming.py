@@ -58,7 +58,7 @@ class Incoming:
     def accept(self, chunk: Chunk) -> None:
         """Take one chunk."""
         try:
-            self._assembler.accept(chunk.offset, chunk.data, chunk.crc32)
+            self._assembler.accept(chunk.offset, chunk.data, chunk.crc32, chunk.xxh3)
         except ChunkError as error:
             raise Unreachable(f"Follow: {error}") from error
 

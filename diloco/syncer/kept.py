@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from diloco.codec.digests import shorter
 from diloco.durable import ReadingDisk
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.journal import JournalError
@@ -216,7 +217,7 @@ class Kept:
             if not same_values(mine, kept):
                 raise KeptError(
                     f"fragment {index} in snapshot {point.number} of {self.folder} is not what the journal gives: "
-                    f"version {kept.version}, {kept.digest[:12]} there, {mine.digest[:12]} computed again"
+                    f"version {kept.version}, {shorter(kept.digest)} there, {shorter(mine.digest)} computed again"
                 )
 
 

@@ -51,7 +51,7 @@ class MemoryCheck:
 
     def check(self, fragment: int, held: FragmentValues) -> None:
         """``MemoryDamaged`` if the published values are not those of their digest, or the others not as last seen."""
-        if digest(held.published) != held.digest:
+        if digest(held.published, held.digest) != held.digest:
             raise _damaged(fragment, held, "what is published")
         momentum = digest(held.momentum) if held.momentum is not None else ""
         own = (held.version, digest(held.theta), momentum)

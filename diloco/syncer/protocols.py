@@ -1,39 +1,30 @@
 """What a site of an earlier protocol is told, so that it can read it.
 
-A field that is new is left at its default, which does not travel.  A reason that is new is told as the known one that
-makes the site do the same: throw the progress away, or send it again.
+Protocol 2 knows digests as SHA-256 only.  Such a site compares one with values that it has computed, that of a Pull,
+and one with its own of the same values, in its heartbeat: those are computed for it here, once for each version.  The
+others it only passes on, and is told them as they can be written.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from diloco.codec.contract import digest as digest_of
+from diloco.codec.digests import digits, is_sha256
 from diloco.sync.agreement import PROTOCOL
-from diloco.sync.events import DISCARDING, Fate, FateTold, FragmentStanding, Reason
-from diloco.wire.messages import Dropped, JoinReply, Published, PushResult, ReportReply, WatchEvent
+from diloco.sync.events import Fate, FateTold, FragmentStanding
+from diloco.wire.messages import JoinReply, Published, PushResult, WatchEvent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-REASONS_OF_1 = frozenset(
-    {
-        Reason.STALE,
-        Reason.OVERLOAD,
-        Reason.GAP,
-        Reason.NON_FINITE,
-        Reason.OUTLIER,
-        Reason.FENCED,
-        Reason.NOT_JOINED,
-        Reason.EVICTED,
-        Reason.BAD_BASE,
-        Reason.CONFLICT,
-        Reason.FORGOTTEN,
-        Reason.FINISHED,
-        Reason.SUPERSEDED,
-        Reason.FULL,
-    }
-)
+    from diloco.syncer.snapshots import FragmentValues
+
+VERSIONS_KEPT = 256
+"""Of each fragment, whose SHA-256 is remembered."""
 
 
 def join_reply(reply: JoinReply, protocol: int) -> JoinReply:
@@ -41,33 +32,21 @@ def join_reply(reply: JoinReply, protocol: int) -> JoinReply:
     if protocol >= PROTOCOL:
         return replace(reply, protocol=PROTOCOL)
     standings = tuple(_standing(standing, protocol) for standing in reply.standings)
-    return replace(reply, standings=standings, settings=replace(reply.settings, keep_until_decided=False), protocol=0)
+    return replace(reply, standings=standings, protocol=protocol)
 
 
 def push_result(result: PushResult, protocol: int) -> PushResult:
     """The answer to a push."""
-    if protocol >= PROTOCOL:
-        return result
-    fate = result.fate and _fate(result.fate, protocol)
-    return replace(result, reason=result.reason and _reason(result.reason), fate=fate, epoch=0)
-
-
-def report_reply(reply: ReportReply, protocol: int) -> ReportReply:
-    """The answer to a heartbeat."""
-    return reply if protocol >= PROTOCOL else replace(reply, retake=())
+    return replace(result, fate=_fate(result.fate, protocol)) if result.fate is not None else result
 
 
 def watch_event(event: WatchEvent, protocol: int) -> WatchEvent:
     """An event of the Watch stream."""
-    if protocol >= PROTOCOL:
-        return event
     match event:
         case Published():
-            return replace(event, lineage=0)
+            return replace(event, digest=_digest(event.digest, protocol))
         case FateTold():
             return FateTold(_fate(event.fate, protocol))
-        case Dropped():
-            return Dropped(_reason(event.reason))
         case _:
             return event
 
@@ -78,16 +57,36 @@ def fates(told: Iterable[Fate], protocol: int) -> tuple[Fate, ...]:
 
 
 def _standing(standing: FragmentStanding, protocol: int) -> FragmentStanding:
-    return replace(standing, fates=fates(standing.fates, protocol))
+    digest = _digest(standing.digest, protocol)
+    return replace(standing, digest=digest, fates=fates(standing.fates, protocol))
 
 
 def _fate(fate: Fate, protocol: int) -> Fate:
-    if protocol >= PROTOCOL or fate.reason is None:
-        return fate
-    return replace(fate, reason=_reason(fate.reason))
+    """Of an update of its own the site knows the SHA-256, and is told that; another's process may have had the name."""
+    return replace(fate, digest=_digest(fate.digest, protocol))
 
 
-def _reason(reason: Reason) -> Reason:
-    if reason in REASONS_OF_1:
-        return reason
-    return Reason.OUTLIER if reason in DISCARDING else Reason.OVERLOAD
+def _digest(digest: str, protocol: int) -> str:
+    """With zeros behind it is 64 digits, and equal to none that a site of protocol 2 has computed."""
+    return digest if protocol >= PROTOCOL or is_sha256(digest) else digits(digest).ljust(64, "0")
+
+
+class EarlierDigests:
+    """The SHA-256 of published values, computed when a site of protocol 2 first needs it; any thread may ask."""
+
+    def __init__(self, num_fragments: int) -> None:
+        self._known: list[deque[tuple[int, str]]] = [deque(maxlen=VERSIONS_KEPT) for _ in range(num_fragments)]
+        self._locks = [threading.Lock() for _ in range(num_fragments)]
+
+    def of(self, fragment: int, held: FragmentValues) -> str:
+        """That of the values ``held``; a pass over all of them at the first time."""
+        with self._locks[fragment]:
+            found = self.known(fragment, held.version)
+            if found is None:
+                found = held.digest if is_sha256(held.digest) else digest_of(held.published, like="0" * 64)
+                self._known[fragment].append((held.version, found))
+            return found
+
+    def known(self, fragment: int, version: int) -> str | None:
+        """That of a version, where it has been computed."""
+        return next((found for number, found in tuple(self._known[fragment]) if number == version), None)

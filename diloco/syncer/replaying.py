@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from diloco.codec.digests import shorter
 from diloco.sync.effects import StartOuterStep
 from diloco.sync.events import LineageBegan, OuterStepDone, OuterStepFailed
 from diloco.sync.journal import JournalError, decide_again
@@ -100,7 +101,8 @@ class Replayer:
         found = (result.values.digest, result.downlink_digest) if result else ("not finite", "")
         if result is None or found != (event.digest, event.downlink_digest):
             raise JournalError(
-                f"version {event.version} of fragment {event.fragment} was {event.digest[:12]} when it was published "
-                f"and is {found[0][:12]} when computed again: the spool, the options or the arithmetic changed"
+                f"version {event.version} of fragment {event.fragment} was {shorter(event.digest)} when it was "
+                f"published and is {shorter(found[0])} when computed again: the spool, the options or the arithmetic "
+                "changed"
             )
         return result

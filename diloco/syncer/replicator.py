@@ -443,5 +443,5 @@ class Follower:
 
 def _item(item: Item, data: bytes) -> Iterator[FollowPart]:
     yield item
-    for offset, piece, crc32 in cut([data], CHUNK_BYTES):
-        yield Chunk(offset, piece, crc32)
+    for each in cut([data], CHUNK_BYTES):
+        yield Chunk(*each)

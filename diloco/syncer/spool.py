@@ -12,7 +12,7 @@ import threading
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from diloco.codec.digests import digest_of, hasher
+from diloco.codec.digests import digest_of, digits, hasher
 from diloco.durable import PLAIN_DISK, Step
 from diloco.syncer.payloads import Mapped
 
@@ -57,7 +57,7 @@ class Spool:
 
     def name(self, site: str, fragment: int, sequence: int, digest: str) -> str:
         """The same name, from what a fate knows."""
-        return f"{site}/{fragment}-{sequence}-{digest[:16]}.update"
+        return f"{site}/{fragment}-{sequence}-{digits(digest)[:16]}.update"
 
     def open_partial(self, header: PushHeader) -> PartialUpdate:
         """The place for the rest of an update; what other updates of this (site, fragment) left is dropped."""

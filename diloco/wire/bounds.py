@@ -13,7 +13,8 @@ Rule = Callable[[str, object], None]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PROCESS = re.compile(r"[0-9a-f]{8,64}")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_HEX = re.compile(r"[0-9a-f]{64}")
+_TOLD_DIGEST = re.compile(r"xxh3:[0-9a-f]{32}|[0-9a-f]{64}")
 _ENCODING = re.compile(r"[a-z0-9][a-z0-9:+._-]{0,63}")
 
 
@@ -118,7 +119,8 @@ def _nested(kind: type, optional: bool = False) -> Rule:
 
 _NUMBER = _number()
 _ID = _matches(_NAME, "1 to 64 letters, digits, '.', '_' or '-'")
-_SHA256 = _matches(_DIGEST, "64 hexadecimal digits")
+_SHA256 = _matches(_HEX, "64 hexadecimal digits")
+_DIGEST = _matches(_TOLD_DIGEST, "xxh3: and 32 hexadecimal digits, or 64 of them,")
 _CODEC = _matches(_ENCODING, "a codec's name")
 _FRAGMENT = _number(0, m.FRAGMENTS_MAX - 1)
 _PAYLOAD = _number(1, m.PAYLOAD_BYTES_MAX)
@@ -135,9 +137,9 @@ def _observer_or_id(field: str, value: object) -> None:
         _ID(field, value)
 
 
-def _sha256_or_nothing(field: str, value: object) -> None:
+def _digest_or_nothing(field: str, value: object) -> None:
     if value != "":
-        _SHA256(field, value)
+        _DIGEST(field, value)
 
 
 BOUNDS: Mapping[type, Mapping[str, Rule]] = {
@@ -146,13 +148,13 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "sequence": _NUMBER,
         "version": _NUMBER,
         "tokens": _NUMBER,
-        "digest": _SHA256,
+        "digest": _DIGEST,
         "reason": _REASON,
     },
     FragmentStanding: {
         "fragment": _FRAGMENT,
         "version": _NUMBER,
-        "digest": _SHA256,
+        "digest": _DIGEST,
         "watermark": _NUMBER,
         "cursor": _NUMBER,
         "tokens_merged": _NUMBER,
@@ -205,10 +207,10 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "encoding": _CODEC,
         "payload_bytes": _PAYLOAD,
         "numel": _number(1, m.NUMEL_MAX),
-        "digest": _SHA256,
-        "values_digest": _sha256_or_nothing,
+        "digest": _DIGEST,
+        "values_digest": _digest_or_nothing,
     },
-    m.PushCommit: {"payload_bytes": _PAYLOAD, "digest": _SHA256},
+    m.PushCommit: {"payload_bytes": _PAYLOAD, "digest": _DIGEST},
     m.PushAdmitted: {"offset": _number(0, m.PAYLOAD_BYTES_MAX)},
     m.PushResult: {
         "outcome": _one_of(Outcome),
@@ -223,7 +225,7 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "epoch": _NUMBER,
         "fragment": _FRAGMENT,
         "version": _NUMBER,
-        "digest": _SHA256,
+        "digest": _DIGEST,
         "run_tokens": _NUMBER,
         "progress_ppm": _PPM,
         "lineage": _NUMBER,
@@ -239,6 +241,7 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "have_version": _number(-1),
         "want_version": _NUMBER,
         "offset": _number(0, m.PAYLOAD_BYTES_MAX),
+        "protocol": _PROTOCOL,
     },
     m.PullHeader: {
         "fragment": _FRAGMENT,
@@ -249,7 +252,7 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "numel": _number(1, m.NUMEL_MAX),
         "payload_bytes": _number(0, m.PAYLOAD_BYTES_MAX),
         "part_bytes": _many(_PAYLOAD, m.PARTS_MAX),
-        "digest": _SHA256,
+        "digest": _DIGEST,
         "payload_crc32": _CRC,
         "fates": _FATES,
         "epoch": _NUMBER,

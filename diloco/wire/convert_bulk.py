@@ -87,11 +87,10 @@ def _pack_chunk(chunk: m.Chunk) -> bytes:
     """
     if not 1 <= len(chunk.data) <= m.CHUNK_BYTES_MAX:
         raise m.MalformedMessage(f"data is {len(chunk.data)} bytes long: 1 to {m.CHUNK_BYTES_MAX} wanted")
-    fields = b"\x08%b\x15%b\x1a%b" % (  # offset, crc32, data
-        _varint(chunk.offset),
-        chunk.crc32.to_bytes(4, "little"),
-        _varint(len(chunk.data)),
-    )
+    checksum = b"\x15" + chunk.crc32.to_bytes(4, "little")
+    if chunk.xxh3 is not None:
+        checksum = b"\x21" + chunk.xxh3.to_bytes(8, "little")
+    fields = b"\x08%b%b\x1a%b" % (_varint(chunk.offset), checksum, _varint(len(chunk.data)))
     return b"".join((b"\x12", _varint(len(fields) + len(chunk.data)), fields, chunk.data))
 
 
@@ -110,7 +109,7 @@ def _chunk_in(chunk: sync_pb2.Chunk) -> m.Chunk:
         raise m.MalformedMessage(f"data is {len(data)} bytes long: 1 to {m.CHUNK_BYTES_MAX} wanted")
     if chunk.offset > m.PAYLOAD_BYTES_MAX:
         raise m.MalformedMessage(f"offset is {chunk.offset}: at most {m.PAYLOAD_BYTES_MAX} wanted")
-    return m.Chunk(chunk.offset, data, chunk.crc32)
+    return m.Chunk(chunk.offset, data, chunk.crc32, chunk.xxh3 if chunk.HasField("xxh3") else None)
 
 
 def pack_push_reply(reply: m.PushReply) -> bytes:
@@ -164,6 +163,7 @@ def pack_pull(ask: m.PullAsk) -> bytes:
         have_version=ask.have_version,
         want_version=ask.want_version,
         offset=ask.offset,
+        protocol=ask.protocol,
     ).SerializeToString()
 
 
@@ -171,7 +171,15 @@ def unpack_pull(raw: bytes) -> m.PullAsk:
     """``PullRequest``."""
     proto = parse(sync_pb2.PullRequest, raw, m.CONTROL_BYTES_MAX)
     return checked(
-        m.PullAsk(proto.run_id, proto.site_id, proto.fragment, proto.have_version, proto.want_version, proto.offset)
+        m.PullAsk(
+            proto.run_id,
+            proto.site_id,
+            proto.fragment,
+            proto.have_version,
+            proto.want_version,
+            proto.offset,
+            proto.protocol or 2,
+        )
     )
 
 

@@ -184,7 +184,7 @@ class SyncHandlers:
             part = convert_bulk.unpack_push(raw)
             if isinstance(part, Chunk):
                 self._door.received(len(part.data), identity)
-                assembler.accept(part.offset, part.data, part.crc32)
+                assembler.accept(part.offset, part.data, part.crc32, part.xxh3)
             elif isinstance(part, PushHeader):
                 raise MalformedMessage("a push has one header")
             elif (part.payload_bytes, part.digest) != (header.payload_bytes, header.digest):
@@ -256,9 +256,10 @@ class SyncHandlers:
                     raise Refusal(Status.NOT_FOUND, f"offset is {ask.offset}: the payload is shorter")
                 with self._stalls.guard(self._options.stall_s, context.cancel) as guard:
                     yield convert_bulk.pack_pull_part(source.header)
-                    for offset, data, crc32 in cut(source.parts, self._options.chunk_bytes, ask.offset):
-                        self._door.sends(len(data), identity)
-                        yield convert_bulk.pack_pull_part(Chunk(offset, data, crc32))
+                    as_in_2 = ask.protocol < 3
+                    for each in cut(source.parts, self._options.chunk_bytes, ask.offset, as_in_2=as_in_2):
+                        self._door.sends(len(each[1]), identity)
+                        yield convert_bulk.pack_pull_part(Chunk(*each))
                         guard.touch()
             finally:
                 source.close()

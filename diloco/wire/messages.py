@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from diloco.codec.digests import digits
+from diloco.sync.agreement import PROTOCOL
 from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, FragmentStanding, Outcome, Reason
 from diloco.sync.options import FATES_KEPT_LIMIT
 
@@ -38,7 +40,7 @@ TEXT_CHARS_MAX = 1024
 
 def short_digest(digest: str) -> int:
     """The first 8 bytes of a digest as a number, as a heartbeat carries it; 0 there means that there is none."""
-    return int(digest[:16], 16)
+    return int(digits(digest)[:16], 16)
 
 
 class MalformedMessage(ValueError):
@@ -159,7 +161,7 @@ class JoinReply:
     """The site is taken in as ``incarnation``.  ``progress_ppm`` is the run's progress in millionths.
 
     Where ``ticket`` is not 0 another process speaks for the site, and this one is taken in when it joins again with it.
-    ``protocol`` is what both speak from now on; 0 comes from a syncer that knows only protocol 1 and means that one.
+    ``protocol`` is what both speak from now on.
     """
 
     epoch: int
@@ -181,9 +183,9 @@ class JoinReply:
 class PushHeader:
     """One update, declared before its first payload byte.
 
-    ``payload_bytes`` and ``digest`` (SHA-256, hexadecimal) are those of the encoded payload, ``numel`` the fragment's
+    ``payload_bytes`` and ``digest`` (``codec.digests``) are those of the encoded payload, ``numel`` the fragment's
     number of values, ``encoding`` the codec's name.  ``values_digest`` is that of the fp32 values which the payload
-    decodes to, as the site has computed it; empty where the site speaks protocol 1.  The other fields are those of
+    decodes to, as the site has computed it; empty where it says nothing of it.  The other fields are those of
     ``sync.events.UpdateArrived``.
     """
 
@@ -207,11 +209,12 @@ class PushHeader:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """``data`` stands at ``offset`` of the payload; ``crc32`` is zlib's, of ``data``."""
+    """``data`` stands at ``offset`` of the payload; ``xxh3`` is its checksum, or else ``crc32`` is (``chunks.cut``)."""
 
     offset: int
     data: bytes | memoryview
     crc32: int
+    xxh3: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,9 +237,8 @@ class PushAdmitted:
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """The one answer to a push.  ``version`` is the fragment's at that moment; a known ``fate`` comes along.
-
-    ``epoch`` is the syncer's, 0 towards a site that speaks protocol 1.
+    """The one answer to a push.  ``version`` is the fragment's at that moment; a known ``fate`` comes along, and
+    the syncer's ``epoch``.
     """
 
     outcome: Outcome
@@ -264,10 +266,7 @@ class WatchAsk:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """``version`` of ``fragment`` is visible; ``digest`` (SHA-256, hexadecimal) is that of its fp32 values.
-
-    ``lineage`` is 0 towards a site that speaks protocol 1.
-    """
+    """``version`` of ``fragment`` is visible; ``digest`` is that of its fp32 values."""
 
     epoch: int
     fragment: int
@@ -301,7 +300,7 @@ class PullAsk:
     """A version of ``fragment`` newer than ``have_version`` (-1: the whole fragment is wanted).
 
     ``site_id`` is empty for an observer.  ``want_version`` 0 means the newest; otherwise it names the one that an
-    earlier pull began, so that this one goes on from ``offset``.
+    earlier pull began, so that this one goes on from ``offset``.  ``protocol`` is what the asker speaks.
     """
 
     run_id: str
@@ -310,6 +309,7 @@ class PullAsk:
     have_version: int
     want_version: int = 0
     offset: int = 0
+    protocol: int = PROTOCOL
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,9 +318,9 @@ class PullHeader:
 
     ``part_bytes`` are the lengths of the encoded down-links of ``from_version + 1`` .. ``version`` in order, or of the
     one fp32 payload when ``whole``; together they are ``payload_bytes``.  With nothing newer, ``from_version ==
-    version`` and there are no parts.  ``digest`` (SHA-256, hexadecimal) is that of the fp32 values of ``version``,
-    ``payload_crc32`` that of the payload (``chunks.checksum``).  ``fates`` are this site's, read at the same instant.
-    ``epoch`` is the syncer's, 0 towards a site that speaks protocol 1.
+    version`` and there are no parts.  ``digest`` is that of the fp32 values of ``version``, ``payload_crc32`` a
+    checksum of the payload (``chunks.checksum``), 0 where it is not told.  ``fates`` are this site's, read at the same
+    instant.  ``epoch`` is the syncer's.
     """
 
     fragment: int
@@ -351,7 +351,7 @@ class ReportInfo:
     ``stall_ns`` (spent for the outer world in the training thread), ``bytes_up`` and ``bytes_down`` are totals since
     the process started; ``versions`` is the base version of each fragment.  ``digests`` has for each of these
     ``short_digest`` of the values that the site holds for it, computed from the tensor itself; 0 where it was not
-    computed for this version yet, and nothing at all from a site that speaks protocol 1.
+    computed for this version yet.
     """
 
     run_id: str

@@ -62,14 +62,14 @@ class PullSink:
         """The next chunk.  ``ChunkError`` when it is not."""
         if self._assembler is None:
             raise MalformedMessage("a chunk came before the header")
-        self._assembler.accept(chunk.offset, chunk.data, chunk.crc32)
+        self._assembler.accept(chunk.offset, chunk.data, chunk.crc32, chunk.xxh3)
 
     def finish(self) -> PulledVersion:
         """Everything came.  ``DamagedChunk`` when bytes are missing or the checksum of the whole differs."""
         if self._assembler is None or self.header is None:
             raise DamagedChunk("the stream ended before the header")
         self._assembler.finish()
-        if checksum((self._buffer,)) != self.header.payload_crc32:
+        if self.header.payload_crc32 and checksum((self._buffer,)) != self.header.payload_crc32:
             self.clear()
             raise DamagedChunk("the checksum of the whole payload differs")
         parts, start, view = [], 0, memoryview(self._buffer).toreadonly()

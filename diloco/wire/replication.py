@@ -134,7 +134,7 @@ def pack_part(part: FollowPart) -> bytes:
             )
             return replication_pb2.FollowResponse(item=item).SerializeToString()
         case m.Chunk():
-            chunk = sync_pb2.Chunk(offset=part.offset, data=bytes(part.data), crc32=part.crc32)
+            chunk = sync_pb2.Chunk(offset=part.offset, data=bytes(part.data), crc32=part.crc32, xxh3=part.xxh3)
             return replication_pb2.FollowResponse(chunk=chunk).SerializeToString()
         case m.Alive():
             return replication_pb2.FollowResponse(alive=sync_pb2.Alive()).SerializeToString()
@@ -154,7 +154,8 @@ def unpack_part(raw: bytes) -> FollowPart:
         case "item":
             return _item(proto.item)
         case "chunk":
-            return m.Chunk(proto.chunk.offset, proto.chunk.data, proto.chunk.crc32)
+            chunk = proto.chunk
+            return m.Chunk(chunk.offset, chunk.data, chunk.crc32, chunk.xxh3 if chunk.HasField("xxh3") else None)
         case "alive":
             return m.Alive()
         case _:

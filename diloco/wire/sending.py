@@ -51,10 +51,10 @@ class Sending:
         begin = self._offset
         if begin is None:
             return
-        for offset, data, crc32 in cut((self._payload,), self._options.chunk_bytes, begin):
+        for each in cut((self._payload,), self._options.chunk_bytes, begin):
             if self._offset is None:
                 return
-            yield self._counted(convert_bulk.pack_push(Chunk(offset, data, crc32)))
+            yield self._counted(convert_bulk.pack_push(Chunk(*each)))
             self._guard.touch()
         yield self._counted(convert_bulk.pack_push(PushCommit(self._header.payload_bytes, self._header.digest)))
         self._guard.limit(self._options.answer_s)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from diloco.codec.contract import Codec, DecodeError, NonFiniteError, bytes_tensor, digest
+from diloco.codec.digests import digest_of
 from diloco.codec.registry import make_codec
 
 FP32_MAX = torch.finfo(torch.float32).max
@@ -149,9 +150,10 @@ def test_hostile_payloads(name: str) -> None:
             raise AssertionError(f"{name}, seed {seed}: {error!r}") from error
 
 
-def test_digest_is_sha256_of_the_little_endian_bytes() -> None:
-    values = torch.tensor([1.0, -0.0, 2.0**-149])
-    assert digest(values) == hashlib.sha256(struct.pack("<3f", 1.0, -0.0, 2.0**-149)).hexdigest()
+def test_a_digest_is_that_of_the_little_endian_bytes() -> None:
+    values, raw = torch.tensor([1.0, -0.0, 2.0**-149]), struct.pack("<3f", 1.0, -0.0, 2.0**-149)
+    assert digest(values) == digest_of(raw)
+    assert digest(values, like="f" * 64) == hashlib.sha256(raw).hexdigest()
     assert digest(values) != digest(values.abs())
 
 

@@ -1,4 +1,4 @@
-"""``make upgrade FROM=f4dc07c``: an old release and this one in one run, with real processes.
+"""``make upgrade FROM=e4cbd8b``: an old release and this one in one run, with real processes.
 
 The old program's syncer and sites begin; its syncer is killed and this one's goes on from its folder, with sites that
 speak the old protocol; then each site is replaced, and the syncer once more.  Versions must rise by one, every
@@ -19,13 +19,15 @@ from tests.hunts.reporting import Hunt
 from tests.launch.processes import ROOT, place_in
 from tests.loopback.upgrading import Upgrade
 
-FIRST = "f4dc07c"
-"""The last commit that speaks protocol 1 and writes journals and snapshots of format 1."""
+PREVIOUS = "e4cbd8b"
+"""The last commit that speaks protocol 2, whose digests are SHA-256."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     hunt = Hunt("upgrade", __doc__)
-    hunt.parser.add_argument("--from", dest="from_commit", default=FIRST, help=f"the old program (default: {FIRST})")
+    hunt.parser.add_argument(
+        "--from", dest="from_commit", default=PREVIOUS, help=f"the old program (default: {PREVIOUS})"
+    )
     hunt.parser.add_argument("--runs", type=int, default=1, help="upgrades, one after another (default: 1)")
     asked = hunt.asked(arguments)
     counts = {"upgrades": 0, "stages": 0, "versions": 0, "acknowledged": 0, "drain_s_max": 0.0}

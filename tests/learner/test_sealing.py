@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from diloco.codec.contract import NonFiniteError, digest
+from diloco.codec.digests import digest_of
 from diloco.codec.registry import make_codec
 from diloco.durable import Disk, Step
 from diloco.learner.outbox import Outbox
@@ -40,7 +40,7 @@ def test_the_header_is_that_of_the_payload_and_decoded_is_what_the_syncer_reads(
     assert (header.fragment, header.sequence, header.base_version) == (0, 7, 3)
     assert (header.tokens, header.steps, header.step_ns, header.cursor, header.final) == (120, 12, 1000, 99, True)
     assert (header.encoding, header.numel) == (codec, measured.numel())
-    assert (header.payload_bytes, header.digest) == (len(sealed.payload), hashlib.sha256(sealed.payload).hexdigest())
+    assert (header.payload_bytes, header.digest) == (len(sealed.payload), digest_of(sealed.payload))
     assert header.values_digest == digest(make_codec(codec).decode(sealed.payload, measured.numel()))
     assert torch.equal(sealed.decoded, make_codec(codec).decode(sealed.payload, measured.numel()))
     assert sealed.norm == pytest.approx(float(measured.norm()))

@@ -18,7 +18,7 @@ def test_equals_agree() -> None:
 def test_the_protocol_before_this_one_is_served_and_no_site_is_ahead_of_the_syncer() -> None:
     old = replace(OURS, protocol=PROTOCOL_OLDEST)
     assert disagreement(OURS, old) is None
-    assert disagreement(old, OURS) == "protocol is 2 at the site and 1 at the syncer"
+    assert disagreement(old, OURS) == "protocol is 3 at the site and 2 at the syncer"
 
 
 @pytest.mark.parametrize("lineage", [0, 1, 2, 3])
@@ -29,8 +29,8 @@ def test_a_site_that_does_not_know_the_present_lineage_yet_agrees(lineage: int) 
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"protocol": 3}, "protocol is 3 at the site and 2 at the syncer, which serves 1 as well"),
-        ({"protocol": 0}, "protocol is 0 at the site and 2 at the syncer, which serves 1 as well"),
+        ({"protocol": 4}, "protocol is 4 at the site and 3 at the syncer, which serves 2 as well"),
+        ({"protocol": 1}, "protocol is 1 at the site and 3 at the syncer, which serves 2 as well"),
         ({"run_id": "other"}, "run_id is 'other' at the site and 'run-1' at the syncer"),
         (
             {"lineage": 4},

@@ -68,7 +68,7 @@ OTHER_CUT = plan_layout((("a", (6, 4)), ("b", (10,)), ("c", (7,))), 3)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"protocol": 9}, "protocol is 9 at the site and 2 at the syncer, which serves 1 as well"),
+        ({"protocol": 9}, "protocol is 9 at the site and 3 at the syncer, which serves 2 as well"),
         ({"run_id": "big"}, "run_id is 'big' at the site and 'small' at the syncer"),
         (
             {"lineage": 4},
@@ -112,12 +112,6 @@ def test_a_late_join_of_a_dead_process_does_not_fence_the_living_one(tmp_path: P
         assert (late.ticket, late.incarnation, late.standings) == (2, 0, ())
         assert memory(syncer) == before
         assert syncer.api.report(report(), ANYONE).known
-
-
-def test_a_site_of_protocol_1_cannot_confirm_and_is_taken_in_at_once(tmp_path: Path) -> None:
-    with serving(tmp_path, **QUIET) as syncer:
-        join(syncer, process="11111111")
-        assert syncer.api.join(join_ask(process="22222222", protocol=1), ANYONE).incarnation == 2
 
 
 def test_who_may_not_join_is_told_why(tmp_path: Path) -> None:
@@ -312,6 +306,8 @@ def test_the_checksum_of_a_pull_is_no_work_of_the_decision_loop(
     )
     with serving(tmp_path) as syncer:
         syncer.api.pull(PullAsk(RUN, "", 0, -1), ANYONE)
+        assert threads == [], "protocol 3 has none"
+        syncer.api.pull(PullAsk(RUN, "", 0, -1, protocol=2), ANYONE)
     assert threads == [threading.current_thread().name]
 
 
@@ -370,9 +366,6 @@ def test_what_a_site_holds_is_compared_with_what_was_published(tmp_path: Path) -
         assert (sites["a"]["bases_differed"], sites["b"]["bases_differed"]) == (2, 0)
         stranger = syncer.api.report(report("c", digests=(right[1], right[1])), ANYONE)
         assert (stranger.known, stranger.retake) == (False, ())
-        old = join_ask("a", "0123abcd", protocol=1)
-        syncer.api.join(old, ANYONE)
-        assert said(right[0], right[0]) == (), "a site of protocol 1 cannot be told"
 
 
 def test_digests_of_earlier_versions_are_remembered(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from diloco.codec import fused
 from diloco.codec.contract import bytes_of, digest
+from diloco.codec.digests import digest_of
 from diloco.codec.feedback import follow
 from diloco.codec.registry import make_codec
 from diloco.outer.merge import merge_mean
@@ -65,7 +65,7 @@ def test_it_is_the_definition_bit_for_bit(tmp_path: Path, codec: str) -> None:
     assert torch.equal(result.values.published, follow(old.published, result.downlink, make_codec(codec)))
     assert result.values.version == 5
     assert result.values.digest == digest(result.values.published)
-    assert result.downlink_digest == hashlib.sha256(result.downlink).hexdigest()
+    assert result.downlink_digest == digest_of(result.downlink)
     assert (result.link().version, result.link().digest, result.link().payload) == (
         5,
         result.values.digest,

@@ -31,8 +31,8 @@ def incoming(folder: Path, item: Item, disk: Disk = PLAIN_DISK) -> Incoming:
 
 
 def bring(found: Incoming) -> None:
-    for offset, piece, crc32 in cut([DATA], 64):
-        found.accept(Chunk(offset, piece, crc32))
+    for each in cut([DATA], 64):
+        found.accept(Chunk(*each))
 
 
 def bring_whole(found: Incoming) -> None:

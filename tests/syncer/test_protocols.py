@@ -1,16 +1,23 @@
-"""Protocol 2 serves protocol 1: what such a site is told is what it can read, and it does the same."""
+"""Protocol 3 serves protocol 2: what such a site is told is what it can read, and it is watched as closely."""
 
 from __future__ import annotations
 
+import hashlib
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from diloco.codec.contract import digest
+from diloco.codec.digests import digest_of
+from diloco.codec.registry import make_codec
 from diloco.sync.agreement import PROTOCOL, PROTOCOL_OLDEST
-from diloco.sync.events import DISCARDING, Fate, FateTold, FragmentStanding, Outcome, Reason
+from diloco.sync.events import Fate, FateTold, FragmentStanding, Outcome, Reason
 from diloco.syncer import protocols
-from diloco.syncer.protocols import REASONS_OF_1
+from diloco.syncer.protocols import EarlierDigests
+from diloco.syncer.server import Syncer
+from diloco.syncer.snapshots import FragmentValues
 from diloco.wire import convert, convert_bulk
 from diloco.wire.messages import (
     Alive,
@@ -20,81 +27,142 @@ from diloco.wire.messages import (
     Published,
     PullAsk,
     PushResult,
+    Refusal,
     ReportReply,
+    Status,
+    short_digest,
 )
-from diloco.wire.v1 import sync_pb2
-from tests.syncer.building import ANYONE, RUN, eventually, join_ask, push, serving, update
+from diloco.wire.service import PullSource
+from tests.syncer.building import ANYONE, RUN, dice, eventually, join_ask, push, report, serving, update
 
-DIGEST = "0" * 64
-DISCARDING_IN_1 = {Reason.NON_FINITE, Reason.OUTLIER, Reason.EVICTED}
+DIGEST = digest_of(b"values")
+SHA256 = hashlib.sha256(b"values").hexdigest()
 SETTINGS = LearnerSettings(1, 65536, 2, 1, keep_until_decided=True)
-NEW = {"protocol", "keep_until_decided", "values_digest", "lineage", "digests", "retake"}
+IN_2 = re.compile("[0-9a-f]{64}")
+LIKE_2 = "0" * 64
 
 
-def fate(reason: Reason | None) -> Fate:
-    return Fate(0, 1, 2, 100, DIGEST, reason)
+def fate(told: str, reason: Reason | None = None) -> Fate:
+    return Fate(0, 1, 2, 100, told, reason)
 
 
-def fields_of(message: object) -> set[str]:
-    """The names of all fields that travel, nested ones too."""
-    found: set[str] = set()
-    for field, value in message.ListFields():  # type: ignore[attr-defined]
-        found.add(field.name)
-        for each in value if hasattr(value, "__iter__") and not isinstance(value, str | bytes) else [value]:
-            if hasattr(each, "ListFields"):
-                found |= fields_of(each)
-    return found
+def test_every_digest_that_a_site_of_protocol_2_is_told_is_one_that_it_can_read() -> None:
+    standing = FragmentStanding(0, 1, DIGEST, 1, 1, 1, 1, ((1, 1),), (fate(DIGEST), fate(SHA256)))
+    reply = protocols.join_reply(JoinReply(2, 5, 7, (standing,), 1, 1, None, SETTINGS), 2)
+    told = [reply.standings[0].digest, *(each.digest for each in reply.standings[0].fates)]
+    event = protocols.watch_event(Published(2, 3, 4, DIGEST, 5, 6, 7), 2)
+    assert isinstance(event, Published)
+    result = protocols.push_result(PushResult(Outcome.REFUSED, 1, Reason.CORRUPT, fate(DIGEST, Reason.CORRUPT)), 2)
+    assert result.fate is not None
+    told += [event.digest, result.fate.digest, *(each.digest for each in protocols.fates([fate(DIGEST)], 2))]
+    assert all(IN_2.fullmatch(each) for each in told)
+    assert told[2] == SHA256, "that of its own update is the one that it knows"
+    assert (reply.protocol, reply.settings.keep_until_decided) == (2, True)
+    assert result.reason is Reason.CORRUPT
+    assert protocols.watch_event(FateTold(fate(SHA256)), 2) == FateTold(fate(SHA256))
+    for other in (Alive(), Dropped(Reason.EVICTED)):
+        assert protocols.watch_event(other, 2) == other
 
 
-@pytest.mark.parametrize("reason", list(Reason))
-def test_a_site_of_protocol_1_is_told_a_reason_that_it_knows_and_that_makes_it_do_the_same(reason: Reason) -> None:
-    told = protocols.push_result(PushResult(Outcome.REFUSED, 1, reason, fate(reason)), 1)
-    assert told.reason in REASONS_OF_1
-    assert told.fate is not None
-    assert told.fate.reason is told.reason
-    assert (told.reason in DISCARDING_IN_1) == (reason in DISCARDING)
-    assert protocols.watch_event(FateTold(fate(reason)), 1) == FateTold(told.fate)
-    assert protocols.watch_event(Dropped(reason), 1) == Dropped(told.reason)
-    assert protocols.fates([fate(reason), fate(None)], 1) == (told.fate, fate(None))
-
-
-def test_what_protocol_1_has_is_told_as_it_is() -> None:
-    for reason in REASONS_OF_1:
-        assert protocols.fates([fate(reason)], 1) == (fate(reason),)
-    assert protocols.watch_event(Alive(), 1) == Alive()
-
-
-def test_no_new_field_travels_to_a_site_of_protocol_1() -> None:
-    standing = FragmentStanding(0, 1, DIGEST, 1, 1, 1, 1, ((1, 1),), (fate(None),))
+def test_a_site_of_this_protocol_is_told_everything_as_it_is() -> None:
+    standing = FragmentStanding(0, 1, DIGEST, 1, 1, 1, 1, ((1, 1),), (fate(DIGEST), fate(SHA256)))
     reply = JoinReply(2, 5, 7, (standing,), 1, 1, None, SETTINGS)
-    join = sync_pb2.JoinResponse.FromString(convert.pack_join_reply(protocols.join_reply(reply, 1)))
-    assert fields_of(join) & NEW == {"lineage"}, "Join's own is of protocol 1"
-    event = protocols.watch_event(Published(2, 3, 4, DIGEST, 5, 6, 7), 1)
-    assert not fields_of(sync_pb2.WatchResponse.FromString(convert.pack_watch_event(event))) & NEW
-    report = protocols.report_reply(ReportReply(2, 3, 4, True, None, (1,)), 1)
-    assert not fields_of(sync_pb2.ReportResponse.FromString(convert.pack_report_reply(report))) & NEW
-
-
-def test_a_site_of_this_protocol_is_told_everything() -> None:
-    reply = JoinReply(2, 5, 7, (), 1, 1, None, SETTINGS)
     assert protocols.join_reply(reply, PROTOCOL) == replace(reply, protocol=PROTOCOL)
-    for event in (Published(2, 3, 4, DIGEST, 5, 6, 7), FateTold(fate(Reason.OUTLIER)), Dropped(Reason.EVICTED)):
+    for event in (Published(2, 3, 4, DIGEST, 5, 6, 7), FateTold(fate(DIGEST)), Dropped(Reason.EVICTED)):
         assert protocols.watch_event(event, PROTOCOL) == event
-    assert protocols.report_reply(ReportReply(2, 3, 4, True, None, (1,)), PROTOCOL).retake == (1,)
+    result = PushResult(Outcome.DUPLICATE, 1, None, fate(DIGEST))
+    assert protocols.push_result(result, PROTOCOL) == result
 
 
-def test_a_client_that_speaks_1_joins_pushes_watches_and_pulls(tmp_path: Path) -> None:
-    with serving(tmp_path) as syncer:
-        reply = syncer.api.join(join_ask(protocol=PROTOCOL_OLDEST), ANYONE)
-        assert (reply.protocol, reply.settings.keep_until_decided, reply.incarnation) == (0, False, 1)
-        assert syncer.api.join(join_ask("b", "89abcdef"), ANYONE).protocol == PROTOCOL
+def test_the_earlier_digest_of_a_version_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    values, passes = dice("x", 0), []
+    real = protocols.digest_of
+    monkeypatch.setattr(protocols, "digest_of", lambda *args, **more: (passes.append(1), real(*args, **more))[1])
+    earlier, held = EarlierDigests(1), FragmentValues(3, values, values, None, digest(values))
+    assert earlier.known(0, 3) is None
+    assert [earlier.of(0, held) for _ in range(3)] == [digest(values, LIKE_2)] * 3
+    assert (passes, earlier.known(0, 3), earlier.known(0, 2)) == ([1], digest(values, LIKE_2), None)
+    old = replace(held, version=4, digest=digest(values, LIKE_2))
+    assert earlier.of(0, old) == old.digest
+    assert passes == [1], "what a snapshot of an earlier version says needs no pass"
+
+
+def joined(syncer: Syncer) -> None:
+    """A site of each protocol: a of the earlier one, b of this one."""
+    assert syncer.api.join(join_ask(protocol=PROTOCOL_OLDEST), ANYONE).protocol == PROTOCOL_OLDEST
+    assert syncer.api.join(join_ask("b", "89abcdef"), ANYONE).protocol == PROTOCOL
+
+
+def pulled(syncer: Syncer, site: str, have: int, **more: int) -> PullSource:
+    source = syncer.api.pull(PullAsk(RUN, site, 0, have, protocol=2 if site == "a" else 3, **more), ANYONE)
+    assert convert_bulk.unpack_pull_part(convert_bulk.pack_pull_part(source.header)) == source.header
+    return source
+
+
+def test_a_site_that_speaks_2_joins_pushes_watches_and_pulls(tmp_path: Path) -> None:
+    with serving(tmp_path, down_codec="int8") as syncer:
+        joined(syncer)
         old, new = syncer.api.watch("a", 1, ANYONE), syncer.api.watch("b", 1, ANYONE)
         first = [feed.get(5.0) for feed in (old, new)]
-        assert [event.lineage for event in first if isinstance(event, Published)] == [0, 1]
+        assert [bool(IN_2.fullmatch(event.digest)) for event in first if isinstance(event, Published)] == [True, False]
         header, payload = update()
-        assert header.values_digest == ""
+        values = dice(("a", 0, 1), 0)
+        header = replace(header, digest=digest_of(payload, LIKE_2), values_digest=digest(values, LIKE_2))
         assert push(syncer, header, payload).outcome is Outcome.ACCEPTED
         eventually(lambda: syncer.holdings.values[0].version == 1, "the first version")
-        source = syncer.api.pull(PullAsk(RUN, "a", 0, 0), ANYONE)
-        assert [each.merged for each in source.header.fates] == [True]
-        assert convert_bulk.unpack_pull_part(convert_bulk.pack_pull_part(source.header)) == source.header
+        held = syncer.holdings.values[0].published
+        source, of_3 = pulled(syncer, "a", 0), pulled(syncer, "b", 0)
+        assert [each.digest for each in source.header.fates] == [header.digest]
+        assert (source.header.digest, of_3.header.digest) == (digest(held, LIKE_2), digest(held))
+        assert (source.header.payload_crc32 != 0, of_3.header.payload_crc32) == (True, 0)
+        start = make_codec("fp32").decode(pulled(syncer, "a", -1).parts[0], held.numel())
+        assert digest(start) == digest(held)
+
+
+def test_other_values_than_a_site_of_protocol_2_says_are_refused(tmp_path: Path) -> None:
+    with serving(tmp_path) as syncer:
+        joined(syncer)
+        header, payload = update()
+        header = replace(header, digest=digest_of(payload, LIKE_2), values_digest=digest(dice("other", 0), LIKE_2))
+        assert push(syncer, header, payload).reason is Reason.CORRUPT
+        with pytest.raises(Refusal) as raised:
+            push(syncer, replace(header, digest="0" * 64), payload)
+        assert raised.value.status is Status.DATA_LOSS
+
+
+def test_what_a_site_of_protocol_2_holds_is_compared_with_what_was_published(tmp_path: Path) -> None:
+    for _ in range(2):  # The second syncer knows nothing of what the first has computed.
+        with serving(tmp_path) as syncer:
+            joined(syncer)
+            right = [short_digest(digest(values.published, LIKE_2)) for values in syncer.holdings.values]
+
+            def said(syncer: Syncer, *digests: int) -> ReportReply:
+                incarnation = syncer.core.ask(lambda machine: machine.state.sites["a"].incarnation)
+                return syncer.api.report(report("a", incarnation, digests=digests), ANYONE)
+
+            assert said(syncer, *right).retake == ()
+            assert said(syncer, right[1], right[1]).retake == (0,)
+            assert said(syncer, *right).retake == ()
+            assert said(syncer).retake == ()
+
+
+def test_a_pull_of_protocol_2_that_broke_off_goes_on_where_its_digest_is_known(tmp_path: Path) -> None:
+    with serving(tmp_path, down_codec="int8") as syncer:
+        joined(syncer)
+        for sequence in (1, 2):
+            if sequence == 2:
+                began = pulled(syncer, "a", 0)
+            push(syncer, *update(sequence=sequence, base_version=sequence - 1))
+            eventually(lambda want=sequence: syncer.holdings.values[0].version == want, "a version")
+        again = pulled(syncer, "a", 0, want_version=1, offset=1)
+        assert (again.header.version, again.header.digest) == (1, began.header.digest)
+        syncer.api._earlier = EarlierDigests(2)
+        with pytest.raises(Refusal, match="cannot be sent any more"):
+            pulled(syncer, "a", 0, want_version=1, offset=1)
+        newest = pulled(syncer, "a", 1)
+        assert newest.header.digest == digest(syncer.holdings.values[0].published, LIKE_2)
+
+
+def test_the_answer_to_a_join_is_one_that_protocol_2_unpacks() -> None:
+    reply = protocols.join_reply(JoinReply(2, 5, 7, (), 1, 1, None, SETTINGS), 2)
+    assert convert.unpack_join_reply(convert.pack_join_reply(reply)) == reply

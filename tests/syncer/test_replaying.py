@@ -84,7 +84,9 @@ def test_other_bits_are_named_by_the_version(tmp_path: Path) -> None:
     told = Told(tmp_path, 5)
     replayer = told.replayer()
     replayer.optimizer = replace(OPTIMIZER, lr=0.125)
-    with pytest.raises(JournalError, match=r"version 1 of fragment \d was \w{12} when it was published and is \w{12}"):
+    with pytest.raises(
+        JournalError, match=r"version 1 of fragment \d was xxh3:\w{12} when it was published and is xxh3:\w{12}"
+    ):
         told.replay(replayer)
 
 

@@ -2,6 +2,7 @@
 
 ``tests/fixtures/v1`` was made by commit f4dc07c: a toy run with two sites, its syncer killed in the middle of it by
 SIGKILL, the checkpoints that its sites had at that moment, and what that version made of the syncer's folder.
+``tests/fixtures/v2`` is the same of commit e4cbd8b, the last one whose digests are SHA-256.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from diloco.codec.digests import is_sha256
 from diloco.inner import checkpoint
 from diloco.sync.frames import FORMAT
 from diloco.sync.plain import canonical
@@ -26,6 +28,7 @@ from tests.loopback.cluster import Log, serving
 from tests.loopback.toy import Toy, ToySite
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "v1"
+FIXTURE_2 = FIXTURE.with_name("v2")
 OUTER = {"grace": "fixed", "grace_ns": 30_000_000, "num_fragments": 2, "token_budget": 1_000_000, "quorum": 1}
 
 
@@ -60,8 +63,8 @@ def recovered(toy: Toy) -> Recovered:
     return found
 
 
-def assert_as_expected(found: Recovered) -> None:
-    expected: dict[str, Any] = json.loads((FIXTURE / "expected.json").read_bytes())
+def assert_as_expected(found: Recovered, fixture: Path = FIXTURE) -> None:
+    expected: dict[str, Any] = json.loads((fixture / "expected.json").read_bytes())
     state = found.machine.state
     values = found.holdings.values
     assert [each.version for each in values] == expected["versions"]
@@ -163,3 +166,42 @@ def test_damage_in_a_folder_of_format_1_is_named(toy: Toy) -> None:
     path.write_bytes(whole[:40] + b"?" + whole[41:])
     with pytest.raises(StoreError, match=f"{path}: journal record at byte 0 is damaged"):
         recovered(toy)
+
+
+@pytest.fixture
+def toy_2(tmp_path: Path) -> Toy:
+    shutil.copytree(FIXTURE_2, tmp_path / "run")
+    return toy_of(tmp_path / "run")
+
+
+def test_a_folder_whose_digests_are_sha256_gives_the_same_bits(toy_2: Toy) -> None:
+    folder = Path(toy_2.folder) / "syncer"
+    verify(folder)
+    for _ in range(2):
+        found = recovered(toy_2)
+        assert found.notes == []
+        assert_as_expected(found, FIXTURE_2)
+        assert all(is_sha256(held.digest) for held in found.holdings.values)
+    (update,) = folder.glob("spool/a/0-11-*.update")
+    update.write_bytes(bytes([update.read_bytes()[0] ^ 1]) + update.read_bytes()[1:])
+    with pytest.raises(StoreError, match="is damaged"):
+        recovered(toy_2)
+
+
+def test_sites_whose_digests_are_sha256_go_on_with_it_and_have_the_others_from_then_on(toy_2: Toy) -> None:
+    before = json.loads((FIXTURE_2 / "expected.json").read_bytes())
+    with serving(toy_2) as (syncer, address, log):
+        for name in ("a", "b"):
+            site = ToySite(toy_2, name, address, Log().emit)
+            assert site.steps == 160, "it has found its checkpoint"
+            finished = site.run(step_s=0.002, until_step=site.steps + 60)
+            assert finished.ledger["merged"] > 0
+        log.wait_for("published", 4, 30.0)
+        state = syncer.core.ask(lambda machine: machine.snapshot())
+        assert not any(is_sha256(held.digest) for held in syncer.holdings.values)
+    assert isinstance(state, dict)
+    for name in ("a", "b"):
+        marks = [line["watermark"] for line in state["sites"][name]["lines"]]
+        assert all(now > then for now, then in zip(marks, before["watermarks"][name], strict=True))
+    assert log.of("note") == [], "no base was found to differ, and no update corrupt"
+    assert verify(Path(toy_2.folder) / "syncer").records > 0

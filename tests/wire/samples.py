@@ -48,6 +48,8 @@ def pushes() -> list[Sample]:
         m.Chunk(0, b"a", zlib.crc32(b"a")),
         m.Chunk(300, b"\x00" * 70_000, 0),
         m.Chunk(m.PAYLOAD_BYTES_MAX, b"z", 0xFFFFFFFF),
+        m.Chunk(1, b"z", 0, 0),
+        m.Chunk(1, b"z", 0, 0xFFFFFFFFFFFFFFFF),
         m.PushCommit(3, DIGEST),
     ]
     replies: list[object] = [
@@ -62,7 +64,7 @@ def pushes() -> list[Sample]:
 
 
 def pulls() -> list[Sample]:
-    asks = [m.PullAsk(RUN, "site-a", 3, 7, 9, 12), m.PullAsk(RUN, "", 0, -1)]
+    asks = [m.PullAsk(RUN, "site-a", 3, 7, 9, 12), m.PullAsk(RUN, "", 0, -1), m.PullAsk(RUN, "a", 0, 1, protocol=2)]
     parts: list[object] = [
         PULL,
         m.PullHeader(0, 0, 9, True, "fp32", 2, 8, (8,), DIGEST, 0, ()),

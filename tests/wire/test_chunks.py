@@ -4,6 +4,7 @@ import random
 import zlib
 
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from diloco.wire.chunks import Assembler, ChunkError, DamagedChunk, checksum, cut
 
@@ -32,16 +33,25 @@ def test_cut_at_every_boundary_of_several_parts() -> None:
         parts = (PAYLOAD[:first], b"", PAYLOAD[first:])
         for offset in (0, 1, first, len(PAYLOAD)):
             assert assembled(parts, 10, offset, PAYLOAD[:offset]) == PAYLOAD
-            for _, data, _ in cut(parts, 10, offset):
+            for _, data, _, _ in cut(parts, 10, offset):
                 assert len(data) <= 10
 
 
-def test_chunks_are_views_and_checksums_are_zlibs() -> None:
+def test_chunks_are_views_with_one_checksum() -> None:
     payload = bytearray(PAYLOAD)
     chunks = list(cut((payload,), 40))
-    assert [offset for offset, _, _ in chunks] == [0, 40, 80]
-    assert all(data.obj is payload for _, data, _ in chunks)
-    assert all(crc32 == zlib.crc32(data) for _, data, crc32 in chunks)
+    assert [offset for offset, _, _, _ in chunks] == [0, 40, 80]
+    assert all(data.obj is payload for _, data, _, _ in chunks)
+    assert all((crc32, xxh3) == (0, xxh3_64_intdigest(data)) for _, data, crc32, xxh3 in chunks)
+
+
+def test_who_speaks_protocol_2_gets_crc32_and_may_send_it() -> None:
+    assert all((crc32, xxh3) == (zlib.crc32(data), None) for _, data, crc32, xxh3 in cut((PAYLOAD,), 40, as_in_2=True))
+    out: list[bytes] = []
+    assembler = Assembler(len(PAYLOAD), lambda at, data: out.append(bytes(data)))
+    for chunk in cut((PAYLOAD,), 40, as_in_2=True):
+        assembler.accept(*chunk)
+    assert b"".join(out) == PAYLOAD
     assert checksum((PAYLOAD[:30], PAYLOAD[30:])) == zlib.crc32(PAYLOAD)
 
 
@@ -59,19 +69,21 @@ def test_a_broken_assembly_goes_on_from_its_offset() -> None:
         assert bytes(out) == PAYLOAD
 
 
-def test_every_flipped_bit_is_found_and_nothing_is_written() -> None:
-    data, crc32 = PAYLOAD[:20], zlib.crc32(PAYLOAD[:20])
+@pytest.mark.parametrize("as_in_2", [False, True])
+def test_every_flipped_bit_is_found_and_nothing_is_written(as_in_2: bool) -> None:
+    ((_, data, crc32, xxh3),) = cut((PAYLOAD[:20],), 20, as_in_2=as_in_2)
     written: list[int] = []
     for bit in range(8 * len(data)):
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << bit % 8
         assembler = Assembler(20, lambda at, data: written.append(at))
         with pytest.raises(DamagedChunk):
-            assembler.accept(0, bytes(damaged), crc32)
+            assembler.accept(0, bytes(damaged), crc32, xxh3)
         assert assembler.offset == 0
-    for bit in range(32):
+    for bit in range(32 if as_in_2 else 64):
+        told = (crc32 ^ 1 << bit, None) if as_in_2 else (0, (xxh3 or 0) ^ 1 << bit)
         with pytest.raises(DamagedChunk):
-            Assembler(20, lambda at, data: written.append(at)).accept(0, data, crc32 ^ 1 << bit)
+            Assembler(20, lambda at, data: written.append(at)).accept(0, data, *told)
     assert not written
 
 

@@ -15,9 +15,9 @@ HEADER = PullHeader(0, 7, 9, False, "int4", 64, 21, (15, 6), DIGEST, checksum(PA
 
 
 def feed(sink: PullSink, offset: int, until: int = 1000) -> None:
-    for at, data, crc32 in cut(PARTS, 4, offset):
+    for at, data, *checksums in cut(PARTS, 4, offset):
         if at < until:
-            sink.accept(Chunk(at, bytes(data), crc32))
+            sink.accept(Chunk(at, bytes(data), *checksums))
 
 
 def test_parts_come_out_as_they_were_declared() -> None:
@@ -62,6 +62,13 @@ def test_the_whole_is_compared_and_dropped_when_it_differs() -> None:
     with pytest.raises(DamagedChunk, match="whole payload differs"):
         sink.finish()
     assert sink.offset == 0
+
+
+def test_a_checksum_of_the_whole_that_is_not_told_is_not_compared() -> None:
+    sink = PullSink()
+    sink.begin(dataclasses.replace(HEADER, payload_crc32=0))
+    feed(sink, 0)
+    assert tuple(map(bytes, sink.finish().parts)) == PARTS
 
 
 def test_nothing_is_allocated_for_too_large_a_declaration() -> None:
