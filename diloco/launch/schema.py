@@ -157,7 +157,8 @@ class OuterSection:
 
 @dataclass(kw_only=True, slots=True)
 class CodecSection:
-    """Encoding in both directions: fp32, bf16, int8, int4; then :block; then +zstd and a level."""
+    """Encoding in both directions: fp32, bf16, int8, int4, e3m0, int2, sign, then :block; or topk:chunk x k, as in
+    topk:4096x64; then +zstd and a level."""
 
     up: str = "int4:32+zstd1"
     """Pseudo-gradients."""

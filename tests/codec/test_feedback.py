@@ -9,7 +9,7 @@ from diloco.codec.contract import DecodeError, NonFiniteError, digest
 from diloco.codec.feedback import follow, publish
 from diloco.codec.registry import make_codec
 
-CODECS = ["fp32", "fp32+zstd1", "bf16", "int8", "int4", "int4:32+zstd1"]
+CODECS = ["fp32", "fp32+zstd1", "bf16", "int8", "int4", "int4:32+zstd1", "e3m0", "int2", "sign", "topk"]
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -42,15 +42,18 @@ def test_a_lossless_codec_sends_the_version_itself(name: str) -> None:
     assert after.data_ptr() != theta.data_ptr()
 
 
-@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
-def test_a_constant_version_is_reached(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "versions", "left"),
+    [*((name, 30, 2.0**-22) for name in ("bf16", "int8", "int4", "e3m0")), ("int2", 300, 1e-5)],
+)
+def test_a_constant_version_is_reached(name: str, versions: int, left: float) -> None:
     """With theta at rest the remainder is sent again and again and shrinks to nothing."""
     codec = make_codec(name)
     theta = torch.randn(1000, generator=torch.Generator().manual_seed(2))
     published = torch.zeros(1000)
-    for _ in range(30):
+    for _ in range(versions):
         _, published = publish(theta, published, codec)
-    assert float((theta - published).abs().max()) <= 2.0**-22
+    assert float((theta - published).abs().max()) <= left
 
 
 def test_two_roundings() -> None:

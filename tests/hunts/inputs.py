@@ -37,6 +37,13 @@ from tests.syncer.test_snapshots import assert_equal, snapshot
 from tests.wire.samples import everything
 
 Spoil = Callable[[bytes, random.Random], bytes]
+BLOCKS = {
+    **dict.fromkeys(("fp32", "bf16"), ("",)),
+    **dict.fromkeys(("int8", "int4"), ("", ":2", ":64")),
+    **dict.fromkeys(("e3m0", "int2", "sign"), ("", ":8", ":64")),
+    "topk": ("", ":256x4", ":65536x1024"),
+}
+"""What the name of each kind may go on with."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ def codecs() -> Iterator[tuple[str, Reader]]:
     """Every registered codec, in several sizes, with and without the entropy stage."""
     dice = torch.Generator().manual_seed(1)
     for kind in CODEC_NAMES:
-        for block in ("", ":2", ":64") if kind.startswith("int") else ("",):
+        for block in BLOCKS[kind]:
             for stage in ("", "+zstd", "+zstd19"):
                 codec = make_codec(kind + block + stage)
                 for numel in (1, 33, 700):

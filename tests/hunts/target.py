@@ -32,7 +32,7 @@ from diloco.wire.security import SecurityOptions
 from tests.loopback.toy import RUN, Toy
 from tests.wire.certificates import LOOPBACK, Authority
 
-CODECS = ("fp32", "bf16", "int8", "int4", "int8+zstd", "int4:64+zstd3")
+CODECS = ("fp32", "bf16", "int8", "int4", "int8+zstd", "int4:64+zstd3", "e3m0", "topk:256x4", "sign+zstd")
 ANSWER_S = 60.0
 MEMORY_MAX = 8 << 30
 """Of everything that the process allocates, stacks of its threads too, which are hardly touched."""

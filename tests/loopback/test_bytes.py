@@ -23,7 +23,7 @@ ROUNDS = 8
 FIRST = 2
 """Rounds that are not counted: joins and the first whole fragments are in them."""
 INNER_STEPS = 3
-CODECS = ("fp32", "bf16", "int8", "int4:32", "int4:32+zstd1")
+CODECS = ("fp32", "bf16", "int8", "int4:32", "int4:32+zstd1", "topk:4096x64")
 
 
 @dataclass(frozen=True)

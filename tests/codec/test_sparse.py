@@ -1,0 +1,118 @@
+"""topk: the bytes themselves, against a sort in exact arithmetic; ties; what is refused."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import torch
+
+from diloco.codec.contract import DecodeError
+from diloco.codec.registry import make_codec
+from tests.codec.slow import packed, slow_levels, slow_units
+from tests.codec.test_contract import samples
+
+SMALL = make_codec("topk:256x4")
+
+
+def slow_encode(values: list[float], chunk: int, k: int) -> bytes:
+    levels: list[int] = []
+    kept_indices: list[int] = []
+    fields: list[int] = []
+    for start in range(0, len(values), chunk):
+        part = values[start : start + chunk]
+        found, unit = slow_units(part)
+        count = min(len(part), 4 * -(-len(part) * k // (4 * chunk)))
+        kept = sorted(sorted(range(len(part)), key=lambda i, found=found: (-found[i], i))[:count])
+        mean = -(-sum(found[i] for i in kept) // count)
+        chosen = [found[i] for i in kept]
+        both, mine = slow_levels([part[i] for i in kept], chosen, unit, [u > mean for u in chosen])
+        levels += both
+        kept_indices += kept
+        fields += mine
+    bits = {256: 8, 4096: 12, 65536: 16}[chunk]
+    return struct.pack(f"<{len(levels)}H", *levels) + packed(kept_indices, bits) + packed(fields, 2)
+
+
+@pytest.mark.parametrize("kind", sorted(samples(0)))
+def test_against_the_format_written_slowly(kind: str) -> None:
+    values = samples(0)[kind]
+    for chunk, k, numel in ((256, 4, 600), (256, 64, 256), (4096, 64, 4099), (65536, 16, 300), (4096, 1024, 3)):
+        payload = make_codec(f"topk:{chunk}x{k}").encode(values[:numel])
+        assert payload == slow_encode(values[:numel].tolist(), chunk, k), (chunk, k, numel)
+
+
+def test_bytes() -> None:
+    values = torch.zeros(4096)
+    values[torch.tensor([1, 2, 4000, 4095])] = torch.tensor([-1.0, 4.0, 1.0, -4.0])
+    payload = make_codec("topk:4096x4").encode(values)
+    indices = (1 | 2 << 12 | 4000 << 24 | 4095 << 36).to_bytes(6, "little")
+    assert payload == struct.pack("<2H", 0x3F80, 0x4080) + indices + bytes([0b11_00_01_10])
+    assert torch.equal(make_codec("topk:4096x4").decode(payload, 4096), values)
+
+
+def test_of_equal_ones_the_first_are_kept() -> None:
+    for seed in range(20):
+        values = torch.where(torch.rand(256, generator=torch.Generator().manual_seed(seed)) < 0.5, 1.0, -1.0)
+        values[77] = 0.5
+        kept = SMALL.decode(SMALL.encode(values), 256).nonzero().view(-1)
+        assert kept.tolist() == [0, 1, 2, 3], f"seed {seed}"
+    values = torch.zeros(256)
+    values[200] = -3.0
+    payload = SMALL.encode(values)
+    assert payload == struct.pack("<2H", 0, 0x4040) + bytes([0, 1, 2, 200, 0b11_00_00_00])
+    assert torch.equal(SMALL.decode(payload, 256), values)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "indices", "fields", "why"),
+    [
+        (0x3F80, 0, [3, 2, 7, 9], 0, "do not rise"),
+        (0x3F80, 0, [3, 3, 7, 9], 0, "do not rise"),
+        (0x3F80, 0x3F80, [1, 2, 7, 9], 1, "levels"),
+        (0x3F80, 0x3F00, [1, 2, 7, 9], 1, "levels"),
+        (0x3F80, 0x4000, [1, 2, 7, 9], 0, "levels"),
+        (0x3F80, 0x4000, [1, 2, 7, 9], 0b01_01_01_01, "levels"),
+        (0x3F80, 0, [1, 2, 7, 9], 1, "levels"),
+        (0, 0, [0, 1, 2, 3], 0b10, "sign without a value"),
+        (0, 0x3F80, [0, 1, 3, 9], 0b01_00_00_00, "not the first"),
+        (0, 0x3F80, [0, 1, 3, 9], 0b01_01_00_00, None),
+        (0x8000, 0, [0, 1, 2, 3], 0, "scale"),
+        (0, 0x7FC0, [0, 1, 2, 3], 1, "scale"),
+    ],
+)
+def test_what_encode_never_makes_is_refused(low: int, high: int, indices: list[int], fields: int, why: str) -> None:
+    payload = struct.pack("<2H", low, high) + bytes(indices) + bytes([fields])
+    if why is None:
+        assert SMALL.decode(payload, 256).count_nonzero() == 2
+        return
+    with pytest.raises(DecodeError, match=why):
+        SMALL.decode(payload, 256)
+
+
+def test_an_index_outside_of_a_short_chunk_is_refused() -> None:
+    payload = struct.pack("<2H", 0x3F80, 0) + bytes([1, 2, 7, 100]) + b"\0"
+    SMALL.decode(payload, 101)
+    with pytest.raises(DecodeError, match="outside"):
+        SMALL.decode(payload, 100)
+
+
+def test_what_fills_up_the_last_index_is_nothing() -> None:
+    codec = make_codec("topk:4096x4")
+    good = codec.encode(torch.tensor([1.0, 2.0, 3.0]))
+    assert len(good) == 4 + 5 + 1
+    with pytest.raises(DecodeError, match="behind its last index"):
+        codec.decode(good[:8] + bytes([good[8] | 0x10]) + good[9:], 3)
+    with pytest.raises(DecodeError, match="behind its last value"):
+        codec.decode(good[:9] + bytes([good[9] | 0x40]), 3)
+
+
+def test_a_residual_shrinks_until_nothing_is_left() -> None:
+    codec = make_codec("topk:256x16")
+    residual = torch.randn(1000, generator=torch.Generator().manual_seed(5))
+    squares = residual.square().sum()
+    for _ in range(400):
+        residual = residual - codec.decode(codec.encode(residual), 1000)
+        assert residual.square().sum() <= squares, "seed 5"
+        squares = residual.square().sum()
+    assert squares < 1e-6, "seed 5"
