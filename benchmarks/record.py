@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PACKAGES = ("torch", "numpy", "grpcio", "protobuf", "zstandard")
+PACKAGES = ("torch", "numpy", "grpcio", "protobuf", "zstandard", "triton")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -104,7 +104,8 @@ def _store_codes(
         _store(codes + start // 2, pairs, (low | (high << 4)).to(tl.uint8), pair_inside, masked)
 
 
-@triton.jit
+# One build for all sizes: only where an address lies is told apart.
+@triton.jit(do_not_specialize=["numel", "first_program", "decay"])
 def encode(
     values: tl.tensor,
     local: tl.tensor,
@@ -217,7 +218,7 @@ def _decoded(
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["numel", "first_program"])
 def decode(
     scales: tl.tensor,
     codes: tl.tensor,

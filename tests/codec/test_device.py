@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from diloco.codec.device import ALIGNMENT, NON_FINITE, DeviceCodec, Launch, new_
 from diloco.codec.registry import make_codec
 from diloco.outer.adopt import rebase
 from diloco.outer.pseudo_gradient import pseudo_gradient
+from tests.tidy_rules import ROOT
 
 LAUNCH = Launch(program_values=512, num_warps=4)
 NAMES = ("int4:2", "int4", "int4:48", "int4:256", "int8:6", "int8:64", "int8", "int8:512")
@@ -327,3 +330,16 @@ def test_large_and_odd_on_the_accelerator(name: str, kernel_device: torch.device
     for numel in (2**25, 2**25 + 12345):
         values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 1e-3
         assert_encodes(bench, values, f"{numel} values")
+
+
+def test_it_needs_no_library_that_a_bare_accelerator_lacks() -> None:
+    """The benchmark runs where there is torch and Triton, and neither a network nor a codec library."""
+    blocked = "import sys; sys.modules.update(dict.fromkeys(['zstandard', 'grpc', 'google.protobuf', 'hydra']))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{blocked}; import benchmarks.bench_gpu_codec"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr

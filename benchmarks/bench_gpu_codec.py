@@ -1,0 +1,268 @@
+"""How fast are the codecs on an accelerator, beside its own copy, and are their bytes those of the plain codecs?
+
+First every pass is checked against the plain definition on the CPU, bit for bit: Gaussian, heavy-tailed and arbitrary
+bits, odd sizes; one difference ends the run with exit 1.  Then each pass is timed in turns with a copy on the same
+device, either first by turns.  A rate counts the bytes that a pass must read and write, once each; ``x_copy`` is
+that rate over the copy's of the same turn.  ``to_host`` rows time what a site waits for until its update lies in pinned
+memory: encoding on a side stream and its bytes, beside the fp32 values themselves.
+
+Needs torch with Triton and a CUDA device, and of the package ``diloco.codec`` only; without a device it says so, and
+exits 0.  ``--device cpu`` with TRITON_INTERPRET=1 shows that it runs, and its times mean nothing.
+Run as ``python -m benchmarks.bench_gpu_codec``; ``--sweep`` times other launches too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.record import add_arguments, finish, percentile, record
+from diloco.codec.blocks import BlockCodec
+from diloco.codec.device import DeviceCodec, Launch, new_fault
+from diloco.outer.adopt import rebase
+from diloco.outer.pseudo_gradient import pseudo_gradient
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+CODECS = (("int4:32", 4, 32), ("int4:256", 4, 256), ("int8:128", 8, 128))
+ONLY_CHECKED = (("int4:2", 4, 2), ("int8:48", 8, 48), ("int8:4096", 8, 4096))
+SUMMARY = {"int4_encode": ("int4:32", "difference"), "int4_decode": ("int4:32", "follow")} | {
+    "int8_encode": ("int8:128", "difference"),
+    "int8_decode": ("int8:128", "follow"),
+}
+TARGET = 0.8
+SWEEP = tuple(Launch(values, warps) for values in (1024, 2048, 4096, 8192) for warps in (2, 4, 8))
+LEAST_REPEATS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass over the tensors of a :class:`Room`, which moves ``num_tensors`` fp32 tensors beside the bytes."""
+
+    name: str
+    num_tensors: int
+    run: Callable[[], None]
+
+
+class Room:
+    """The tensors of one measurement on the device, filled with fresh values."""
+
+    def __init__(self, codec: BlockCodec, numel: int, launch: Launch, values: list[Tensor], device: torch.device):
+        self.plain, self.device, self.numel = codec, device, numel
+        self.codec = DeviceCodec(codec, launch)
+        self.base, self.local, self.sent, self.published = (each.to(device, copy=True) for each in values)
+        self.out, self.other = torch.full((2, numel), torch.nan, device=device).unbind()
+        self.payload = self.codec.payload(numel, device)
+        self.fault = new_fault(device)
+
+    def passes(self) -> list[Pass]:
+        """What is timed."""
+        codec, base, local, sent, out, payload = self.codec, self.base, self.local, self.sent, self.out, self.payload
+        fault, held = self.fault, self.published
+        return [
+            Pass("encode", 1, lambda: codec.encode(base, payload, fault)),
+            Pass("difference", 2, lambda: codec.encode_difference(base, local, (), payload, fault)),
+            Pass("difference, decoded", 3, lambda: codec.encode_difference(base, local, (), payload, fault, out)),
+            Pass(
+                "one in flight, decoded", 4, lambda: codec.encode_difference(base, local, [sent], payload, fault, out)
+            ),
+            Pass("residual", 4, lambda: codec.encode_with_residual(base, local, sent, 0.95, payload, fault)),
+            Pass("decode", 1, lambda: codec.decode(payload, out, fault)),
+            Pass("follow", 2, lambda: codec.follow(held, payload, out, fault)),
+            Pass("rebase", 5, lambda: codec.rebase(held, payload, local, base, (), out, self.other, fault)),
+        ]
+
+
+def pairs_of_values(numel: int, seed: int) -> Iterator[tuple[str, list[Tensor]]]:
+    """Base, local, an update in flight and a published tensor, of three kinds of data."""
+    random = torch.Generator().manual_seed(seed)
+    normal = torch.randn(4, numel, generator=random)
+    base, step, sent, published = normal.unbind()
+    yield "gaussian", [base, base - step * 1e-3, sent * 1e-4, published]
+    tailed = step / torch.rand(numel, generator=random).clamp_(min=1e-4)
+    yield "heavy-tailed", [base, base - tailed * 1e-4, sent * 1e-5, published]
+    bits = torch.randint(-(2**31), 2**31, (numel,), generator=random).to(torch.int32).view(torch.float32)
+    # Halved, so that no sum of two of them overflows.
+    wild = torch.where(torch.isfinite(bits), bits, -0.0) / 2
+    yield "any bits", [wild, torch.where(normal[1] > 0, 0.0, -wild), torch.zeros(numel), published]
+
+
+def differences(codec: BlockCodec, numel: int, seed: int, device: torch.device, launch: Launch) -> list[str]:
+    """What differs from the plain codec, in words; nothing else is right."""
+    found: list[str] = []
+    for kind, values in pairs_of_values(numel, seed):
+        room = Room(codec, numel, launch, values, device)
+        base, local, sent, published = values
+        where = f"{codec.name}, {numel} values, {kind}"
+
+        def same(name: str, one: Tensor, other: Tensor, where: str = where) -> None:
+            differ = int((one.cpu().view(torch.uint8) != other.view(torch.uint8)).sum())
+            if differ:
+                found.append(f"{where}: {differ} bytes of {name} differ")
+
+        for sents in ((), (sent,), (sent, sent)):
+            payload = torch.frombuffer(bytearray(codec.encode(pseudo_gradient(base, local, sents))), dtype=torch.uint8)
+            there = [room.sent] * len(sents)
+            room.codec.encode_difference(room.base, room.local, there, room.payload, room.fault, room.out)
+            same(f"the payload, {len(sents)} in flight", room.payload, payload)
+            decoded = codec.decode(payload.numpy().tobytes(), numel)
+            same("what was sent", room.out, decoded)
+        new_base = decoded + published
+        if not torch.isfinite(new_base).all():
+            continue
+        room.codec.follow(room.published, room.payload, room.out, room.fault)
+        same("follow", room.out, new_base)
+        room.codec.rebase(
+            room.published, room.payload, room.local, room.base, [room.sent], room.out, room.other, room.fault
+        )
+        same("the rebased model", room.other, rebase(local, base, new_base, [sent]))
+        room.codec.check(int(room.fault))
+    return found
+
+
+def seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        begin = perf_counter()
+        call()
+        return perf_counter() - begin
+    first: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    last: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    first.record()
+    call()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / 1e3
+
+
+def in_turns(call: Callable[[], object], copy: Callable[[], object], repeats: int, device: torch.device) -> Any:
+    """Seconds of both, one pair a turn, each first in every other one; two turns go before that are not counted."""
+    taken = []
+    for turn in range(-2, repeats):
+        if turn % 2:
+            pair = (seconds_of(call, device), seconds_of(copy, device))
+        else:
+            pair = (seconds_of(copy, device), seconds_of(call, device))[::-1]
+        if turn >= 0:
+            taken.append(pair)
+    return taken
+
+
+def measure(room: Room, each: Pass, repeats: int) -> dict[str, Any]:
+    """Return the row of one pass: its rate, the copy's, and their ratio turn by turn."""
+    moved = 4 * room.numel * each.num_tensors + room.payload.numel()
+    copied = 8 * room.numel
+    taken = in_turns(each.run, lambda: room.other.copy_(room.base), repeats, room.device)
+    ratios = [(moved / mine) / (copied / copy) for mine, copy in taken]
+    return {
+        "codec": room.plain.name,
+        "pass": each.name,
+        "bytes_per_value": round(moved / room.numel, 3),
+        "p50_gb_per_s": round(moved / percentile([mine for mine, _ in taken], 50) / 1e9, 1),
+        "p95_gb_per_s": round(moved / percentile([mine for mine, _ in taken], 95) / 1e9, 1),
+        "copy_gb_per_s": round(copied / percentile([copy for _, copy in taken], 50) / 1e9, 1),
+        "x_copy": round(percentile(ratios, 50), 3),
+        "x_copy_p5": round(percentile(ratios, 5), 3),
+        "launch": [room.codec.launch.program_values, room.codec.launch.num_warps],
+    }
+
+
+def to_host(room: Room, repeats: int) -> dict[str, Any]:
+    """Return the row of an update's way into pinned memory, beside that of the values as they are."""
+    pinned = torch.empty(room.payload.numel(), dtype=torch.uint8, pin_memory=True)
+    values = torch.empty(room.numel, pin_memory=True)
+    side = torch.cuda.Stream(room.device)  # type: ignore[no-untyped-call]
+
+    def encoded() -> None:
+        side.wait_stream(torch.cuda.current_stream(room.device))
+        with torch.cuda.stream(side):
+            room.codec.encode_difference(room.base, room.local, (), room.payload, room.fault)
+            pinned.copy_(room.payload, non_blocking=True)
+        torch.cuda.current_stream(room.device).wait_stream(side)
+
+    taken = in_turns(encoded, lambda: values.copy_(room.local, non_blocking=True), repeats, room.device)
+    return {
+        "codec": room.plain.name,
+        "pass": "to_host",
+        "encoded_ms": round(percentile([mine for mine, _ in taken], 50) * 1e3, 3),
+        "fp32_ms": round(percentile([copy for _, copy in taken], 50) * 1e3, 3),
+        "x_sooner": round(percentile([copy / mine for mine, copy in taken], 50), 2),
+    }
+
+
+def timed(options: argparse.Namespace, numel: int, device: torch.device) -> list[dict[str, Any]]:
+    """Time every pass of every codec, and with ``--sweep`` the two that a site uses most under other launches."""
+    repeats = LEAST_REPEATS if options.quick else max(LEAST_REPEATS, options.repeats)
+    values = next(pairs_of_values(numel, options.seed))[1]
+    rows = []
+    for name, bits, block in CODECS:
+        codec = BlockCodec(name, bits, block)
+        room = Room(codec, numel, Launch(), values, device)
+        for each in room.passes():
+            rows.append(measure(room, each, repeats))
+            show(rows[-1])
+        if device.type == "cuda":
+            rows.append(to_host(room, repeats))
+            print(f"{name:10} {'to host':24} {rows[-1]}")
+        room.codec.check(int(room.fault))
+        for launch in SWEEP if options.sweep else ():
+            swept = Room(codec, numel, launch, values, device)
+            wanted = [each for each in swept.passes() if each.name in {"difference", "follow"}]
+            for each in wanted:
+                rows.append(measure(swept, each, repeats) | {"swept": True})
+                show(rows[-1])
+    return rows
+
+
+def show(row: dict[str, Any]) -> None:
+    print(
+        f"{row['codec']:10} {row['pass']:24} {row['bytes_per_value']:8.3f} {row['p50_gb_per_s']:9.1f} "
+        f"{row['copy_gb_per_s']:9.1f} {row['x_copy']:7.3f}  {row['launch'][0]} values, {row['launch'][1]} warps",
+        flush=True,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser)
+    parser.add_argument("--values", type=int, default=2**27)
+    parser.add_argument(
+        "--check-values", type=int, default=2**22 + 4321, help="values of each check (default 4 Mi, odd)"
+    )
+    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--sweep", action="store_true", help="time other launches too")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    config = {"values": options.values, "check_values": options.check_values, "target_x_copy": TARGET}
+    if device.type == "cuda" and not torch.cuda.is_available():
+        why = "torch finds no CUDA device here"
+        print(f"Nothing is measured: {why}.")
+        finish(record("gpu_codec", config, [], options.seed) | {"skipped": why}, save=False)
+        return 0
+    sizes = (1, 63, 4097) if options.quick else (1, 63, 100_003, options.check_values)
+    wrong = []
+    for name, bits, block in (*CODECS, *ONLY_CHECKED):
+        for numel in sizes:
+            wrong += differences(BlockCodec(name, bits, block), numel, options.seed + numel, device, Launch())
+    print(*(wrong or [f"Every pass gave the plain codecs' bits, sizes {', '.join(map(str, sizes))}."]), sep="\n")
+    numel = min(options.values, 2**22 if device.type == "cuda" else 4096) if options.quick else options.values
+    rows = timed(options, numel, device)
+    chosen = {(row["codec"], row["pass"]): row for row in rows if "x_copy" in row and "swept" not in row}
+    summary = {key: chosen[place]["x_copy"] for key, place in SUMMARY.items()}
+    result = record("gpu_codec", config | {"values": numel}, rows, options.seed, repeats=options.repeats)
+    result |= {"x_copy": summary, "checked": not wrong, "differences": wrong}
+    finish(result, save=options.save)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
