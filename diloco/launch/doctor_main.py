@@ -9,14 +9,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from diloco.launch.arguments import settings_parser
-from diloco.launch.errors import ConfigError, ExitCode
+from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.findings import Finding, Level, bounded, fail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from diloco.launch.doctor_machine import LinkFigures
-    from diloco.launch.doctor_syncer import Visit
+    from diloco.launch.doctor_syncer import Visit, Visitor
     from diloco.launch.schema import RunConfig
     from diloco.wire.security import SecurityOptions
 
@@ -27,7 +27,9 @@ DOES = """What is wrong between this machine and a syncer, and what to change.
   diloco doctor server=... run=nimble-otter site.id=fra site.token_file=... site.tls_ca=...    as that site
   diloco doctor --config site.yaml                             as the site of this file
 
-Nothing of the run is touched.  Exit code 1: a check failed; 3: no address could be reached."""
+Nothing of the run is touched; bandwidth is measured with filler, at most 64 MiB each way.
+Exit code 1: a check failed; 3: no address could be reached."""
+SECONDS_MAX = 10
 CHECK_S = 60.0
 """Longest that one check may take."""
 
@@ -36,12 +38,16 @@ def main(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
     parser = settings_parser("doctor", DOES, shown=False)
     parser.add_argument("--json", action="store_true", help="print all findings as one JSON object")
+    told = "longest time that filler takes each way, to measure bandwidth: 0 (not measured) to 10; usually 3"
+    parser.add_argument("--seconds", type=float, default=3.0, metavar="S", help=told)
     given = parser.parse_args(arguments)
+    if not 0 <= given.seconds <= SECONDS_MAX:
+        raise VerbError(ExitCode.USAGE, f"--seconds is {given.seconds:g}: from 0 to {SECONDS_MAX}")
     server, settings = _own_words(given.settings)
     config = _config(given.config, settings)
     if server is None and given.config is not None:
         server = config.site.syncer
-    examination = Examination(config, said=None if given.json else _say)
+    examination = Examination(config, given.seconds, said=None if given.json else _say)
     code = examination.run(server)
     counts = {level.value: sum(each.level is level for each in examination.findings) for level in Level}
     if given.json:
@@ -85,8 +91,9 @@ def _config(file: object, settings: list[str]) -> RunConfig:
 class Examination:
     """All checks, in order; ``said`` hears each finding as it is made."""
 
-    def __init__(self, config: RunConfig, said: Callable[[Finding], None] | None) -> None:
+    def __init__(self, config: RunConfig, seconds: float, said: Callable[[Finding], None] | None) -> None:
         self._config = config
+        self._seconds = seconds
         self._said = said
         self.findings: list[Finding] = []
 
@@ -138,7 +145,7 @@ class Examination:
             heard, visited = self._address(address, security)
             reached = reached or heard
             if link is None and visited is not None and visited.answered:
-                link = LinkFigures(visited.rtt_s)
+                link = LinkFigures(visited.rtt_s, visited.up_bytes_per_s, visited.down_bytes_per_s)
         return reached, link
 
     def _security(self, addresses: Sequence[str]) -> SecurityOptions | None:
@@ -168,7 +175,7 @@ class Examination:
 
         def asked() -> Visit:
             with Checkup(address, security, ClientOptions()) as checkup:
-                return visit(checkup, self._config.run.name)
+                return visit(checkup, self._visitor())
 
         self._add(proxies(address.rpartition(":")[0].strip("[]"), os.environ), address)
         way = bounded("dns", lambda: way_to(address, security), CHECK_S)
@@ -184,3 +191,19 @@ class Examination:
             return True, None
         self._add(visited.findings, address)
         return True, visited
+
+    def _visitor(self) -> Visitor:
+        """Who asks, and what a join would say; without a run there is nothing to be compared."""
+        from diloco.launch import build
+        from diloco.launch.doctor_syncer import Visitor
+        from diloco.sync.agreement import PROTOCOL
+        from diloco.wire.probing import ProbeAsk
+
+        config = self._config
+        ask = ProbeAsk(PROTOCOL)
+        if config.run.name is not None:
+            layout = build.layout_of(config)
+            said = build.agreement(config, layout)
+            told = layout.to_json().encode()
+            ask = ProbeAsk(said.protocol, said.run_id, said.layout_fingerprint, told, said.shared)
+        return Visitor(config.site.id, ask, limit_s=self._seconds)

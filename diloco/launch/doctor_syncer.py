@@ -2,33 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
+from diloco.launch.doctor_machine import megabits
 from diloco.launch.findings import Finding, fail, ok, warn
 from diloco.wire.messages import Refused, Status, Unreachable
+from diloco.wire.probing import PROBE_BYTES_MAX, ProbeAsk
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from diloco.wire.checkup import Checkup
+    from diloco.wire.checkup import Checkup, Probed
+    from diloco.wire.probing import ProbeAnswer
 
 ROUND_TRIPS = 20
 ROUND_TRIPS_S = 5.0
+CLOCK_WARN_S = 1.0
+CLOCK_FAIL_S = 300.0
+"""Certificates are made to be good from a little before they were made, and no earlier."""
 SERVICES = ("grpc.", "diloco.wire.")
 
 
 @dataclass(frozen=True, slots=True)
+class Visitor:
+    """Who asks: the site's name, what a join of it would say (without a run: its protocol only), and how many bytes of
+    filler it carries each way, for how long; none where ``limit_s`` is 0."""
+
+    site_id: str
+    ask: ProbeAsk
+    bytes_each: int = PROBE_BYTES_MAX
+    limit_s: float = 3.0
+
+
+@dataclass(frozen=True, slots=True)
 class Visit:
-    """What was found; ``answered`` is whether it was a syncer at all."""
+    """What was found; ``answered`` is whether it was a syncer at all.  Rates of 0 were not measured."""
 
     findings: list[Finding]
     answered: bool
     rtt_s: float = 0.0
+    up_bytes_per_s: float = 0.0
+    down_bytes_per_s: float = 0.0
 
 
-def visit(checkup: Checkup, run_id: str | None) -> Visit:
+def visit(checkup: Checkup, visitor: Visitor) -> Visit:
     """Ask it everything.  What one question brings out never keeps the next from being asked, but for silence."""
     try:
         process = checkup.serving("")
@@ -37,21 +56,31 @@ def visit(checkup: Checkup, run_id: str | None) -> Visit:
     except Refused as error:
         return Visit([fail("grpc", f"no health service: {error.text}", "give the syncer's own host and port")], False)
     findings = [ok("grpc", "it answers")] if process else [warn("grpc", "it is going down", "ask again when it is up")]
-    findings += _asked("run", lambda: _run(checkup, run_id))
-    findings += _asked("identity", lambda: _known(checkup))
+    findings += _asked("run", lambda: [_run(checkup, visitor.ask.run_id)])
     taken: list[float] = []
 
-    def measured() -> Finding:
+    def measured() -> list[Finding]:
         taken.extend(checkup.round_trips(ROUND_TRIPS, ROUND_TRIPS_S))
-        return _round_trip(taken)
+        return [_round_trip(taken)]
+
+    rates: list[float] = []
+
+    def carried() -> list[Finding]:
+        found, *both = _bandwidth(checkup, visitor)
+        rates.extend(both)
+        return [found]
 
     findings += _asked("rtt", measured)
-    return Visit(findings, True, median(taken) if taken else 0.0)
+    known = _asked("identity", lambda: _probed(checkup, visitor))
+    findings += known
+    if visitor.limit_s and any(each.check == "clock" for each in known):  # It answers probes.
+        findings += _asked("bandwidth", carried)
+    return Visit(findings, True, median(taken) if taken else 0.0, *rates)
 
 
-def _asked(name: str, check: Callable[[], Finding]) -> list[Finding]:
+def _asked(name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
     try:
-        return [check()]
+        return check()
     except (Unreachable, Refused) as error:
         return [_broke_off(name, error)]
 
@@ -61,11 +90,11 @@ def _broke_off(check: str, error: Unreachable | Refused) -> Finding:
     return fail(check, f"it answered before, and not now: {why}", "look whether it still runs, and ask again")
 
 
-def _run(checkup: Checkup, run_id: str | None) -> Finding:
+def _run(checkup: Checkup, run_id: str) -> Finding:
     """Which run is served there, and whether it is ours."""
     names = [name for name in checkup.names() if name and not name.startswith(SERVICES)]
     told = f"run {', '.join(names)}" if names else "a run whose name it does not tell"
-    if run_id is None:
+    if not run_id:
         return ok("run", f"it serves {told}; give run=NAME to have this site's settings compared", runs=names)
     serves = checkup.serving(run_id)
     if serves is None:
@@ -76,13 +105,87 @@ def _run(checkup: Checkup, run_id: str | None) -> Finding:
     return warn("run", f"it knows run {run_id} and takes no updates at present", remedy, runs=names)
 
 
-def _known(checkup: Checkup) -> Finding:
-    """Whether what this end shows is taken."""
+def _probed(checkup: Checkup, visitor: Visitor) -> list[Finding]:
+    """Whom it takes us for, its clock, and whether it means the same run."""
     try:
         checkup.come_in()
     except Refused as error:
-        return fail("identity", f"it does not let us in: {error.text}", _remedy(error))
-    return ok("identity", "it lets us in")
+        return [fail("identity", f"it does not let us in: {error.text}", _remedy(error))]
+    try:
+        probed = checkup.probe(visitor.ask if checkup.serving(visitor.ask.run_id) else replace(visitor.ask, run_id=""))
+    except Refused as error:
+        if error.status is not Status.UNIMPLEMENTED:
+            raise
+        says = "it is of an earlier release, which tells neither clock nor rates, and compares settings at a join only"
+        remedy = "when the run can be upgraded: the syncer first, then its sites"
+        return [ok("identity", "it lets us in"), warn("protocol", says, remedy)]
+    return [_identity(probed.answer, visitor.site_id), *_meant(probed.answer, visitor.ask), _clock(probed)]
+
+
+def _identity(answer: ProbeAnswer, site_id: str) -> Finding:
+    who = answer.identity
+    if who.startswith("site/") and who != f"site/{site_id}":
+        remedy = f"set site.id={who.removeprefix('site/')}, or show what was made for {site_id}"
+        return fail("identity", f"it takes us for {who}, and site.id is {site_id}", remedy, identity=who)
+    told = f"it takes us for {who}" if who else "it tells nobody apart, and lets everybody in"
+    return ok("identity", told, identity=who)
+
+
+def _meant(answer: ProbeAnswer, ask: ProbeAsk) -> list[Finding]:
+    """Which part it plays, which protocols it speaks, and whether a join would be taken."""
+    findings = []
+    if answer.standby_of:
+        findings.append(ok("role", f"it is the standby of {answer.standby_of}", standby_of=answer.standby_of))
+    spoken = f"{answer.protocol_oldest} to {answer.protocol}"
+    if not answer.protocol_oldest <= ask.protocol <= answer.protocol:
+        remedy = "install the same release at both ends; in a running run the syncer first"
+        return [*findings, fail("protocol", f"it speaks {spoken}, and this end {ask.protocol}", remedy)]
+    findings.append(ok("protocol", f"it speaks {spoken}, and this end {ask.protocol}"))
+    if not ask.run_id:
+        return findings
+    if answer.difference:
+        remedy = "start this site from the run's own config.yaml (--config), or with the settings of its syncer"
+        return [*findings, fail("settings", answer.difference, remedy)]
+    return [*findings, ok("settings", f"layout and shared settings are those of run {answer.run_id}")]
+
+
+def _clock(probed: Probed) -> Finding:
+    ahead_s, doubt_s = probed.ahead_ns / 1e9, probed.round_s / 2
+    figures = {"ahead_s": ahead_s, "doubt_s": doubt_s}
+    order = "ahead of" if ahead_s > 0 else "behind"
+    told = f"its clock is {abs(ahead_s):.3g} s {order} ours (to {doubt_s:.2g} s)"
+    remedy = "set both clocks by NTP (chrony, systemd-timesyncd)"
+    if abs(ahead_s) - doubt_s > CLOCK_FAIL_S:
+        return fail("clock", f"{told}: certificates are not good in time", remedy, **figures)
+    if abs(ahead_s) - doubt_s > CLOCK_WARN_S:
+        return warn("clock", f"{told}: logs of the two machines do not fit together", remedy, **figures)
+    return ok("clock", f"its clock and ours agree to {max(abs(ahead_s), doubt_s):.2g} s", **figures)
+
+
+def _bandwidth(checkup: Checkup, visitor: Visitor) -> tuple[Finding, float, float]:
+    """How much one connection carries, each way."""
+    each, limit_ns = visitor.bytes_each, int(visitor.limit_s * 1e9)
+    ask = ProbeAsk(visitor.ask.protocol, bytes_up=each, bytes_down=each, limit_ns=limit_ns)
+    try:
+        probed = checkup.probe(ask)
+    except Refused as error:
+        says = f"not measured: {error.text}"
+        return warn("bandwidth", says, "ask with what a site that may push would show"), 0.0, 0.0
+    except Unreachable as error:
+        if error.retry_after_s is None:
+            raise
+        again = f"ask again in {error.retry_after_s:.0f} s"
+        return warn("bandwidth", f"not measured: {error.why}", again), 0.0, 0.0
+    up, down = (float(way.bytes_per_s) if way is not None else 0.0 for way in (probed.up, probed.down))
+    carried = [f"{way.bytes / 1e6:.3g} MB" if way is not None else "nothing" for way in (probed.up, probed.down)]
+    figures = {"up_bytes_per_s": up, "down_bytes_per_s": down}
+    if not (up and down):
+        says = (
+            f"of filler {carried[0]} went up and {carried[1]} came down in {visitor.limit_s:g} s: too little to measure"
+        )
+        return warn("bandwidth", says, "give more time: --seconds 10", **figures), up, down
+    says = f"up {megabits(up)}, down {megabits(down)} on one connection ({carried[0]} and {carried[1]} of filler)"
+    return ok("bandwidth", says, **figures), up, down
 
 
 def _remedy(error: Refused) -> str:

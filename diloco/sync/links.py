@@ -8,6 +8,12 @@ filled by several connections side by side, and by no other means that needs no 
 from __future__ import annotations
 
 from math import ceil, inf
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SECOND_NS = 1_000_000_000
 
 CHANNELS_MAX = 8
 """More connections gain nothing on any link that was measured, and each costs both ends memory."""
@@ -26,3 +32,16 @@ def channels_for(rtt_s: float, bytes_per_s: float, window_bytes: int) -> int:
     assert window_bytes >= 1, window_bytes
     needed = ceil(rtt_s * bytes_per_s * 100 / (WINDOW_SHARE_PERCENT * window_bytes))
     return min(max(needed, 1), CHANNELS_MAX)
+
+
+def later_rate(seen: Sequence[tuple[int, int]]) -> float:
+    """Bytes a second over the later half of the time in which bytes came; 0.0 where that is no time at all.
+
+    ``seen`` has an instant (ns) and the bytes that had come by then, in order.  A connection begins slowly: what it
+    carries later on is what the link can.
+    """
+    middle_ns = (seen[0][0] + seen[-1][0]) // 2
+    # What had come by the middle counts from the last instant before it, so that few large steps are no less exact.
+    began_ns, before = max((each for each in seen if each[0] <= middle_ns), key=lambda each: each[0])
+    ended_ns, total = seen[-1]
+    return (total - before) * SECOND_NS / (ended_ns - began_ns) if ended_ns > began_ns else 0.0

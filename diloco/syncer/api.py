@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from diloco.codec import native
 from diloco.codec.digests import is_sha256
 from diloco.codec.registry import make_codec
-from diloco.outer.fragments import Layout
-from diloco.sync.agreement import PROTOCOL, PROTOCOL_OLDEST, Agreement, disagreement
+from diloco.sync.agreement import PROTOCOL, PROTOCOL_OLDEST, Agreement
 from diloco.sync.effects import AnswerDone, AnswerJoin, AskToConfirm
 from diloco.sync.events import (
     DrainRequested,
@@ -30,6 +29,7 @@ from diloco.sync.events import (
 )
 from diloco.sync.state import Status as SiteStatus
 from diloco.syncer import protocols
+from diloco.syncer.agreeing import difference, probed
 from diloco.syncer.core import NotHandedIn
 from diloco.syncer.receive import Reception
 from diloco.syncer.status import describe
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from diloco.syncer.server import Syncer
     from diloco.syncer.snapshots import FragmentValues
     from diloco.wire.identity import Identity
+    from diloco.wire.probing import ProbeAnswer, ProbeAsk
     from diloco.wire.service import PullSource
 
 JOIN_REFUSALS = MappingProxyType(
@@ -130,21 +131,17 @@ class Api:
 
     def _agree(self, request: JoinAsk) -> None:
         lineage = self._syncer.core.ask(lambda machine: machine.state.lineage)
-        ours = replace(self._syncer.plan.agreement, lineage=lineage)
         theirs = Agreement(
             request.protocol, request.run_id, request.lineage, request.layout_fingerprint, request.shared_config
         )
-        text = disagreement(ours, theirs)
-        if text is None:
-            return
-        if theirs.layout_fingerprint != ours.layout_fingerprint and "layout" in text and request.layout_json:
-            try:
-                layout = Layout.from_json(request.layout_json.decode())
-            except ValueError as error:
-                raise Refusal(Status.INVALID_ARGUMENT, f"layout_json describes no layout: {error}") from error
-            first = layout.first_difference(self._syncer.plan.layout)
-            text = f"{first} (here: at the site, there: at the syncer)" if first else text
-        raise Refusal(Status.FAILED_PRECONDITION, text)
+        text = difference(self._syncer.plan, lineage, theirs, request.layout_json)
+        if text is not None:
+            raise Refusal(Status.FAILED_PRECONDITION, text)
+
+    def probe(self, ask: ProbeAsk, identity: Identity) -> ProbeAnswer:
+        """What a join would be refused for; the machine is not asked."""
+        del identity
+        return probed(self._syncer.plan, ask)
 
     def open_push(self, header: PushHeader, identity: Identity) -> Reception | PushResult:
         """Admit an update before its first payload byte, or answer at once."""

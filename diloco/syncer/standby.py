@@ -91,7 +91,7 @@ class Standby:
         self.name = self.identity = name
         """Once it has started the identity is its folder's own, by which no other one goes."""
         self.folder = Path(options.folder)
-        self._options, self._plan, self._client, self.emit, self.disk = options, plan, client, emit, disk
+        self._options, self.plan, self._client, self.emit, self.disk = options, plan, client, emit, disk
         self._taken = ExitStack()
         self._stopping = threading.Event()
         self._stream: FollowStream | None = None
@@ -119,7 +119,7 @@ class Standby:
         try:
             self._taken.enter_context(locked(self.folder))
             self.identity = remembered(self.folder, self.disk, self.name).name
-            self.store = open_store(self._options, self._plan, self.disk, self.emit)
+            self.store = open_store(self._options, self.plan, self.disk, self.emit)
             self._taken.callback(self.store.journal.close)
             if not self.store.is_new():
                 self._recover()
@@ -132,7 +132,7 @@ class Standby:
             thread.start()
 
     def _recover(self) -> None:
-        options, plan = self._options, self._plan
+        options, plan = self._options, self.plan
         found = recovered(self.store, options, plan, self.emit)
         replayer = Replayer(
             found.machine,
@@ -293,8 +293,8 @@ class Standby:
         segment, chain = (
             (0, "") if self._replayer is None else (self.store.journal.index, self.store.journal.chain.hex())
         )
-        agreement = self._plan.agreement
-        fingerprint, shared = agreement.layout_fingerprint, self._plan.shared_digest
+        agreement = self.plan.agreement
+        fingerprint, shared = agreement.layout_fingerprint, self.plan.shared_digest
         start = FollowStart(agreement.run_id, self.identity, fingerprint, shared, segment, chain)
         with self._client.follow(start) as stream:
             self._stream = stream

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
+from diloco.syncer.agreeing import probed
 from diloco.wire.messages import Refusal, Status
 
 if TYPE_CHECKING:
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from diloco.syncer.succession import Succession
     from diloco.wire.identity import Identity
     from diloco.wire.messages import JoinAsk, PullAsk, PushHeader, ReportInfo
+    from diloco.wire.probing import ProbeAnswer, ProbeAsk
 
 
 class StandbyApi:
@@ -60,6 +63,11 @@ class StandbyApi:
         """Not here."""
         del site, incarnation, identity
         self._elsewhere()
+
+    def probe(self, ask: ProbeAsk, identity: Identity) -> ProbeAnswer:
+        """A way that will count when this standby takes over."""
+        del identity
+        return replace(probed(self._standby.plan, ask), standby_of=self._primary)
 
     def status(self) -> dict[str, object]:
         """How the standby stands."""

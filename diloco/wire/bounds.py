@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, FragmentStanding, Outcome, Reason
 from diloco.wire import messages as m
+from diloco.wire import probing as p
 
 Rule = Callable[[str, object], None]
 
@@ -135,6 +136,11 @@ _FATES = _many(_nested(Fate), m.FATES_MAX)
 def _observer_or_id(field: str, value: object) -> None:
     if value != "":
         _ID(field, value)
+
+
+def _sha256_or_nothing(field: str, value: object) -> None:
+    if value != "":
+        _SHA256(field, value)
 
 
 def _digest_or_nothing(field: str, value: object) -> None:
@@ -286,6 +292,27 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "retake": _many(_FRAGMENT, m.FRAGMENTS_MAX),
     },
     m.LeaveAsk: {"run_id": _ID, "site_id": _ID, "incarnation": _NUMBER},
+    p.ProbeAsk: {
+        "protocol": _PROTOCOL,
+        "run_id": _observer_or_id,
+        "layout_fingerprint": _sha256_or_nothing,
+        "layout_json": _bytes(m.LAYOUT_BYTES_MAX),
+        "shared_config": _shared_config,
+        "bytes_up": _number(0, p.PROBE_BYTES_MAX),
+        "bytes_down": _number(0, p.PROBE_BYTES_MAX),
+        "limit_ns": _number(1, p.PROBE_NS_MAX),
+    },
+    p.ProbeAnswer: {
+        "protocol": _PROTOCOL,
+        "protocol_oldest": _PROTOCOL,
+        "run_id": _ID,
+        "identity": _text,
+        "time_ns": _NUMBER,
+        "difference": _text,
+        "standby_of": _text,
+    },
+    p.ProbeTaken: {"bytes": _number(0, p.PROBE_BYTES_MAX), "duration_ns": _NUMBER, "bytes_per_s": _NUMBER},
+    p.Filler: {"data": _bytes(m.CHUNK_BYTES_MAX)},
     m.EvictAsk: {"site_id": _ID},
     m.UpdateAsk: {"site_id": _ID, "fragment": _FRAGMENT, "sequence": _NUMBER},
 }

@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 
-from diloco.wire.calls import Calls
+from diloco.sync.links import later_rate
+from diloco.wire.calls import SYNC_SERVICE, Calls
+from diloco.wire.convert_probe import pack_probe, unpack_probe_reply
 from diloco.wire.lines import Line
-from diloco.wire.messages import Refused, Status, Unreachable
+from diloco.wire.messages import MalformedMessage, Refused, Status, Unreachable
+from diloco.wire.probing import Filler, ProbeAnswer, ProbeTaken
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
     from diloco.wire.options import ClientOptions
+    from diloco.wire.probing import ProbeAsk
     from diloco.wire.security import SecurityOptions
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What a probe brought.  ``ahead_ns`` is how far the clock there is before ours, to half of ``round_s``."""
+
+    answer: ProbeAnswer
+    round_s: float
+    ahead_ns: int
+    up: ProbeTaken | None
+    down: ProbeTaken | None
 
 
 class Checkup:
@@ -30,6 +49,7 @@ class Checkup:
         self._options = options
         line = Line(address, security, options.channel_arguments())
         self._health = Calls(line, HEALTH_SERVICE)
+        self._sync = Calls(line, SYNC_SERVICE)
 
     def __enter__(self) -> Checkup:
         return self
@@ -69,6 +89,39 @@ class Checkup:
                 break
         return taken
 
+    def probe(self, ask: ProbeAsk) -> Probed:
+        """Ask, send the filler that ``ask`` promises, and take what it wants."""
+        answered, ended = threading.Event(), threading.Event()
+        limit_s = self._options.control_timeout_s + 3 * ask.limit_ns / 1e9
+        began_ns, asked_at = time.time_ns(), time.monotonic()
+        call = self._sync.exchange("Probe", _requests(ask, self._options.chunk_bytes, answered, ended), limit_s)
+        answer: ProbeAnswer | None = None
+        taken, here_ns, round_s = None, 0, 0.0
+        came: list[tuple[int, int]] = []
+        try:
+            for raw in call:
+                part = unpack_probe_reply(raw)
+                if isinstance(part, ProbeAnswer):
+                    answer, round_s = part, time.monotonic() - asked_at
+                    here_ns = (began_ns + time.time_ns()) // 2
+                    answered.set()
+                elif isinstance(part, ProbeTaken):
+                    taken = part
+                else:
+                    came.append((time.monotonic_ns(), (came[-1][1] if came else 0) + len(part.data)))
+        except MalformedMessage as error:
+            raise Unreachable(f"Probe: the syncer's answer cannot be: {error}") from error
+        except grpc.RpcError as error:
+            raise self._sync.failed("Probe", error) from error
+        finally:
+            ended.set()
+            answered.set()
+            call.cancel()
+        if answer is None:
+            raise Unreachable("Probe: the stream ended without an answer")
+        down = ProbeTaken(came[-1][1], came[-1][0] - came[0][0], int(later_rate(came))) if came else None
+        return Probed(answer, round_s, answer.time_ns - here_ns, taken, down)
+
     def come_in(self) -> None:
         """Ask for something that is open only to who is known; ``Refused`` says why one is not let in."""
         call = self._health.stream("Watch", _question(""), self._options.control_timeout_s)
@@ -80,6 +133,18 @@ class Checkup:
             raise self._health.failed("Watch", error) from error
         finally:
             call.cancel()
+
+
+def _requests(ask: ProbeAsk, chunk_bytes: int, answered: threading.Event, ended: threading.Event) -> Iterator[bytes]:
+    """The ask, and when it was answered the filler, for no longer than it may take."""
+    yield pack_probe(ask)
+    answered.wait()
+    left, block = ask.bytes_up, os.urandom(min(chunk_bytes, max(ask.bytes_up, 1)))
+    whole, until = pack_probe(Filler(block)), time.monotonic_ns() + ask.limit_ns
+    while left and not ended.is_set() and time.monotonic_ns() < until:
+        count = min(len(block), left)
+        yield whole if count == len(block) else pack_probe(Filler(block[:count]))
+        left -= count
 
 
 def _question(service: str) -> bytes:

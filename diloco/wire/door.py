@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.wire.identity import Identity
 from diloco.wire.messages import Refusal, Status
+from diloco.wire.probing import PROBES_BURST_S, PROBES_PER_S
 from diloco.wire.rates import Rates
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Door:
         self._pushes = Rates(burst_s=2.0, least=1.0)
         self._bytes = Rates(burst_s=1.0, least=1.0)
         self._pulled = Rates(burst_s=1.0, least=1.0)
+        self._probes = Rates(burst_s=PROBES_BURST_S, least=1.0)
 
     @contextmanager
     def enter(self, method: str, context: Any) -> Iterator[Identity]:
@@ -110,9 +112,22 @@ class Door:
         if grant.pushes_per_s is not None:
             self._come_back("pushes_per_s", self._pushes.spend(identity.name, 1.0, grant.pushes_per_s, now_s))
 
-    def received(self, count: int, identity: Identity) -> None:
-        """``count`` bytes of an update have come."""
-        self._counters.add("payload_bytes_in", count)
+    def check_probe(self, bytes_up: int, bytes_down: int, identity: Identity) -> None:
+        """Refuse filler to who may not carry it, or not yet; called before a byte of it passes."""
+        if bytes_up == bytes_down == 0:
+            return
+        grant, now_s = identity.grant, time.monotonic()
+        if bytes_up and not grant.may_push:
+            raise Refusal(Status.PERMISSION_DENIED, f"{identity.name} may not push, nor send filler")
+        if bytes_up and grant.bytes_per_s is not None:
+            self._come_back("bytes_per_s", self._bytes.spend(identity.name, 0.0, grant.bytes_per_s, now_s))
+        if bytes_down:
+            self.check_pull(identity)
+        self._come_back("probes", self._probes.spend(identity.name, 1.0, PROBES_PER_S, now_s))
+
+    def received(self, count: int, identity: Identity, counter: str = "payload_bytes_in") -> None:
+        """``count`` bytes of an update, or of what ``counter`` names, have come."""
+        self._counters.add(counter, count)
         if identity.grant.bytes_per_s is not None:
             self._bytes.charge(identity.name, count, identity.grant.bytes_per_s, time.monotonic())
 
@@ -122,9 +137,9 @@ class Door:
         if per_s is not None:
             self._come_back("pull_bytes_per_s", self._pulled.spend(identity.name, 0.0, per_s, time.monotonic()))
 
-    def sends(self, count: int, identity: Identity) -> None:
-        """``count`` bytes of a version are about to go out."""
-        self._counters.add("payload_bytes_out", count)
+    def sends(self, count: int, identity: Identity, counter: str = "payload_bytes_out") -> None:
+        """``count`` bytes of a version, or of what ``counter`` names, are about to go out."""
+        self._counters.add(counter, count)
         if identity.grant.pull_bytes_per_s is not None:
             self._pulled.charge(identity.name, count, identity.grant.pull_bytes_per_s, time.monotonic())
 

@@ -33,6 +33,7 @@ from diloco.wire.messages import (
     Refusal,
     Status,
 )
+from diloco.wire.probe_handler import ProbeHandler
 
 if TYPE_CHECKING:
     import threading
@@ -77,6 +78,7 @@ class SyncHandlers:
         self._watches = Gate("watch", options.watch_credits, options.watches_per_site_max, pushback_ms)
         self._pushing = OneAtATime("push", pushback_ms)
         self._watching = OneAtATime("watch", pushback_ms)
+        self._probing = ProbeHandler(api, options, arrivals, door, stalls)
 
     def generic_handler(self) -> Any:
         """What gRPC's server takes."""
@@ -87,6 +89,7 @@ class SyncHandlers:
             "Push": grpc.stream_stream_rpc_method_handler(self._streaming("Push", self._push)),
             "Watch": grpc.stream_stream_rpc_method_handler(self._streaming("Watch", self._watch)),
             "Pull": grpc.stream_stream_rpc_method_handler(self._streaming("Pull", self._pull)),
+            "Probe": grpc.stream_stream_rpc_method_handler(self._streaming("Probe", self._probing.probe)),
         }
         return grpc.method_handlers_generic_handler(SYNC_SERVICE, handlers)
 

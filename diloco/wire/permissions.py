@@ -57,6 +57,7 @@ NEEDS: Mapping[str, Needs] = MappingProxyType(
         "Pull": Needs.READER,
         "Report": Needs.SITE,
         "Leave": Needs.SITE,
+        "Probe": Needs.KNOWN,
         "Status": Needs.OBSERVER,
         "Drain": Needs.ADMIN,
         "Evict": Needs.ADMIN,

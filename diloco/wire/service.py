@@ -28,6 +28,7 @@ from diloco.wire.messages import (
 
 if TYPE_CHECKING:
     from diloco.wire.identity import Identity
+    from diloco.wire.probing import ProbeAnswer, ProbeAsk
 
 
 class PushSession(Protocol):
@@ -115,6 +116,13 @@ class SyncerApi(Protocol):
 
     def leave(self, site: str, incarnation: int, identity: Identity) -> None:
         """``site`` says goodbye."""
+        ...
+
+    def probe(self, ask: ProbeAsk, identity: Identity) -> ProbeAnswer:
+        """What a join of somebody who asks so would be refused for, and who answers here; changes nothing.
+
+        Whom the caller is taken for and the clock are filled in by who calls this.
+        """
         ...
 
     def status(self) -> dict[str, object]:

@@ -8,8 +8,14 @@ from typing import Any
 
 import pytest
 
+from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.sync.options import HealthOptions, OuterOptions
+from diloco.syncer.options import RunPlan
 from diloco.syncer.standby_api import StandbyApi
+from diloco.wire.identity import Identity
 from diloco.wire.messages import Refusal, Status
+from diloco.wire.probing import ProbeAsk
+from tests.syncer.building import LAYOUT, RUN, agreement
 
 ASK: dict[str, Callable[[StandbyApi], object]] = {
     "join": lambda api: api.join(None, None),  # type: ignore[arg-type,func-returns-value]
@@ -58,3 +64,10 @@ def test_it_takes_over_when_it_has_something_to_go_on_from() -> None:
 def test_its_status_says_whose_standby_it_is() -> None:
     api = an_api(status=lambda: {"role": "standby"})
     assert api.status() == {"role": "standby", "primary": "host:7077", "lease": None, "identity_complaints": []}
+
+
+def test_a_probe_is_answered_here_and_told_where_the_syncer_is() -> None:
+    api = an_api(plan=RunPlan(agreement(), LAYOUT, "shared", OuterOptions(), OuterOptimizerOptions(), HealthOptions()))
+    told = api.probe(ProbeAsk(2, RUN, shared_config={"outer.lr": "9"}), Identity(anyone=True))
+    assert (told.standby_of, told.run_id) == ("host:7077", RUN)
+    assert told.difference

@@ -25,6 +25,7 @@ from diloco.wire.messages import (
     Status,
     WatchEvent,
 )
+from diloco.wire.probing import ProbeAnswer, ProbeAsk
 from diloco.wire.service import PullSource
 
 if TYPE_CHECKING:
@@ -159,6 +160,7 @@ class FakeSyncer:
         self.commits = 0
         self.write_pause_s = 0.0
         self.join_fails: Exception | None = None
+        self.probe_fails: Exception | None = None
 
     @staticmethod
     def id_of(header: PushHeader) -> UpdateId:
@@ -234,6 +236,11 @@ class FakeSyncer:
 
     def leave(self, site: str, incarnation: int, identity: Identity) -> None:
         self.calls.append("leave")
+
+    def probe(self, ask: ProbeAsk, identity: Identity) -> ProbeAnswer:
+        if self.probe_fails is not None:
+            raise self.probe_fails
+        return ProbeAnswer(3, 2, RUN)
 
     def status(self) -> dict[str, object]:
         self.calls.append("status")

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, FragmentStanding, Outcome, Reason
-from diloco.wire import convert, convert_bulk
+from diloco.wire import convert, convert_bulk, convert_probe
 from diloco.wire import messages as m
+from diloco.wire import probing as p
 from tests.wire.fake_syncer import DIGEST, RUN, join_ask, push_header, report_info
 
 Sample = tuple[object, Callable[[Any], bytes], Callable[[bytes], object]]
@@ -105,5 +106,22 @@ def controls() -> list[Sample]:
     ]
 
 
+def probes() -> list[Sample]:
+    asks: list[object] = [
+        p.ProbeAsk(3),
+        p.ProbeAsk(3, RUN, DIGEST, b"{}", {"outer.lr": "0.7"}, p.PROBE_BYTES_MAX, 1, 5),
+        p.Filler(b"filler" * 100),
+    ]
+    replies: list[object] = [
+        p.ProbeAnswer(3, 2, RUN),
+        p.ProbeAnswer(3, 2, RUN, "site/a", 1_700_000_000_000_000_000, "outer.lr is 1", "10.0.0.1:7077"),
+        p.ProbeTaken(1 << 20, 10**9, 10**6),
+        p.Filler(b"x"),
+    ]
+    return [(ask, convert_probe.pack_probe, convert_probe.unpack_probe) for ask in asks] + [
+        (reply, convert_probe.pack_probe_reply, convert_probe.unpack_probe_reply) for reply in replies
+    ]
+
+
 def everything() -> list[Sample]:
-    return joins() + pushes() + pulls() + controls()
+    return joins() + pushes() + pulls() + controls() + probes()

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from diloco.wire import messages as m
+from diloco.wire import probing as p
 from diloco.wire.bounds import BOUNDS, check
 from tests.wire.fake_syncer import DIGEST, join_ask, push_header, report_info
 from tests.wire.samples import FATE, PULL, SETTINGS, STANDING, everything
@@ -46,6 +47,13 @@ CASES: list[tuple[Any, str, list[Any]]] = [
     (report_info(), "versions", [(-1,), (0,) * (m.FRAGMENTS_MAX + 1), [0]]),
     (report_info(), "digests", [(-1, 0), (1 << 64, 0), (1,), (1, 2, 3), [1, 2]]),
     (m.ReportReply(2, 3, 4, True, None), "retake", [(-1,), (m.FRAGMENTS_MAX,), (0,) * (m.FRAGMENTS_MAX + 1), 3]),
+    (p.ProbeAsk(3), "bytes_up", [-1, p.PROBE_BYTES_MAX + 1]),
+    (p.ProbeAsk(3), "bytes_down", [-1, p.PROBE_BYTES_MAX + 1]),
+    (p.ProbeAsk(3), "limit_ns", [0, p.PROBE_NS_MAX + 1]),
+    (p.ProbeAsk(3), "run_id", BAD_NAMES[1:]),
+    (p.ProbeAnswer(3, 2, "r"), "difference", ["x" * (m.TEXT_CHARS_MAX + 1)]),
+    (p.ProbeTaken(0, 0, 0), "bytes", [-1, p.PROBE_BYTES_MAX + 1]),
+    (p.Filler(b""), "data", [b"x" * (m.CHUNK_BYTES_MAX + 1), "text"]),
     (PULL, "from_version", [10, 8, 6]),
     (PULL, "part_bytes", [(10,), (0, 30), (10, 21), (10, 10, 10)]),
     (PULL, "payload_bytes", [29, 31]),

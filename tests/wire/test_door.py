@@ -113,8 +113,8 @@ def front(tmp_path: Path) -> Iterator[Callable[..., Front]]:
 
 
 def test_every_method_is_looked_at_below() -> None:
-    """A standby's call is looked at in ``test_following``."""
-    assert {*ASKS, *OPERATORS, "Follow"} == {method for method in NEEDS if "/" not in method}
+    """A standby's call is looked at in ``test_following``, and a probe's in ``test_probe_handler``."""
+    assert {*ASKS, *OPERATORS, "Follow", "Probe"} == {method for method in NEEDS if "/" not in method}
 
 
 @pytest.mark.parametrize("method", sorted(ASKS))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tests.wire.conftest import Wired
 
 METHODS = {
-    **{f"/{SYNC_SERVICE}/{name}": name for name in ("Join", "Report", "Leave", "Push", "Watch", "Pull")},
+    **{f"/{SYNC_SERVICE}/{name}": name for name in ("Join", "Report", "Leave", "Push", "Watch", "Pull", "Probe")},
     **{
         f"/{ADMIN_SERVICE}/{name}": name
         for name in ("Status", "Drain", "Evict", "Readmit", "Admit", "Refuse", "Snapshot")

@@ -458,3 +458,76 @@ class LeaveRequest(_message.Message):
 class LeaveResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ProbeAsk(_message.Message):
+    __slots__ = ("protocol", "run_id", "layout_fingerprint", "layout_json", "shared_config", "bytes_up", "bytes_down", "limit_ns")
+    class SharedConfigEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_JSON_FIELD_NUMBER: _ClassVar[int]
+    SHARED_CONFIG_FIELD_NUMBER: _ClassVar[int]
+    BYTES_UP_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DOWN_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_NS_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    run_id: str
+    layout_fingerprint: str
+    layout_json: bytes
+    shared_config: _containers.ScalarMap[str, str]
+    bytes_up: int
+    bytes_down: int
+    limit_ns: int
+    def __init__(self, protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., layout_json: _Optional[bytes] = ..., shared_config: _Optional[_Mapping[str, str]] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., limit_ns: _Optional[int] = ...) -> None: ...
+
+class ProbeAnswer(_message.Message):
+    __slots__ = ("protocol", "protocol_oldest", "run_id", "identity", "time_ns", "difference", "standby_of")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_OLDEST_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    TIME_NS_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    STANDBY_OF_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    protocol_oldest: int
+    run_id: str
+    identity: str
+    time_ns: int
+    difference: str
+    standby_of: str
+    def __init__(self, protocol: _Optional[int] = ..., protocol_oldest: _Optional[int] = ..., run_id: _Optional[str] = ..., identity: _Optional[str] = ..., time_ns: _Optional[int] = ..., difference: _Optional[str] = ..., standby_of: _Optional[str] = ...) -> None: ...
+
+class ProbeTaken(_message.Message):
+    __slots__ = ("bytes", "duration_ns", "bytes_per_s")
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    DURATION_NS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    duration_ns: int
+    bytes_per_s: int
+    def __init__(self, bytes: _Optional[int] = ..., duration_ns: _Optional[int] = ..., bytes_per_s: _Optional[int] = ...) -> None: ...
+
+class ProbeRequest(_message.Message):
+    __slots__ = ("ask", "filler")
+    ASK_FIELD_NUMBER: _ClassVar[int]
+    FILLER_FIELD_NUMBER: _ClassVar[int]
+    ask: ProbeAsk
+    filler: bytes
+    def __init__(self, ask: _Optional[_Union[ProbeAsk, _Mapping]] = ..., filler: _Optional[bytes] = ...) -> None: ...
+
+class ProbeResponse(_message.Message):
+    __slots__ = ("answer", "taken", "filler")
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
+    FILLER_FIELD_NUMBER: _ClassVar[int]
+    answer: ProbeAnswer
+    taken: ProbeTaken
+    filler: bytes
+    def __init__(self, answer: _Optional[_Union[ProbeAnswer, _Mapping]] = ..., taken: _Optional[_Union[ProbeTaken, _Mapping]] = ..., filler: _Optional[bytes] = ...) -> None: ...

@@ -64,6 +64,11 @@ class SyncServiceStub(object):
                 request_serializer=diloco_dot_wire_dot_v1_dot_sync__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=diloco_dot_wire_dot_v1_dot_sync__pb2.LeaveResponse.FromString,
                 _registered_method=True)
+        self.Probe = channel.stream_stream(
+                '/diloco.wire.v1.SyncService/Probe',
+                request_serializer=diloco_dot_wire_dot_v1_dot_sync__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=diloco_dot_wire_dot_v1_dot_sync__pb2.ProbeResponse.FromString,
+                _registered_method=True)
 
 
 class SyncServiceServicer(object):
@@ -113,6 +118,14 @@ class SyncServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Probe(self, request_iterator, context):
+        """Protocol 3: how one gets on with the syncer, and how fast; nothing of the run is read or changed.  ask -> answer; then
+        as much filler as was asked for, until the client ends its half -> taken; then filler from here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SyncServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -145,6 +158,11 @@ def add_SyncServiceServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=diloco_dot_wire_dot_v1_dot_sync__pb2.LeaveRequest.FromString,
                     response_serializer=diloco_dot_wire_dot_v1_dot_sync__pb2.LeaveResponse.SerializeToString,
+            ),
+            'Probe': grpc.stream_stream_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=diloco_dot_wire_dot_v1_dot_sync__pb2.ProbeRequest.FromString,
+                    response_serializer=diloco_dot_wire_dot_v1_dot_sync__pb2.ProbeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -309,6 +327,33 @@ class SyncService(object):
             '/diloco.wire.v1.SyncService/Leave',
             diloco_dot_wire_dot_v1_dot_sync__pb2.LeaveRequest.SerializeToString,
             diloco_dot_wire_dot_v1_dot_sync__pb2.LeaveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Probe(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/diloco.wire.v1.SyncService/Probe',
+            diloco_dot_wire_dot_v1_dot_sync__pb2.ProbeRequest.SerializeToString,
+            diloco_dot_wire_dot_v1_dot_sync__pb2.ProbeResponse.FromString,
             options,
             channel_credentials,
             insecure,
