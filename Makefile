@@ -8,7 +8,7 @@ PYTHON := $(shell for p in python3.12 python3.11 python3; do \
 endif
 VENV = $(or $(PYTHON),$(error Python 3.11 or newer with venv is needed: make PYTHON=/path/to/python3)) -m venv
 BIN := .venv/bin
-.PHONY: demo test check protos bench bench-codec bench-gpu kernels swarm admission soak flood upgrade crash powercut flips fuzz-inputs disaster crowd fuzz hostile poison failover
+.PHONY: demo test check protos bench bench-codec bench-gpu bench-quality kernels swarm admission soak flood upgrade crash powercut flips fuzz-inputs disaster crowd fuzz hostile poison failover
 
 demo: .venv/.ready
 	$(BIN)/diloco up $(ARGS)
@@ -29,6 +29,9 @@ bench-codec: .venv/.ready
 
 bench-gpu: .venv/.ready
 	$(BIN)/python -m benchmarks.bench_gpu_codec $(ARGS)
+
+bench-quality: .venv/.ready
+	$(BIN)/python -m benchmarks.bench_quality $(ARGS)
 
 # Hunts, short by default: each ends with one JSON object and exits 1 for a violation (tests/hunts).
 HUNT = $(BIN)/python -m tests.hunts

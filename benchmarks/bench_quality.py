@@ -1,0 +1,306 @@
+"""What does a codec cost in quality?
+
+Two answers, both with the demo's model (1.07 M parameters), text and inner optimizer:
+
+- ``gradient`` rows: bits a value, cosine and relative L2 error of what each codec makes of real pseudo-gradients (one
+  site, the demo's batch and inner steps), at several ages, with and without the entropy stage.
+- ``loss`` rows: the loss on a fixed part of the validation split after a fixed number of tokens, for each codec and
+  seed, and its ratio to fp32 with the same seed.  Lock-step DiLoCo of two sites in this process, with the product's own
+  mathematics: from a warm start, ``adopt=overwrite``, outer SGD of lr 1 (SparseLoCo's), the up-link encoded, the
+  down-link fp32; ``+ef`` says that the residual is fed back, by SparseLoCo's .95 for topk and 1 for the others.
+
+A run takes long, so everything that is finished is kept in ``--folder`` and taken from there the next time; each piece
+says at which commit it was made.  ``--pieces N`` trains at most N more pieces, ``--pieces 0`` only puts together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.record import add_arguments, commit, finish, percentile, record
+from diloco.codec.contract import Carry
+from diloco.codec.feedback import publish
+from diloco.codec.registry import make_codec
+from diloco.inner.data import CorpusManifest, DataOptions, TokenStream, prepare_corpus, validation_batches
+from diloco.inner.model import ModelOptions, Transformer, next_token_loss
+from diloco.inner.optimizer import InnerOptimizers, InnerOptions, build_optimizers, lr_factor
+from diloco.inner.trainer import evaluate
+from diloco.outer.fragments import Fragment, gather, named_parameters_once, plan_layout, scatter
+from diloco.outer.merge import merge_mean
+from diloco.outer.optimizer import OuterOptimizerOptions, outer_step
+from diloco.outer.pseudo_gradient import pseudo_gradient
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PLAIN = ("bf16", "int8", "int4", "e3m0", "int2", "topk", "sign")
+OUTER = OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0)
+SITES = 2
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to send updates; ``beta`` is that of the residual, None for none."""
+
+    name: str
+    up: str
+    beta: float | None = None
+    down: str = "fp32"
+
+
+ARMS = (
+    Arm("fp32", "fp32"),
+    Arm("topk+ef", "topk", 0.95),
+    Arm("int2+ef", "int2", 1.0),
+    Arm("int4", "int4"),
+    Arm("e3m0", "e3m0"),
+    Arm("sign+ef", "sign", 1.0),
+    Arm("int2", "int2"),
+    Arm("topk", "topk"),
+    Arm("sign", "sign"),
+    Arm("int8", "int8"),
+    Arm("int4 both ways", "int4", None, "int4"),
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How long everything is."""
+
+    model: dict[str, Any]
+    tokenizer: str = "bpe1024"
+    ages: tuple[int, ...] = (15, 60, 150, 300)
+    """Inner steps after which a pseudo-gradient is taken."""
+    gradient_batch: int = 16
+    gradient_steps: int = 15
+    batch: int = 4
+    warm_steps: int = 200
+    inner_steps: int = 10
+    rounds: int = 80
+    validation: int = 128
+
+
+FULL = Size({"vocab_size": 1025, "layers": 4, "dim": 128, "heads": 4, "context": 128})
+QUICK = Size(
+    {"vocab_size": 257, "layers": 1, "dim": 32, "heads": 2, "context": 32}, "bytes", (4, 8), 4, 4, 2, 10, 2, 4, 8
+)
+
+
+class Bench:
+    """The pieces of one size, those that are there and those that are not."""
+
+    def __init__(self, size: Size, folder: Path, pieces: int | None) -> None:
+        torch.set_num_threads(1)
+        self.size, self.folder, self.left = size, folder, pieces
+        self.options = InnerOptions(optimizer="muon")
+        folder.mkdir(parents=True, exist_ok=True)
+        self.mark = hashlib.sha256(json.dumps(asdict(size), sort_keys=True).encode()).hexdigest()[:8]
+        self._manifest: CorpusManifest | None = None
+
+    @property
+    def manifest(self) -> CorpusManifest:
+        """The text; made at first need."""
+        if self._manifest is None:
+            self._manifest = prepare_corpus(DataOptions(tokenizer=self.size.tokenizer), self.folder / "data")
+        return self._manifest
+
+    def may_make(self) -> bool:
+        """Whether one more piece may be made; counts it."""
+        if self.left is not None:
+            self.left -= 1
+        return self.left is None or self.left >= 0
+
+    # --- gradients -------------------------------------------------------------------------------------------------
+
+    def gradients(self, seed: int) -> dict[int, Tensor]:
+        """Pseudo-gradients of one site by age; nothing if they may not be made now."""
+        path = self.folder / f"gradients-{self.mark}-{seed}.pt"
+        if not path.exists():
+            if not self.may_make():
+                return {}
+            torch.save(self._train_gradients(seed), path)
+        found: dict[int, Tensor] = torch.load(path, weights_only=True)
+        return found
+
+    def _train_gradients(self, seed: int) -> dict[int, Tensor]:
+        site = Site(self, seed, 0, 1, self.size.gradient_batch)
+        found, before = {}, site.values()
+        for step in range(1, max(self.size.ages) + 1):
+            site.step(0.0)
+            if step % self.size.gradient_steps == 0:
+                now = site.values()
+                if step in self.size.ages:
+                    found[step] = pseudo_gradient(before, now, [])
+                before = now
+        return found
+
+    def gradient_rows(self, seed: int) -> list[dict[str, Any]]:
+        """What every codec makes of them."""
+        rows = []
+        for age, values in self.gradients(seed).items():
+            for name in PLAIN:
+                codec = make_codec(name)
+                payload = codec.encode(values)
+                decoded = codec.decode(payload, values.numel()).double()
+                cosine = torch.nn.functional.cosine_similarity(decoded, values.double(), dim=0)
+                error = torch.linalg.vector_norm(decoded - values) / torch.linalg.vector_norm(values.double())
+                staged = min(len(make_codec(f"{name}+zstd1").encode(values)) - 1, len(payload))
+                rows.append(
+                    {
+                        "kind": "gradient",
+                        "age_steps": age,
+                        "codec": name,
+                        "bits_per_value": round(8 * len(payload) / values.numel(), 4),
+                        "bits_with_zstd": round(8 * staged / values.numel(), 4),
+                        "cosine": round(float(cosine), 5),
+                        "relative_l2": round(float(error), 5),
+                    }
+                )
+                print(
+                    "age {age_steps:4} {codec:6} {bits_per_value:8.4f} {bits_with_zstd:8.4f} ".format(**rows[-1]),
+                    end="",
+                )
+                print("bits, cosine {cosine:.4f}, L2 {relative_l2:.4f}".format(**rows[-1]), flush=True)
+        return rows
+
+    # --- losses ----------------------------------------------------------------------------------------------------
+
+    def loss(self, arm: Arm, seed: int) -> dict[str, Any] | None:
+        """The row of one arm and seed; None if it may not be made now."""
+        path = self.folder / f"loss-{self.mark}-{arm.name.replace(' ', '-')}-{seed}.json"
+        if not path.exists():
+            if not self.may_make():
+                return None
+            began = time.monotonic()
+            row = {"kind": "loss", "arm": arm.name, "seed": seed, "val_loss": self._train_loss(arm, seed)}
+            row |= {"made_at": commit(), "seconds": round(time.monotonic() - began)}
+            path.write_text(json.dumps(row), encoding="utf-8")
+            print(f"{arm.name:15} seed {seed}: {row['val_loss']:.4f} in {row['seconds']} s", flush=True)
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+
+    def _warm(self, seed: int) -> tuple[Tensor, dict[str, Tensor], dict[str, float | int | bool]]:
+        """The values after a short phase of one site with the batch of all, and its optimizer's state."""
+        path = self.folder / f"warm-{self.mark}-{seed}.pt"
+        if not path.exists():
+            site = Site(self, seed, 0, 1, SITES * self.size.batch)
+            for _ in range(self.size.warm_steps):
+                site.step(0.0)
+            torch.save((site.values(), *site.inner.state_dict()), path)
+        found: tuple[Tensor, dict[str, Tensor], dict[str, float | int | bool]] = torch.load(path, weights_only=True)
+        return found
+
+    def _train_loss(self, arm: Arm, seed: int) -> float:
+        theta, tensors, numbers = self._warm(seed)
+        sites = [Site(self, seed, index, SITES, self.size.batch) for index in range(SITES)]
+        for site in sites:
+            site.inner.load_state_dict({name: value.clone() for name, value in tensors.items()}, numbers)
+            site.steps = self.size.warm_steps
+        up, down = make_codec(arm.up), make_codec(arm.down)
+        residuals = [torch.zeros_like(theta) for _ in sites]
+        published = theta.clone()
+        payload = torch.empty(up.payload_bytes_max(theta.numel()), dtype=torch.uint8)
+        for turn in range(self.size.rounds):
+            sent = []
+            for site, residual in zip(sites, residuals, strict=True):
+                site.take(published)
+                for _ in range(self.size.inner_steps):
+                    site.step(turn / self.size.rounds)
+                decoded = torch.empty_like(theta)
+                carry = None if arm.beta is None else Carry(residual, arm.beta)
+                up.encode_difference(published, site.values(), payload, decoded, carry=carry)
+                sent.append((1.0, [decoded]))
+            theta, _ = outer_step(theta, merge_mean(sent), None, OUTER)
+            _, published = publish(theta, published, down)
+        sites[0].take(theta)
+        context = int(self.size.model["context"])
+        batches = validation_batches(self.manifest, context, 16, max(1, self.size.validation // 16))
+        return round(evaluate(sites[0].model, batches, precision="fp32"), 5)
+
+
+class Site:
+    """A model that trains by itself."""
+
+    def __init__(self, bench: Bench, seed: int, index: int, sites: int, batch: int) -> None:
+        self.model = Transformer(ModelOptions(**bench.size.model), seed)
+        self.parameters = named_parameters_once(self.model)
+        shapes = [(name, tuple(value.shape)) for name, value in self.parameters.items()]
+        self.fragment: Fragment = plan_layout(shapes, 1).fragments[0]
+        self.options = bench.options
+        self.inner: InnerOptimizers = build_optimizers(self.model, self.options)
+        context = int(bench.size.model["context"])
+        self.stream = TokenStream(bench.manifest, "train", context, batch, site_index=index, num_sites=sites, seed=seed)
+        self.steps = self.cursor = 0
+
+    def step(self, progress: float) -> None:
+        """One inner step."""
+        self.steps += 1
+        tokens, targets = self.stream.batch(self.cursor)
+        self.cursor += self.stream.sequences_per_batch
+        self.inner.set_lr_factor(lr_factor(self.options, progress, self.steps))
+        self.inner.zero_grad()
+        next_token_loss(self.model(tokens), targets).backward()
+        self.inner.clip()
+        self.inner.step()
+
+    def values(self) -> Tensor:
+        """A copy of the model's values."""
+        return gather(self.fragment, self.parameters)
+
+    def take(self, values: Tensor) -> None:
+        """Put ``values`` into the model."""
+        scatter(self.fragment, values, self.parameters)
+
+
+def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The losses of each arm over those of fp32, by seed."""
+    beside = {row["seed"]: row["val_loss"] for row in rows if row["arm"] == "fp32"}
+    found = []
+    for arm in ARMS[1:]:
+        mine = [
+            row["val_loss"] / beside[row["seed"]] for row in rows if row["arm"] == arm.name and row["seed"] in beside
+        ]
+        if mine:
+            facts = {"kind": "loss ratio", "arm": arm.name, "seeds": len(mine), "ratios": [round(x, 5) for x in mine]}
+            found.append({**facts, "ratio_p50": round(percentile(mine, 50), 5), "ratio_max": round(max(mine), 5)})
+            print(f"{arm.name:15} / fp32: {found[-1]['ratio_p50']:.4f} at the median of {len(mine)}", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    add_arguments(parser)
+    parser.add_argument("--seeds", type=int, default=3, help="how many seeds of the losses, from --seed on")
+    parser.add_argument("--folder", type=Path, default=Path("runs/.quality"), help="where finished pieces are kept")
+    parser.add_argument("--pieces", type=int, default=None, help="train at most so many more pieces")
+    options = parser.parse_args()
+    if options.quick:
+        options.seeds = 1
+        with tempfile.TemporaryDirectory() as folder:
+            finish(run(Bench(QUICK, Path(folder), None), options), save=options.save)
+    else:
+        finish(run(Bench(FULL, options.folder, options.pieces), options), save=options.save)
+
+
+def run(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
+    """Make what may be made, and the record of all that is there."""
+    rows = bench.gradient_rows(options.seed)
+    losses = []
+    for seed in range(options.seed, options.seed + options.seeds):
+        losses += [row for arm in ARMS if (row := bench.loss(arm, seed)) is not None]
+    config = {**asdict(bench.size), "sites": SITES, "quick": options.quick}
+    result = record("quality", config, rows + losses + ratios(losses), options.seed, repeats=options.seeds)
+    return {**result, "pieces": f"{len(losses)} of {len(ARMS) * options.seeds} losses"}
+
+
+if __name__ == "__main__":
+    main()
