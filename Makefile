@@ -33,6 +33,10 @@ bench-gpu: .venv/.ready
 bench-quality: .venv/.ready
 	$(BIN)/python -m benchmarks.bench_quality $(ARGS)
 
+.PHONY: bench-wan
+bench-wan: .venv/.ready .venv-peers/torchft/.ready
+	$(BIN)/python -m benchmarks.bench_wan $(ARGS)
+
 # Hunts, short by default: each ends with one JSON object and exits 1 for a violation (tests/hunts).
 HUNT = $(BIN)/python -m tests.hunts
 SEEDS ?= 200
@@ -94,6 +98,13 @@ fuzz-inputs: .venv/.ready
 # The compiled kernels alone, into the tree, where .venv is that of another tree.
 kernels:
 	$(BIN)/python -c 'import setuptools; setuptools.setup()' -q build_ext --inplace
+
+# Other systems for comparison, each with the packages of benchmarks/peers/NAME.txt; one that cannot be had is left out, in
+# words, here and by the benchmark that wanted it.
+.venv-peers/%/.ready: benchmarks/peers/%.txt
+	@echo "Setting up .venv-peers/$* with $$($(PYTHON) --version): the packages of $<"
+	@$(VENV) .venv-peers/$* && .venv-peers/$*/bin/pip install -q --no-compile -r $< && touch $@ \
+	    || echo ".venv-peers/$* could not be made: what it is for goes without it"
 
 # The oldest compiler whose output every supported protobuf runtime loads; it wants an older protobuf than the product's.
 .venv-protos/.ready: Makefile

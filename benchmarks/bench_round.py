@@ -37,11 +37,11 @@ def run_gloo(task: Task, rank: int, port: int, step_too: bool, pipe: Any) -> Non
     optimizer = OuterOptimizerOptions(**OPTIMIZER)  # type: ignore[arg-type]
     local = [values.clone() for values in theta]
     values = [tensor.numpy() for tensor in local]
-    seconds = []
+    spans = []
     for step in range(task.rounds_in_all):
         task.disturb(values, rank, step)
         dist.barrier()
-        began = time.perf_counter()
+        began = time.monotonic()
         for index in range(len(theta)):
             d = torch.sub(theta[index], local[index]) if step_too else local[index]
             dist.all_reduce(d)
@@ -49,9 +49,9 @@ def run_gloo(task: Task, rank: int, port: int, step_too: bool, pipe: Any) -> Non
             if step_too:
                 theta[index], momenta[index] = outer_step(theta[index], d, momenta[index], optimizer)
                 local[index].copy_(theta[index])
-        seconds.append(time.perf_counter() - began)
+        spans.append((began, time.monotonic()))
     rule = "nesterov" if step_too else "mean"
-    pipe.send({"seconds": seconds[task.warm_up :], "error": task.error(values, rule)})
+    pipe.send({"spans": spans[task.warm_up :], "error": task.error(values, rule)})
     pipe.recv()
     dist.destroy_process_group()
 

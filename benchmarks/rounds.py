@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.peers.task import OUTER_LR, OUTER_MOMENTUM, Task
+from benchmarks.peers.task import OUTER_LR, OUTER_MOMENTUM, Task, round_seconds
 from benchmarks.record import percentile
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo
@@ -133,7 +133,6 @@ def run_site(case: Case, folder: str, address: str, index: int, pipe: Any) -> No
     pipe.send(
         {
             "spans": spans[task.warm_up :],
-            "seconds": [end - begin for begin, end in spans[task.warm_up :]],
             "bytes_up": client.bytes_up - at_start[0],
             "bytes_down": client.bytes_down - at_start[1],
             "error": task.error(values, "nesterov"),
@@ -189,11 +188,6 @@ def in_processes(jobs: list[tuple[Any, tuple[Any, ...]]], bound_s: float) -> lis
         for process, _ in started:
             process.join(30.0)
             process.kill()
-
-
-def round_seconds(sites: list[dict[str, Any]]) -> list[float]:
-    """Round by round; one lasts until its slowest site is done."""
-    return [max(seconds) for seconds in zip(*(site["seconds"] for site in sites), strict=True)]
 
 
 def spread(sites: list[dict[str, Any]]) -> dict[str, float]:

@@ -17,7 +17,7 @@ import numpy as np
 
 NUM_TENSORS = 20
 NOISY_VALUES = 4096
-"""Leading values of each tensor that change by a random amount each; the others change by one amount for all."""
+"""How many random amounts the values of a tensor change by, again and again along it."""
 SCALE = 1e-3
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 RULES = ("mean", "nesterov")
@@ -59,8 +59,9 @@ class Task:
     def disturb(self, values: list[np.ndarray], site: int, step: int) -> None:
         """What site ``site`` does to its ``values`` in round ``step`` (from 0), in place."""
         for tensor, (shift, noise) in zip(values, self._changes(len(values[0]), site, step), strict=True):
-            tensor += shift
-            tensor[: len(noise)] += noise
+            whole = len(tensor) - len(tensor) % len(noise)
+            tensor[:whole].reshape(-1, len(noise))[:] += noise + shift
+            tensor[whole:] += noise[: len(tensor) - whole] + shift
 
     def expected(self, rule: str) -> list[np.ndarray]:
         """The leading values of each tensor after the last round."""
@@ -93,6 +94,15 @@ class Task:
         shifts = (SCALE * dice.standard_normal(NUM_TENSORS)).astype(np.float32)
         noise = (SCALE * dice.standard_normal((NUM_TENSORS, min(NOISY_VALUES, length)))).astype(np.float32)
         return list(zip(shifts, noise, strict=True))
+
+
+def round_seconds(sites: list[dict[str, Any]]) -> list[float]:
+    """Round by round, from when the last site is ready for it until the last one has its result.
+
+    ``spans`` of a site are when it began and ended each round, by the clock that all processes of a machine share.
+    """
+    rounds = zip(*(site["spans"] for site in sites), strict=True)
+    return [max(end for _, end in spans) - max(began for began, _ in spans) for spans in rounds]
 
 
 def report(site: int, **found: Any) -> None:

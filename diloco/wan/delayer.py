@@ -137,6 +137,11 @@ class Delayer:
             return self._start(**arguments)  # type: ignore[arg-type]
         if what == "cpu_s":
             return time.process_time()
+        if what == "crossed":
+            return {
+                name: [cable.pipes[direction].counts.bytes_out for direction in DIRECTIONS]
+                for name, cable in self._cables.items()
+            }
         if what == "stats":
             return {name: self._stats(cable) for name, cable in sorted(self._cables.items())}
         name = str(arguments.pop("name", ""))

