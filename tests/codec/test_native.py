@@ -37,6 +37,9 @@ def inputs() -> dict[str, tuple[torch.Tensor, ...]]:
     found: dict[str, tuple[torch.Tensor, ...]] = {kind: (values,) for kind, values in samples(5).items()}
     for steps in (1, 30):
         found[f"trained {steps}"] = trained(steps, seed=3)
+    before, after = trained(1, seed=3)
+    before[1500] = 3e38
+    found["trained, with a giant"] = (before, after)
     generator = torch.Generator().manual_seed(1)
     for numel in (1, 2, 31, 33, 2047, 2048, 2049, 4096, 10_001):
         terms = [torch.randn(numel, generator=generator) for _ in range(4)]
@@ -70,12 +73,15 @@ def test_encoding_and_decoding(fast: Kernels, name: str) -> None:
 
 
 @every_level
+@pytest.mark.parametrize("largest", [0.0, 3e38])
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4", "int4:256"])
-def test_error_feedback(fast: Kernels, name: str) -> None:
+def test_error_feedback(fast: Kernels, name: str, largest: float) -> None:
+    """Also where codes have to be held in the midst of others."""
     codec = codec_of(name)
     layout = codec.layout
     assert layout is not None
     base, local = trained(10, seed=4)
+    base[3000] += largest
     numel = base.numel()
     plain, found = torch.zeros(numel), torch.zeros(numel)
     for _ in range(3):

@@ -1,28 +1,98 @@
-// Blocks of 32 to 256 values sixteen at a time; the same codes and values as encode_block and decode_block.
+// Blocks of 32 to 256 values sixteen at a time; the same codes and values as the loops of level.h.
 
+// Where values to encode come from and what becomes of them; null for what there is not.
+struct Flow {
+    const float *a, *b;    // a - b
+    float *residual;       // added, times beta, and replaced by what got lost
+    float beta;
+    float *decoded;
+};
+
+static inline __m512 flow_in(const Flow *flow, int64_t i) {
+    __m512 x = _mm512_loadu_ps(flow->a + i);
+    if (flow->b) x = _mm512_sub_ps(x, _mm512_loadu_ps(flow->b + i));
+    if (flow->residual)
+        x = _mm512_add_ps(x, _mm512_mul_ps(_mm512_loadu_ps(flow->residual + i), _mm512_set1_ps(flow->beta)));
+    return x;
+}
+
+// Codes of one block whose values lie in x; `at` is their place in what flows out.
 template <int BITS, int BLOCK>
-static inline void encode_codes(const float *x, int64_t blocks, const float *scale, uint8_t *codes, float *decoded) {
+static inline void encode_codes(const float *x, float scale, uint8_t *codes, const Flow *flow, int64_t at) {
     // With 8 on top the low four bits of the sum are the code plus 8; the added 8 is even and moves no tie.
     const __m512 rounder = _mm512_set1_ps(BITS == 8 ? ROUNDER : ROUNDER + 8.0f);
     const __m512i low = _mm512_set1_epi64(0x0F);
-    for (int64_t b = 0; b < blocks; b++, x += BLOCK, codes += BLOCK * BITS / 8) {
-        const __m512 factor = _mm512_set1_ps(scale[b]);
-        const __mmask16 some = _mm512_cmp_ps_mask(factor, _mm512_setzero_ps(), _CMP_NEQ_OQ);
-        const __m512 divisor = _mm512_mask_mov_ps(_mm512_set1_ps(1.0f), some, factor);
-        for (int i = 0; i < BLOCK; i += 16) {
-            const __m512 sum = _mm512_add_ps(_mm512_div_ps(_mm512_loadu_ps(x + i), divisor), rounder);
-            const __m512i bits = _mm512_castps_si512(sum);
-            if (BITS == 8) {
-                _mm_storeu_si128((__m128i *)(codes + i), _mm512_cvtepi32_epi8(bits));
-            } else {
-                // Of two neighbours the later one's four bits come to stand behind the earlier one's.
-                const __m512i later = _mm512_srli_epi64(bits, 28);
-                const __m512i pairs = _mm512_ternarylogic_epi64(low, bits, later, 0xCA);
-                _mm_storel_epi64((__m128i *)(codes + i / 2), _mm512_cvtepi64_epi8(pairs));
-            }
-            if (decoded) _mm512_storeu_ps(decoded + i, _mm512_mul_ps(_mm512_sub_ps(sum, rounder), factor));
+    const __m512 factor = _mm512_set1_ps(scale), divisor = _mm512_set1_ps(scale > 0 ? scale : 1.0f);
+    for (int i = 0; i < BLOCK; i += 16) {
+        const __m512 value = _mm512_loadu_ps(x + i);
+        const __m512 sum = _mm512_add_ps(_mm512_div_ps(value, divisor), rounder);
+        const __m512i bits = _mm512_castps_si512(sum);
+        if (BITS == 8) {
+            _mm_storeu_si128((__m128i *)(codes + i), _mm512_cvtepi32_epi8(bits));
+        } else {
+            // Of two neighbours the later one's four bits come to stand behind the earlier one's.
+            const __m512i later = _mm512_srli_epi64(bits, 28);
+            const __m512i pairs = _mm512_ternarylogic_epi64(low, bits, later, 0xCA);
+            _mm_storel_epi64((__m128i *)(codes + i / 2), _mm512_cvtepi64_epi8(pairs));
         }
-        if (decoded) decoded += BLOCK;
+        if (!flow->decoded && !flow->residual) continue;
+        const __m512 told = _mm512_mul_ps(_mm512_sub_ps(sum, rounder), factor);
+        if (flow->decoded) _mm512_storeu_ps(flow->decoded + at + i, told);
+        if (flow->residual) _mm512_storeu_ps(flow->residual + at + i, _mm512_sub_ps(value, told));
+    }
+}
+
+// Whole blocks, by groups of up to sixteen that share a vector of scales.  Values so large that codes may have to be
+// held are left to the loops: the answer is then how many blocks are done, which is all of them otherwise.
+template <int BITS, int BLOCK>
+static int64_t encode_groups(const Flow *flow, int64_t blocks, uint8_t *scales, uint8_t *codes, int *status) {
+    constexpr int GROUP = BLOCK <= 64 ? 16 : 1024 / BLOCK;
+    const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
+    const bool as_it_is = !flow->b && !flow->residual;
+    alignas(64) float room[GROUP * BLOCK];
+    alignas(64) uint32_t peaks[16] = {};
+    alignas(64) float scale[16];
+    for (int64_t done = 0; done < blocks; done += GROUP) {
+        const int here = blocks - done < GROUP ? (int)(blocks - done) : GROUP;
+        const float *x = as_it_is ? flow->a + done * BLOCK : room;
+        for (int b = 0; b < here; b++) {
+            __m512i peak = _mm512_setzero_si512();
+            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += 16) {
+                const __m512 value = flow_in(flow, done * BLOCK + i);
+                if (!as_it_is) _mm512_store_ps(room + i, value);
+                peak = _mm512_max_epu32(peak, _mm512_and_si512(_mm512_castps_si512(value), magnitude));
+            }
+            peaks[b] = _mm512_reduce_max_epu32(peak);
+        }
+        const __mmask16 there = (__mmask16)((1u << here) - 1);
+        const __m512i peak = _mm512_maskz_load_epi32(there, peaks);
+        if (_mm512_cmpge_epu32_mask(peak, _mm512_set1_epi32(INFINITE))) {
+            *status = NOT_FINITE;
+            return blocks;
+        }
+        if (_mm512_cmpgt_epu32_mask(peak, _mm512_set1_epi32((int)as_bits(FP32_MAX / 2)))) return done;
+        const __m512 ratio = _mm512_div_ps(_mm512_castsi512_ps(peak), _mm512_set1_ps(largest_code<BITS>()));
+        const __m512i up = _mm512_add_epi32(_mm512_castps_si512(ratio), _mm512_set1_epi32(0xFFFF));
+        __m512i bits = _mm512_and_si512(up, _mm512_set1_epi32((int)0xFFFF0000u));
+        bits = _mm512_max_epi32(bits, _mm512_set1_epi32(SCALE_LEAST));
+        bits = _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(peak, peak), bits);
+        _mm512_store_si512(scale, bits);
+        _mm512_mask_cvtepi32_storeu_epi16(scales + 2 * done, there, _mm512_srli_epi32(bits, 16));
+        for (int b = 0; b < here; b++)
+            encode_codes<BITS, BLOCK>(x + b * BLOCK, scale[b], codes + (done + b) * (BLOCK * BITS / 8), flow,
+                                      (done + b) * BLOCK);
+    }
+    return blocks;
+}
+
+template <int BITS>
+static int64_t encode_flow(const Flow *flow, int64_t blocks, int64_t block, uint8_t *scales, uint8_t *codes, int *status) {
+    switch (block) {
+    case 32: return encode_groups<BITS, 32>(flow, blocks, scales, codes, status);
+    case 64: return encode_groups<BITS, 64>(flow, blocks, scales, codes, status);
+    case 128: return encode_groups<BITS, 128>(flow, blocks, scales, codes, status);
+    case 256: return encode_groups<BITS, 256>(flow, blocks, scales, codes, status);
+    default: return 0;
     }
 }
 

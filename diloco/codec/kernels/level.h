@@ -65,6 +65,11 @@ static inline float largest_code() { return BITS == 8 ? 127.0f : 7.0f; }
 template <int BITS, int FIXED>
 static int encode_blocks(const float *x, int64_t blocks, int64_t size, uint8_t *scales, uint8_t *codes, float *decoded) {
     const int64_t block = FIXED ? FIXED : size;
+#ifdef AVX512
+    const Flow flow = {x, nullptr, nullptr, 0.0f, decoded};
+    int status = DONE;
+    if (encode_flow<BITS>(&flow, blocks, block, scales, codes, &status) == blocks) return status;
+#endif
     alignas(64) uint32_t peaks[TILE / 2];
     alignas(64) float scale[TILE / 2];
     alignas(64) uint16_t words[TILE / 2];
@@ -91,12 +96,6 @@ static int encode_blocks(const float *x, int64_t blocks, int64_t size, uint8_t *
         }
         return DONE;
     }
-#ifdef AVX512
-    if (FIXED) {
-        encode_codes<BITS, FIXED>(x, blocks, scale, codes, decoded);
-        return DONE;
-    }
-#endif
     for (int64_t b = 0; b < blocks; b++)
         encode_block<BITS, false>(x + b * block, block, scale[b], codes + b * bytes, decoded ? decoded + b * block : nullptr);
     return DONE;
@@ -281,10 +280,30 @@ static double sum_products(const float *a, const float *b, int64_t count, double
 
 // ---------------------------------------------------------------------------------------------- what Python calls
 
+#ifdef AVX512
+// As much as can flow from the terms to the payload without a stop in between; how many values that are.
+static int64_t encode_whole_blocks(const Encode *job, int *status) {
+    const int64_t block = job->format.block, blocks = job->count / block;
+    if (job->less_count > 1 || job->format.kind < INT8) return 0;
+    const Flow flow = {job->values, job->less_count ? job->less[0] : nullptr, job->residual, job->beta, job->decoded};
+    uint8_t *scales = job->payload + job->start / block * 2;
+    uint8_t *codes = job->payload + (job->format.numel + block - 1) / block * 2;
+    if (job->format.kind == INT8)
+        return block * encode_flow<8>(&flow, blocks, block, scales, codes + job->start, status);
+    return block * encode_flow<4>(&flow, blocks, block, scales, codes + job->start / 2, status);
+}
+#endif
+
 static int encode(const Encode *job) {
     const int64_t step = tile_of(job->format.block);
     alignas(64) float x[TILE];
-    for (int64_t at = 0; at < job->count; at += step) {
+    int64_t begin = 0;
+#ifdef AVX512
+    int flowed = DONE;
+    begin = encode_whole_blocks(job, &flowed);
+    if (flowed != DONE) return flowed;
+#endif
+    for (int64_t at = begin; at < job->count; at += step) {
         const int64_t count = job->count - at < step ? job->count - at : step;
         const float *a = job->values + at;
         if (job->less_count == 0) memcpy(x, a, 4 * (size_t)count);
