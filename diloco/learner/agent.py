@@ -22,11 +22,13 @@ from diloco.codec.registry import make_codec
 from diloco.durable import PLAIN_DISK
 from diloco.inner.trainer import StepInfo, Verdict
 from diloco.learner.couriers import Fetcher, Listener, Pause, Sender
+from diloco.learner.encoding import Encoder
 from diloco.learner.follower import ADOPTED, GO_ON, STOP
 from diloco.learner.meter import Meter
 from diloco.learner.odometer import Odometer
 from diloco.learner.outbox import Outbox
 from diloco.learner.outcome import Finished, JoinFailed
+from diloco.learner.place import place_of
 from diloco.learner.restoring import restored_machine
 from diloco.learner.sealing import SealedUpdate, Sealer, SealJob
 from diloco.learner.site_tensors import SealInputs, SiteTensors
@@ -94,11 +96,11 @@ class Agent:
         """
         self._options, self._learner, self._layout = options, learner, layout
         self._agreement, self._client, self._site_id = agreement, client, site_id
-        self._emit, self._group = emit, group
-        self._process = secrets.token_hex(8)
+        self._emit, self._group, self._process = emit, group, secrets.token_hex(8)
         self._outbox = Outbox(Path(options.folder) / "outbox", disk)
         self._odometer = Odometer(Path(options.folder) / "odometer", disk)
-        self._tensors = SiteTensors(layout, parameters, learner.adopt, options.adopt_alpha)
+        place = place_of(parameters.values())
+        self._tensors = SiteTensors(layout, parameters, learner.adopt, options.adopt_alpha, place)
         self._meter = Meter()
         self._changed = threading.Condition(threading.RLock())
         self._redo = redo
@@ -148,7 +150,7 @@ class Agent:
         return Sealer(
             self._agreement.run_id,
             self._site_id,
-            make_codec(self._options.up_codec),
+            Encoder(make_codec(self._options.up_codec), self._tensors.place),
             self._outbox,
             self._incarnation,
             self._keep_sealed,
@@ -382,6 +384,7 @@ class Agent:
 
     def _deliver(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:
         """A version is here, fetched in ``lineage``: its values and the machine's knowledge change at one instant."""
+        self._tensors.place.of(values)  # On its way to the model already, while nobody waits.
         with self._changed:
             if lineage != self._machine.state.lineage:
                 return  # Of a run that is no more; the new lineage's fetch is in the queue.
@@ -427,7 +430,15 @@ class Agent:
         self._touch.heartbeat_s = reply.settings.heartbeat_ns / 1e9
         versions = [standing.version for standing in reply.standings]
         facts: dict[str, object] = {"incarnation": reply.incarnation, "epoch": reply.epoch, "versions": versions}
-        self._emit("joined", {**facts, "syncer": self._client.address, "kernels": native.description()})
+        self._emit(
+            "joined",
+            {
+                **facts,
+                "syncer": self._client.address,
+                "kernels": native.description(),
+                "encodes": str(self._sealer.encoder),
+            },
+        )
         self._tell(
             JoinAnswered(
                 reply.epoch,

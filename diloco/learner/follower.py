@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from diloco.inner.trainer import StepInfo, Verdict
+from diloco.learner.place import place_of
 from diloco.learner.site_tensors import SiteTensors
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Follower:
     """Ranks above 0 of a site: they do at each boundary what rank 0 tells them."""
 
     def __init__(self, layout: Layout, parameters: Mapping[str, Tensor], group: SiteGroup) -> None:
-        self._tensors = SiteTensors(layout, parameters, "rebase", 0.5)
+        self._tensors = SiteTensors(layout, parameters, "rebase", 0.5, place_of(parameters.values()))
         self._group = group
 
     def start(self) -> None:
@@ -45,6 +46,6 @@ class Follower:
             told = self._group.broadcast_small([])
             if told[0] != ADOPTED:
                 return told[0] == STOP
-            values = torch.empty(self._tensors.layout.fragments[told[1]].numel)
+            values = torch.empty(self._tensors.layout.fragments[told[1]].numel, device=self._tensors.place.device)
             self._group.broadcast_(values)
             self._tensors.write(told[1], values)

@@ -6,7 +6,6 @@ import queue
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from diloco.codec.contract import NonFiniteError, digest
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable
 
-    from diloco.codec.contract import Codec
+    from diloco.learner.encoding import Encoder
     from diloco.learner.outbox import Outbox
     from diloco.sync.events import LearnerEvent
 
@@ -39,7 +38,7 @@ class SealJob:
 
 @dataclass(frozen=True, slots=True)
 class SealedUpdate:
-    """The update to send, and ``decoded``: the pseudo-gradient as the syncer will read it."""
+    """The update to send, and ``decoded``: the pseudo-gradient as the syncer will read it, where the model is."""
 
     header: PushHeader
     payload: bytes
@@ -47,12 +46,10 @@ class SealedUpdate:
     norm: float
 
 
-def seal(job: SealJob, codec: Codec, run_id: str, site_id: str, incarnation: int) -> SealedUpdate:
+def seal(job: SealJob, encoder: Encoder, run_id: str, site_id: str, incarnation: int) -> SealedUpdate:
     """Measure, encode and describe an update; ``NonFiniteError`` when the site's values are not finite."""
     effect = job.effect
-    measured = job.inputs.pseudo_gradient()
-    payload = codec.encode(measured)
-    decoded = measured if codec.lossless else codec.decode(payload, measured.numel())
+    encoded = encoder.encode(job.inputs)
     header = PushHeader(
         run_id=run_id,
         site_id=site_id,
@@ -65,13 +62,13 @@ def seal(job: SealJob, codec: Codec, run_id: str, site_id: str, incarnation: int
         step_ns=effect.step_ns,
         cursor=effect.cursor,
         final=effect.final,
-        encoding=codec.name,
-        payload_bytes=len(payload),
-        numel=measured.numel(),
-        digest=digest_of(payload),
-        values_digest=digest(decoded),
+        encoding=encoder.codec.name,
+        payload_bytes=len(encoded.payload),
+        numel=encoded.decoded.numel(),
+        digest=digest_of(encoded.payload),
+        values_digest=digest(encoded.decoded),
     )
-    return SealedUpdate(header, payload, decoded, float(torch.linalg.vector_norm(measured)))
+    return SealedUpdate(header, encoded.payload, encoded.there, encoded.norm)
 
 
 class Sealer:
@@ -81,7 +78,7 @@ class Sealer:
         self,
         run_id: str,
         site_id: str,
-        codec: Codec,
+        encoder: Encoder,
         outbox: Outbox,
         incarnation: Callable[[], int],
         keep: Callable[[SealedUpdate], None],
@@ -92,7 +89,7 @@ class Sealer:
         """``keep`` gets every update that is durable; a full disk is waited for, until ``stopping``."""
         self._run_id = run_id
         self._site_id = site_id
-        self._codec = codec
+        self.encoder = encoder
         self._outbox = outbox
         self._incarnation = incarnation
         self._keep = keep
@@ -112,7 +109,7 @@ class Sealer:
     def _seal(self, job: SealJob) -> None:
         effect = job.effect
         try:
-            sealed = seal(job, self._codec, self._run_id, self._site_id, self._incarnation())
+            sealed = seal(job, self.encoder, self._run_id, self._site_id, self._incarnation())
         except NonFiniteError:
             self._tell(SealFailed(effect.fragment, effect.sequence))
             return

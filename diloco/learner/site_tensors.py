@@ -1,7 +1,9 @@
 """A site's tensors of the exchange: bases, references, decoded pseudo-gradients, and the way into the model.
 
-All values are flat fp32 CPU tensors in the fragment's canonical order.  Except for the model's own parameters no tensor
-is ever written to after it is stored here, so that threads and checkpoints may hold references.
+All values are flat fp32 tensors in the fragment's canonical order.  Versions (``base``, ``latest``) are on the host,
+where they are fetched, compared and hashed, and have a copy where the model is, if that is elsewhere; what a site makes
+itself (``reference``, ``sent``) is where the model is, and so is all arithmetic.  Except for the model's own parameters
+no tensor is ever written to after it is stored here, so that threads and checkpoints may hold references.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from diloco.learner.place import HOST, Place
 from diloco.outer.adopt import blend, overwrite, rebase
 from diloco.outer.fragments import gather, scatter
 from diloco.outer.pseudo_gradient import pseudo_gradient
@@ -25,7 +28,16 @@ if TYPE_CHECKING:
 class SiteTensors:
     """The tensors.  The training thread and the threads beside it call this under the agent's lock."""
 
-    def __init__(self, layout: Layout, parameters: Mapping[str, Tensor], adopt: str, adopt_alpha: float) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        parameters: Mapping[str, Tensor],
+        adopt: str,
+        adopt_alpha: float,
+        place: Place | None = None,
+    ) -> None:
+        """``place`` is where all ``parameters`` are, the host by default."""
+        self.place = place if place is not None else Place(HOST)
         self.layout = layout
         self.parameters = parameters
         self.adopt_rule = adopt
@@ -41,7 +53,8 @@ class SiteTensors:
 
     def local(self, fragment: int) -> Tensor:
         """A copy of the model's present values."""
-        return gather(self.layout.fragments[fragment], self.parameters)
+        part = self.layout.fragments[fragment]
+        return gather(part, self.parameters, torch.empty(part.numel, device=self.place.device))
 
     def write(self, fragment: int, values: Tensor) -> None:
         """Put ``values`` into the model."""
@@ -49,9 +62,9 @@ class SiteTensors:
 
     def adopt(self, fragment: int, version: int, merged: Sequence[int]) -> Tensor:
         """Take the latest version into the model; returns the model's new values."""
-        new_base = self._latest(fragment, version)
-        old_base = self.base[fragment]
-        assert old_base is not None
+        taken, held = self._latest(fragment, version), self.base[fragment]
+        assert held is not None
+        new_base, old_base = self.place.of(taken), self.place.of(held)
         if self.adopt_rule == "rebase":
             own = [self.sent[fragment, sequence] for sequence in merged]
             values = rebase(self.local(fragment), old_base, new_base, own)
@@ -62,7 +75,7 @@ class SiteTensors:
             values = reference = blend(self.local(fragment), new_base, self.adopt_alpha)
         for sequence in merged:
             del self.sent[fragment, sequence]
-        self.base[fragment], self.reference[fragment] = new_base, reference
+        self.base[fragment], self.reference[fragment] = taken, reference
         self.told_base[fragment] = self.told_latest[fragment]
         self.write(fragment, values)
         return values
@@ -82,7 +95,7 @@ class SiteTensors:
         latest = self.latest[fragment]
         base = latest[1] if latest is not None and latest[0] == version else self.base[fragment]
         assert base is not None
-        values = base
+        values = there = self.place.of(base)
         if self.adopt_rule == "rebase":
             # What is in flight is progress that the version lacks; a d points uphill, so it is subtracted.
             for sequence in keep:
@@ -92,7 +105,7 @@ class SiteTensors:
         if base is not self.base[fragment]:
             self.told_base[fragment] = self.told_latest[fragment]
         self.base[fragment] = base
-        self.reference[fragment] = base if self.adopt_rule == "rebase" else values
+        self.reference[fragment] = there if self.adopt_rule == "rebase" else values
         self.write(fragment, values)
         return values
 
@@ -118,7 +131,7 @@ class SiteTensors:
         for index, (base, reference) in enumerate(zip(self.base, self.reference, strict=True)):
             if base is not None and reference is not None:
                 found[f"base.{index}"] = base
-                if reference is not base:
+                if reference is not self.place.of(base):
                     found[f"reference.{index}"] = reference
         for (fragment, sequence), values in self.sent.items():
             found[f"sent.{fragment}.{sequence}"] = values
@@ -135,13 +148,13 @@ class SiteTensors:
                 continue
             base = tensors[f"base.{index}"]
             self.base[index] = base
-            self.reference[index] = tensors.get(f"reference.{index}", base)
+            self.reference[index] = self.place.of(tensors.get(f"reference.{index}", base))
             self.latest[index] = (version, base)
         for name, values in tensors.items():
             kind, _, rest = name.partition(".")
             if kind == "sent":
                 fragment, _, sequence = rest.partition(".")
-                self.sent[int(fragment), int(sequence)] = values
+                self.sent[int(fragment), int(sequence)] = self.place.of(values)
 
 
 class SealInputs:

@@ -150,7 +150,7 @@ def plan_layout(parameters: Sequence[tuple[str, tuple[int, ...]]], num_fragments
 def gather(fragment: Fragment, parameters: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
     """Copy the fragment's values out of ``parameters`` (any dtype and device) into one flat fp32 CPU tensor.
 
-    ``out``, fp32 of shape (``fragment.numel``,), is filled and returned where it is given.
+    ``out``, fp32 of shape (``fragment.numel``,) on any device, is filled and returned where it is given.
     """
     values = torch.empty(fragment.numel, dtype=torch.float32) if out is None else out
     assert values.shape == (fragment.numel,), f"out has shape {tuple(values.shape)}, fragment has {fragment.numel}"

@@ -483,6 +483,7 @@ def test_a_cold_restart_counts_what_its_processes_did_as_lost_or_merged(tmp_path
         with started(tmp_path / "a", syncer) as again:
             assert again.events.of("joined")[0]["incarnation"] == 2
             assert again.events.of("joined")[0]["kernels"] == native.description()
+            assert again.events.of("joined")[0]["encodes"] == "host"
             for fragment in (0, 1):
                 assert torch.equal(again.values(fragment), syncer.holdings.values[fragment].published)
             again.train(3)

@@ -14,7 +14,9 @@ from diloco.codec.contract import NonFiniteError, digest
 from diloco.codec.digests import digest_of
 from diloco.codec.registry import make_codec
 from diloco.durable import Disk, Step
+from diloco.learner.encoding import Encoder
 from diloco.learner.outbox import Outbox
+from diloco.learner.place import HOST, Place
 from diloco.learner.sealing import SealedUpdate, Sealer, SealJob, seal
 from diloco.learner.site_tensors import SealInputs
 from diloco.sync.effects import Seal
@@ -27,13 +29,17 @@ if TYPE_CHECKING:
 EFFECT = Seal(0, 7, 3, (5, 6), 120, 12, 1000, 99, final=True)
 
 
+def encoder(codec: str) -> Encoder:
+    return Encoder(make_codec(codec), Place(HOST))
+
+
 def inputs() -> SealInputs:
     return SealInputs(dice("base", 0), dice("local", 0), [dice("d5", 0), dice("d6", 0)])
 
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4:32+zstd1"])
 def test_the_header_is_that_of_the_payload_and_decoded_is_what_the_syncer_reads(codec: str) -> None:
-    sealed = seal(SealJob(EFFECT, inputs()), make_codec(codec), "run", "a", 4)
+    sealed = seal(SealJob(EFFECT, inputs()), encoder(codec), "run", "a", 4)
     measured = dice("base", 0) - dice("local", 0) - dice("d5", 0) - dice("d6", 0)
     header = sealed.header
     assert (header.run_id, header.site_id, header.incarnation) == ("run", "a", 4)
@@ -52,7 +58,7 @@ def test_values_that_are_not_finite_are_never_encoded(codec: str, bad: float) ->
     job = SealJob(EFFECT, inputs())
     job.inputs.local[3] = bad
     with pytest.raises(NonFiniteError):
-        seal(job, make_codec(codec), "run", "a", 4)
+        seal(job, encoder(codec), "run", "a", 4)
 
 
 def test_an_update_is_in_the_outbox_before_it_is_told_and_out_of_it_when_it_is_dropped(tmp_path: Path) -> None:
@@ -62,7 +68,7 @@ def test_an_update_is_in_the_outbox_before_it_is_told_and_out_of_it_when_it_is_d
     sealer = Sealer(
         "run",
         "a",
-        make_codec("fp32"),
+        encoder("fp32"),
         outbox,
         lambda: 4,
         lambda sealed: found.append((sealed, outbox.digests())),
@@ -109,7 +115,7 @@ def test_a_full_disk_is_waited_for_and_said_once(tmp_path: Path, monkeypatch: py
     sealer = Sealer(
         "run",
         "a",
-        make_codec("fp32"),
+        encoder("fp32"),
         outbox,
         lambda: 4,
         kept.append,

@@ -6,17 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from diloco.learner.place import Place
 from diloco.learner.site_tensors import SiteTensors
 from diloco.outer.fragments import gather, scatter
+from tests.learner.elsewhere import Elsewhere
 from tests.syncer.building import LAYOUT, dice
 
 SHAPES = dict(LAYOUT.parameters)
 FRAGMENT = LAYOUT.fragments[0]
 
 
-def site_tensors(rule: str, alpha: float = 0.25) -> SiteTensors:
+def site_tensors(rule: str, alpha: float = 0.25, place: Place | None = None) -> SiteTensors:
     """One that has taken version 3 and trained since, with updates 5 and 6 on their way."""
-    found = SiteTensors(LAYOUT, {name: torch.zeros(shape) for name, shape in SHAPES.items()}, rule, alpha)
+    found = SiteTensors(LAYOUT, {name: torch.zeros(shape) for name, shape in SHAPES.items()}, rule, alpha, place)
     found.latest[0] = (3, dice("base", 0))
     found.retake(0, 3, [])
     found.write(0, dice("local", 0))
@@ -146,3 +148,28 @@ def test_the_digest_that_was_told_goes_with_its_version_into_the_base_and_throug
     again.arrived(0, 5, dice("newer", 0), "five")
     again.retake(0, 5, [])
     assert again.told_base == ["five", ""]
+
+
+@pytest.mark.parametrize("rule", ["rebase", "overwrite", "blend"])
+def test_elsewhere_all_is_as_on_the_host(rule: str) -> None:
+    """Versions are fetched and hashed here; what is computed is computed there, also after a checkpoint."""
+    here, there = site_tensors(rule), site_tensors(rule, place=Elsewhere())
+    for found in (here, there):
+        found.arrived(0, 4, dice("new", 0), "told")
+        found.adopt(0, 4, [5])
+    assert torch.equal(local(there), local(here))
+    assert there.latest[0] is not None
+    assert there.base[0] is there.latest[0][1], "what is hashed is what was fetched"
+    assert there.reference[0] is not there.base[0]
+    assert there.tensors().keys() == here.tensors().keys()
+    copies = {name: values.clone() for name, values in there.tensors().items()}
+    again = SiteTensors(LAYOUT, there.parameters, rule, 0.25, Elsewhere())
+    again.restore(copies, [4, -1])
+    subtract = [6] if rule == "rebase" else []
+    wanted = here.measure(0, subtract).pseudo_gradient()
+    assert torch.equal(there.measure(0, subtract).pseudo_gradient(), wanted)
+    assert torch.equal(again.measure(0, subtract).pseudo_gradient(), wanted)
+    assert again.sent[0, 6] is not copies["sent.0.6"]
+    for found in (here, there):
+        found.retake(0, 4, [6])
+    assert torch.equal(local(there), local(here))

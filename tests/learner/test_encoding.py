@@ -1,0 +1,79 @@
+"""The same update wherever it is encoded: the bytes, what they decode to, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from diloco.codec.contract import NonFiniteError
+from diloco.codec.registry import make_codec
+from diloco.learner.encoding import Encoded, Encoder
+from diloco.learner.place import HOST, Place
+from diloco.learner.site_tensors import SealInputs
+from tests.learner.elsewhere import Elsewhere
+
+ON_THE_DEVICE = ("int4", "int8:16", "int4:32+zstd1", "int8+zstd")
+CODECS = ("fp32", "bf16", "bf16+zstd1", *ON_THE_DEVICE)
+
+
+def inputs(num_sent: int, scale: float = 1e-3, seed: int = 0) -> SealInputs:
+    random = torch.Generator().manual_seed(seed)
+    base, step, *sent = torch.randn(2 + num_sent, 333, generator=random).unbind()
+    return SealInputs(base, base - step * scale, [each * scale / 10 for each in sent])
+
+
+def assert_equal(one: Encoded, other: Encoded) -> None:
+    assert one.payload == other.payload
+    assert torch.equal(one.decoded, other.decoded)
+    assert torch.equal(one.there.cpu(), other.there.cpu())
+    assert one.norm == pytest.approx(other.norm, rel=0.05), "of what was measured, and of what it decodes to"
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_an_update_is_the_same_here_and_there(codec: str, interpreter: None) -> None:
+    here, there = Encoder(make_codec(codec), Place(HOST)), Encoder(make_codec(codec), Elsewhere())
+    assert str(here) == "host"
+    assert str(there) == ("cpu, Triton" if codec in ON_THE_DEVICE else str(there))
+    for num_sent in (0, 2, 3):
+        assert_equal(there.encode(inputs(num_sent)), here.encode(inputs(num_sent)))
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int4"])
+def test_what_one_update_was_outlives_the_next(codec: str, interpreter: None) -> None:
+    """The buffers are used again."""
+    there = Encoder(make_codec(codec), Elsewhere())
+    first = there.encode(inputs(0))
+    kept = Encoded(bytes(first.payload), first.decoded.clone(), first.there.clone(), first.norm)
+    there.encode(inputs(1, seed=5))
+    assert_equal(first, kept)
+
+
+def test_it_says_why_it_does_not_encode_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert str(Encoder(make_codec("bf16+zstd1"), Elsewhere())) == "host, values from cpu: bf16 has no kernel there"
+    monkeypatch.setattr("diloco.learner.encoding.find_spec", lambda name: None)
+    without = Encoder(make_codec("int4"), Elsewhere())
+    assert "Triton is not installed" in str(without)
+    assert_equal(without.encode(inputs(1)), Encoder(make_codec("int4"), Place(HOST)).encode(inputs(1)))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, which interprets, warns of what is refused
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int4"])
+def test_what_is_not_finite_is_refused_there_too(codec: str, interpreter: None) -> None:
+    there, ruined = Encoder(make_codec(codec), Elsewhere()), inputs(0)
+    ruined.local[7] = torch.nan
+    with pytest.raises(NonFiniteError):
+        there.encode(ruined)
+    assert_equal(there.encode(inputs(0)), Encoder(make_codec(codec), Place(HOST)).encode(inputs(0)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", CODECS)
+def test_on_the_accelerator(codec: str, kernel_device: torch.device) -> None:
+    place = Place(kernel_device)
+    made = inputs(2)
+    there = SealInputs(
+        made.reference.to(kernel_device),
+        made.local.to(kernel_device),
+        [each.to(kernel_device) for each in made.in_flight],
+    )
+    assert_equal(Encoder(make_codec(codec), place).encode(there), Encoder(make_codec(codec), Place(HOST)).encode(made))
