@@ -37,6 +37,10 @@ bench-quality: .venv/.ready
 bench-wan: .venv/.ready .venv-peers/torchft/.ready
 	$(BIN)/python -m benchmarks.bench_wan $(ARGS)
 
+.PHONY: bench-trainer
+bench-trainer: .venv/.ready
+	$(BIN)/python -m benchmarks.bench_trainer $(ARGS)
+
 # Hunts, short by default: each ends with one JSON object and exits 1 for a violation (tests/hunts).
 HUNT = $(BIN)/python -m tests.hunts
 SEEDS ?= 200

@@ -1,0 +1,271 @@
+"""How much slower does a site train with everything on, beside the same trainer without an agent, in turns?
+
+Two processes train the demo's model on the standard library's text, a block of steps each by turns: in one an agent
+seals, sends, fetches and adopts (int4, four fragments, overlap 2), the other has none.  Before it hands the turn over,
+the agent finishes what it has begun, so that none of its work falls into the other's time.  The trainer has one thread
+and one core.  Twice: with another core for the agent's threads and for gRPC's (``core_free``), and with all of the site
+on the trainer's core (``no_core_free``), where the CPU time of the agent, that of its threads and that of
+``after_step``, is taken off, because that work has to be done somewhere.  The syncer is another machine's load: it has
+the other core.
+
+A slowdown is 1 - (steps per second with) / (without), the median over neighbouring blocks; ``p99_over_p50`` is that of
+the time from one step's end to the next one's.  Beside it stands the CPU time that the training thread took for a step,
+which says the same of a machine that others use as well, but for the time in which it had to wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.record import add_arguments, finish, percentile, record
+from benchmarks.rounds import quiet
+from diloco.inner.data import DataOptions, TokenStream, prepare_corpus
+from diloco.inner.model import ModelOptions, Transformer
+from diloco.inner.optimizer import InnerOptions, build_optimizers
+from diloco.inner.parallel import SiteGroup
+from diloco.inner.trainer import StepInfo, Trainer, TrainerOptions, Verdict
+from diloco.learner.agent import Agent
+from diloco.learner.options import AgentOptions
+from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_layout
+from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.sync.agreement import PROTOCOL, Agreement
+from diloco.sync.options import LearnerOptions, OuterOptions
+from diloco.syncer.options import RunPlan, SyncerOptions
+from diloco.syncer.server import Syncer
+from diloco.wire.client import SyncClient
+from diloco.wire.options import ServerOptions
+from diloco.wire.security import SecurityOptions
+
+CODEC = "int4:32"
+NUM_FRAGMENTS = 4
+OVERLAP_STEPS = 2
+MODEL = ModelOptions(vocab_size=1025, layers=4, dim=128, heads=4, context=128)
+BATCH = 16
+START_S_MAX = 120.0
+CALM_S, CALM_SHARE, CALM_S_MAX = 0.2, 0.02, 20.0
+"""The agent is at rest once it used less than this share of a core for so long."""
+STEPS_MAX = 1 << 40
+CASES = ("core_free", "no_core_free")
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What both trainers are told."""
+
+    steps: int
+    inner_steps: int
+    seed: int
+    own_core: int
+    """That of the training thread."""
+    others_core: int
+    """That of all other threads of the site's process."""
+
+
+def layout_of(model: torch.nn.Module) -> Layout:
+    parameters = named_parameters_once(model)
+    return plan_layout([(name, tuple(values.shape)) for name, values in parameters.items()], NUM_FRAGMENTS)
+
+
+def agreement_of(layout: Layout) -> Agreement:
+    return Agreement(PROTOCOL, "bench", NUM_FRAGMENTS, layout.fingerprint, {"codec": CODEC})
+
+
+def run_syncer(folder: str, seed: int, core: int, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, {core})
+    torch.manual_seed(seed)
+    model = Transformer(MODEL)
+    layout = layout_of(model)
+    outer = OuterOptions(num_fragments=NUM_FRAGMENTS, quorum=1, overlap_steps=OVERLAP_STEPS)
+    optimizer = OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0)
+    plan = RunPlan(agreement_of(layout), layout, "bench", outer, optimizer)
+    options = SyncerOptions(folder=folder, up_codecs=[CODEC], down_codec=CODEC, linger_s=0.0)
+    values = {name: tensor.detach() for name, tensor in named_parameters_once(model).items()}
+    first = [gather(fragment, values) for fragment in layout.fragments]
+    syncer = Syncer(options, plan, lambda: first, ServerOptions(run_id="bench"), SecurityOptions(), quiet)
+    pipe.send(syncer.start())
+    pipe.recv()
+
+
+class Turns:
+    """The line after each step: counts a block, hands the turn over, and waits for the next."""
+
+    def __init__(self, agent: Agent | None, steps: int, pipe: Any) -> None:
+        self._agent, self._steps, self._pipe = agent, steps, pipe
+        self._step_s: list[float] = []
+        self._began_own_s = 0.0
+        self._in_agent_s = 0.0
+        self._last = time.perf_counter()
+        self._began_cpu_s = self._others_cpu_s()
+
+    def after_step(self, info: StepInfo) -> Verdict:
+        """Hand the step to the agent, if there is one, and count all of it."""
+        verdict = Verdict()
+        if self._agent is not None:
+            began = time.thread_time()
+            verdict = self._agent.after_step(info)
+            self._in_agent_s += time.thread_time() - began
+        now = time.perf_counter()
+        self._step_s.append(now - self._last)
+        self._last = now
+        return self._hand_over() if len(self._step_s) == self._steps else verdict
+
+    def _hand_over(self) -> Verdict:
+        agent_cpu_s = self._others_cpu_s() - self._began_cpu_s + self._in_agent_s if self._agent is not None else 0.0
+        own_cpu_s = time.thread_time() - self._began_own_s
+        self._rest()
+        self._pipe.send({"step_s": self._step_s, "agent_cpu_s": agent_cpu_s, "own_cpu_s": own_cpu_s})
+        self._pipe.recv()
+        self._step_s, self._in_agent_s = [], 0.0
+        self._began_cpu_s = self._others_cpu_s()
+        self._began_own_s, self._last = time.thread_time(), time.perf_counter()
+        return Verdict()
+
+    def _rest(self) -> None:
+        until = time.monotonic() + CALM_S_MAX
+        while self._agent is not None and time.monotonic() < until:
+            before = self._others_cpu_s()
+            time.sleep(CALM_S)
+            if self._others_cpu_s() - before < CALM_SHARE * CALM_S:
+                return
+
+    def _others_cpu_s(self) -> float:
+        """CPU seconds of all threads of this process but the trainer's."""
+        return time.process_time() - time.thread_time()
+
+
+def run_trainer(folder: str, data: str, address: str, facts: Facts, pipe: Any) -> None:
+    """A site's process; with an empty ``address`` it has no agent."""
+    torch.set_num_threads(1)
+    torch.manual_seed(facts.seed)
+    os.sched_setaffinity(0, {facts.others_core})  # Threads inherit it; the trainer's own is set last.
+    group, model = SiteGroup(device="cpu"), Transformer(MODEL)
+    stream = TokenStream(prepare_corpus(DataOptions(), Path(data)), "train", MODEL.context, BATCH, seed=facts.seed)
+    optimizers = build_optimizers(model, InnerOptions(optimizer="muon"))
+    trainer = Trainer(model, optimizers, stream, TrainerOptions(seed=facts.seed), group)
+    agent = None
+    if address:
+        layout = layout_of(model)
+        agent = Agent(
+            AgentOptions(folder=str(Path(folder) / "site"), up_codec=CODEC, finish_timeout_s=5.0),
+            LearnerOptions(inner_steps=facts.inner_steps, num_fragments=NUM_FRAGMENTS),
+            layout,
+            named_parameters_once(model),
+            agreement_of(layout),
+            SyncClient(address, "site", "bench"),
+            "site",
+            quiet,
+            group,
+        )
+        agent.start()
+    pipe.send("ready")
+    pipe.recv()
+    os.sched_setaffinity(0, {facts.own_core})
+    turns = Turns(agent, facts.steps, pipe)
+    trainer.run(until_step=STEPS_MAX, after_step=turns.after_step)
+
+
+def measure(case: str, blocks: int, arguments: argparse.Namespace, data: str) -> dict[str, Any]:
+    """The blocks of one case: by turns, and every second pair the other way round."""
+    core, free = sorted(os.sched_getaffinity(0))[:2]
+    others = free if case == "core_free" else core
+    facts = Facts(arguments.steps, arguments.inner_steps, arguments.seed, core, others)
+    context = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+
+        def start(target: Any, *told: Any) -> Any:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=target, args=(*told, theirs), daemon=True)
+            process.start()
+            stack.callback(process.join, 30.0)
+            stack.callback(process.kill)
+            return ours
+
+        syncer = start(run_syncer, str(Path(folder) / "syncer"), arguments.seed, free)
+        pipes = {True: start(run_trainer, folder, data, answer(syncer), facts)}
+        pipes[False] = start(run_trainer, folder, data, "", facts)
+        for pipe in pipes.values():
+            answer(pipe)
+        found: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+        for pair in range(blocks + 1):
+            for kind in (True, False) if pair % 2 else (False, True):
+                pipes[kind].send("go on")
+                found[kind].append(answer(pipes[kind], 600.0))
+    # The first pair warms up; with it the agent has joined and adopted.
+    return row(case, found[True][1:], found[False][1:])
+
+
+def answer(pipe: Any, bound_s: float = START_S_MAX) -> Any:
+    if not pipe.poll(bound_s):
+        raise TimeoutError(f"no answer in {bound_s} s")
+    return pipe.recv()
+
+
+def row(case: str, with_agent: list[dict[str, Any]], without: list[dict[str, Any]]) -> dict[str, Any]:
+    whole_s = [sum(block["step_s"]) for block in with_agent]
+    alone_s = [sum(block["step_s"]) for block in without]
+    own_s = [block["agent_cpu_s"] for block in with_agent]
+    taken_off_s = own_s if case == "no_core_free" else [0.0] * len(own_s)
+    kept = [alone / (whole - own) for alone, whole, own in zip(alone_s, whole_s, taken_off_s, strict=True)]
+    steps = {"on": [s for b in with_agent for s in b["step_s"]], "off": [s for b in without for s in b["step_s"]]}
+    tails = {name: percentile(each, 99) / percentile(each, 50) for name, each in steps.items()}
+    return {
+        "case": case,
+        "slowdown": 1 - percentile(kept, 50),
+        "steps_per_s_kept_p5": percentile(kept, 5),
+        "steps_per_s_kept_p50": percentile(kept, 50),
+        "slowdown_agent_s_left_in": 1 - percentile([a / w for a, w in zip(alone_s, whole_s, strict=True)], 50),
+        "agent_cpu_share": sum(own_s) / sum(whole_s),
+        "trainer_cpu_ratio": percentile(
+            [on["own_cpu_s"] / off["own_cpu_s"] for on, off in zip(with_agent, without, strict=True)], 50
+        ),
+        "step_ms_p50_on": 1e3 * percentile(steps["on"], 50),
+        "step_ms_p50_off": 1e3 * percentile(steps["off"], 50),
+        "step_ms_p99_on": 1e3 * percentile(steps["on"], 99),
+        "step_ms_p99_off": 1e3 * percentile(steps["off"], 99),
+        "p99_over_p50": {**tails, "ratio": tails["on"] / tails["off"]},
+        "pairs": len(kept),
+        "steps": len(steps["on"]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--steps", type=int, default=60, help="inner steps in a block")
+    parser.add_argument("--blocks", type=int, default=9, help="pairs of blocks, with and without, in each case")
+    parser.add_argument("--inner-steps", type=int, default=20, help="inner steps between two updates of one fragment")
+    arguments = parser.parse_args()
+    if len(os.sched_getaffinity(0)) < 2:
+        print("bench_trainer: skipped: it needs two cores, one of them for the syncer")
+        return
+    blocks = 2 if arguments.quick else arguments.blocks
+    if arguments.quick:
+        arguments.steps, arguments.inner_steps = 8, 4
+    with tempfile.TemporaryDirectory() as data:
+        prepare_corpus(DataOptions(), Path(data))
+        rows = []
+        for case in CASES:
+            rows.append(measure(case, blocks, arguments, data))
+            print(json.dumps(rows[-1]), flush=True)
+    config = {name: getattr(arguments, name) for name in ("steps", "inner_steps")}
+    config |= {"codec": CODEC, "fragments": NUM_FRAGMENTS, "overlap_steps": OVERLAP_STEPS, "model": "4x128"}
+    top = {f"slowdown_{found['case']}": found["slowdown"] for found in rows}
+    top |= {"p99_over_p50": {found["case"]: found["p99_over_p50"] for found in rows}}
+    finish({**record("trainer", config, rows, arguments.seed, repeats=blocks), **top}, save=arguments.save)
+
+
+if __name__ == "__main__":
+    main()
