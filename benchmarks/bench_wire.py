@@ -115,6 +115,7 @@ class Peer:
         self._client = SyncClient(address, "site-a", RUN, options=options)
         self._raw = socket.create_connection(("127.0.0.1", int(port)))
         self._buffer = bytearray(RECEIVE_BYTES)
+        self._sink = PullSink()
         self._sequence = 0
 
     def push(self) -> None:
@@ -126,7 +127,9 @@ class Peer:
 
     def pull(self) -> None:
         """One version through the client and the service."""
-        assert len(self._client.pull(PullAsk(RUN, "site-a", 0, -1), PullSink()).parts[0]) == len(self._payload)
+        pulled = self._client.pull(PullAsk(RUN, "site-a", 0, -1), self._sink)
+        assert len(pulled.parts[0]) == len(self._payload)
+        self._sink.give_back(pulled)
 
     def raw_up(self) -> None:
         """The same bytes there, and one back."""

@@ -232,6 +232,7 @@ class Fetcher:
                 pause.wait(getattr(error, "retry_after_s", None))
                 continue
             values = self._values(fragment, pulled)
+            sink.give_back(pulled)
             if values is None or digest(values, pulled.header.digest) != pulled.header.digest:
                 # Whatever went wrong on the way here or there, the whole fragment puts it right, and it is said.
                 why = f"fragment {fragment}: what came is not version {pulled.header.version}"

@@ -215,9 +215,12 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "numel": _number(1, m.NUMEL_MAX),
         "digest": _DIGEST,
         "values_digest": _digest_or_nothing,
+        "frames": _flag,
+        "beside": _flag,
     },
     m.PushCommit: {"payload_bytes": _PAYLOAD, "digest": _DIGEST},
-    m.PushAdmitted: {"offset": _number(0, m.PAYLOAD_BYTES_MAX)},
+    m.PushAdmitted: {"offset": _number(0, m.PAYLOAD_BYTES_MAX), "frames": _flag},
+    m.PushAgain: {"offset": _number(0, m.PAYLOAD_BYTES_MAX), "length": _number(1, m.CHUNK_BYTES_MAX)},
     m.PushResult: {
         "outcome": _one_of(Outcome),
         "version": _NUMBER,
@@ -248,6 +251,9 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "want_version": _NUMBER,
         "offset": _number(0, m.PAYLOAD_BYTES_MAX),
         "protocol": _PROTOCOL,
+        "length": _number(0, m.PAYLOAD_BYTES_MAX),
+        "share": _number(0, m.STREAMS_MAX),
+        "bytes_per_s": _NUMBER,
     },
     m.PullHeader: {
         "fragment": _FRAGMENT,
@@ -262,6 +268,7 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "payload_crc32": _CRC,
         "fates": _FATES,
         "epoch": _NUMBER,
+        "frames": _flag,
     },
     m.ReportInfo: {
         "run_id": _ID,

@@ -57,15 +57,18 @@ class Calls:
             raise Unreachable(f"{method}: {error}") from error
         return reply
 
-    def stream(self, method: str, request: bytes, timeout_s: float | None) -> Any:
-        """One message there, many back: gRPC's call, to be iterated and cancelled."""
+    def stream(self, method: str, request: bytes, timeout_s: float | None = None) -> Any:
+        """One message there, many back: gRPC's call, to be iterated and cancelled.
+
+        What moves is never cut because it is long: bulk has no deadline, and a guard ends what does not move.
+        """
         try:
             return self._open("unary_stream", method)(request, timeout=timeout_s, metadata=self._line.metadata())
         except ValueError as error:
             raise Unreachable(f"{method}: {error}") from error
 
-    def exchange(self, method: str, requests: Iterator[bytes], timeout_s: float | None) -> Any:
-        """Many messages both ways: gRPC's call, to be iterated and cancelled."""
+    def exchange(self, method: str, requests: Iterator[bytes], timeout_s: float | None = None) -> Any:
+        """Many messages both ways: gRPC's call, to be iterated and cancelled; bulk has no deadline here either."""
         try:
             return self._open("stream_stream", method)(requests, timeout=timeout_s, metadata=self._line.metadata())
         except ValueError as error:

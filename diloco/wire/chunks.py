@@ -7,6 +7,7 @@ the way, a chunk that came twice or one that is missing is noticed at once; the 
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_right
 from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
@@ -15,6 +16,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 Cut = tuple[int, memoryview, int, int | None]
+Piece = tuple[int, memoryview]
+Span = tuple[int, int]
+"""From the first byte to the one behind the last."""
+
+PIECE_BYTES_MIN = 256 * 1024
+"""A stream of its own is not worth its round trip for less."""
+CHUNK_BYTES_FIRST = 256 * 1024
+QUICK_S = 0.25
+SLOW_S = 1.0
 
 
 class ChunkError(ValueError):
@@ -44,6 +54,32 @@ def cut(
             data = view[begin : begin + chunk_bytes]
             yield (start + begin, data, *((zlib.crc32(data), None) if as_in_2 else (0, xxh3_64_intdigest(data))))
         start += len(view)
+
+
+def cut_as_asked(
+    parts: Sequence[bytes | memoryview], begin: int, end: int, chunk_bytes: Callable[[], int]
+) -> Iterator[Piece]:
+    """The chunks of bytes ``begin`` to ``end`` of the payload, as (offset, data), each as long as is asked for then.
+
+    Otherwise as ``cut``, without checksums.
+    """
+    start = 0
+    for part in parts:
+        view = memoryview(part).cast("B")
+        at = max(0, begin - start)
+        while at < min(len(view), end - start):
+            data = view[at : min(at + chunk_bytes(), end - start)]
+            yield start + at, data
+            at += len(data)
+        start += len(view)
+
+
+def share_end(payload_bytes: int, share: int) -> int:
+    """Where the first of ``share`` parts of a payload ends; both ends of a pull work it out, and one that is short is
+    not cut."""
+    if share <= 1 or payload_bytes < share * PIECE_BYTES_MIN:
+        return payload_bytes
+    return -(-payload_bytes // share)
 
 
 def checksum(parts: Sequence[bytes | bytearray | memoryview]) -> int:
@@ -89,3 +125,87 @@ class Assembler:
         """``DamagedChunk`` unless every byte is there."""
         if self.offset != self.payload_bytes:
             raise DamagedChunk(f"payload ends at {self.offset} of {self.payload_bytes} bytes")
+
+
+class ChunkSize:
+    """How long the next chunk of a stream is, by how long the last one took.
+
+    Long ones cost least; but a chunk is also the unit in which progress is seen, and a stream on which nothing moves
+    for some seconds is given up.  So it begins with ``CHUNK_BYTES_FIRST``, doubles while a chunk passes quickly and
+    halves where one takes long: whatever the link, something moves about every second.
+    """
+
+    def __init__(self, bytes_min: int, bytes_max: int) -> None:
+        self._bytes_min, self._bytes_max = bytes_min, bytes_max
+        self.bytes = min(bytes_max, max(bytes_min, CHUNK_BYTES_FIRST))
+
+    def took(self, seconds: float) -> None:
+        """The last chunk took so long to pass."""
+        if seconds < QUICK_S:
+            self.bytes = min(self._bytes_max, 2 * self.bytes)
+        elif seconds > SLOW_S:
+            self.bytes = max(self._bytes_min, self.bytes // 2)
+
+
+class Window:
+    """Chunks of one payload that come in any order, passed on in theirs.
+
+    ``write(offset, data)`` gets each byte once, always the next one; what it raises passes through and leaves the
+    offset where it was.  What comes before its turn waits here, at most ``window_bytes`` of it, by reference.
+    """
+
+    def __init__(
+        self, payload_bytes: int, write: Callable[[int, memoryview], object], offset: int, window_bytes: int
+    ) -> None:
+        if not 0 <= offset <= payload_bytes:
+            raise ValueError(f"offset is {offset}: the payload has {payload_bytes} bytes")
+        self.payload_bytes = payload_bytes
+        self.offset = offset
+        self._write = write
+        self._room = window_bytes
+        self._early: dict[int, memoryview] = {}
+
+    def accept(self, offset: int, data: memoryview) -> bool:
+        """Take one intact chunk; what is here already is passed over.  False: it came before its turn and has no room.
+
+        ``ChunkError`` for one that reaches over what was declared.
+        """
+        end = offset + len(data)
+        if end > self.payload_bytes:
+            raise ChunkError(f"chunk at offset {offset} has {len(data)} bytes, over the {self.payload_bytes} declared")
+        if offset > self.offset:
+            if offset not in self._early:
+                if len(data) > self._room:
+                    return False
+                self._room -= len(data)
+                self._early[offset] = data
+            return True
+        while end > self.offset:
+            self._write(self.offset, data[self.offset - offset :])
+            self.offset = end
+            data = self._early.pop(end, data[:0])
+            offset, end = end, end + len(data)
+            self._room += len(data)
+        return True
+
+    @property
+    def complete(self) -> bool:
+        """Whether every byte was passed on."""
+        return self.offset == self.payload_bytes
+
+
+class Holes:
+    """Which bytes of a payload are still missing; each is taken once."""
+
+    def __init__(self, payload_bytes: int) -> None:
+        self.spans: list[Span] = [(0, payload_bytes)] if payload_bytes else []
+        """What is missing, in order."""
+
+    def fill(self, begin: int, end: int) -> bool:
+        """Bytes ``begin`` to ``end`` are here now.  False, and nothing changed, unless all of them were missing."""
+        at = bisect_right(self.spans, begin, key=lambda span: span[0]) - 1
+        if at < 0 or not self.spans[at][0] <= begin < end <= self.spans[at][1]:
+            return False
+        first, last = self.spans[at]
+        self.spans[at : at + 1] = [span for span in ((first, begin), (end, last)) if span[0] < span[1]]
+        return True

@@ -14,19 +14,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
-from diloco.wire import convert, convert_bulk
+from diloco.wire import convert
 from diloco.wire.calls import ADMIN_SERVICE, SYNC_SERVICE, Calls
-from diloco.wire.chunks import ChunkError, DamagedChunk
 from diloco.wire.lines import Line, check_address, split_addresses
 from diloco.wire.messages import (
-    Chunk,
     EvictAsk,
     JoinAsk,
     JoinReply,
     LeaveAsk,
     MalformedMessage,
     PullAsk,
-    PullHeader,
     PushHeader,
     PushResult,
     Refused,
@@ -39,8 +36,10 @@ from diloco.wire.messages import (
     WatchEvent,
 )
 from diloco.wire.options import ClientOptions
+from diloco.wire.pacing import Pacer, bulk_bytes_per_s
+from diloco.wire.pulling import Pulling
+from diloco.wire.pushing import Pushing
 from diloco.wire.security import SecurityOptions
-from diloco.wire.sending import Sending
 from diloco.wire.stall import Guard, StallWatch
 
 if TYPE_CHECKING:
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_OPENING_S = 60.0
 _OF_ITS_FILES = frozenset({Status.PERMISSION_DENIED, Status.UNAUTHENTICATED})
 
 CONFIRMATIONS_MAX = 3
@@ -93,6 +91,7 @@ class SyncClient:
         self._lines = [Line(self.address, security, arguments) for _ in range(1 + self._options.data_channels)]
         self._control, *self._bulk = (Calls(line, SYNC_SERVICE) for line in self._lines)
         self._turn = itertools.count()
+        self._pacer = Pacer(bulk_bytes_per_s(self._options.up_mbps))
         self._bytes = threading.Lock()
         self._bytes_up = 0
         self._bytes_down = 0
@@ -127,6 +126,7 @@ class SyncClient:
         """End every call under way; they raise ``Unreachable``."""
         for calls in (self._control, *self._bulk):
             calls.close()
+        self._pacer.close()
         self._stalls.close()
 
     def join(self, ask: JoinAsk, epoch: int = 0) -> JoinReply:
@@ -194,7 +194,7 @@ class SyncClient:
         """The events of this site as they happen.  The first is an ``Alive``: the stream stands."""
         ask = WatchAsk(self._run_id, self._site_id, incarnation)
         guard = self._stalls.guard(self._options.stall_s)
-        return WatchStream(self._control.stream("Watch", convert.pack_watch(ask), None), guard, self._control)
+        return WatchStream(self._control.stream("Watch", convert.pack_watch(ask)), guard, self._control)
 
     def push(self, header: PushHeader, payload: bytes | memoryview) -> PushResult:
         """One attempt to send an update; the next one goes on where the syncer's bytes end.
@@ -204,59 +204,21 @@ class SyncClient:
         view = memoryview(payload).cast("B")
         if len(view) != header.payload_bytes:
             raise MalformedMessage(f"payload_bytes is {header.payload_bytes}: the payload has {len(view)}")
-        with self._stalls.guard(self._options.stall_s) as guard:
-            sending = Sending(header, view, self._options, guard, self._count_up)
-            bulk = self._next_bulk()
-            call = bulk.exchange("Push", sending.requests(), self._deadline_s(len(view)))
-            guard.arm(call.cancel)
-            try:
-                result = _push_answer(bulk, call, header, sending, guard)
-                self._check_epoch("Push", result.epoch)
-                return result
-            finally:
-                sending.stop()
-                call.cancel()
+        pushing = Pushing(self._in_turn(), header, view, self._options, self._stalls, self._count_up, self._pacer)
+        result = pushing.run()
+        self._check_epoch("Push", result.epoch)
+        return result
 
     def pull(self, ask: PullAsk, sink: PullSink) -> PulledVersion:
-        """One attempt to get a version into ``sink``; the next one with the same sink goes on where its bytes end."""
-        held = sink.header
-        if held is not None and sink.offset > 0 and held.fragment == ask.fragment:
-            try:
-                return self._pull(replace(ask, want_version=held.version, offset=sink.offset), sink)
-            except Refused as refused:
-                if refused.status is not Status.NOT_FOUND:
-                    raise
-        sink.clear()
-        return self._pull(ask, sink)
+        """One attempt to get a version into ``sink``; the next one with the same sink asks for what is missing."""
+        pulled = Pulling(self._in_turn(), ask, sink, self._options, self._stalls, self._count_down).run()
+        self._check_epoch("Pull", pulled.header.epoch)
+        return pulled
 
-    def _pull(self, ask: PullAsk, sink: PullSink) -> PulledVersion:
-        with self._stalls.guard(self._options.stall_s) as guard:
-            bulk = self._next_bulk()
-            call = bulk.stream("Pull", convert_bulk.pack_pull(ask), self._deadline_s(sink.payload_bytes_max))
-            guard.arm(call.cancel)
-            try:
-                for raw in call:
-                    guard.touch()
-                    self._count_down(len(raw))
-                    _take(convert_bulk.unpack_pull_part(raw), ask, sink)
-                pulled = sink.finish()
-                self._check_epoch("Pull", pulled.header.epoch)
-                return pulled
-            except DamagedChunk as error:
-                raise Unreachable(f"Pull: {error}") from error
-            except (MalformedMessage, ChunkError) as error:
-                sink.clear()
-                raise Unreachable(f"Pull: the syncer's answer cannot be: {error}") from error
-            except grpc.RpcError as error:
-                raise bulk.failed("Pull", error, guard) from error
-            finally:
-                call.cancel()
-
-    def _next_bulk(self) -> Calls:
-        return self._bulk[next(self._turn) % len(self._bulk)]
-
-    def _deadline_s(self, payload_bytes: int) -> float:
-        return _OPENING_S + self._options.answer_s + payload_bytes / self._options.slowest_bytes_per_s
+    def _in_turn(self) -> Sequence[Calls]:
+        """All bulk channels, another one first each time."""
+        first = next(self._turn) % len(self._bulk)
+        return [*self._bulk[first:], *self._bulk[:first]]
 
     def _count_up(self, message_bytes: int) -> None:
         with self._bytes:
@@ -394,36 +356,3 @@ def _worst(failures: Sequence[Refused | Unreachable]) -> Refused | Unreachable:
         return min(of_the_run or refused, key=lambda each: not each.final)
     said = "; ".join(each.text if isinstance(each, Refused) else each.why for each in failures)
     return Unreachable(said, refused=refused[0].text if refused else "")
-
-
-def _push_answer(bulk: Calls, call: Any, header: PushHeader, sending: Sending, guard: Guard) -> PushResult:
-    result: PushResult | None = None
-    try:
-        for raw in call:
-            reply = convert_bulk.unpack_push_reply(raw)
-            guard.touch()
-            if isinstance(reply, PushResult):
-                result = reply
-                sending.stop()
-            elif reply.offset > header.payload_bytes:
-                raise MalformedMessage(f"offset is {reply.offset}: the payload has {header.payload_bytes} bytes")
-            elif result is None:
-                sending.admit(reply.offset)
-    except MalformedMessage as error:
-        raise Unreachable(f"Push: the syncer's answer cannot be: {error}") from error
-    except grpc.RpcError as error:
-        if result is None:
-            raise bulk.failed("Push", error, guard) from error
-    if result is None:
-        raise Unreachable("Push: the stream ended without an answer")
-    return result
-
-
-def _take(part: PullHeader | Chunk, ask: PullAsk, sink: PullSink) -> None:
-    if isinstance(part, Chunk):
-        sink.accept(part)
-        return
-    if part.fragment != ask.fragment or (part.from_version != ask.have_version and not part.whole):
-        raise MalformedMessage(f"fragment {part.fragment} from version {part.from_version} was not asked for")
-    if not sink.begin(part) and ask.offset:
-        raise MalformedMessage(f"version {part.version} is not the one that the pull began with")

@@ -6,12 +6,15 @@ from diloco.sync.events import Outcome
 from diloco.wire import messages as m
 from diloco.wire.bounds import check
 from diloco.wire.convert import checked, enum_name, enum_number, fate_in, fate_out, parse, reason_in, reason_out
+from diloco.wire.frames import is_frame, pack_frame, unpack_frame
 from diloco.wire.v1 import sync_pb2
 
 
 def pack_push(part: m.PushPart) -> bytes:
-    """``PushRequest``."""
+    """``PushRequest``, or a frame."""
     match part:
+        case m.Frame():
+            return pack_frame(part.offset, part.data)
         case m.Chunk():
             return _pack_chunk(part)
         case m.PushHeader():
@@ -34,6 +37,8 @@ def pack_push(part: m.PushPart) -> bytes:
                     numel=part.numel,
                     digest=part.digest,
                     values_digest=part.values_digest,
+                    frames=part.frames,
+                    beside=part.beside,
                 )
             ).SerializeToString()
         case m.PushCommit():
@@ -43,7 +48,9 @@ def pack_push(part: m.PushPart) -> bytes:
 
 
 def unpack_push(raw: bytes) -> m.PushPart:
-    """``PushRequest``."""
+    """``PushRequest``, or a frame."""
+    if is_frame(raw):
+        return unpack_frame(raw)
     proto = parse(sync_pb2.PushRequest, raw, m.MESSAGE_BYTES_MAX)
     match proto.WhichOneof("part"):
         case "chunk":
@@ -76,6 +83,8 @@ def _header_in(header: sync_pb2.PushHeader) -> m.PushHeader:
         numel=header.numel,
         digest=header.digest,
         values_digest=header.values_digest,
+        frames=header.frames,
+        beside=header.beside,
     )
 
 
@@ -116,7 +125,11 @@ def pack_push_reply(reply: m.PushReply) -> bytes:
     """``PushResponse``."""
     check(reply)
     if isinstance(reply, m.PushAdmitted):
-        return sync_pb2.PushResponse(admitted=sync_pb2.PushAdmitted(offset=reply.offset)).SerializeToString()
+        admitted = sync_pb2.PushAdmitted(offset=reply.offset, frames=reply.frames)
+        return sync_pb2.PushResponse(admitted=admitted).SerializeToString()
+    if isinstance(reply, m.PushAgain):
+        again = sync_pb2.PushAgain(offset=reply.offset, length=reply.length)
+        return sync_pb2.PushResponse(again=again).SerializeToString()
     result = sync_pb2.PushResult(
         outcome=enum_number(sync_pb2.Outcome, f"OUTCOME_{reply.outcome.name}"),
         reason=reason_out(reply.reason),
@@ -133,7 +146,9 @@ def unpack_push_reply(raw: bytes) -> m.PushReply:
     proto = parse(sync_pb2.PushResponse, raw, m.CONTROL_BYTES_MAX)
     match proto.WhichOneof("part"):
         case "admitted":
-            return checked(m.PushAdmitted(proto.admitted.offset))
+            return checked(m.PushAdmitted(proto.admitted.offset, proto.admitted.frames))
+        case "again":
+            return checked(m.PushAgain(proto.again.offset, proto.again.length))
         case "result":
             result = proto.result
             outcome = enum_name(sync_pb2.Outcome, result.outcome, "OUTCOME_")
@@ -150,7 +165,7 @@ def unpack_push_reply(raw: bytes) -> m.PushReply:
                 )
             )
         case _:
-            raise m.MalformedMessage("part is not set: an admission or a result wanted")
+            raise m.MalformedMessage("part is not set: an admission, bytes wanted again or a result wanted")
 
 
 def pack_pull(ask: m.PullAsk) -> bytes:
@@ -164,6 +179,9 @@ def pack_pull(ask: m.PullAsk) -> bytes:
         want_version=ask.want_version,
         offset=ask.offset,
         protocol=ask.protocol,
+        length=ask.length,
+        share=ask.share,
+        bytes_per_s=ask.bytes_per_s,
     ).SerializeToString()
 
 
@@ -179,12 +197,17 @@ def unpack_pull(raw: bytes) -> m.PullAsk:
             proto.want_version,
             proto.offset,
             proto.protocol or 2,
+            proto.length,
+            proto.share,
+            proto.bytes_per_s,
         )
     )
 
 
 def pack_pull_part(part: m.PullPart) -> bytes:
-    """``PullResponse``."""
+    """``PullResponse``, or a frame."""
+    if isinstance(part, m.Frame):
+        return pack_frame(part.offset, part.data)
     if isinstance(part, m.Chunk):
         return _pack_chunk(part)
     check(part)
@@ -202,12 +225,15 @@ def pack_pull_part(part: m.PullPart) -> bytes:
             payload_crc32=part.payload_crc32,
             fates=[fate_out(fate) for fate in part.fates],
             epoch=part.epoch,
+            frames=part.frames,
         )
     ).SerializeToString()
 
 
 def unpack_pull_part(raw: bytes) -> m.PullPart:
-    """``PullResponse``."""
+    """``PullResponse``, or a frame."""
+    if is_frame(raw):
+        return unpack_frame(raw)
     proto = parse(sync_pb2.PullResponse, raw, m.MESSAGE_BYTES_MAX)
     match proto.WhichOneof("part"):
         case "chunk":
@@ -228,6 +254,7 @@ def unpack_pull_part(raw: bytes) -> m.PullPart:
                     payload_crc32=header.payload_crc32,
                     fates=tuple(fate_in(fate) for fate in header.fates),
                     epoch=header.epoch,
+                    frames=header.frames,
                 )
             )
         case _:

@@ -155,7 +155,7 @@ class FollowStream:
         self._said.put(start)
         self._calls = calls
         self._guard = guard
-        self._call = calls.exchange("Follow", self._requests(), None)
+        self._call = calls.exchange("Follow", self._requests())
         guard.arm(self._call.cancel)
 
     def _requests(self) -> Iterator[bytes]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -18,7 +19,7 @@ import grpc
 from diloco.wire import convert, convert_bulk
 from diloco.wire.answers import streamed, unary
 from diloco.wire.calls import SYNC_SERVICE
-from diloco.wire.chunks import Assembler, DamagedChunk, cut
+from diloco.wire.chunks import ChunkSize, DamagedChunk, cut_as_asked, share_end
 from diloco.wire.gates import Counters, Gate, OneAtATime
 from diloco.wire.messages import (
     CHUNK_BYTES_MIN,
@@ -26,28 +27,36 @@ from diloco.wire.messages import (
     Alive,
     Chunk,
     Dropped,
+    Frame,
     MalformedMessage,
     PushAdmitted,
+    PushCommit,
     PushHeader,
     PushResult,
     Refusal,
     Status,
 )
+from diloco.wire.pacing import Pacer
 from diloco.wire.probe_handler import ProbeHandler
+from diloco.wire.receiving import Receivings
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from diloco.wire.arrivals import Arrivals
+    from diloco.wire.chunks import Span
     from diloco.wire.door import Door
     from diloco.wire.identity import Identity
-    from diloco.wire.messages import WatchEvent
+    from diloco.wire.messages import PullAsk, WatchEvent
     from diloco.wire.options import ServerOptions
+    from diloco.wire.receiving import Receiving
     from diloco.wire.service import PushSession, SyncerApi, WatchFeed
     from diloco.wire.stall import Guard, StallWatch
 
 _FEED_WAIT_S = 0.5
+FRAMES_SINCE = 3
+"""The protocol in which a chunk may be a frame."""
 SHORT_CHUNKS_MAX = 64
 """Chunks of one push that may be shorter than ``CHUNK_BYTES_MIN``."""
 
@@ -79,6 +88,7 @@ class SyncHandlers:
         self._pushing = OneAtATime("push", pushback_ms)
         self._watching = OneAtATime("watch", pushback_ms)
         self._probing = ProbeHandler(api, options, arrivals, door, stalls)
+        self._receivings = Receivings()
 
     def generic_handler(self) -> Any:
         """What gRPC's server takes."""
@@ -138,6 +148,10 @@ class SyncHandlers:
         with self._stalls.guard(self._options.header_timeout_s, context.cancel) as guard:
             with self._arrivals.waiting(identity, context):
                 header = self._declared(requests, identity)
+            if header.beside:
+                yield from self._push_beside(header, requests, guard, identity)
+                return
+            self._door.check_push(header, identity)
             key = (header.site_id, header.fragment, header.sequence)
             with (
                 self._pushing.enter(key, header.incarnation, context.cancel),
@@ -149,9 +163,9 @@ class SyncHandlers:
                 if isinstance(opened, PushResult):
                     result = opened
                 else:
-                    with closing(opened):
-                        yield convert_bulk.pack_push_reply(PushAdmitted(opened.offset))
-                        result = self._received(header, opened, requests, guard, identity)
+                    with closing(opened), self._receivings.open(header, opened) as receiving:
+                        yield convert_bulk.pack_push_reply(PushAdmitted(opened.offset, header.frames))
+                        result = yield from self._received(receiving, opened, requests, guard, identity)
             yield convert_bulk.pack_push_reply(result)
 
     def _declared(self, requests: Iterator[bytes], identity: Identity) -> PushHeader:
@@ -169,38 +183,64 @@ class SyncHandlers:
             raise MalformedMessage(
                 f"payload_bytes is {header.payload_bytes}: at most {self._options.payload_bytes_max} wanted"
             )
-        self._door.check_push(header, identity)
         return header
 
     def _received(
-        self, header: PushHeader, session: PushSession, requests: Iterator[bytes], guard: Guard, identity: Identity
-    ) -> PushResult:
-        assembler = Assembler(header.payload_bytes, session.write, session.offset)
-        # A chunk costs the same work however short it is; only the last one has a reason to be short.
-        messages_max = header.payload_bytes // CHUNK_BYTES_MIN + SHORT_CHUNKS_MAX
-        for count, raw in enumerate(requests):
-            guard.touch()
-            if count > messages_max:
-                raise MalformedMessage(
-                    f"chunks are too short: {header.payload_bytes} bytes take {messages_max} at most"
-                )
-            part = convert_bulk.unpack_push(raw)
-            if isinstance(part, Chunk):
-                self._door.received(len(part.data), identity)
-                assembler.accept(part.offset, part.data, part.crc32, part.xxh3)
-            elif isinstance(part, PushHeader):
-                raise MalformedMessage("a push has one header")
-            elif (part.payload_bytes, part.digest) != (header.payload_bytes, header.digest):
-                raise MalformedMessage("the commit does not repeat what the header declared")
-            else:
-                assembler.finish()
+        self, receiving: Receiving, session: PushSession, requests: Iterator[bytes], guard: Guard, identity: Identity
+    ) -> Generator[bytes, None, PushResult]:
+        header = receiving.header
+        for part in self._parts(receiving, requests, guard):
+            if isinstance(part, PushCommit):
+                if (part.payload_bytes, part.digest) != (header.payload_bytes, header.digest):
+                    raise MalformedMessage("the commit does not repeat what the header declared")
+                if receiving.awaits:
+                    continue  # It was on its way when a chunk was asked for again, and comes once more behind that.
+                receiving.finish()
                 guard.limit(None)
                 result = session.commit(part.digest)
                 guard.limit(self._options.stall_s)
                 return result
+            yield from self._taken(receiving, part, identity)
         # A stream's end means nothing: a client that was killed looks like one that has finished.
         self._counters.add("broken_off")
-        raise DamagedChunk(f"the stream ended at {assembler.offset} of {header.payload_bytes} bytes, before the commit")
+        raise DamagedChunk(f"the stream ended at {receiving.offset} of {header.payload_bytes} bytes, before the commit")
+
+    def _push_beside(
+        self, header: PushHeader, requests: Iterator[bytes], guard: Guard, identity: Identity
+    ) -> Iterator[bytes]:
+        """A stream that brings chunks of a push which another one has begun: it has passed whatever that has passed."""
+        receiving = self._receivings.of(header)
+        with receiving.stream_beside():
+            guard.limit(self._options.stall_s)
+            for part in self._parts(receiving, requests, guard):
+                if isinstance(part, PushCommit):
+                    raise MalformedMessage("a push is committed by the stream that has begun it")
+                yield from self._taken(receiving, part, identity)
+
+    def _parts(
+        self, receiving: Receiving, requests: Iterator[bytes], guard: Guard
+    ) -> Iterator[Chunk | Frame | PushCommit]:
+        # A chunk costs the same work however short it is; only the last one has a reason to be short.
+        payload_bytes = receiving.header.payload_bytes
+        messages_max = payload_bytes // CHUNK_BYTES_MIN + SHORT_CHUNKS_MAX
+        for count, raw in enumerate(requests):
+            guard.touch()
+            if count > messages_max + 2 * receiving.agains:  # The chunk, and the commit that came before it.
+                raise MalformedMessage(f"chunks are too short: {payload_bytes} bytes take {messages_max} at most")
+            part = convert_bulk.unpack_push(raw)
+            if isinstance(part, PushHeader):
+                raise MalformedMessage("a push has one header")
+            yield part
+
+    def _taken(self, receiving: Receiving, part: Chunk | Frame, identity: Identity) -> Iterator[bytes]:
+        self._door.received(len(part.data), identity)
+        if isinstance(part, Chunk):
+            receiving.chunk(part)
+            return
+        again = receiving.frame(part)
+        if again is not None:
+            self._counters.add("chunks_again")
+            yield convert_bulk.pack_push_reply(again)
 
     # --- Watch -------------------------------------------------------------------------------------------------
 
@@ -255,14 +295,28 @@ class SyncHandlers:
         with self._pulls.enter(identity.name or ask.site_id):
             source = self._api.pull(ask, identity)
             try:
-                if ask.offset > source.header.payload_bytes:
-                    raise Refusal(Status.NOT_FOUND, f"offset is {ask.offset}: the payload is shorter")
+                begin, end = _wanted(ask, source.header.payload_bytes)
+                size = ChunkSize(CHUNK_BYTES_MIN, self._options.chunk_bytes)
+                pacer = Pacer(ask.bytes_per_s)
                 with self._stalls.guard(self._options.stall_s, context.cancel) as guard:
-                    yield convert_bulk.pack_pull_part(source.header)
-                    as_in_2 = ask.protocol < 3
-                    for each in cut(source.parts, self._options.chunk_bytes, ask.offset, as_in_2=as_in_2):
-                        self._door.sends(len(each[1]), identity)
-                        yield convert_bulk.pack_pull_part(Chunk(*each))
+                    frames = ask.protocol >= FRAMES_SINCE
+                    yield convert_bulk.pack_pull_part(replace(source.header, frames=frames))
+                    for offset, data in cut_as_asked(source.parts, begin, end, lambda: pacer.chunk_bytes(size.bytes)):
+                        self._door.sends(len(data), identity)
+                        pacer.wait(len(data), guard)
+                        began_s = time.monotonic()
+                        part = Frame(offset, data) if frames else Chunk.of(offset, data)
+                        yield convert_bulk.pack_pull_part(part)
+                        size.took(time.monotonic() - began_s)
                         guard.touch()
             finally:
                 source.close()
+
+
+def _wanted(ask: PullAsk, payload_bytes: int) -> Span:
+    """From which byte to which a pull wants the payload."""
+    if ask.offset > payload_bytes:
+        raise Refusal(Status.NOT_FOUND, f"offset is {ask.offset}: the payload is shorter")
+    if ask.length:
+        return ask.offset, min(payload_bytes, ask.offset + ask.length)
+    return ask.offset, max(ask.offset, share_end(payload_bytes, ask.share))

@@ -6,8 +6,9 @@ anything else looks at the message.  ``protos/diloco/wire/v1`` is the contract i
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from diloco.codec.digests import digits
@@ -35,6 +36,12 @@ FATES_MAX = FATES_KEPT_LIMIT
 UNDECIDED_MAX = 1024
 PARTS_MAX = 1024
 SHARED_CONFIG_MAX = 1024
+STREAMS_MAX = 6
+"""Streams of one push or pull; six of each, a Watch and a heartbeat fit in the calls that one caller may have."""
+WINDOW_BYTES = 8 * MIB
+"""Of one push, so much that came before its turn is in memory."""
+AGAINS_MAX = 64
+"""Times that chunks of one push or pull are asked for once more; beyond that the path is not worth it."""
 TEXT_CHARS_MAX = 1024
 
 
@@ -185,8 +192,9 @@ class PushHeader:
 
     ``payload_bytes`` and ``digest`` (``codec.digests``) are those of the encoded payload, ``numel`` the fragment's
     number of values, ``encoding`` the codec's name.  ``values_digest`` is that of the fp32 values which the payload
-    decodes to, as the site has computed it; empty where it says nothing of it.  The other fields are those of
-    ``sync.events.UpdateArrived``.
+    decodes to, as the site has computed it; empty where it says nothing of it.  ``frames``: the sender can send frames,
+    and chunks once more; ``beside``: this stream brings some chunks of a push that another stream has begun and will
+    commit.  The other fields are those of ``sync.events.UpdateArrived``.
     """
 
     run_id: str
@@ -205,6 +213,8 @@ class PushHeader:
     numel: int
     digest: str
     values_digest: str = ""
+    frames: bool = False
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +226,20 @@ class Chunk:
     crc32: int
     xxh3: int | None = None
 
+    @classmethod
+    def of(cls, offset: int, data: bytes | memoryview) -> Chunk:
+        """``data`` with its checksum."""
+        return cls(offset, data, zlib.crc32(data))
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """``data`` stands at ``offset`` of the payload (protocol 3); not ``intact``: it was damaged on the way."""
+
+    offset: int
+    data: memoryview
+    intact: bool = True
+
 
 @dataclass(frozen=True, slots=True)
 class PushCommit:
@@ -225,14 +249,23 @@ class PushCommit:
     digest: str
 
 
-PushPart = PushHeader | Chunk | PushCommit
+PushPart = PushHeader | Chunk | Frame | PushCommit
 
 
 @dataclass(frozen=True, slots=True)
 class PushAdmitted:
-    """The push is let in; the syncer holds the first ``offset`` bytes already."""
+    """The push is let in; the syncer holds the first ``offset`` bytes already, and takes ``frames`` for chunks."""
 
     offset: int
+    frames: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PushAgain:
+    """These bytes of the payload are wanted once more: they were damaged on the way, or found no room."""
+
+    offset: int
+    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +282,7 @@ class PushResult:
     epoch: int = 0
 
 
-PushReply = PushAdmitted | PushResult
+PushReply = PushAdmitted | PushAgain | PushResult
 
 
 # --- Watch -----------------------------------------------------------------------------------------------------
@@ -300,7 +333,9 @@ class PullAsk:
     """A version of ``fragment`` newer than ``have_version`` (-1: the whole fragment is wanted).
 
     ``site_id`` is empty for an observer.  ``want_version`` 0 means the newest; otherwise it names the one that an
-    earlier pull began, so that this one goes on from ``offset``.  ``protocol`` is what the asker speaks.
+    earlier pull began, so that this one goes on from ``offset``.  ``protocol`` is what the asker speaks.  ``length``
+    bytes are wanted from there (0: all that follow); or, with ``share`` above 1, the first ``1/share`` of the payload,
+    whose length the asker does not know yet.  ``bytes_per_s``: not faster than this (0: as fast as it goes).
     """
 
     run_id: str
@@ -310,6 +345,9 @@ class PullAsk:
     want_version: int = 0
     offset: int = 0
     protocol: int = PROTOCOL
+    length: int = 0
+    share: int = 0
+    bytes_per_s: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +358,7 @@ class PullHeader:
     one fp32 payload when ``whole``; together they are ``payload_bytes``.  With nothing newer, ``from_version ==
     version`` and there are no parts.  ``digest`` is that of the fp32 values of ``version``, ``payload_crc32`` a
     checksum of the payload (``chunks.checksum``), 0 where it is not told.  ``fates`` are this site's, read at the same
-    instant.  ``epoch`` is the syncer's.
+    instant.  ``epoch`` is the syncer's.  ``frames``: chunks come as frames, and spans of the payload can be asked for.
     """
 
     fragment: int
@@ -335,9 +373,10 @@ class PullHeader:
     payload_crc32: int
     fates: tuple[Fate, ...]
     epoch: int = 0
+    frames: bool = field(default=False, compare=False)
 
 
-PullPart = PullHeader | Chunk
+PullPart = PullHeader | Chunk | Frame
 
 
 # --- Report and Leave ------------------------------------------------------------------------------------------

@@ -16,13 +16,16 @@ from diloco.wire.messages import (
     CHUNK_BYTES_MAX,
     CHUNK_BYTES_MIN,
     CONTROL_BYTES_MAX,
-    KIB,
     MESSAGE_BYTES_MAX,
     MIB,
     PAYLOAD_BYTES_MAX,
     REPLY_BYTES_MAX,
+    STREAMS_MAX,
+    WINDOW_BYTES,
 )
 
+MBPS_MIN = 0.1
+MBPS_MAX = 1e6
 STANDARD_STREAMS_MAX = 8
 """Streams of the health and reflection services open at once."""
 
@@ -54,7 +57,7 @@ class ServerOptions:
     """Calls of one identity under way at once, of all kinds: two connections full of them."""
     calls_per_s: float = 0.0
     """Calls that one identity may begin, after a burst of two seconds' worth; 0: as many as it can."""
-    chunk_bytes: int = 256 * KIB
+    chunk_bytes: int = MIB
     payload_bytes_max: int = PAYLOAD_BYTES_MAX
     header_timeout_s: float = 5.0
     """A push that has not declared itself by then is ended."""
@@ -93,16 +96,19 @@ class ServerOptions:
     def memory_bytes_max(self, payload_bytes: int, numel: int, streams: int) -> int:
         """What sites can make the syncer take in memory, beside what it takes at rest and for the outer steps.
 
-        ``checks_max * (payload_bytes + 8 * numel) + streams * (min(1.5 * payload_bytes, 16 MiB) + 44 * 64 KiB)``
+        ``checks_max * (payload_bytes + 8 * numel) + streams * (min(1.5 * payload_bytes, 16 MiB) + 44 * 64 KiB)
+        + push_credits * min(payload_bytes, 8 MiB)``
 
         The first term is the whole updates that are being checked: the largest payload, its fp32 values and one more
         tensor of their size.  All others lie on disk, and cost what is on its way there: for each open stream gRPC's
         flow window, and one control message at the worst that parsing can make of it.  gRPC states no bound of the
         window, which grows with the path; the most that was seen is 12 MiB (``tests.hunts.crowd``).  ``streams`` are
-        those that are open: no more than ``calls_max`` are let in, and no more than ``push_credits`` of them may send.
+        those that are open: no more than ``calls_max`` are let in, and no more than ``push_credits`` begin a push.  The
+        last term is what came before its turn: over several streams, or behind a chunk that is sent again.
         """
         window, parsed = min(3 * payload_bytes // 2, 16 * MIB), 44 * CONTROL_BYTES_MAX
-        return self.checks_max * (payload_bytes + 8 * numel) + streams * (window + parsed)
+        early = self.push_credits * min(payload_bytes, WINDOW_BYTES)
+        return self.checks_max * (payload_bytes + 8 * numel) + streams * (window + parsed) + early
 
     @property
     def push_credits(self) -> int:
@@ -148,8 +154,8 @@ class ServerOptions:
 class ClientOptions:
     """A site's or an operator's end."""
 
-    chunk_bytes: int = 256 * KIB
-    """Also the unit in which progress is seen: one chunk must pass within ``stall_s``."""
+    chunk_bytes: int = MIB
+    """The longest; a slow link gets shorter ones (``chunks.ChunkSize``), because one must pass within ``stall_s``."""
     payload_bytes_max: int = PAYLOAD_BYTES_MAX
     """A pull that declares more is refused before anything is allocated."""
     control_timeout_s: float = 5.0
@@ -159,17 +165,23 @@ class ClientOptions:
     """A push or pull that moved nothing for so long is given up; so is a Watch that said nothing."""
     answer_s: float = 60.0
     """Longest wait for the answer to a commit, during which the syncer makes the update durable."""
-    slowest_bytes_per_s: int = 16 * KIB
-    """Sets the deadline of a push or pull, beside ``stall_s`` and a fixed 60 s."""
     data_channels: int = 1
-    """Connections for bulk, used in turn; several streams over a long path with small TCP buffers want several."""
+    """Connections for bulk.  One transfer goes over all of them at once: a long path with small TCP buffers needs
+    several to be filled (``channels_for``)."""
+    up_mbps: float = 0.0
+    """What a site's link has, in 10^6 bits a second: pushes stay below, so that heartbeats find room; 0: no bound."""
+    down_mbps: float = 0.0
+    """The same for pulls."""
     keepalive_time_ms: int = 10_000
     keepalive_timeout_ms: int = 5_000
 
     def __post_init__(self) -> None:
         _require_chunk_bytes(self.chunk_bytes)
-        for field in ("payload_bytes_max", "slowest_bytes_per_s", "data_channels"):
-            require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
+        require(self.payload_bytes_max >= 1, "payload_bytes_max", self.payload_bytes_max, "at least 1")
+        require(1 <= self.data_channels <= STREAMS_MAX, "data_channels", self.data_channels, f"1 to {STREAMS_MAX}")
+        for field in ("up_mbps", "down_mbps"):
+            value = getattr(self, field)
+            require(value == 0 or MBPS_MIN <= value <= MBPS_MAX, field, value, f"0, or {MBPS_MIN} to {MBPS_MAX}")
         for field in ("control_timeout_s", "join_timeout_s", "admin_timeout_s", "stall_s", "answer_s"):
             require(getattr(self, field) > 0, field, getattr(self, field), "positive")
 

@@ -1,18 +1,27 @@
-"""The sending half of one push, run by gRPC's own thread while the caller waits for the answer."""
+"""The sending half of one push, run by gRPC's own threads while the caller waits for the answer.
+
+A push has one stream that opens and commits it.  Where the path is longer than one TCP connection can fill there are
+others beside it, and each takes the next chunk from what is left whenever flow control lets it: a slow one takes fewer.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from diloco.wire import convert_bulk
-from diloco.wire.chunks import cut
-from diloco.wire.messages import Chunk, PushCommit, PushHeader
+from diloco.wire.chunks import ChunkSize
+from diloco.wire.messages import AGAINS_MAX, CHUNK_BYTES_MIN, Chunk, Frame, MalformedMessage, PushCommit, PushHeader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from diloco.wire.messages import PushAdmitted, PushAgain
     from diloco.wire.options import ClientOptions
+    from diloco.wire.pacing import Pacer
     from diloco.wire.stall import Guard
 
 
@@ -23,41 +32,114 @@ class Sending:
     """
 
     def __init__(
-        self, header: PushHeader, payload: memoryview, options: ClientOptions, guard: Guard, sent: Callable[[int], None]
+        self,
+        header: PushHeader,
+        payload: memoryview,
+        options: ClientOptions,
+        guard: Guard,
+        sent: Callable[[int], None],
+        pacer: Pacer,
     ) -> None:
-        self._header = header
+        self._header = replace(header, frames=True)
         self._payload = payload
         self._options = options
         self._guard = guard
         self._sent = sent
-        self._decided = threading.Event()
-        self._offset: int | None = None
+        self._pacer = pacer
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._at: int | None = None
+        self._again: deque[tuple[int, int]] = deque()
+        self._agains = 0
+        self._beside = 0
+        self._committed = False
+        self.frames = False
 
-    def admit(self, offset: int) -> None:
-        """The syncer holds ``offset`` bytes and wants the rest."""
-        self._offset = offset
-        self._decided.set()
+    def admit(self, admitted: PushAdmitted) -> None:
+        """The syncer holds so many bytes and wants the rest."""
+        with self._changed:
+            self.frames = admitted.frames
+            self._at = admitted.offset
+            self._changed.notify_all()
+
+    def again(self, wanted: PushAgain) -> None:
+        """The syncer wants these bytes once more.  ``MalformedMessage`` where it cannot, or too often."""
+        if self._at is None or wanted.offset + wanted.length > self._at:
+            raise MalformedMessage(f"offset is {wanted.offset}: bytes are wanted again that were not sent")
+        with self._changed:
+            self._agains += 1
+            if self._agains > AGAINS_MAX:
+                raise MalformedMessage(f"chunks are wanted again for the {self._agains}th time")
+            self._again.append((wanted.offset, wanted.length))
+            self._committed = False
+            self._guard.limit(self._options.stall_s)
+            self._changed.notify_all()
 
     def stop(self) -> None:
         """Send nothing more."""
-        self._offset = None
-        self._decided.set()
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
 
     def requests(self) -> Iterator[bytes]:
-        """The messages, made as gRPC asks for them."""
+        """The messages of the stream that opens and commits the push, made as gRPC asks for them."""
         yield self._counted(convert_bulk.pack_push(self._header))
-        # The caller's guard bounds this wait: when it ends, for whatever reason, ``stop`` is called.
-        self._decided.wait()
-        begin = self._offset
-        if begin is None:
-            return
-        for each in cut((self._payload,), self._options.chunk_bytes, begin):
-            if self._offset is None:
-                return
-            yield self._counted(convert_bulk.pack_push(Chunk(*each)))
-            self._guard.touch()
-        yield self._counted(convert_bulk.pack_push(PushCommit(self._header.payload_bytes, self._header.digest)))
-        self._guard.limit(self._options.answer_s)
+        with self._changed:
+            # The caller's guard bounds this wait: when it ends, for whatever reason, ``stop`` is called.
+            self._changed.wait_for(lambda: self._stopped or self._at is not None)
+        while not self._stopped:
+            yield from self._chunks(self._guard)
+            with self._changed:
+                # What a stream beside this one has sent may be wanted again as long as that is not over.
+                self._changed.wait_for(lambda: self._stopped or self._again or not self._beside)
+                if self._stopped:
+                    return
+                if self._again:
+                    continue
+                self._committed = True
+            yield self._counted(convert_bulk.pack_push(PushCommit(self._header.payload_bytes, self._header.digest)))
+            with self._changed:
+                if self._committed:
+                    self._guard.limit(self._options.answer_s)
+                self._changed.wait_for(lambda: self._stopped or self._again)
+
+    def beside(self, guard: Guard) -> Iterator[bytes]:
+        """The messages of a stream beside that one, begun with ``join_in``."""
+        yield self._counted(convert_bulk.pack_push(replace(self._header, beside=True)))
+        yield from self._chunks(guard)
+
+    def join_in(self) -> None:
+        """One more stream beside the first; ``leave`` must follow."""
+        with self._changed:
+            self._beside += 1
+
+    def leave(self) -> None:
+        """A stream beside the first is over, and everything that it sent has been taken."""
+        with self._changed:
+            self._beside -= 1
+            self._changed.notify_all()
+
+    def _chunks(self, guard: Guard) -> Iterator[bytes]:
+        size = ChunkSize(CHUNK_BYTES_MIN, self._pacer.chunk_bytes(self._options.chunk_bytes))
+        while (place := self._next(size.bytes)) is not None:
+            offset, length = place
+            self._pacer.wait(length, guard)
+            data = self._payload[offset : offset + length]
+            began_s = time.monotonic()
+            yield self._counted(convert_bulk.pack_push(Frame(offset, data) if self.frames else Chunk.of(offset, data)))
+            size.took(time.monotonic() - began_s)
+            guard.touch()
+
+    def _next(self, chunk_bytes: int) -> tuple[int, int] | None:
+        with self._changed:
+            if self._stopped:
+                return None
+            if self._again:
+                return self._again.popleft()
+            assert self._at is not None, "not admitted yet"
+            offset, length = self._at, min(chunk_bytes, len(self._payload) - self._at)
+            self._at += length
+            return (offset, length) if length else None
 
     def _counted(self, message: bytes) -> bytes:
         self._sent(len(message))

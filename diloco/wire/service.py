@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class PushSession(Protocol):
-    """One admitted push.  Called from one thread, in the order ``write`` ..., ``commit``, ``close``."""
+    """One admitted push.  Called by one thread at a time, in the order ``write`` ..., ``commit``, ``close``."""
 
     @property
     def offset(self) -> int:
@@ -103,7 +103,8 @@ class SyncerApi(Protocol):
         ...
 
     def pull(self, ask: PullAsk, identity: Identity) -> PullSource:
-        """The version asked for.  The header and parts are those of the whole payload, whatever ``ask.offset`` is.
+        """The version asked for.  The header and parts are those of the whole payload, whatever part of it is asked
+        for; ``payload_crc32`` need not be told to who speaks protocol 3.
 
         Refuses with NOT_FOUND for an unknown fragment, and when ``want_version`` cannot be had with the same bytes any
         more (the client then begins anew).

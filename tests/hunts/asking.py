@@ -100,6 +100,8 @@ class World:
             "payload_bytes": len(payload),
             "numel": numel,
             "digest": hashlib.sha256(payload).hexdigest(),
+            "frames": False,
+            "beside": False,
         }
         return PushHeader(**(fields | changes)), payload
 

@@ -26,8 +26,11 @@ from diloco.sync.journal import FRAME as FRAME_1
 from diloco.sync.journal import JournalError, Record, decode_records, encode_record, encode_records, read_records
 from diloco.syncer.snapshots import SnapshotError, Snapshots
 from diloco.syncer.store import RunCard, Store, StoreError
+from diloco.wire import convert_bulk
+from diloco.wire.chunks import DamagedChunk
+from diloco.wire.frames import FRAME_HEAD_BYTES
 from diloco.wire.identity import Authenticator, read_revoked, read_tokens
-from diloco.wire.messages import MalformedMessage, Refusal
+from diloco.wire.messages import CHUNK_BYTES_MAX, PAYLOAD_BYTES_MAX, Frame, MalformedMessage, Refusal
 from diloco.wire.permissions import read_permissions
 from diloco.wire.security import SecurityOptions
 from tests.hunts.mutating import drawn, edited, json_spoiled, spoiled
@@ -210,7 +213,11 @@ def messages() -> Iterator[tuple[str, Reader]]:
             return pack(unpack(raw))
 
         spoil = None if kind is None else message_spoiled(kind)
-        yield f"{unpack.__name__} {type(message).__name__}", Reader([raw], read, (MalformedMessage,), spoil, 0.5)
+        # Only a frame says by itself that it was damaged, wherever one can come.
+        bulk = unpack in (convert_bulk.unpack_push, convert_bulk.unpack_pull_part)
+        words = (MalformedMessage, DamagedChunk) if bulk else (MalformedMessage,)
+        spoil = frame_spoiled if isinstance(message, Frame) else spoil
+        yield f"{unpack.__name__} {type(message).__name__}", Reader([raw], read, words, spoil, 0.5)
 
 
 def proto_of(unpack: Callable[[bytes], object]) -> Any:
@@ -247,6 +254,15 @@ def message_spoiled(kind: Any) -> Spoil:
         return bytes(message.SerializeToString())
 
     return spoil
+
+
+def frame_spoiled(raw: bytes, chance: random.Random) -> bytes:
+    """Behind a right checksum of the head: other kinds, places that cannot be, lengths that are too long or nothing."""
+    kind, reserved = chance.choice((0, 1, 1, 2, 255)), chance.choice((0, 0, 1, 0xFFFF))
+    offset = chance.choice((0, 5, PAYLOAD_BYTES_MAX, PAYLOAD_BYTES_MAX + 1, (1 << 64) - 1))
+    length = chance.choice((0, 1, len(raw) - FRAME_HEAD_BYTES, CHUNK_BYTES_MAX, CHUNK_BYTES_MAX + 1))
+    place = struct.pack("<QQ", offset, chance.getrandbits(64))
+    return struct.pack("<BBHI", 0, kind, reserved, zlib.crc32(place)) + place + bytes(length)
 
 
 # --- files -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A relay between a client and the server that can fall silent without closing anything."""
+"""A relay between a client and the server that can fall silent without closing anything, and can damage bytes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ class Relay:
         self.connections = 0
         self._frozen_above_bytes: int | None = None
         self._hold_above_bytes: int | None = None
+        self._mark = b""
+        self._to_damage = 0
+        self.damaged = 0
         self._ended = threading.Event()
         self.carried = threading.Event()
         self._sockets: list[socket.socket] = []
@@ -31,6 +34,12 @@ class Relay:
         """Connections that have carried so much wait, until ``cut``: nothing is lost, and nothing more arrives."""
         self._ended.clear()
         self._hold_above_bytes = above_bytes
+
+    def damage(self, mark: bytes, times: int) -> None:
+        """Flip a bit of ``mark``, wherever it goes by whole in one read, so many times."""
+        self._mark = mark
+        self._to_damage = times
+        self.damaged = 0
 
     def cut(self) -> None:
         """End every connection; new ones pass everything on."""
@@ -64,6 +73,8 @@ class Relay:
         try:
             while data := source.recv(65536):
                 total[0] += len(data)
+                if self.damaged < self._to_damage and self._mark in data:
+                    data = self._damaged(data)
                 if total[0] > 1_000_000:
                     self.carried.set()
                 if self._hold_above_bytes is not None and total[0] > self._hold_above_bytes:
@@ -75,3 +86,8 @@ class Relay:
             sink.shutdown(socket.SHUT_WR)
         except OSError:
             return
+
+    def _damaged(self, data: bytes) -> bytes:
+        at = data.index(self._mark)
+        self.damaged += 1
+        return data[:at] + bytes((data[at] ^ 1,)) + data[at + 1 :]

@@ -51,11 +51,15 @@ def pushes() -> list[Sample]:
         m.Chunk(m.PAYLOAD_BYTES_MAX, b"z", 0xFFFFFFFF),
         m.Chunk(1, b"z", 0, 0),
         m.Chunk(1, b"z", 0, 0xFFFFFFFFFFFFFFFF),
+        push_header(b"abc", frames=True, beside=True),
+        m.Frame(0, memoryview(b"a")),
+        m.Frame(m.PAYLOAD_BYTES_MAX, memoryview(bytes(70_000))),
         m.PushCommit(3, DIGEST),
     ]
     replies: list[object] = [
         m.PushAdmitted(0),
-        m.PushAdmitted(m.PAYLOAD_BYTES_MAX),
+        m.PushAdmitted(m.PAYLOAD_BYTES_MAX, True),
+        m.PushAgain(m.PAYLOAD_BYTES_MAX, m.CHUNK_BYTES_MAX),
         m.PushResult(Outcome.ACCEPTED, 3, epoch=4),
         *(m.PushResult(outcome, 0, reason, REFUSED, "words") for outcome in Outcome for reason in Reason),
     ]
@@ -65,13 +69,20 @@ def pushes() -> list[Sample]:
 
 
 def pulls() -> list[Sample]:
-    asks = [m.PullAsk(RUN, "site-a", 3, 7, 9, 12), m.PullAsk(RUN, "", 0, -1), m.PullAsk(RUN, "a", 0, 1, protocol=2)]
+    asks = [
+        m.PullAsk(RUN, "site-a", 3, 7, 9, 12),
+        m.PullAsk(RUN, "site-a", 3, 7, 9, 12, 3, m.PAYLOAD_BYTES_MAX, m.STREAMS_MAX, 125_000_000),
+        m.PullAsk(RUN, "", 0, -1),
+        m.PullAsk(RUN, "a", 0, 1, protocol=2),
+    ]
     parts: list[object] = [
         PULL,
         m.PullHeader(0, 0, 9, True, "fp32", 2, 8, (8,), DIGEST, 0, ()),
         m.PullHeader(0, 0, 9, True, "fp32", 2, 8, (8,), DIGEST, 0, (), 4),
         m.PullHeader(0, 9, 9, False, "fp32", 2, 0, (), DIGEST, 0, (REFUSED,)),
+        m.PullHeader(0, 0, 9, True, "fp32", 2, 8, (8,), DIGEST, 0, (), 4, True),
         m.Chunk(5, b"data", 1),
+        m.Frame(5, memoryview(b"data")),
     ]
     return [(ask, convert_bulk.pack_pull, convert_bulk.unpack_pull) for ask in asks] + [
         (part, convert_bulk.pack_pull_part, convert_bulk.unpack_pull_part) for part in parts

@@ -70,9 +70,9 @@ def test_a_closed_channel_is_unreachable() -> None:
     with pytest.raises(Unreachable, match="closed"):
         calls.unary("Join", b"", 1.0)
     with pytest.raises(Unreachable, match="closed"):
-        calls.stream("Watch", b"", None)
+        calls.stream("Watch", b"")
     with pytest.raises(Unreachable, match="closed"):
-        calls.exchange("Push", iter(()), 1.0)
+        calls.exchange("Push", iter(()))
 
 
 def test_a_server_that_has_no_room_for_one_more_call_is_come_back_to() -> None:
@@ -89,7 +89,7 @@ def test_a_server_that_has_no_room_for_one_more_call_is_come_back_to() -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(ADMIN_SERVICE, handlers),))
     calls = Calls(Line(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}", SecurityOptions(), []), ADMIN_SERVICE)
     server.start()
-    first = calls.stream("Status", b"", 30.0)
+    first = calls.stream("Status", b"")
     try:
         assert began.wait(30)
         with pytest.raises(Unreachable, match="RESOURCE_EXHAUSTED") as caught:

@@ -6,7 +6,18 @@ import zlib
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from diloco.wire.chunks import Assembler, ChunkError, DamagedChunk, checksum, cut
+from diloco.wire.chunks import (
+    Assembler,
+    ChunkError,
+    ChunkSize,
+    DamagedChunk,
+    Holes,
+    Window,
+    checksum,
+    cut,
+    cut_as_asked,
+    share_end,
+)
 
 SEED = 20
 PAYLOAD = random.Random(SEED).randbytes(97)
@@ -119,3 +130,100 @@ def test_offsets_outside_of_the_payload_are_our_own_defect(offset: int) -> None:
         list(cut((PAYLOAD,), 10, offset))
     with pytest.raises(ValueError, match="offset"):
         Assembler(len(PAYLOAD), lambda at, data: None, offset)
+
+
+def test_pieces_of_a_span_are_as_long_as_is_asked_for_then() -> None:
+    for begin in range(0, len(PAYLOAD), 7):
+        for end in range(begin, len(PAYLOAD) + 1, 5):
+            lengths = iter(range(1, 1000))
+            parts = (PAYLOAD[:40], b"", PAYLOAD[40:])
+            found = list(cut_as_asked(parts, begin, end, lambda lengths=lengths: next(lengths)))
+            assert b"".join(data for _, data in found) == PAYLOAD[begin:end]
+            assert [offset for offset, _ in found] == [
+                begin + sum(len(d) for _, d in found[:n]) for n in range(len(found))
+            ]
+
+
+@pytest.mark.parametrize(
+    ("payload_bytes", "share", "end"), [(0, 3, 0), (767 * 1024, 3, 767 * 1024), (1 << 20, 1, 1 << 20)]
+)
+def test_a_short_payload_is_not_shared(payload_bytes: int, share: int, end: int) -> None:
+    assert share_end(payload_bytes, share) == end
+    assert share_end(10 << 20, 4) == (10 << 20) // 4
+
+
+def test_chunks_grow_while_they_pass_quickly_and_shrink_on_a_slow_link() -> None:
+    size = ChunkSize(64 * 1024, 1 << 20)
+    grown = []
+    for _ in range(4):
+        grown.append(size.bytes)
+        size.took(0.001)
+    assert grown == [256 * 1024, 512 * 1024, 1 << 20, 1 << 20]
+    size.took(0.5)
+    assert size.bytes == 1 << 20
+    for _ in range(9):
+        size.took(5.0)
+    assert size.bytes == 64 * 1024
+    assert ChunkSize(64 * 1024, 64 * 1024).bytes == 64 * 1024
+
+
+def test_whatever_the_link_something_moves_about_every_second() -> None:
+    for bytes_per_s in (80_000, 300_000, 1_000_000, 1e9):
+        size, longest_s = ChunkSize(64 * 1024, 1 << 20), 0.0
+        for turn in range(30):
+            took_s = size.bytes / bytes_per_s
+            size.took(took_s)
+            longest_s = max(longest_s, took_s) if turn > 3 else longest_s
+        assert longest_s <= 2.0, bytes_per_s
+
+
+def test_a_window_passes_on_in_order_whatever_comes_and_holds_no_more_than_its_room() -> None:
+    chance = random.Random(SEED)
+    for _ in range(200):
+        out = bytearray()
+
+        def write(at: int, data: memoryview, out: bytearray = out) -> None:
+            assert at == len(out)
+            out.extend(data)
+
+        window = Window(len(PAYLOAD), write, 0, 30)
+        waiting = [(at, memoryview(PAYLOAD)[at : at + 10]) for at in range(0, len(PAYLOAD), 10)]
+        while waiting:
+            offset, data = waiting.pop(chance.randrange(len(waiting)))
+            if not window.accept(offset, data):
+                assert offset > window.offset
+                waiting.append((offset, data))
+            elif chance.random() < 0.2:
+                assert window.accept(offset, data), "what is here already takes no room"
+            assert PAYLOAD.startswith(out)
+        assert window.complete
+        assert out == PAYLOAD
+        assert window._room == 30, "room was not given back"
+
+
+def test_a_window_that_could_not_write_stays_where_it_was() -> None:
+    def full(at: int, data: memoryview) -> None:
+        raise OSError("disk full")
+
+    window = Window(4, full, 0, 4)
+    assert window.accept(2, memoryview(b"cd"))
+    with pytest.raises(OSError, match="disk full"):
+        window.accept(0, memoryview(b"ab"))
+    assert window.offset == 0
+    with pytest.raises(ChunkError, match="over the 4 declared"):
+        window.accept(3, memoryview(b"de"))
+
+
+def test_holes_are_filled_once() -> None:
+    chance = random.Random(SEED)
+    for _ in range(200):
+        total = chance.randint(1, 60)
+        holes, missing = Holes(total), set(range(total))
+        for _ in range(100):
+            begin, end = sorted((chance.randint(0, total + 3), chance.randint(0, total + 3)))
+            wanted = set(range(begin, end))
+            fits = begin < end and wanted <= missing
+            assert holes.fill(begin, end) == fits
+            missing -= wanted if fits else set()
+            assert [at for first, last in holes.spans for at in range(first, last)] == sorted(missing)
+    assert Holes(0).spans == []

@@ -60,5 +60,5 @@ def test_the_server_permits_the_clients_pings() -> None:
 def test_the_memory_that_sites_can_take_is_stated() -> None:
     options = ServerOptions(run_id="r", checks_max=2)
     large = options.memory_bytes_max(32 << 20, 8 << 20, 64)
-    assert large == 2 * 96 * (1 << 20) + 64 * ((16 << 20) + 44 * 65536)
-    assert options.memory_bytes_max(1000, 500, 1) == 2 * 5000 + 1500 + 44 * 65536
+    assert large == 2 * 96 * (1 << 20) + 64 * ((16 << 20) + 44 * 65536) + 32 * (8 << 20)
+    assert options.memory_bytes_max(1000, 500, 1) == 2 * 5000 + 1500 + 44 * 65536 + 32 * 1000

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from diloco.wire.chunks import DamagedChunk, checksum, cut
-from diloco.wire.messages import Chunk, MalformedMessage, PullHeader
-from diloco.wire.pulled import PullSink
+from diloco.wire.chunks import ChunkError, DamagedChunk, checksum, cut
+from diloco.wire.messages import Chunk, Frame, MalformedMessage, PullHeader
+from diloco.wire.pulled import PulledVersion, PullSink
 from tests.wire.fake_syncer import DIGEST
 
 PARTS = (b"first down-link", b"second")
@@ -89,3 +89,71 @@ def test_nothing_newer_has_no_parts() -> None:
     sink = PullSink()
     sink.begin(PullHeader(0, 9, 9, False, "int4", 64, 0, (), DIGEST, 0, ()))
     assert sink.finish().parts == ()
+
+
+def test_frames_come_in_any_order_and_each_once() -> None:
+    sink = PullSink()
+    sink.begin(dataclasses.replace(HEADER, frames=True, payload_crc32=0))
+    frames = [Frame(at, data) for at, data, *_ in cut(PARTS, 4)]
+    for frame in reversed(frames):
+        sink.accept(frame)
+        with pytest.raises(ChunkError, match="not missing"):
+            sink.accept(frame)
+    assert tuple(map(bytes, sink.finish().parts)) == PARTS
+
+
+def test_a_frame_that_was_damaged_leaves_its_bytes_missing() -> None:
+    sink = PullSink()
+    sink.begin(dataclasses.replace(HEADER, frames=True))
+    for at, data, *_ in cut(PARTS, 4):
+        sink.accept(Frame(at, data, intact=at != 8))
+    assert sink.missing() == [(8, 12)]
+    assert (sink.offset, sink.bytes_held) == (8, len(PAYLOAD) - 4)
+    with pytest.raises(DamagedChunk, match="ends at 8 of 21"):
+        sink.finish()
+    sink.accept(Frame(8, memoryview(PAYLOAD)[8:12]))
+    assert tuple(map(bytes, sink.finish().parts)) == PARTS
+
+
+def test_memory_is_used_again_once_it_is_given_back_and_nobody_reads_it() -> None:
+    sink = PullSink()
+
+    def pulled() -> PulledVersion:
+        sink.begin(HEADER)
+        feed(sink, 0)
+        return sink.finish()
+
+    first = pulled()
+    memory = first.parts[0].obj
+    second = pulled()
+    assert second.parts[0].obj is not memory, "it was not given back"
+    sink.give_back(first)
+    third = pulled()
+    assert third.parts[0].obj is memory
+    reader = third.parts[1][2:]  # Made of a part, as a tensor over it is.
+    sink.give_back(third)
+    assert pulled().parts[0].obj is not memory
+    assert reader == PARTS[1][2:]
+    sink.give_back(PulledVersion(HEADER, ()))
+
+
+@pytest.mark.parametrize("length", [3, 10, 11, 20, 22, 100])
+def test_memory_of_about_the_same_length_is_used_again(length: int) -> None:
+    sink = PullSink()
+    sink.begin(HEADER)
+    feed(sink, 0)
+    first = sink.finish()
+    memory = first.parts[0].obj
+    sink.give_back(first)
+    payload = bytes(range(length))
+    for crc32 in (checksum((payload,)) ^ 1, checksum((payload,))):
+        sink.begin(PullHeader(0, 7, 8, False, "int4", 64, length, (length,), DIGEST, crc32, ()))
+        assert sink.missing() == [(0, length)]
+        sink.accept(Frame(0, memoryview(payload)))
+        assert (sink.offset, sink.bytes_held, sink.missing()) == (length, length, [])
+        if crc32 != checksum((payload,)):
+            with pytest.raises(DamagedChunk):
+                sink.finish()
+    pulled = sink.finish()
+    assert bytes(pulled.parts[0]) == payload
+    assert (pulled.parts[0].obj is memory) == (11 <= length <= 21)

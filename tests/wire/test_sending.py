@@ -1,37 +1,120 @@
 from __future__ import annotations
 
 import threading
+import zlib
+from typing import TYPE_CHECKING
 
-from xxhash import xxh3_64_intdigest
+import pytest
 
 from diloco.wire.convert_bulk import unpack_push
-from diloco.wire.messages import KIB, Chunk, PushCommit
+from diloco.wire.messages import (
+    AGAINS_MAX,
+    KIB,
+    Chunk,
+    Frame,
+    MalformedMessage,
+    PushAdmitted,
+    PushAgain,
+    PushCommit,
+    PushPart,
+)
 from diloco.wire.options import ClientOptions
+from diloco.wire.pacing import Pacer
 from diloco.wire.sending import Sending
 from diloco.wire.stall import StallWatch
 from tests.wire.fake_syncer import push_header
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 PAYLOAD = bytes(range(256)) * 1024  # 256 KiB: four chunks
 OPTIONS = ClientOptions(chunk_bytes=64 * KIB)
+GUARD = StallWatch("never started").guard(1.0)
 
 
 def sending(sent: list[int]) -> Sending:
-    guard = StallWatch("never started").guard(1.0)
-    return Sending(push_header(PAYLOAD), memoryview(PAYLOAD), OPTIONS, guard, sent.append)
+    return Sending(push_header(PAYLOAD), memoryview(PAYLOAD), OPTIONS, GUARD, sent.append, Pacer(0))
 
 
-def test_the_header_goes_alone_until_admitted_then_everything_from_the_offset() -> None:
+def all_of(requests: Iterator[bytes]) -> list[PushPart]:
+    """Everything up to the commit."""
+    parts: list[PushPart] = []
+    while not (parts and isinstance(parts[-1], PushCommit)):
+        parts.append(unpack_push(next(requests)))
+    return parts
+
+
+@pytest.mark.parametrize("frames", [True, False])
+def test_the_header_goes_alone_until_admitted_then_everything_from_the_offset(frames: bool) -> None:
     for offset in (0, 1, 64 * KIB, len(PAYLOAD) - 1, len(PAYLOAD)):
         sent: list[int] = []
         push = sending(sent)
         requests = push.requests()
-        assert unpack_push(next(requests)) == push_header(PAYLOAD)
-        push.admit(offset)
-        *chunks, commit = map(unpack_push, requests)
+        assert unpack_push(next(requests)) == push_header(PAYLOAD, frames=True)
+        push.admit(PushAdmitted(offset, frames))
+        *chunks, commit = all_of(requests)
         assert commit == PushCommit(len(PAYLOAD), push_header(PAYLOAD).digest)
-        assert b"".join(chunk.data for chunk in chunks if isinstance(chunk, Chunk)) == PAYLOAD[offset:]
-        assert all(isinstance(chunk, Chunk) and chunk.xxh3 == xxh3_64_intdigest(chunk.data) for chunk in chunks)
+        kind = Frame if frames else Chunk
+        assert all(isinstance(chunk, kind) for chunk in chunks)
+        assert b"".join(chunk.data for chunk in chunks if isinstance(chunk, Chunk | Frame)) == PAYLOAD[offset:]
+        assert all(chunk.crc32 == zlib.crc32(chunk.data) for chunk in chunks if isinstance(chunk, Chunk))
         assert sum(sent) > len(PAYLOAD) - offset
+        push.stop()
+        assert not list(requests)
+
+
+def test_what_is_wanted_again_goes_before_the_rest_and_before_another_commit() -> None:
+    push = sending([])
+    requests = push.requests()
+    next(requests)
+    push.admit(PushAdmitted(0, True))
+    first = unpack_push(next(requests))
+    assert isinstance(first, Frame)
+    push.again(PushAgain(0, len(first.data)))
+    assert unpack_push(next(requests)) == first
+    *chunks, commit = all_of(requests)
+    assert b"".join(chunk.data for chunk in chunks if isinstance(chunk, Frame)) == PAYLOAD[len(first.data) :]
+    push.again(PushAgain(64 * KIB, 64 * KIB))  # It came damaged, and the commit was on its way already.
+    assert all_of(requests) == [Frame(64 * KIB, memoryview(PAYLOAD)[64 * KIB : 128 * KIB]), commit]
+    push.stop()
+    assert not list(requests)
+
+
+def test_what_was_not_sent_is_not_wanted_again_nor_anything_without_end() -> None:
+    push = sending([])
+    with pytest.raises(MalformedMessage, match="were not sent"):
+        push.again(PushAgain(0, 1))
+    requests = push.requests()
+    next(requests)
+    push.admit(PushAdmitted(0, True))
+    next(requests)
+    with pytest.raises(MalformedMessage, match="offset is 65536"):
+        push.again(PushAgain(64 * KIB, 1))
+    for _ in range(AGAINS_MAX):
+        push.again(PushAgain(0, 1))
+    with pytest.raises(MalformedMessage, match="for the 65th time"):
+        push.again(PushAgain(0, 1))
+
+
+def test_streams_share_what_is_left_and_the_first_commits_when_the_others_are_over() -> None:
+    push = sending([])
+    requests = push.requests()
+    next(requests)
+    push.admit(PushAdmitted(0, True))
+    push.join_in()
+    beside = push.beside(GUARD)
+    assert unpack_push(next(beside)) == push_header(PAYLOAD, frames=True, beside=True)
+    parts = [unpack_push(next(each)) for each in (requests, beside, beside, requests)]
+    assert [part.offset for part in parts if isinstance(part, Frame)] == [0, 64 * KIB, 128 * KIB, 192 * KIB]
+    assert not list(beside)
+    committed = threading.Event()
+    thread = threading.Thread(target=lambda: (all_of(requests), committed.set()))
+    thread.start()
+    assert not committed.wait(0.2), "a chunk of a stream that is not over may be wanted again"
+    push.leave()
+    assert committed.wait(10)
+    thread.join(10)
+    push.stop()
 
 
 def test_stop_before_admission_ends_the_waiting_thread() -> None:
@@ -49,7 +132,7 @@ def test_stop_in_the_middle_sends_no_commit() -> None:
     push = sending([])
     requests = push.requests()
     next(requests)
-    push.admit(0)
+    push.admit(PushAdmitted(0))
     next(requests)
     push.stop()
     assert not list(requests)

@@ -182,7 +182,7 @@ class JoinResponse(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., lineage: _Optional[int] = ..., standings: _Optional[_Iterable[_Union[Standing, _Mapping]]] = ..., run_tokens: _Optional[int] = ..., progress_ppm: _Optional[int] = ..., ending: _Optional[_Union[Ending, str]] = ..., settings: _Optional[_Union[LearnerSettings, _Mapping]] = ..., protocol: _Optional[int] = ..., ticket: _Optional[int] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("run_id", "site_id", "incarnation", "fragment", "sequence", "base_version", "tokens", "steps", "step_ns", "cursor", "final", "encoding", "payload_bytes", "numel", "digest", "values_digest")
+    __slots__ = ("run_id", "site_id", "incarnation", "fragment", "sequence", "base_version", "tokens", "steps", "step_ns", "cursor", "final", "encoding", "payload_bytes", "numel", "digest", "values_digest", "frames", "beside")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SITE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -199,6 +199,8 @@ class PushHeader(_message.Message):
     NUMEL_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     VALUES_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    BESIDE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     site_id: str
     incarnation: int
@@ -215,7 +217,9 @@ class PushHeader(_message.Message):
     numel: int
     digest: str
     values_digest: str
-    def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., sequence: _Optional[int] = ..., base_version: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., step_ns: _Optional[int] = ..., cursor: _Optional[int] = ..., final: bool = ..., encoding: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., numel: _Optional[int] = ..., digest: _Optional[str] = ..., values_digest: _Optional[str] = ...) -> None: ...
+    frames: bool
+    beside: bool
+    def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., sequence: _Optional[int] = ..., base_version: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., step_ns: _Optional[int] = ..., cursor: _Optional[int] = ..., final: bool = ..., encoding: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., numel: _Optional[int] = ..., digest: _Optional[str] = ..., values_digest: _Optional[str] = ..., frames: bool = ..., beside: bool = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("offset", "crc32", "data", "xxh3")
@@ -248,10 +252,20 @@ class PushRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., commit: _Optional[_Union[PushCommit, _Mapping]] = ...) -> None: ...
 
 class PushAdmitted(_message.Message):
-    __slots__ = ("offset",)
+    __slots__ = ("offset", "frames")
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
     offset: int
-    def __init__(self, offset: _Optional[int] = ...) -> None: ...
+    frames: bool
+    def __init__(self, offset: _Optional[int] = ..., frames: bool = ...) -> None: ...
+
+class PushAgain(_message.Message):
+    __slots__ = ("offset", "length")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    length: int
+    def __init__(self, offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class PushResult(_message.Message):
     __slots__ = ("outcome", "reason", "version", "fate", "text", "epoch")
@@ -270,12 +284,14 @@ class PushResult(_message.Message):
     def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., reason: _Optional[_Union[Reason, str]] = ..., version: _Optional[int] = ..., fate: _Optional[_Union[Fate, _Mapping]] = ..., text: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class PushResponse(_message.Message):
-    __slots__ = ("admitted", "result")
+    __slots__ = ("admitted", "result", "again")
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
     admitted: PushAdmitted
     result: PushResult
-    def __init__(self, admitted: _Optional[_Union[PushAdmitted, _Mapping]] = ..., result: _Optional[_Union[PushResult, _Mapping]] = ...) -> None: ...
+    again: PushAgain
+    def __init__(self, admitted: _Optional[_Union[PushAdmitted, _Mapping]] = ..., result: _Optional[_Union[PushResult, _Mapping]] = ..., again: _Optional[_Union[PushAgain, _Mapping]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("run_id", "site_id", "incarnation")
@@ -336,7 +352,7 @@ class WatchResponse(_message.Message):
     def __init__(self, published: _Optional[_Union[Published, _Mapping]] = ..., fate: _Optional[_Union[Fate, _Mapping]] = ..., final: _Optional[_Union[Final, _Mapping]] = ..., dropped: _Optional[_Union[Dropped, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("run_id", "site_id", "fragment", "have_version", "want_version", "offset", "protocol")
+    __slots__ = ("run_id", "site_id", "fragment", "have_version", "want_version", "offset", "protocol", "length", "share", "bytes_per_s")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SITE_ID_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
@@ -344,6 +360,9 @@ class PullRequest(_message.Message):
     WANT_VERSION_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     site_id: str
     fragment: int
@@ -351,10 +370,13 @@ class PullRequest(_message.Message):
     want_version: int
     offset: int
     protocol: int
-    def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., fragment: _Optional[int] = ..., have_version: _Optional[int] = ..., want_version: _Optional[int] = ..., offset: _Optional[int] = ..., protocol: _Optional[int] = ...) -> None: ...
+    length: int
+    share: int
+    bytes_per_s: int
+    def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., fragment: _Optional[int] = ..., have_version: _Optional[int] = ..., want_version: _Optional[int] = ..., offset: _Optional[int] = ..., protocol: _Optional[int] = ..., length: _Optional[int] = ..., share: _Optional[int] = ..., bytes_per_s: _Optional[int] = ...) -> None: ...
 
 class PullHeader(_message.Message):
-    __slots__ = ("fragment", "from_version", "version", "whole", "encoding", "numel", "payload_bytes", "part_bytes", "digest", "payload_crc32", "fates", "epoch")
+    __slots__ = ("fragment", "from_version", "version", "whole", "encoding", "numel", "payload_bytes", "part_bytes", "digest", "payload_crc32", "fates", "epoch", "frames")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     FROM_VERSION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -367,6 +389,7 @@ class PullHeader(_message.Message):
     PAYLOAD_CRC32_FIELD_NUMBER: _ClassVar[int]
     FATES_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     from_version: int
     version: int
@@ -379,7 +402,8 @@ class PullHeader(_message.Message):
     payload_crc32: int
     fates: _containers.RepeatedCompositeFieldContainer[Fate]
     epoch: int
-    def __init__(self, fragment: _Optional[int] = ..., from_version: _Optional[int] = ..., version: _Optional[int] = ..., whole: bool = ..., encoding: _Optional[str] = ..., numel: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., part_bytes: _Optional[_Iterable[int]] = ..., digest: _Optional[str] = ..., payload_crc32: _Optional[int] = ..., fates: _Optional[_Iterable[_Union[Fate, _Mapping]]] = ..., epoch: _Optional[int] = ...) -> None: ...
+    frames: bool
+    def __init__(self, fragment: _Optional[int] = ..., from_version: _Optional[int] = ..., version: _Optional[int] = ..., whole: bool = ..., encoding: _Optional[str] = ..., numel: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., part_bytes: _Optional[_Iterable[int]] = ..., digest: _Optional[str] = ..., payload_crc32: _Optional[int] = ..., fates: _Optional[_Iterable[_Union[Fate, _Mapping]]] = ..., epoch: _Optional[int] = ..., frames: bool = ...) -> None: ...
 
 class PullResponse(_message.Message):
     __slots__ = ("header", "chunk")

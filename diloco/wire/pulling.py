@@ -1,0 +1,204 @@
+"""One attempt to get a version, over one stream or several."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from diloco.wire import convert_bulk
+from diloco.wire.chunks import PIECE_BYTES_MIN, ChunkError, DamagedChunk, share_end
+from diloco.wire.messages import (
+    AGAINS_MAX,
+    Chunk,
+    Frame,
+    MalformedMessage,
+    PullAsk,
+    PullHeader,
+    Refused,
+    Status,
+    Unreachable,
+    WireError,
+)
+from diloco.wire.pacing import bulk_bytes_per_s
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from diloco.wire.calls import Calls
+    from diloco.wire.chunks import Span
+    from diloco.wire.options import ClientOptions
+    from diloco.wire.pulled import PulledVersion, PullSink
+    from diloco.wire.stall import Guard, StallWatch
+
+
+class Pulling:
+    """Fills ``sink``.  The first of ``bulk`` brings the header and its share, the others what else is missing."""
+
+    def __init__(
+        self,
+        bulk: Sequence[Calls],
+        ask: PullAsk,
+        sink: PullSink,
+        options: ClientOptions,
+        stalls: StallWatch,
+        received: Callable[[int], None],
+    ) -> None:
+        self._bulk = bulk
+        self._ask = ask
+        self._sink = sink
+        self._options = options
+        self._stalls = stalls
+        self._received = received
+        self._lock = threading.Lock()
+        self._under_way: set[Any] = set()
+        self._failed: WireError | None = None
+        self._spoiled = False
+        self._damaged = 0
+
+    def run(self) -> PulledVersion:
+        """Until everything is here.  ``Refused`` or ``Unreachable``; what came stays in the sink."""
+        held = self._sink.header
+        if held is not None and self._sink.bytes_held > 0 and held.fragment == self._ask.fragment:
+            try:
+                # Where nothing is missing the header comes once more, with the fates as they are now.
+                self._join(self._open(held, self._spans(held) or [(held.payload_bytes, 0)], self._bulk))
+                return self._rest(held)
+            except Refused as refused:
+                if refused.status is not Status.NOT_FOUND:
+                    raise
+                self._failed = None
+        self._sink.clear()
+        return self._anew()
+
+    def _anew(self) -> PulledVersion:
+        others: list[threading.Thread] = []
+
+        def begun(header: PullHeader) -> None:
+            end = share_end(header.payload_bytes, len(self._bulk))
+            if header.frames and end < header.payload_bytes:
+                spans = pieces([(end, header.payload_bytes)], len(self._bulk) - 1)
+                others.extend(self._open(header, spans, self._bulk[1:]))
+
+        self._stream(self._bulk[0], replace(self._ask, share=len(self._bulk)), len(self._bulk), begun)
+        self._join(others)
+        return self._rest(self._sink.header)
+
+    def _rest(self, header: PullHeader | None) -> PulledVersion:
+        """What is missing, until nothing is."""
+        while header is not None and (missing := self._sink.missing()):
+            damaged = self._damaged
+            self._join(self._open(header, self._spans(header), self._bulk))
+            if self._sink.missing() == missing and self._damaged == damaged:
+                break
+        try:
+            return self._sink.finish()
+        except DamagedChunk as error:
+            raise Unreachable(f"Pull: {error}") from error
+
+    def _spans(self, header: PullHeader) -> list[Span]:
+        """What to ask for next.  Whoever sends no frames knows of no lengths either."""
+        missing = self._sink.missing()
+        return pieces(missing, len(self._bulk)) if header.frames else [(begin, 0) for begin, _ in missing[:1]]
+
+    def _open(self, header: PullHeader, spans: Sequence[Span], bulk: Sequence[Calls]) -> list[threading.Thread]:
+        """A stream for each of ``spans``, each in a thread of its own but for one that is alone."""
+        asks = [
+            replace(self._ask, want_version=header.version, offset=begin, length=max(0, end - begin))
+            for begin, end in spans
+        ]
+        if len(asks) == 1 and bulk is self._bulk:
+            self._stream(bulk[0], asks[0], 1)
+            return []
+        threads = [
+            threading.Thread(target=self._stream, args=(calls, ask, len(self._bulk)), name="pull-piece", daemon=True)
+            for calls, ask in zip(bulk, asks, strict=False)
+        ]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    def _join(self, threads: Sequence[threading.Thread]) -> None:
+        """Every one of them is over; raises what the first that failed has met."""
+        for thread in threads:
+            thread.join()
+        if self._spoiled:
+            self._sink.clear()
+        if self._failed is not None:
+            raise self._failed
+
+    def _stream(
+        self, bulk: Calls, ask: PullAsk, streams: int, begun: Callable[[PullHeader], None] = lambda header: None
+    ) -> None:
+        """One stream of several at once; where it fails it ends the others and says why in ``_failed``."""
+        ask = replace(ask, bytes_per_s=bulk_bytes_per_s(self._options.down_mbps, streams))
+        with self._stalls.guard(self._options.stall_s) as guard:
+            call: Any = None
+            try:
+                call = bulk.stream("Pull", convert_bulk.pack_pull(ask))
+                guard.arm(call.cancel)
+                self._follow(call, ask, guard, begun)
+            except DamagedChunk as error:
+                self._fail(Unreachable(f"Pull: {error}"))
+            except (MalformedMessage, ChunkError) as error:
+                self._spoiled = True
+                self._fail(Unreachable(f"Pull: the syncer's answer cannot be: {error}"))
+            except grpc.RpcError as error:
+                self._fail(bulk.failed("Pull", error, guard))
+            except WireError as error:
+                self._fail(error)
+            finally:
+                if call is not None:
+                    call.cancel()
+                    with self._lock:
+                        self._under_way.discard(call)
+
+    def _follow(self, call: Any, ask: PullAsk, guard: Guard, begun: Callable[[PullHeader], None]) -> None:
+        with self._lock:
+            self._under_way.add(call)
+            if self._failed is not None:
+                return
+        for raw in call:
+            guard.touch()
+            self._received(len(raw))
+            part = convert_bulk.unpack_pull_part(raw)
+            if isinstance(part, PullHeader):
+                self._take_header(part, ask)
+                begun(part)
+            else:
+                self._take(part)
+
+    def _take_header(self, header: PullHeader, ask: PullAsk) -> None:
+        if header.fragment != ask.fragment or (header.from_version != ask.have_version and not header.whole):
+            raise MalformedMessage(f"fragment {header.fragment} from version {header.from_version} was not asked for")
+        with self._lock:
+            held = self._sink.header is not None
+            goes_on = ask.want_version != 0 and held
+            if goes_on and not self._sink.belongs(header):
+                raise MalformedMessage(f"version {header.version} is not the one that the pull began with")
+            self._sink.begin(header)
+
+    def _take(self, part: Chunk | Frame) -> None:
+        if isinstance(part, Frame) and not part.intact:
+            with self._lock:
+                self._damaged += 1
+                if self._damaged > AGAINS_MAX:
+                    raise DamagedChunk(f"chunks were damaged on the way {self._damaged} times")
+        self._sink.accept(part)
+
+    def _fail(self, why: WireError) -> None:
+        with self._lock:
+            self._failed = self._failed or why
+            others = list(self._under_way)
+        for call in others:
+            call.cancel()
+
+
+def pieces(missing: Sequence[Span], count: int) -> list[Span]:
+    """At most ``count`` spans of what is missing, from its beginning, for as many streams at once."""
+    total = sum(end - begin for begin, end in missing)
+    most = max(PIECE_BYTES_MIN, -(-total // count))
+    found = [(at, min(end, at + most)) for begin, end in missing for at in range(begin, end, most)]
+    return found[:count]

@@ -1,0 +1,170 @@
+"""One pull over several streams, and through a path that damages bytes."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from diloco.wire.calls import SYNC_SERVICE
+from diloco.wire.chunks import checksum
+from diloco.wire.client import SyncClient
+from diloco.wire.messages import KIB, MIB, PullAsk, Unreachable
+from diloco.wire.options import ClientOptions
+from diloco.wire.pulled import PullSink
+from diloco.wire.pulling import pieces
+from diloco.wire.v1 import sync_pb2
+from tests.wire.fake_syncer import DIGEST, RUN
+from tests.wire.relay import Relay
+from tests.wire.test_pushing import MARK, MARKED, PAYLOAD
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.wire.conftest import Wired
+
+ASK = PullAsk(RUN, "site-a", 0, 2)
+
+
+@pytest.fixture
+def relay(wired: Wired) -> Iterator[Relay]:
+    relay = Relay(wired.server.address)
+    yield relay
+    relay.close()
+
+
+@pytest.mark.parametrize("channels", [2, 3, 6])
+def test_one_pull_goes_over_several_streams_and_each_byte_once(wired: Wired, relay: Relay, channels: int) -> None:
+    wired.syncer.publish(PAYLOAD)
+    client = wired.client(address=relay.address, data_channels=channels)
+    pulled = client.pull(ASK, PullSink())
+    assert bytes(pulled.parts[0]) == PAYLOAD
+    assert relay.connections == channels
+    assert wired.server.counters()["payload_bytes_out"] == len(PAYLOAD)
+    assert wired.syncer.given_back == channels
+
+
+def test_a_short_pull_takes_one_stream(wired: Wired, relay: Relay) -> None:
+    wired.syncer.publish(b"short")
+    client = wired.client(address=relay.address, data_channels=6)
+    assert bytes(client.pull(ASK, PullSink()).parts[0]) == b"short"
+    assert relay.connections == 1
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_damaged_chunk_is_fetched_again_by_itself(wired: Wired, relay: Relay, channels: int) -> None:
+    wired.syncer.publish(MARKED)
+    client = wired.client(address=relay.address, data_channels=channels)
+    relay.damage(MARK, 3)
+    assert bytes(client.pull(ASK, PullSink()).parts[0]) == MARKED
+    assert relay.damaged == 3
+    assert wired.server.counters()["payload_bytes_out"] <= len(MARKED) + 3 * MIB
+
+
+def test_a_path_that_damages_everything_is_given_up_and_keeps_the_rest(wired: Wired, relay: Relay) -> None:
+    wired.syncer.publish(MARKED)
+    client, sink = wired.client(address=relay.address), PullSink()
+    relay.damage(MARK, 1_000_000)
+    with pytest.raises(Unreachable, match="damaged on the way 65 times"):
+        client.pull(ASK, sink)
+    relay.damage(MARK, 0)
+    before = wired.server.counters()["payload_bytes_out"]
+    assert bytes(client.pull(ASK, sink).parts[0]) == MARKED
+    assert wired.server.counters()["payload_bytes_out"] - before <= 3 * MIB
+
+
+def test_what_several_streams_have_brought_is_not_fetched_again(wired: Wired, relay: Relay) -> None:
+    wired.syncer.publish(PAYLOAD)
+    client, sink = wired.client(address=relay.address, data_channels=3), PullSink()
+    relay.hold(1 * MIB)
+    with ThreadPoolExecutor(1) as pool:
+        pulled = pool.submit(client.pull, ASK, sink)
+        for _ in range(1000):
+            if sink.bytes_held > 2 * MIB:
+                break
+            threading.Event().wait(0.01)
+        relay.cut()
+        with pytest.raises(Unreachable):
+            pulled.result(20)
+    held = sink.bytes_held
+    assert held > 2 * MIB
+    before = client.bytes_down
+    for _ in range(100):
+        try:
+            assert bytes(client.pull(ASK, sink).parts[0]) == PAYLOAD
+            break
+        except Unreachable:
+            threading.Event().wait(0.1)
+    assert client.bytes_down - before < len(PAYLOAD) - held + 20_000
+
+
+def test_a_pull_keeps_to_the_rate_that_its_site_has_set(wired: Wired) -> None:
+    import time
+
+    wired.syncer.publish(PAYLOAD[: 2 * MIB])
+    client = wired.client(down_mbps=16.0)
+    began_s = time.monotonic()
+    client.pull(ASK, PullSink())
+    assert 0.8 < time.monotonic() - began_s < 10.0
+    client = wired.client(up_mbps=16.0)
+    began_s = time.monotonic()
+    from tests.wire.fake_syncer import push_header
+
+    client.push(push_header(PAYLOAD[: 2 * MIB]), PAYLOAD[: 2 * MIB])
+    assert 0.8 < time.monotonic() - began_s < 10.0
+
+
+def test_a_syncer_of_an_earlier_protocol_answers_with_chunks_over_one_stream() -> None:
+    """It sends everything from the offset, whatever else was asked, and the checksum of the whole counts."""
+    crc = checksum((PAYLOAD,))
+    asked: list[int] = []
+
+    def pull(raw: bytes, context: Any) -> Iterator[bytes]:
+        from diloco.wire.chunks import cut
+
+        ask = sync_pb2.PullRequest.FromString(raw)
+        asked.append(ask.offset)
+        header = sync_pb2.PullHeader(
+            fragment=0,
+            from_version=2,
+            version=3,
+            encoding="int4",
+            numel=2 * len(PAYLOAD),
+            payload_bytes=len(PAYLOAD),
+            part_bytes=[len(PAYLOAD)],
+            digest=DIGEST,
+            payload_crc32=crc,
+        )
+        yield sync_pb2.PullResponse(header=header).SerializeToString()
+        for count, (offset, data, crc32, _) in enumerate(cut((PAYLOAD,), 64 * KIB, ask.offset, as_in_2=True)):
+            if len(asked) == 1 and count == 10:
+                return
+            chunk = sync_pb2.Chunk(offset=offset, data=bytes(data), crc32=crc32)
+            yield sync_pb2.PullResponse(chunk=chunk).SerializeToString()
+
+    server = grpc.server(ThreadPoolExecutor(4))
+    handlers = {"Pull": grpc.unary_stream_rpc_method_handler(pull)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SYNC_SERVICE, handlers),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        with SyncClient(address, "site-a", RUN, options=ClientOptions(data_channels=4)) as client:
+            assert bytes(client.pull(ASK, PullSink()).parts[0]) == PAYLOAD
+            assert asked == [0, 640 * KIB]
+            crc += 1
+            sink = PullSink()
+            with pytest.raises(Unreachable, match="whole payload differs"):
+                client.pull(ASK, sink)
+            assert sink.bytes_held == 0
+    finally:
+        server.stop(None)
+
+
+def test_pieces_cover_what_is_missing_from_its_beginning() -> None:
+    assert pieces([(0, 6 * MIB)], 3) == [(0, 2 * MIB), (2 * MIB, 4 * MIB), (4 * MIB, 6 * MIB)]
+    assert pieces([(5, 6), (8, 9)], 4) == [(5, 6), (8, 9)]
+    assert pieces([(0, 300 * KIB)], 6) == [(0, 256 * KIB), (256 * KIB, 300 * KIB)]
+    assert pieces([(0, 1), (2, 3), (4, 5)], 2) == [(0, 1), (2, 3)]

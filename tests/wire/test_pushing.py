@@ -1,0 +1,131 @@
+"""One push over several streams, and through a path that damages bytes."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from diloco.sync.events import Outcome
+from diloco.wire.calls import SYNC_SERVICE
+from diloco.wire.client import SyncClient
+from diloco.wire.messages import KIB, MIB, PushResult, Unreachable
+from diloco.wire.options import ClientOptions
+from diloco.wire.v1 import sync_pb2
+from tests.wire.fake_syncer import RUN, push_header
+from tests.wire.relay import Relay
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.wire.conftest import Wired
+
+SEED = 33
+MARK = b"nothing else in the payload looks like this"
+MARKS = 3 * MARK  # One of them is whole in a read, wherever the stream is cut.
+PAYLOAD = random.Random(SEED).randbytes(6 * MIB + 123)
+MARKED = b"".join((PAYLOAD[: 2 * MIB], MARKS, PAYLOAD[2 * MIB : 4 * MIB], MARKS, PAYLOAD[4 * MIB :], MARKS))
+
+
+@pytest.fixture
+def relay(wired: Wired) -> Iterator[Relay]:
+    relay = Relay(wired.server.address)
+    yield relay
+    relay.close()
+
+
+@pytest.mark.parametrize("channels", [2, 6])
+def test_one_push_goes_over_several_streams_and_arrives_once(wired: Wired, relay: Relay, channels: int) -> None:
+    client = wired.client(address=relay.address, data_channels=channels)
+    for sequence in (1, 2):
+        header = push_header(PAYLOAD, sequence=sequence)
+        assert client.push(header, PAYLOAD) == PushResult(Outcome.ACCEPTED, 3)
+        assert wired.syncer.accepted["site-a", 0, sequence] == PAYLOAD
+    assert relay.connections == channels
+    carried = wired.server.counters()["payload_bytes_in"]
+    assert carried == 2 * len(PAYLOAD), "something was sent twice"
+    assert wired.syncer.calls.count("open_push") == 2
+
+
+def test_a_short_push_takes_one_stream(wired: Wired, relay: Relay) -> None:
+    client = wired.client(address=relay.address, data_channels=6)
+    client.push(push_header(b"short"), b"short")
+    assert relay.connections == 1
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_damaged_chunk_is_sent_again_by_itself(wired: Wired, relay: Relay, channels: int) -> None:
+    client = wired.client(address=relay.address, data_channels=channels)
+    relay.damage(MARK, 3)
+    assert client.push(push_header(MARKED), MARKED) == PushResult(Outcome.ACCEPTED, 3)
+    assert relay.damaged == 3
+    assert wired.syncer.accepted["site-a", 0, 1] == MARKED
+    counters = wired.server.counters()
+    assert 1 <= counters["chunks_again"] <= 3
+    assert counters["payload_bytes_in"] <= len(MARKED) + 3 * 64 * KIB
+    assert wired.syncer.commits == 1
+
+
+def test_a_path_that_damages_everything_is_given_up(wired: Wired, relay: Relay) -> None:
+    client = wired.client(address=relay.address)
+    relay.damage(MARK, 1_000_000)
+    with pytest.raises(Unreachable, match="damaged on the way, as 64 before it"):
+        client.push(push_header(MARKED), MARKED)
+    assert not wired.syncer.accepted
+
+
+def test_streams_that_break_off_end_the_push_and_the_next_goes_on(wired: Wired, relay: Relay) -> None:
+    client = wired.client(address=relay.address, data_channels=3)
+    relay.hold(1 * MIB)
+    pool = ThreadPoolExecutor(1)
+    pushed = pool.submit(client.push, push_header(PAYLOAD), PAYLOAD)
+    assert wired.syncer.wrote.wait(20)
+    relay.cut()
+    with pytest.raises(Unreachable):
+        pushed.result(20)
+    assert wired.syncer.ended.wait(20)
+    held = len(wired.syncer.spool["site-a", 0, 1])
+    assert 0 < held < len(PAYLOAD)
+    before = client.bytes_up
+    for _ in range(100):
+        try:
+            assert client.push(push_header(PAYLOAD), PAYLOAD).outcome is Outcome.ACCEPTED
+            break
+        except Unreachable:
+            wired.syncer.ended.wait(0.1)
+    assert wired.syncer.accepted["site-a", 0, 1] == PAYLOAD
+    assert client.bytes_up - before < len(PAYLOAD) - held + 20_000
+    pool.shutdown()
+
+
+def test_a_syncer_of_an_earlier_protocol_is_sent_chunks_over_one_stream() -> None:
+    """It knows none of the new fields, and a frame would be no message to it."""
+    got: list[bytes] = []
+
+    def push(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        for raw in requests:
+            message = sync_pb2.PushRequest.FromString(raw)
+            if message.HasField("header"):
+                yield sync_pb2.PushResponse(admitted=sync_pb2.PushAdmitted(offset=0)).SerializeToString()
+            elif message.HasField("chunk"):
+                assert message.chunk.offset == sum(map(len, got))
+                got.append(message.chunk.data)
+            else:
+                result = sync_pb2.PushResult(outcome=sync_pb2.OUTCOME_ACCEPTED, version=3)
+                yield sync_pb2.PushResponse(result=result).SerializeToString()
+                return
+
+    server = grpc.server(ThreadPoolExecutor(4))
+    handlers = {"Push": grpc.stream_stream_rpc_method_handler(push)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SYNC_SERVICE, handlers),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        with SyncClient(address, "site-a", RUN, options=ClientOptions(data_channels=4)) as client:
+            assert client.push(push_header(PAYLOAD), PAYLOAD) == PushResult(Outcome.ACCEPTED, 3)
+        assert b"".join(got) == PAYLOAD
+    finally:
+        server.stop(None)
