@@ -3,10 +3,11 @@
 A page is computed when it is asked for, from the same status and events that ``diloco status`` and the live view show.
 What is not measured has no metric: a name that is absent is better than a number that means nothing.  So there is none
 of a pseudo-gradient's cosine and of a site's drift (the syncer judges the health of updates, and ``diloco status`` has
-it of those that are held); of device memory and utilisation; of round trips, durations and retries of single transfers
-(calls refused and connections lost are counted); of a checkpoint's duration; of time for data, checkpoints, recovery
-(``compute`` has them all but the outer world's); of evaluations, which ``diloco eval`` writes into the run's events;
-and of tokens saved, which is what ``diloco_wan_raw_bytes_total`` says beside ``diloco_wan_bytes_total``.
+it of those that are held); of device memory and utilisation; of durations and retries of single transfers (a link's
+round trip and rates are told, calls refused and connections lost are counted); of a checkpoint's duration; of time for
+data, checkpoints, recovery (``compute`` has them all but the outer world's); of evaluations, which ``diloco eval``
+writes into the run's events; and of tokens saved, which is what ``diloco_wan_raw_bytes_total`` says beside
+``diloco_wan_bytes_total``.
 
 Labels are ``site``, ``state``, ``outcome``, ``direction``, ``kind`` and ``code``, whose values are few; none is a
 tensor, a round or a rank.  The page asks nobody who they are, so it listens on loopback unless a host is given.
@@ -36,6 +37,12 @@ if TYPE_CHECKING:
 
 Labels = TypeVar("Labels", bound="tuple[str, ...]")
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+LINKS = (
+    ("link_rtt_seconds", "rtt_ns", 1e-9, "Round trip of the site's control calls, smoothed."),
+    ("link_up_bytes_per_second", "up_bytes_per_s", 1.0, "Rate at which the site's updates were carried lately."),
+    ("link_down_bytes_per_second", "down_bytes_per_s", 1.0, "Rate at which versions were carried to it lately."),
+)
+"""What a site has measured of its link, on its own page and on the syncer's."""
 VERSIONS = (0.0, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0)
 
 

@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from diloco.launch.history import number, whole
-from diloco.launch.metrics import SECONDS, Spread, about, counter, gauge, histogram
+from diloco.launch.metrics import LINKS, SECONDS, Spread, about, counter, gauge, histogram
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -107,6 +107,9 @@ class SiteMetrics:
                 (*site, "down", "version"): whole(meter, "bytes_down"),
             }
             yield counter("wan_bytes", "Bytes of updates sent and versions received, re-sent ones too.", moved, *labels)
+            for family, key, scale, meaning in LINKS:
+                value = number(meter, f"link_{key}")
+                yield gauge(family, meaning, {site: value * scale} if value else {}, "site")
         raw = {(*site, "up", "update"): self._raw["up"], (*site, "down", "version"): self._raw["down"]}
         yield counter("wan_raw_bytes", "What the same updates and versions are in fp32.", raw, *labels)
         pushes = {(*site, outcome): count for outcome, count in self._pushes.items()}

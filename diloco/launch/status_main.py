@@ -38,6 +38,7 @@ COLUMNS = (
     "stale",
     "up",
     "down",
+    "link",
     "heard",
 )
 
@@ -221,6 +222,7 @@ def sites_table(status: Mapping[str, Any]) -> Table:
             _number(site.get("staleness")),
             size(site.get("bytes_up") or site["payload_bytes_up"]),
             size(site.get("bytes_down") or site["payload_bytes_down"]),
+            _link(site.get("link")),
             f"{heard:.1f} s ago" if heard is not None else "never",
         )
     return table
@@ -235,6 +237,15 @@ def stages_lines(status: Mapping[str, Any]) -> str:
         if (costs := fragment.get("costs"))
     ]
     return "".join(f"{line}\n" for line in lines)
+
+
+def _link(link: Mapping[str, Any] | None) -> str:
+    """Round trip and rates, as far as the site has measured them; and what it sends by, where that was chosen."""
+    if not link or not link["rtt_ns"]:
+        return "-"
+    rates = [f"{link[key] * 8 / 1e6:,.3g}" if link[key] else "?" for key in ("up_bytes_per_s", "down_bytes_per_s")]
+    chosen = f" {link['up_codec']}" if link["why"] else ""
+    return f"{link['rtt_ns'] / 1e6:.0f} ms {'/'.join(rates)} Mbit/s{chosen}"
 
 
 def _number(value: object) -> str:

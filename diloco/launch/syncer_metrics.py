@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from diloco.launch.history import number
-from diloco.launch.metrics import SECONDS, VERSIONS, Spread, about, counter, gauge, histogram
+from diloco.launch.metrics import LINKS, SECONDS, VERSIONS, Spread, about, counter, gauge, histogram
 from diloco.sync.state import Status
 from diloco.wire.messages import Refusal
 
@@ -164,6 +164,10 @@ def _of_sites(sites: Mapping[str, Standing]) -> Iterator[Metric]:
     present = {name: site for name, site in sites.items() if site["status"] not in GONE}
     for family, key, meaning in PRESENT:
         yield gauge(family, meaning, _told(present, key), "site")
+    links = {name: site["link"] for name, site in present.items() if site.get("link")}
+    for family, key, scale, meaning in LINKS:
+        measured = {(name,): link[key] * scale for name, link in links.items() if link[key]}
+        yield gauge(family, meaning, measured, "site")
     for family, key, meaning in SITE_COUNTERS:
         yield counter(family, meaning, _told(sites, key), "site")
     now = time.time()

@@ -24,6 +24,7 @@ from diloco.inner.trainer import StepInfo, Verdict
 from diloco.learner.couriers import Fetcher, Listener, Pause, Sender
 from diloco.learner.encoding import Encoder
 from diloco.learner.follower import ADOPTED, GO_ON, STOP
+from diloco.learner.link_meter import LinkMeter
 from diloco.learner.meter import Meter
 from diloco.learner.odometer import Odometer
 from diloco.learner.outbox import Outbox
@@ -101,7 +102,7 @@ class Agent:
         self._odometer = Odometer(Path(options.folder) / "odometer", disk)
         place = place_of(parameters.values())
         self._tensors = SiteTensors(layout, parameters, learner.adopt, options.adopt_alpha, place)
-        self._meter = Meter()
+        self._meter, self._link = Meter(), LinkMeter(client)
         self._changed = threading.Condition(threading.RLock())
         self._redo = redo
         self._machine = restored_machine(learner, restored, redo, self._outbox, self._odometer, self._tensors)
@@ -111,6 +112,7 @@ class Agent:
         self._sealer = self._sealing()
         self._sender = Sender(
             client,
+            self._link,
             self._outbox,
             self._incarnation,
             self._epoch,
@@ -123,6 +125,7 @@ class Agent:
         )
         self._fetcher = Fetcher(
             client,
+            self._link,
             agreement.run_id,
             site_id,
             self._tensors,
@@ -132,16 +135,7 @@ class Agent:
             emit,
             self._stopping,
         )
-        self._listener = Listener(
-            client,
-            self._incarnation,
-            self._join,
-            lambda: self._touch.left,
-            self._tell,
-            self._give_up,
-            emit,
-            self._stopping,
-        )
+        self._listener = self._listening()
         self._touch = self._in_touch()
         loops = (self._sender.run, self._fetcher.run, self._listener.run, self._sealer.run, self._touch.run)
         self._threads = [threading.Thread(target=self._guarded, args=(loop,), daemon=True) for loop in loops]
@@ -159,9 +153,22 @@ class Agent:
             self._stopping,
         )
 
+    def _listening(self) -> Listener:
+        return Listener(
+            self._client,
+            self._incarnation,
+            self._join,
+            lambda: self._touch.left,
+            self._tell,
+            self._give_up,
+            self._emit,
+            self._stopping,
+        )
+
     def _in_touch(self) -> Touch:
         return Touch(
             self._client,
+            self._link,
             self._agreement.run_id,
             self._site_id,
             self._machine,

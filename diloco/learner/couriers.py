@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from diloco.learner.link_meter import LinkMeter
     from diloco.learner.outbox import Outbox
     from diloco.learner.site_tensors import SiteTensors
     from diloco.sync.events import LearnerEvent
@@ -87,6 +88,7 @@ class Sender:
     def __init__(
         self,
         client: SyncClient,
+        link: LinkMeter,
         outbox: Outbox,
         incarnation: Callable[[], int],
         epoch: Callable[[], int],
@@ -98,6 +100,7 @@ class Sender:
         stopping: threading.Event,
     ) -> None:
         self._client = client
+        self._link = link
         self._outbox = outbox
         self._incarnation = incarnation
         self._epoch = epoch
@@ -139,7 +142,8 @@ class Sender:
                 return True
             header, payload = found
             try:
-                result = self._client.push(header, payload)
+                with self._link.up():
+                    result = self._client.push(header, payload)
             except Unreachable as error:
                 pause.wait(error.retry_after_s)
                 continue
@@ -190,6 +194,7 @@ class Fetcher:
     def __init__(
         self,
         client: SyncClient,
+        link: LinkMeter,
         run_id: str,
         site_id: str,
         site_tensors: SiteTensors,
@@ -203,6 +208,7 @@ class Fetcher:
         self._lineage = lineage
         self._epoch = epoch
         self._client = client
+        self._link = link
         self._run_id = run_id
         self._site_id = site_id
         self._tensors = site_tensors
@@ -227,7 +233,8 @@ class Fetcher:
         while not self._stopping.is_set() and self._lineage() == lineage:
             ask = PullAsk(self._run_id, self._site_id, fragment, have)
             try:
-                pulled = self._client.pull(ask, sink)
+                with self._link.down():
+                    pulled = self._client.pull(ask, sink)
             except (Unreachable, Refused) as error:
                 pause.wait(getattr(error, "retry_after_s", None))
                 continue

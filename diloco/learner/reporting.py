@@ -11,10 +11,17 @@ if TYPE_CHECKING:
     from diloco.learner.meter import Reading
     from diloco.sync.progress import LearnerState
     from diloco.wire.client import SyncClient
+    from diloco.wire.messages import LinkInfo
 
 
 def report_info(
-    run_id: str, site_id: str, state: LearnerState, reading: Reading, client: SyncClient, digests: tuple[int, ...]
+    run_id: str,
+    site_id: str,
+    state: LearnerState,
+    reading: Reading,
+    client: SyncClient,
+    digests: tuple[int, ...],
+    link: LinkInfo,
 ) -> ReportInfo:
     """The heartbeat, with the bases' ``digests``.  A site that has not got every first version yet names none."""
     ledger = site_ledger(state)
@@ -39,13 +46,15 @@ def report_info(
         bytes_down=client.bytes_down,
         versions=versions,
         digests=digests if versions else (),
+        link=link,
     )
 
 
-def meter_fields(state: LearnerState, reading: Reading, client: SyncClient) -> dict[str, object]:
+def meter_fields(state: LearnerState, reading: Reading, client: SyncClient, link: LinkInfo) -> dict[str, object]:
     """The fields of the event ``meter``: totals of this process, and where the site stands."""
     fields: dict[str, object] = {name: getattr(reading, name) for name in reading.__slots__}
     in_flight = sum(len(part.undecided()) for part in state.fragments)
     staleness = max(part.published - part.base_version for part in state.fragments)
     places = {"incarnation": state.incarnation, "in_flight": in_flight, "staleness": staleness}
-    return {**fields, **places, "bytes_up": client.bytes_up, "bytes_down": client.bytes_down}
+    traffic = {"bytes_up": client.bytes_up, "bytes_down": client.bytes_down}
+    return {**fields, **places, **traffic, **{f"link_{name}": getattr(link, name) for name in link.__slots__}}

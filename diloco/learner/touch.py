@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable
 
+    from diloco.learner.link_meter import LinkMeter
     from diloco.learner.meter import Meter
     from diloco.learner.site_tensors import SiteTensors
     from diloco.sync.events import LearnerEvent
@@ -31,6 +32,7 @@ class Touch:
     def __init__(
         self,
         client: SyncClient,
+        link: LinkMeter,
         run_id: str,
         site_id: str,
         machine: LearnerSync,
@@ -44,6 +46,7 @@ class Touch:
         meter_every_s: float,
     ) -> None:
         self._client = client
+        self._link = link
         self._run_id = run_id
         self._site_id = site_id
         self._machine = machine
@@ -106,9 +109,11 @@ class Touch:
         reading = self._meter.read()
         with self._changed:
             digests = self._echo.digests(self._tensors.base)
-            info = report_info(self._run_id, self._site_id, self._machine.state, reading, self._client, digests)
+            state, link = self._machine.state, self._link.info()
+            info = report_info(self._run_id, self._site_id, state, reading, self._client, digests, link)
         try:
-            reply = self._client.report(info)
+            with self._link.control():
+                reply = self._client.report(info)
         except (Unreachable, Refused):
             # The Watch stream notices as well, and joins again when the syncer is back.  But one that waits for its
             # standby keeps that stream alive, also when the standby has taken its place.
@@ -127,5 +132,5 @@ class Touch:
         """Emit the totals of this process as an event."""
         reading = self._meter.read()
         with self._changed:
-            fields = meter_fields(self._machine.state, reading, self._client)
+            fields = meter_fields(self._machine.state, reading, self._client, self._link.info())
         self._emit("meter", fields)

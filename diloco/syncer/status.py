@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from diloco.sync.state import Status
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
     from diloco.sync.state import Site
     from diloco.sync.syncer import OuterSync
+    from diloco.wire.messages import ReportInfo
 
 FIGURES = (
     "heard_seconds_ago",
@@ -64,6 +66,7 @@ def describe(
                 **_membership(site, state.now_ns),
                 **_figures(versions, tally.get(name, NOTHING), now_s),
                 **_counts(tally.get(name, NOTHING)),
+                "link": _link(tally.get(name, NOTHING).report),
                 **_left_behind(site),
             }
             for name, site in sorted(state.sites.items())
@@ -117,6 +120,11 @@ def _counts(known: SiteTally) -> dict[str, object]:
         "updates_corrupt": known.updates_corrupt,
         "bases_differed": known.bases_differed,
     }
+
+
+def _link(report: ReportInfo | None) -> dict[str, object] | None:
+    """What the site has measured of its link; None where it has not said, or is of a release that measures none."""
+    return asdict(report.link) if report is not None and report.link is not None else None
 
 
 def _figures(versions: Sequence[int], known: SiteTally, now_s: float) -> dict[str, object]:

@@ -138,6 +138,11 @@ def _observer_or_id(field: str, value: object) -> None:
         _ID(field, value)
 
 
+def _codec_or_nothing(field: str, value: object) -> None:
+    if value != "":
+        _CODEC(field, value)
+
+
 def _sha256_or_nothing(field: str, value: object) -> None:
     if value != "":
         _SHA256(field, value)
@@ -270,6 +275,15 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "epoch": _NUMBER,
         "frames": _flag,
     },
+    m.LinkInfo: {
+        "rtt_ns": _NUMBER,
+        "up_bytes_per_s": _NUMBER,
+        "down_bytes_per_s": _NUMBER,
+        "up_codec": _codec_or_nothing,
+        "channels": _NUMBER,
+        "exchange_steps": _NUMBER,
+        "why": _text,
+    },
     m.ReportInfo: {
         "run_id": _ID,
         "site_id": _ID,
@@ -289,6 +303,7 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "bytes_down": _NUMBER,
         "versions": _many(_NUMBER, m.FRAGMENTS_MAX),
         "digests": _many(_number(0, 0xFFFFFFFFFFFFFFFF), m.FRAGMENTS_MAX),
+        "link": _nested(m.LinkInfo, optional=True),
     },
     m.ReportReply: {
         "epoch": _NUMBER,

@@ -320,6 +320,8 @@ def pack_report(report: m.ReportInfo) -> bytes:
         versions=report.versions,
         digests=report.digests,
     )
+    if report.link is not None:
+        proto.link.CopyFrom(_link_out(report.link))
     if report.loss is not None and math.isfinite(report.loss):
         proto.loss = report.loss
     return proto.SerializeToString()
@@ -348,8 +350,17 @@ def unpack_report(raw: bytes) -> m.ReportInfo:
             bytes_down=proto.bytes_down,
             versions=tuple(proto.versions),
             digests=tuple(proto.digests),
+            link=_link_in(proto.link) if proto.HasField("link") else None,
         )
     )
+
+
+def _link_out(link: m.LinkInfo) -> sync_pb2.LinkReport:
+    return sync_pb2.LinkReport(**{name: getattr(link, name) for name in m.LinkInfo.__slots__})
+
+
+def _link_in(link: sync_pb2.LinkReport) -> m.LinkInfo:
+    return m.LinkInfo(**{name: getattr(link, name) for name in m.LinkInfo.__slots__})
 
 
 def pack_report_reply(reply: m.ReportReply) -> bytes:

@@ -383,6 +383,25 @@ PullPart = PullHeader | Chunk | Frame
 
 
 @dataclass(frozen=True, slots=True)
+class LinkInfo:
+    """What a site has measured of its link, and how it uses it.
+
+    ``rtt_ns`` (of control calls, smoothed) and the rates at which updates and versions were carried lately are 0 before
+    anything was measured.  ``up_codec`` and ``channels`` are those of the next update, ``why`` says what they were
+    chosen for ("": as configured); ``exchange_steps`` is how many inner steps pass while an update goes up and a
+    version comes down.
+    """
+
+    rtt_ns: int = 0
+    up_bytes_per_s: int = 0
+    down_bytes_per_s: int = 0
+    up_codec: str = ""
+    channels: int = 0
+    exchange_steps: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ReportInfo:
     """The heartbeat.
 
@@ -390,7 +409,7 @@ class ReportInfo:
     ``stall_ns`` (spent for the outer world in the training thread), ``bytes_up`` and ``bytes_down`` are totals since
     the process started; ``versions`` is the base version of each fragment.  ``digests`` has for each of these
     ``short_digest`` of the values that the site holds for it, computed from the tensor itself; 0 where it was not
-    computed for this version yet.
+    computed for this version yet.  ``link`` is None from a site that does not tell.
     """
 
     run_id: str
@@ -411,6 +430,7 @@ class ReportInfo:
     bytes_down: int
     versions: tuple[int, ...]
     digests: tuple[int, ...] = ()
+    link: LinkInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from diloco.learner.couriers import MALFORMED_MAX, Listener, Pause, Sender
+from diloco.learner.link_meter import LinkMeter
 from diloco.learner.outbox import Outbox, OutboxError
 from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, Outcome, PushAnswered, Reason
 from diloco.wire.backoff import Backoff
@@ -86,8 +87,10 @@ class Desk:
         self.told: list[object] = []
         self.rejoins: list[str] = []
         self.gave_up: list[str] = []
+        self.bytes_up = 0
         self.sender = Sender(
             self,  # type: ignore[arg-type]
+            LinkMeter(self),  # type: ignore[arg-type]
             self.outbox,
             lambda: 3,
             lambda: self.epoch,

@@ -13,6 +13,7 @@ from torch import Tensor
 from diloco.codec.contract import digest
 from diloco.codec.registry import make_codec
 from diloco.learner.couriers import Fetcher
+from diloco.learner.link_meter import LinkMeter
 from diloco.learner.site_tensors import SiteTensors
 from diloco.sync.events import VersionFetched
 from diloco.wire.chunks import checksum
@@ -39,9 +40,11 @@ class Shelf:
         self.answers: list[Callable[[PullAsk], PulledVersion]] = []
         self.asks: list[PullAsk] = []
         self.lineage = 1
+        self.bytes_down = 0
         self.delivered: list[tuple[Tensor, VersionFetched]] = []
         self.fetcher = Fetcher(
             self,  # type: ignore[arg-type]
+            LinkMeter(self),  # type: ignore[arg-type]
             RUN,
             "a",
             self.site_tensors,

@@ -85,7 +85,15 @@ def join(**changes: object) -> bytes:
 
 def report(**changes: object) -> bytes:
     fields: dict[str, object] = dict.fromkeys(ReportInfo.__slots__, 1)
-    fields |= {"run_id": RUN, "site_id": "a", "loss": 2.5, "tokens_per_s": 1.0, "versions": (0,), "digests": ()}
+    fields |= {
+        "run_id": RUN,
+        "site_id": "a",
+        "loss": 2.5,
+        "tokens_per_s": 1.0,
+        "versions": (0,),
+        "digests": (),
+        "link": None,
+    }
     return pack_report(ReportInfo(**(fields | changes)))  # type: ignore[arg-type]
 
 

@@ -2,7 +2,17 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.sync.links import CHANNELS_MAX, SECOND_NS, channels_for, later_rate
+from diloco.sync.links import (
+    CHANNELS_MAX,
+    ROUND_TRIPS_KEPT,
+    SECOND_NS,
+    TRANSFER_BYTES_MIN,
+    TRANSFERS_KEPT,
+    LinkEstimate,
+    LinkEstimator,
+    channels_for,
+    later_rate,
+)
 
 STOCK_WMEM = 4 << 20
 MBIT = 1e6 / 8
@@ -48,3 +58,56 @@ def test_figures_that_cannot_be_are_a_defect(rtt_s: float, bytes_per_s: float, w
 )
 def test_the_later_half_says_what_the_link_carries(seen: list[tuple[int, int]], rate: float) -> None:
     assert later_rate(seen) == rate
+
+
+MS = 1_000_000
+
+
+def test_nothing_measured_is_nothing_known() -> None:
+    assert LinkEstimator().estimate() == LinkEstimate()
+
+
+def test_the_way_is_the_shortest_round_trip_lately() -> None:
+    link = LinkEstimator()
+    for rtt_ns in (100 * MS, 300 * MS, 80 * MS, 500 * MS):
+        link.answered(rtt_ns)
+    assert link.estimate().rtt_min_ns == 80 * MS
+    assert link.estimate().rtt_ns == 320 * MS  # Each counts half of all before it.
+    for _ in range(ROUND_TRIPS_KEPT):
+        link.answered(120 * MS)
+    assert link.estimate().rtt_min_ns == 120 * MS, "a way that has become longer is known to be, in the end"
+
+
+def test_the_rate_is_the_fastest_transfer_lately_less_the_waiting() -> None:
+    link = LinkEstimator()
+    link.answered(100 * MS)
+    link.carried_up(10_000_000, 1200 * MS)
+    assert link.estimate().up_bytes_per_s == 10_000_000
+    link.carried_up(10_000_000, 5200 * MS)
+    assert link.estimate().up_bytes_per_s == 10_000_000, "one that was slow may have waited for anything"
+    for _ in range(TRANSFERS_KEPT - 1):
+        link.carried_up(10_000_000, 5200 * MS)
+    assert link.estimate().up_bytes_per_s == 2_000_000, "a link that has become slow is known to be"
+    link.carried_up(10_000_000, 1200 * MS)
+    assert link.estimate().up_bytes_per_s == 10_000_000, "and one that is fast again, at once"
+    assert link.estimate().down_bytes_per_s == 0
+
+
+def test_a_small_transfer_says_nothing_and_a_short_one_no_more_than_twice_what_it_was() -> None:
+    link = LinkEstimator()
+    link.answered(100 * MS)
+    link.carried_down(TRANSFER_BYTES_MIN - 1, 1)
+    assert link.estimate().down_bytes_per_s == 0
+    link.carried_down(TRANSFER_BYTES_MIN, 210 * MS)
+    assert link.estimate().down_bytes_per_s == TRANSFER_BYTES_MIN * SECOND_NS // (105 * MS)
+
+
+def test_the_same_samples_give_the_same_estimate() -> None:
+    def measured() -> LinkEstimate:
+        link = LinkEstimator()
+        for index in range(200):
+            link.answered(1 + index * 7919 % (90 * MS))
+            link.carried_up(100_000 + index, 1 + index * 104729 % SECOND_NS)
+        return link.estimate()
+
+    assert measured() == measured()

@@ -125,7 +125,15 @@ def join(syncer: Syncer, site: str = "a", process: str = "0123abcd") -> JoinRepl
 
 def report(site: str = "a", incarnation: int = 1, **changes: Any) -> ReportInfo:
     fields: dict[str, Any] = dict.fromkeys(ReportInfo.__slots__, 0)
-    text = {"run_id": RUN, "site_id": site, "incarnation": incarnation, "loss": 1.5, "versions": (0, 0), "digests": ()}
+    text = {
+        "run_id": RUN,
+        "site_id": site,
+        "incarnation": incarnation,
+        "loss": 1.5,
+        "versions": (0, 0),
+        "digests": (),
+        "link": None,
+    }
     return ReportInfo(**(fields | text | changes))
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diloco.wire.messages import Refusal, ReportInfo
+from diloco.wire.messages import LinkInfo, Refusal, ReportInfo
 from tests.syncer.building import ANYONE, RUN, join, push, report, serving, update
 
 TOP = {
@@ -56,7 +56,9 @@ SITE = {
     "payload_bytes_down",
     "updates_corrupt",
     "bases_differed",
+    "link",
 }
+LINK = LinkInfo(80_000_000, 12_500_000, 25_000_000, "int4:32")
 
 
 def test_it_is_complete_before_and_after_a_site_has_reported(tmp_path: Path) -> None:
@@ -65,7 +67,15 @@ def test_it_is_complete_before_and_after_a_site_has_reported(tmp_path: Path) -> 
         join(syncer, "b")
         push(syncer, *update("a"))
         fields: dict[str, Any] = dict.fromkeys(ReportInfo.__slots__, 0)
-        figures = {"step": 12, "loss": None, "train_ns": 200, "stall_ns": 50, "versions": (), "digests": ()}
+        figures = {
+            "step": 12,
+            "loss": None,
+            "train_ns": 200,
+            "stall_ns": 50,
+            "versions": (),
+            "digests": (),
+            "link": LINK,
+        }
         syncer.api.report(ReportInfo(**{**fields, "run_id": RUN, "site_id": "b", "incarnation": 1, **figures}), ANYONE)
         status = syncer.api.status()
         assert json.loads(json.dumps(status, allow_nan=False)) == status
@@ -76,6 +86,7 @@ def test_it_is_complete_before_and_after_a_site_has_reported(tmp_path: Path) -> 
     assert found["sites"]["a"]["step"] is None
     assert found["sites"]["a"]["undecided"] == 1
     assert (found["sites"]["b"]["step"], found["sites"]["b"]["stall_share"]) == (12, 0.25)
+    assert (found["sites"]["a"]["link"], found["sites"]["b"]["link"]["rtt_ns"]) == (None, 80_000_000)
     assert found["fragments"][0]["arrived"] == ["a"]
     assert found["fragments"][0]["members"] == ["a", "b"]
     assert (found["phase"], found["epoch"], found["ending"], found["progress"]) == ("running", 1, None, 0.0)

@@ -15,6 +15,7 @@ from diloco.wire.messages import (
     JoinAsk,
     JoinReply,
     LearnerSettings,
+    LinkInfo,
     PullAsk,
     PullHeader,
     PushHeader,
@@ -79,7 +80,7 @@ def join_ask(**changes: object) -> JoinAsk:
 def report_info(**changes: object) -> ReportInfo:
     fields: dict[str, object] = dict.fromkeys(ReportInfo.__slots__, 1)
     fields |= {"run_id": RUN, "site_id": "site-a", "loss": 2.5, "tokens_per_s": 1000.0}
-    fields |= {"versions": (3, 4), "digests": (0, (1 << 64) - 1)}
+    fields |= {"versions": (3, 4), "digests": (0, (1 << 64) - 1), "link": LinkInfo(1, 2, 3, "int4:32", 4, 5, "words")}
     return ReportInfo(**(fields | changes))  # type: ignore[arg-type]
 
 

@@ -103,6 +103,8 @@ def controls() -> list[Sample]:
         report_info(),
         report_info(loss=None, versions=(), digests=()),
         report_info(loss=0.0, tokens_per_s=0.0, digests=()),
+        report_info(link=None),
+        report_info(link=m.LinkInfo()),
     ]
     replies = [m.ReportReply(2, 3, 4, True, None, (0, 5)), m.ReportReply(0, 0, 0, False, Ending.FINISHED)]
     return [

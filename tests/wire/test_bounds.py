@@ -45,6 +45,7 @@ CASES: list[tuple[Any, str, list[Any]]] = [
     (report_info(), "tokens_per_s", [float("nan"), float("inf"), -1.0, "1"]),
     (report_info(), "loss", ["2.5", True]),
     (report_info(), "versions", [(-1,), (0,) * (m.FRAGMENTS_MAX + 1), [0]]),
+    (report_info(), "link", [m.LinkInfo(rtt_ns=-1), m.LinkInfo(up_codec="INT4"), m.LinkInfo(why="x" * 1025), 1]),
     (report_info(), "digests", [(-1, 0), (1 << 64, 0), (1,), (1, 2, 3), [1, 2]]),
     (m.ReportReply(2, 3, 4, True, None), "retake", [(-1,), (m.FRAGMENTS_MAX,), (0,) * (m.FRAGMENTS_MAX + 1), 3]),
     (p.ProbeAsk(3), "bytes_up", [-1, p.PROBE_BYTES_MAX + 1]),

@@ -414,7 +414,7 @@ class PullResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[PullHeader, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("run_id", "site_id", "incarnation", "step", "tokens_processed", "tokens_unsent", "tokens_in_flight", "tokens_overwritten", "tokens_lost", "loss", "tokens_per_s", "step_ns", "train_ns", "stall_ns", "bytes_up", "bytes_down", "versions", "digests")
+    __slots__ = ("run_id", "site_id", "incarnation", "step", "tokens_processed", "tokens_unsent", "tokens_in_flight", "tokens_overwritten", "tokens_lost", "loss", "tokens_per_s", "step_ns", "train_ns", "stall_ns", "bytes_up", "bytes_down", "versions", "digests", "link")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SITE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -433,6 +433,7 @@ class ReportRequest(_message.Message):
     BYTES_DOWN_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    LINK_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     site_id: str
     incarnation: int
@@ -451,7 +452,26 @@ class ReportRequest(_message.Message):
     bytes_down: int
     versions: _containers.RepeatedScalarFieldContainer[int]
     digests: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens_processed: _Optional[int] = ..., tokens_unsent: _Optional[int] = ..., tokens_in_flight: _Optional[int] = ..., tokens_overwritten: _Optional[int] = ..., tokens_lost: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., step_ns: _Optional[int] = ..., train_ns: _Optional[int] = ..., stall_ns: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ...) -> None: ...
+    link: LinkReport
+    def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens_processed: _Optional[int] = ..., tokens_unsent: _Optional[int] = ..., tokens_in_flight: _Optional[int] = ..., tokens_overwritten: _Optional[int] = ..., tokens_lost: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., step_ns: _Optional[int] = ..., train_ns: _Optional[int] = ..., stall_ns: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., link: _Optional[_Union[LinkReport, _Mapping]] = ...) -> None: ...
+
+class LinkReport(_message.Message):
+    __slots__ = ("rtt_ns", "up_bytes_per_s", "down_bytes_per_s", "up_codec", "channels", "exchange_steps", "why")
+    RTT_NS_FIELD_NUMBER: _ClassVar[int]
+    UP_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    DOWN_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    UP_CODEC_FIELD_NUMBER: _ClassVar[int]
+    CHANNELS_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    rtt_ns: int
+    up_bytes_per_s: int
+    down_bytes_per_s: int
+    up_codec: str
+    channels: int
+    exchange_steps: int
+    why: str
+    def __init__(self, rtt_ns: _Optional[int] = ..., up_bytes_per_s: _Optional[int] = ..., down_bytes_per_s: _Optional[int] = ..., up_codec: _Optional[str] = ..., channels: _Optional[int] = ..., exchange_steps: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
 
 class ReportResponse(_message.Message):
     __slots__ = ("epoch", "run_tokens", "progress_ppm", "known", "ending", "retake")
