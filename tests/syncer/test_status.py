@@ -12,6 +12,7 @@ from diloco.wire.messages import LinkInfo, Refusal, ReportInfo
 from tests.syncer.building import ANYONE, RUN, join, push, report, serving, update
 
 TOP = {
+    "kernels",
     "run_id",
     "lineage",
     "up_seconds",
