@@ -66,6 +66,8 @@ def outer_pass(
     for a payload that nobody encoded, ``ValueError`` for weights that make no mean.  ``spread`` may give ranges to
     several threads; no bit, of the norm neither, depends on it, nor on ``fast``, which says where the kernels are.
 
+    What a lossless codec sends is theta itself: theta, what is published and the payload are then the same memory.
+
     Memory: the results (three fragments and a payload), every payload that has an entropy stage once more without it,
     and about three ranges for each thread.
     """
@@ -77,12 +79,15 @@ def outer_pass(
     sites = [
         (share, [each.opened(payload, numel) for each, payload in updates]) for share, updates in shares(contributions)
     ]
+    theta, lossless = torch.empty_like(state.theta), codec.lossless
     new = State(
-        torch.empty_like(state.theta),
-        torch.empty_like(state.published),
+        theta,
+        theta if lossless else torch.empty_like(state.published),
         None if optimizer.momentum == 0 else torch.empty_like(state.theta),
     )
-    payload = torch.empty(codec.plain.payload_bytes(numel), dtype=torch.uint8)
+    size = codec.plain.payload_bytes(numel)
+    payload = theta.view(torch.uint8) if lossless else torch.empty(size, dtype=torch.uint8)
+    assert payload.numel() == size, f"{codec.name} is lossless and does not send the values as they are"
     work = _Work(sites, state, new, optimizer, codec.plain, payload)
     found, codecs = fast(), work.codecs()
     one_range = work.plain_range
@@ -132,9 +137,7 @@ class _Work:
             new.momentum[part] = following
         published, before = new.published[part], state.published[part]
         numel = state.theta.numel()
-        if self.codec.lossless:
-            self.codec.encode_into(theta, self.payload, published, start=bounds[0], numel=numel)
-        else:
+        if not self.codec.lossless:
             self.codec.encode_difference(theta, before, self.payload, published, start=bounds[0], numel=numel)
             if not is_finite(published.add_(before)):
                 raise NonFiniteError(PUBLISHED)

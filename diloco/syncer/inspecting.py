@@ -21,6 +21,7 @@ from diloco.codec.digests import hasher
 from diloco.codec.entropy import RAW
 from diloco.codec.fused import ranges
 from diloco.codec.registry import make_codec
+from diloco.codec.sums import decode_and_sum
 from diloco.syncer.payloads import Mapped, read_part
 from diloco.syncer.vitals import Measuring, Vitals
 
@@ -131,8 +132,10 @@ class Inspection:
     def _look(self, codec: Codec, payload: memoryview, numel: int, start: int, bounds: tuple[int, int]) -> None:
         """Decode the values of ``bounds``, which begin at ``start`` of a ``payload`` of ``numel``, and measure them."""
         values = torch.empty(bounds[1] - bounds[0])
+        momentum = self._momentum(self._header.fragment)
+        against = momentum[slice(*bounds)] if momentum is not None else None
         try:
-            codec.decode_into(payload, numel, values, start)
+            sums = decode_and_sum(codec, payload, numel, values, start, against)
         except NonFinitePayload:  # What comes behind it may still be no payload at all.
             self._measuring.not_finite()
             self._digest = None
@@ -140,8 +143,7 @@ class Inspection:
             self._malformed = error
             return
         else:
-            momentum = self._momentum(self._header.fragment)
-            self._measuring.add(values, momentum[slice(*bounds)] if momentum is not None else None)
+            self._measuring.add(sums)
             if self._digest is not None:
                 self._digest.update(bytes_of(values))
         self._next = next(self._ranges, None)

@@ -9,12 +9,8 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import TYPE_CHECKING
 
-import torch
-
-from diloco.codec.sums import sum_of_products
-
 if TYPE_CHECKING:
-    from torch import Tensor
+    from diloco.codec.sums import Sums
 
 LARGEST = 2.0**100
 """Of any value of an update.  Finite ones beyond it could make a sum overflow, and the honest updates of that round
@@ -37,22 +33,20 @@ class Measuring:
         self._finite = True
         self._squares = self._products = self._momentum_squares = 0.0
 
-    def add(self, block: Tensor, momentum: Tensor | None) -> None:
-        """Measure ``block`` against the same part of the ``momentum``, both flat fp32; without one there is no cosine.
+    def add(self, sums: Sums) -> None:
+        """The next block has these ``sums``, against the same part of the momentum if there is one.
 
         An update may take longer on its way than a version: then its blocks are measured against the momentum as it was
         when they came, each against a later one, and the cosine is that to the vector made of those parts.
         """
         if not self._finite:
             return
-        least, most = torch.aminmax(block)
-        if not bool((least >= -LARGEST) & (most <= LARGEST)):  # False for a NaN as well.
+        if sums.largest > LARGEST:
             self.not_finite()
             return
-        self._squares += sum_of_products(block, block)
-        if momentum is not None:
-            self._products += sum_of_products(block, momentum)
-            self._momentum_squares += sum_of_products(momentum, momentum)
+        self._squares += sums.squares
+        self._products += sums.products
+        self._momentum_squares += sums.against_squares
 
     def not_finite(self) -> None:
         """Of what is not finite nothing else is said."""

@@ -76,6 +76,17 @@ def test_versions_are_those_of_the_stages(down: str, optimizer: OuterOptimizerOp
         state = check(contributions, state, optimizer, down)
 
 
+@pytest.mark.parametrize("down", ["fp32", "fp32+zstd1"])
+def test_what_is_sent_as_it_is_lies_in_memory_once(down: str) -> None:
+    theta = draw(3000, 0)
+    sent: Contributions = [(1.0, [("int4", draw(3000, 1))])]
+    after = check(sent, State(theta, theta, None), NESTEROV, down)
+    assert after.published.data_ptr() == after.theta.data_ptr()
+    stepped = outer_pass([(1.0, [(make_codec("fp32"), bytes(12000))])], after, NESTEROV, make_codec("fp32"))
+    stepped.state.theta[5] = 1.0
+    assert stepped.payload[20:24] == b"\0\0\x80?"
+
+
 @pytest.mark.parametrize("numel", [1, 2, 31, 33, 1023, 1025, RANGE_VALUES - 1, RANGE_VALUES, RANGE_VALUES + 1])
 def test_every_length(numel: int) -> None:
     state = State(draw(numel, 0, 1.0), draw(numel, 1, 1.0), draw(numel, 2))

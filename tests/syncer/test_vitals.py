@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from diloco.codec.sums import sums_of
 from diloco.syncer.vitals import LARGEST, Measuring, Vitals
 
 
@@ -14,7 +15,7 @@ def measured(values: torch.Tensor, momentum: torch.Tensor | None, block: int = 8
     measuring = Measuring()
     for start in range(0, values.numel(), block):
         against = momentum[start : start + block] if momentum is not None else None
-        measuring.add(values[start : start + block], against)
+        measuring.add(sums_of(values[start : start + block], against))
     return measuring.vitals()
 
 
@@ -51,8 +52,8 @@ def test_nothing_has_no_direction() -> None:
 
 def test_blocks_that_came_before_there_was_a_momentum_have_no_part_in_the_cosine() -> None:
     measuring = Measuring()
-    measuring.add(torch.tensor([0.0, 0.0, 3.0]), None)
-    measuring.add(torch.tensor([4.0]), torch.tensor([0.5]))
+    measuring.add(sums_of(torch.tensor([0.0, 0.0, 3.0]), None))
+    measuring.add(sums_of(torch.tensor([4.0]), torch.tensor([0.5])))
     found = measuring.vitals()
     assert found.norm == 5.0
     assert found.cosine == pytest.approx(0.8)
