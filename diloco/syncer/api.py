@@ -333,6 +333,7 @@ class Api:
                 "payloads_decoded": self.tally.payloads_decoded(),
                 "identity_complaints": self._syncer.complaints(),
                 "kernels": native.description(),
+                "memory_bytes_max": self._syncer.memory_bytes_max,
                 "wanting": self._syncer.room.wanting(),
                 "replication": self._syncer.replicator.status(),
                 "lease": self._syncer.leadership.status() if self._syncer.leadership is not None else None,

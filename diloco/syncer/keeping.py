@@ -15,13 +15,12 @@ from diloco.durable import DiskFullError
 from diloco.wire.messages import Refusal, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from diloco.sync.syncer import OuterSync
     from diloco.syncer.core import Core
     from diloco.syncer.holdings import Holdings
     from diloco.syncer.memory import MemoryCheck
-    from diloco.syncer.snapshots import FragmentValues
     from diloco.syncer.store import Store
 
 BUSY = "a snapshot is being written"
@@ -62,22 +61,19 @@ class Keeper:
         self._due = False
         if self._thread is not None and self._thread.is_alive():
             return BUSY
-        values = list(self._holdings.values)
         try:
-            write = self._store.snapshot_writer(machine, values)
+            write = self._store.snapshot_writer(machine, self._holdings.values, check=self._memory.check)
         except DiskFullError as error:
             return self._later(error)
         self._steps = 0
-        thread = threading.Thread(target=self._run, args=(write, values), name="snapshot")
+        thread = threading.Thread(target=self._run, args=(write,), name="snapshot")
         thread.start()
         self._thread = thread  # Only now: whoever stops the process joins it.
         return None
 
-    def _run(self, write: Callable[[], int], values: Sequence[FragmentValues]) -> None:
+    def _run(self, write: Callable[[], int]) -> None:
         began = time.monotonic()
         try:
-            for index, each in enumerate(values):
-                self._memory.check(index, each)
             size = write()
         except DiskFullError as error:
             self._later(error)

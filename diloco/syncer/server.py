@@ -43,6 +43,7 @@ from diloco.syncer.executor import OuterResult, run_outer_step
 from diloco.syncer.exporting import export, full_parameters, when_there_is_room
 from diloco.syncer.facts import merged_into, outer_step_facts, refusal_facts, start_facts
 from diloco.syncer.feeds import Feeds
+from diloco.syncer.footprint import VERSIONS_MAX, memory_bytes_max
 from diloco.syncer.keeping import Keeper
 from diloco.syncer.leadership import lead
 from diloco.syncer.lease import LeaseError
@@ -100,6 +101,7 @@ class Syncer:
         self._lease = lease
         self.leadership: Leadership | None = None
         self._candidates: dict[tuple[int, int], OuterResult] = {}
+        self._versions = threading.BoundedSemaphore(VERSIONS_MAX)
         self._ended = threading.Event()
         self._export_thread: threading.Thread | None = None
         self.ending: Ending | None = None
@@ -159,7 +161,9 @@ class Syncer:
         self.core.start()
         self._taken.callback(self._stop_core)
         facts, ended = self._first_answer()
-        self._emit("syncer_started", {**facts, "recovered": records, "kernels": native.description()})
+        self.memory_bytes_max = memory_bytes_max(self.options, self.plan, self.network)
+        bound = {"memory_bytes_max": self.memory_bytes_max}
+        self._emit("syncer_started", {**facts, "recovered": records, "kernels": native.description(), **bound})
         if ended is not None:
             self.ending = ended
             self._ended.set()
@@ -375,11 +379,15 @@ class Syncer:
 
     def _outer_step(self, command: StartOuterStep, values: FragmentValues) -> None:
         """In the worker thread: the arithmetic, then the event that says so."""
+        while not self._versions.acquire(timeout=LOOK_EVERY_S / 10):
+            if not self.core.alive:
+                return  # Those that are made will never be published, and nor would this one.
         self._disk.reached(Step.MERGE)
         spool, optimizer, down_codec = self.store.spool, self.plan.optimizer, self.options.down_codec
         result = run_outer_step(command, values, spool, optimizer, down_codec, threads=self.options.threads_used)
         self._disk.reached(Step.MERGE)
         if result is None:
+            self._versions.release()
             self.core.post(OuterStepFailed(command.fragment, command.version))
             return
         self._candidates[command.fragment, command.version] = result
@@ -390,6 +398,7 @@ class Syncer:
         result = self._candidates.pop((effect.fragment, effect.version))
         self._disk.reached(Step.PUBLISH)
         self.holdings.take(effect.fragment, result)
+        self._versions.release()
         machine = self.core.machine
         self.feeds.tell(self.published(machine, effect.fragment, effect.version, effect.digest))
         facts = {"fragment": effect.fragment, "version": effect.version, "digest": effect.digest}

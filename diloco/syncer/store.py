@@ -37,7 +37,7 @@ from diloco.syncer.spool import Spool, SpoolError
 from diloco.syncer.verifying import payloads_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from diloco.durable import Disk
@@ -286,20 +286,31 @@ class Store:
         self._decided.append(_Decided(self.journal.index, reference, self.spool.size(reference)))
 
     def snapshot_writer(
-        self, machine: OuterSync, values: Sequence[FragmentValues], place: Position | None = None
+        self,
+        machine: OuterSync,
+        values: Sequence[FragmentValues],
+        place: Position | None = None,
+        check: Callable[[int, FragmentValues], None] = lambda index, values: None,
     ) -> Callable[[], int]:
         """Cut the journal here, or take it as cut at ``place``; returns the (long) rest, to be done beside the machine.
 
         ``DiskFullError`` when there is no room to begin: nothing has changed.
 
-        The rest writes the snapshot and then lets go of the snapshots that retention does not keep, and of the journal
+        The rest writes the snapshot, a fragment after the other, each when ``check`` has looked at it and not kept for
+        longer, and then lets go of the snapshots that retention does not keep, and of the journal
         segments and payloads that none of those left needs.
         """
         place = place or self.journal.rotate()
-        snapshot = Snapshot(machine.snapshot(), tuple(values), place.segment, place.chain)
+        snapshot = Snapshot(machine.snapshot(), (), place.segment, place.chain)
+        held = list(values)
+
+        def in_turn() -> Iterator[FragmentValues]:
+            for index in range(len(held)):
+                check(index, held[0])
+                yield held.pop(0)
 
         def write() -> int:
-            size = self.snapshots.write(snapshot)
+            size = self.snapshots.write(snapshot, in_turn())
             choice = self._prune(self._retention)
             if choice.cut and not self._cut:
                 steps, most = self._retention.steps, self._retention.bytes_max

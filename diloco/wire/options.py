@@ -26,6 +26,8 @@ from diloco.wire.messages import (
 
 MBPS_MIN = 0.1
 MBPS_MAX = 1e6
+CHECK_BYTES_MAX = 4 * MIB
+"""Of a range of 128 Ki values: themselves, their payload, and the fp64 of the sums where there are no kernels."""
 STANDARD_STREAMS_MAX = 8
 """Streams of the health and reflection services open at once."""
 
@@ -48,7 +50,7 @@ class ServerOptions:
     """Updates being received at once; 0: two for each site.  One more is told to come back."""
     pushes_per_site_max: int = 2
     checks_max: int = 2
-    """Whole updates that are in memory at once, to be checked before they are acknowledged; others wait."""
+    """Updates that are looked at at once, a range of values each, while they arrive; others wait for their turn."""
     pulls_max: int = 0
     """0: four for each site, so that observers find room too."""
     pulls_per_site_max: int = 4
@@ -93,14 +95,15 @@ class ServerOptions:
         for field in ("header_timeout_s", "stall_s", "alive_s", "connection_age_s"):
             require(getattr(self, field) > 0, field, getattr(self, field), "positive")
 
-    def memory_bytes_max(self, payload_bytes: int, numel: int, streams: int) -> int:
+    def memory_bytes_max(self, payload_bytes: int, streams: int, opened_bytes: int = 0) -> int:
         """What sites can make the syncer take in memory, beside what it takes at rest and for the outer steps.
 
-        ``checks_max * (payload_bytes + 8 * numel) + streams * (min(1.5 * payload_bytes, 16 MiB) + 44 * 64 KiB)
+        ``checks_max * (4 MiB + opened_bytes) + streams * (min(1.5 * payload_bytes, 16 MiB) + 44 * 64 KiB)
         + push_credits * min(payload_bytes, 8 MiB)``
 
-        The first term is the whole updates that are being checked: the largest payload, its fp32 values and one more
-        tensor of their size.  All others lie on disk, and cost what is on its way there: for each open stream gRPC's
+        The first term is what is being checked: one range of an update's values, what they lie in and what is computed
+        of them; and of an encoding with an entropy stage, which is checked as a whole, the payload without that stage
+        (``opened_bytes``).  The rest lies on disk, and costs what is on its way there: for each open stream gRPC's
         flow window, and one control message at the worst that parsing can make of it.  gRPC states no bound of the
         window, which grows with the path; the most that was seen is 12 MiB (``tests.hunts.crowd``).  ``streams`` are
         those that are open: no more than ``calls_max`` are let in, and no more than ``push_credits`` begin a push.  The
@@ -108,7 +111,7 @@ class ServerOptions:
         """
         window, parsed = min(3 * payload_bytes // 2, 16 * MIB), 44 * CONTROL_BYTES_MAX
         early = self.push_credits * min(payload_bytes, WINDOW_BYTES)
-        return self.checks_max * (payload_bytes + 8 * numel) + streams * (window + parsed) + early
+        return self.checks_max * (CHECK_BYTES_MAX + opened_bytes) + streams * (window + parsed) + early
 
     @property
     def push_credits(self) -> int:

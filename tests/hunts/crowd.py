@@ -2,7 +2,7 @@
 
 A real syncer's process, whose peak of resident memory the kernel keeps (VmHWM), against
 ``ServerOptions.memory_bytes_max``; the sites are threads here.  No round closes, so that nothing but their pushes is in
-the peak.
+the peak.  In ``merged`` rounds do close, and the bound is ``syncer.footprint``'s.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import torch
+
+from diloco.codec.registry import make_codec
 from diloco.sync.agreement import PROTOCOL
+from diloco.syncer.footprint import memory_bytes_max
 from diloco.wire.client import SyncClient
 from diloco.wire.messages import JoinAsk, PushHeader, Refused, Unreachable
 from diloco.wire.options import ClientOptions, ServerOptions
@@ -31,15 +35,16 @@ MIB = 1 << 20
 class Crowd:
     """The sites; each pushes one update until it is acknowledged."""
 
-    def __init__(self, toy: Toy, address: str, sites: int) -> None:
+    def __init__(self, toy: Toy, address: str, sites: int, rounds: int = 1) -> None:
         self.answers: Counter[str] = Counter()
         self.broken: list[str] = []
         self._toy, self._address = toy, address
         self._lock = threading.Lock()
         self._ready = threading.Barrier(sites)
         numel = toy.layout().fragments[0].numel
-        self._payload = bytes(4 * numel)
+        self._payload = make_codec(toy.codec).encode(torch.zeros(numel))
         self._numel = numel
+        self._rounds = rounds
         self._digest = hashlib.sha256(self._payload).hexdigest()
         self._threads = [threading.Thread(target=self._run, args=(f"site-{number}",)) for number in range(sites)]
 
@@ -56,14 +61,16 @@ class Crowd:
         options = ClientOptions(stall_s=60.0, answer_s=PATIENCE_S, join_timeout_s=60.0)
         try:
             with SyncClient(self._address, site, RUN, options=options) as client:
-                layout = self._toy.layout()
-                ask = JoinAsk(PROTOCOL, RUN, 1, site, "0123456789abcdef", layout.fingerprint, b"", {"codec": "fp32"})
+                layout, shared = self._toy.layout(), {"codec": self._toy.codec}
+                ask = JoinAsk(PROTOCOL, RUN, 1, site, "0123456789abcdef", layout.fingerprint, b"", shared)
                 incarnation = client.join(ask).incarnation
-                size = len(self._payload)
-                here = (RUN, site, incarnation, 0, 1, 0, 50, 5, 1_000_000, 5)
-                header = PushHeader(*here, False, "fp32", size, self._numel, self._digest)
-                self._ready.wait(BOUND_S)
-                self._count(self._pushed(client, header))
+                for sequence in range(1, self._rounds + 1):
+                    here = (RUN, site, incarnation, 0, sequence, sequence - 1, 50, 5, 1_000_000, 5)
+                    size = len(self._payload)
+                    header = PushHeader(*here, False, self._toy.codec, size, self._numel, self._digest)
+                    self._ready.wait(BOUND_S)
+                    self._count(self._pushed(client, header))
+                    self.between(sequence)
         except Exception as error:
             self.broken.append(f"{site}: {error!r}")
             self._ready.abort()
@@ -79,6 +86,9 @@ class Crowd:
             except Refused as error:
                 return error.status.value.lower()
         return "never"
+
+    def between(self, sequence: int) -> None:
+        """Every site has its answer to this update before the next one begins; here nothing else is waited for."""
 
     def _count(self, what: str) -> None:
         with self._lock:
@@ -109,7 +119,7 @@ def measured(hunt: Hunt, folder: Path, sites: int, mebibytes: int) -> dict[str, 
         seconds = crowd.push()
         peak = memory_of(syncer.pid)["VmHWM"]
         assert syncer.wait(0) is None, syncer.errors
-    bound = options.memory_bytes_max(mebibytes * MIB, values, sites)
+    bound = options.memory_bytes_max(mebibytes * MIB, sites)
     if crowd.broken or crowd.answers["accepted"] != sites:
         hunt.violated(f"{dict(crowd.answers)} of {sites} pushes: {crowd.broken[:3]}", sites=sites, mebibytes=mebibytes)
     if peak - before > bound:
@@ -122,6 +132,52 @@ def measured(hunt: Hunt, folder: Path, sites: int, mebibytes: int) -> dict[str, 
         "push_seconds": round(seconds, 1),
         "answers": dict(sorted(crowd.answers.items())),
     }
+
+
+class Rounds(Crowd):
+    """The same, and every update of a site waits for the version that the one before it is in."""
+
+    def __init__(self, syncer: Process, toy: Toy, address: str, sites: int, rounds: int) -> None:
+        super().__init__(toy, address, sites, rounds)
+        self._syncer = syncer
+
+    def between(self, sequence: int) -> None:
+        self._syncer.log.wait_for("published", sequence, PATIENCE_S)
+
+
+def merged(hunt: Hunt, folder: Path, sites: int, mebibytes: int, rounds: int = 2) -> dict[str, object]:
+    """Every round has an update of every site, whose values take ``mebibytes``; encoded they take a quarter of that."""
+    toy = Toy(
+        folder=str(folder),
+        codec="int8",
+        optimizer={"kind": "nesterov", "lr": 0.7, "momentum": 0.9},
+        outer={"quorum": sites, "quorum_min": sites, "sites_max": sites},
+        shapes=(("w", (mebibytes * MIB // 4096, 1024)),),
+        server={"sites_max": sites},
+    )
+    with Process("syncer", toy) as syncer:
+        address = str(syncer.log.wait_for("listening", 1, BOUND_S)[0]["address"])
+        Path(f"/proc/{syncer.pid}/clear_refs").write_text("5")
+        before = memory_of(syncer.pid)["VmRSS"]
+        crowd = Rounds(syncer, toy, address, sites, rounds)
+        crowd.push()
+        versions = len(syncer.log.wait_for("published", rounds, PATIENCE_S))
+        peak = memory_of(syncer.pid)["VmHWM"]
+        assert syncer.wait(0) is None, syncer.errors
+    at_rest = mebibytes * MIB  # Version 0 is theta, once.
+    bound = memory_bytes_max(toy.options(), toy.plan(), toy.network(0)) - at_rest
+    decoded = sites * mebibytes * MIB
+    facts: dict[str, object] = {
+        "versions": versions,
+        "taken_mib": (peak - before) // MIB,
+        "bound_mib": bound // MIB,
+        "decoded_mib": decoded // MIB,
+    }
+    if crowd.broken or crowd.answers["accepted"] != sites * rounds:
+        hunt.violated(f"{dict(crowd.answers)} of {sites * rounds} pushes: {crowd.broken[:3]}", **facts)
+    if peak - before > bound:
+        hunt.violated(f"the syncer took {(peak - before) // MIB} MiB", **facts)
+    return facts
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -29,6 +29,7 @@ from diloco.durable import PLAIN_DISK, Disk, KillingDisk, Step
 from diloco.inner import checkpoint
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo
+from diloco.launch.arenas import limit_arenas
 from diloco.learner.agent import Agent, Finished
 from diloco.learner.follower import Follower
 from diloco.learner.options import AgentOptions
@@ -390,6 +391,7 @@ def main(role: str, toy: Toy, death: tuple[str, int] | None, mine: dict[str, Any
     """The whole life of a process; what it has to say goes to ``told``, a failure too."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
+    limit_arenas()  # As the product's own processes do.
     lock = threading.Lock()
 
     def emit(what: str, fields: dict[str, object]) -> None:

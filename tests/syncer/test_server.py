@@ -19,6 +19,7 @@ from diloco.durable import LockedError
 from diloco.sync.events import Ending, Outcome, OuterStepDone
 from diloco.syncer.core import CoreStopped
 from diloco.syncer.exporting import full_parameters
+from diloco.syncer.footprint import VERSIONS_MAX
 from diloco.syncer.server import Syncer
 from diloco.syncer.snapshots import Snapshots
 from diloco.syncer.store import StoreError
@@ -68,6 +69,26 @@ def ours() -> list[threading.Thread]:
 
 
 # --- start -----------------------------------------------------------------------------------------------------------
+
+
+def test_no_more_versions_are_made_than_there_is_room_for(tmp_path: Path) -> None:
+    events = Events()
+    with serving(tmp_path, events) as syncer:
+        join(syncer)
+        for _ in range(VERSIONS_MAX):  # As if so many waited to be written down.
+            assert syncer._versions.acquire(blocking=False)
+        push(syncer, *update())
+        events.wait_for("outer_step_started")
+        time.sleep(0.3)
+        assert events.of("outer_step") == []
+        syncer._versions.release()
+        events.wait_for("published")
+        push(syncer, *update(sequence=2, base_version=1))
+        events.wait_for("published", 2)
+        assert syncer._versions.acquire(timeout=10.0), "what was published has given its room back"
+        push(syncer, *update(sequence=3, base_version=2))
+        events.wait_for("outer_step_started", 3)
+    assert len(events.of("outer_step")) == 2, "the stop does not wait for room"
 
 
 def test_the_epoch_is_larger_with_every_start_and_durable_before_it_is_said(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ TOP = {
     "backup",
     "calls",
     "payloads_decoded",
+    "memory_bytes_max",
+    "kernels",
     "identity_complaints",
     "wanting",
     "replication",

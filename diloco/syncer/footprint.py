@@ -1,0 +1,49 @@
+"""What a syncer takes in memory at most, beside what the program itself takes at rest.
+
+With n values in all and m in the largest fragment, T threads, M sites in a round, and fp32 everywhere:
+
+    state        4 n (theta) + 4 n (momentum, if there is any) + 4 n (what is published, unless that is theta itself)
+    down-links   for each fragment its latest ones: ``downlinks_kept``, and no more than 8 bytes for each of its values;
+                 none where a version is sent whole
+    new versions ``VERSIONS_MAX`` times the state of the largest fragment and its down-link
+    the fold     for each thread ``RANGES`` ranges of values, and for each update of the round ``PAGES`` of its payload,
+                 which lies on the disk; of an encoding with an entropy stage, the payload without that stage
+    reception    ``ServerOptions.memory_bytes_max``
+
+Not in it: versions that are kept because somebody still reads them.  A snapshot lets go of each fragment as it is
+written, so that is what got a newer version since it began; a pull of a whole fragment keeps that until it is over.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diloco.codec.fused import RANGE_VALUES
+from diloco.codec.registry import make_codec
+
+if TYPE_CHECKING:
+    from diloco.syncer.options import RunPlan, SyncerOptions
+    from diloco.wire.options import ServerOptions
+
+VERSIONS_MAX = 2
+"""New ones under way at once: one is made while the one before it is written down."""
+RANGES = 16
+"""Of values, that a thread has at once where it computes on torch; of the kernels' tiles there is no more than one."""
+PAGES_BYTES = 2 * (2 << 20)
+"""The kernel brings the neighbours of what is looked at along, up to 2 MiB; a payload is looked at in two places."""
+
+
+def memory_bytes_max(options: SyncerOptions, plan: RunPlan, network: ServerOptions) -> int:
+    """The sum of all that, with as many sites in a round as may join, each with one update."""
+    numels = [fragment.numel for fragment in plan.layout.fragments]
+    down, ups = make_codec(options.down_codec), [make_codec(name) for name in options.up_codecs]
+    copies = 1 + (plan.optimizer.momentum != 0) + (not down.lossless)
+    largest, sites = max(numels), plan.outer.sites_max
+    sent = 0 if down.lossless else down.payload_bytes_max(largest)
+    links = [min(options.downlinks_kept * down.payload_bytes_max(numel), 8 * numel) for numel in numels]
+    opened = max(0 if codec.plain is codec else codec.payload_bytes(largest) for codec in ups)
+    state = 4 * copies * sum(numels) + (0 if down.lossless else sum(links))
+    made = VERSIONS_MAX * (4 * copies * largest + sent)
+    fold = options.threads_used * (RANGES * 4 * RANGE_VALUES + sites * PAGES_BYTES) + sites * opened
+    payload = max(codec.payload_bytes_max(largest) for codec in ups)
+    return state + made + fold + network.memory_bytes_max(payload, network.push_credits, opened)

@@ -1,0 +1,72 @@
+"""The bound of a syncer's memory: what it adds up, and that a real process stays under it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diloco.codec.fused import RANGE_VALUES
+from diloco.syncer.footprint import PAGES_BYTES, RANGES, memory_bytes_max
+from diloco.wire.options import ServerOptions
+from tests.hunts.crowd import merged
+from tests.hunts.reporting import Hunt
+from tests.syncer.building import LAYOUT, RUN, Events, new_syncer, serving
+
+NUMEL = LAYOUT.numel
+LARGEST = max(fragment.numel for fragment in LAYOUT.fragments)
+FOLD = RANGES * 4 * RANGE_VALUES + 3 * PAGES_BYTES
+
+
+def bound(folder: Path, momentum: float = 0.9, **options: object) -> int:
+    kind = "nesterov" if momentum else "sgd"
+    given = {"threads": 1, "up_codecs": ["fp32"], **options}
+    syncer = new_syncer(
+        folder,
+        Events().emit,
+        {"sites_max": 3},
+        {"kind": kind, "momentum": momentum},
+        **given,  # type: ignore[arg-type]
+    )
+    return memory_bytes_max(syncer.options, syncer.plan, syncer.network)
+
+
+def test_it_is_the_state_two_versions_the_fold_and_what_arrives(tmp_path: Path) -> None:
+    network = ServerOptions(run_id=RUN)
+    arriving = network.memory_bytes_max(4 * LARGEST, network.push_credits)
+    assert bound(tmp_path, 0.0) == 4 * NUMEL + 2 * 4 * LARGEST + FOLD + arriving
+    assert bound(tmp_path) == 8 * NUMEL + 2 * 8 * LARGEST + FOLD + arriving
+    links = 2 * 2 * NUMEL
+    small = {"down_codec": "bf16", "downlinks_kept": 2}
+    assert bound(tmp_path, **small) == 12 * NUMEL + links + 2 * (12 + 2) * LARGEST + FOLD + arriving
+    assert bound(tmp_path, **{**small, "downlinks_kept": 9}) == bound(tmp_path, **small) + 8 * NUMEL - links
+
+
+def test_threads_and_an_entropy_stage_cost_what_they_hold(tmp_path: Path) -> None:
+    assert bound(tmp_path, threads=3) - bound(tmp_path) == 2 * FOLD
+    opened = 4 * LARGEST
+    checks = ServerOptions(run_id=RUN).checks_max
+    more = bound(tmp_path, up_codecs=["fp32+zstd"]) - bound(tmp_path, up_codecs=["fp32"])
+    assert more >= 3 * opened + checks * opened
+
+
+def test_it_is_said_at_the_start(tmp_path: Path) -> None:
+    events = Events()
+    with serving(tmp_path, events) as syncer:
+        wanted = memory_bytes_max(syncer.options, syncer.plan, syncer.network)
+        status = syncer.api.status()
+    assert events.of("syncer_started")[0]["memory_bytes_max"] == wanted == status["memory_bytes_max"]
+    assert wanted < memory_bytes_max(
+        syncer.options, replace(syncer.plan, outer=replace(syncer.plan.outer, sites_max=999)), syncer.network
+    )
+
+
+@pytest.mark.slow
+def test_a_syncer_that_merges_what_16_sites_push_at_once_stays_under_it(tmp_path: Path) -> None:
+    hunt = Hunt("crowd", None)
+    found = merged(hunt, tmp_path, 16, 32)
+    assert hunt.violations == [], found
+    assert found["versions"] == 2
+    state = 7 * 32  # Momentum, what is published, a new version of all three, and two down-links of 8 MiB.
+    assert int(str(found["taken_mib"])) < state + int(str(found["decoded_mib"])) // 2, found
