@@ -22,7 +22,6 @@ TOP = {
     "calls",
     "payloads_decoded",
     "memory_bytes_max",
-    "kernels",
     "identity_complaints",
     "wanting",
     "replication",
