@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from diloco.codec.contract import Add, bytes_of
+from diloco.codec.digests import hasher
+from diloco.codec.fused import ranges
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from diloco.codec.contract import Codec
@@ -34,3 +40,24 @@ def follow(published: Tensor, payload: bytes | memoryview, codec: Codec) -> Tens
     """
     decoded = codec.decode(payload, published.numel())
     return decoded if codec.lossless else decoded.add_(published)
+
+
+def follow_into(
+    published: Tensor, payloads: Sequence[bytes | memoryview], codec: Codec, out: Tensor, like: str = ""
+) -> str:
+    """Write what :func:`follow` gives for ``payloads``, one after the other, to ``out``, and return its digest.
+
+    One pass by ranges, which are hashed where they still lie in the cache, in the form of ``like``.  ``out`` is none of
+    the others, and holds nothing of use after an error.
+    """
+    numel = published.numel()
+    opened = [codec.opened(payload, numel) for payload in payloads]
+    found = hasher(like)
+    for start, stop in ranges(numel, [codec.plain]):
+        part = out[start:stop]
+        if not (codec.lossless and opened):
+            part.copy_(published[start:stop])
+        for plain, payload in opened:
+            plain.decode_into(payload, numel, part, start, None if codec.lossless else Add())
+        found.update(bytes_of(part))
+    return found.text()

@@ -144,7 +144,7 @@ class Agent:
         return Sealer(
             self._agreement.run_id,
             self._site_id,
-            Encoder(make_codec(self._options.up_codec), self._tensors.place),
+            Encoder(make_codec(self._options.up_codec), self._tensors.place, self._tensors.buffers),
             self._outbox,
             self._incarnation,
             self._keep_sealed,

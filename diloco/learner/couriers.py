@@ -14,8 +14,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from diloco.codec.contract import DecodeError, digest
-from diloco.codec.feedback import follow
+from diloco.codec.contract import DecodeError
+from diloco.codec.feedback import follow_into
 from diloco.codec.registry import make_codec
 from diloco.sync.events import (
     FateTold,
@@ -174,7 +174,8 @@ class Sender:
         if wanted is None:
             return None
         try:
-            header, payload = self._outbox.get(fragment, sequence, self._incarnation())
+            mine = (fragment, sequence, self._incarnation())
+            header, payload = self._outbox.fresh(*mine) or self._outbox.get(*mine)
         except FileNotFoundError:
             if self._wanted(fragment, sequence) == wanted:
                 raise
@@ -240,7 +241,7 @@ class Fetcher:
                 continue
             values = self._values(fragment, pulled)
             sink.give_back(pulled)
-            if values is None or digest(values, pulled.header.digest) != pulled.header.digest:
+            if values is None:
                 # Whatever went wrong on the way here or there, the whole fragment puts it right, and it is said.
                 why = f"fragment {fragment}: what came is not version {pulled.header.version}"
                 self._emit("note", {"note": "digest_differs", "why": f"{why}; fetching it whole"})
@@ -264,23 +265,22 @@ class Fetcher:
         return known[1]
 
     def _values(self, fragment: int, pulled: PulledVersion) -> Tensor | None:
-        """The values that were pulled; None when they cannot be had from these bytes."""
-        numel = self._tensors.layout.fragments[fragment].numel
-        if pulled.header.numel != numel:
+        """The values that were pulled; None when these bytes do not give the ones whose digest was told."""
+        numel, header = self._tensors.layout.fragments[fragment].numel, pulled.header
+        if header.numel != numel:
             return None
-        try:
-            if pulled.header.whole:
-                return make_codec("fp32").decode(pulled.parts[0], numel)
+        values = before = self._tensors.buffers.values(numel)
+        if not header.whole:
             latest = self._tensors.latest[fragment]
-            if latest is None or latest[0] != pulled.header.from_version:
+            if latest is None or latest[0] != header.from_version:
                 return None
-            values = latest[1]
-            codec = make_codec(pulled.header.encoding)
-            for part in pulled.parts:
-                values = follow(values, part, codec)
+            before = latest[1]
+        try:
+            codec = make_codec("fp32" if header.whole else header.encoding)
+            found = follow_into(before, pulled.parts, codec, values, header.digest)
         except DecodeError:
             return None
-        return values
+        return values if found == header.digest else None
 
 
 class Listener:

@@ -10,13 +10,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import sqrt
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from diloco.codec.blocks import BlockCodec
+from diloco.codec.buffers import Buffers
+from diloco.codec.contract import bytes_of, digest
 from diloco.codec.device import DeviceCodec, new_fault
+from diloco.codec.digests import hasher
+from diloco.codec.fused import ranges
+from diloco.codec.sums import sum_of_products
 
 if TYPE_CHECKING:
     from diloco.codec.contract import Codec
@@ -28,20 +34,23 @@ if TYPE_CHECKING:
 class Encoded:
     """The payload and what it decodes to, on the host and (``there``) where the model is.
 
-    ``norm`` is the L2 norm of what was measured, or on an accelerator of what it decodes to.
+    ``norm`` is the L2 norm of what it decodes to, or of what was measured; ``digest`` that of the values ``decoded``.
     """
 
-    payload: bytes
+    payload: bytes | memoryview
     decoded: Tensor
     there: Tensor
     norm: float
+    digest: str
 
 
 class Encoder:
     """Encodes the updates of one site, one at a time, beside training; keeps its buffers from one to the next."""
 
-    def __init__(self, codec: Codec, place: Place) -> None:
+    def __init__(self, codec: Codec, place: Place, buffers: Buffers | None = None) -> None:
+        """``buffers`` has memory for payloads on the host."""
         self.codec = codec
+        self._buffers = buffers if buffers is not None else Buffers(0)
         self._place = place
         self._device_codec: DeviceCodec | None = None
         self._pinned: dict[torch.dtype, Tensor] = {}
@@ -61,17 +70,31 @@ class Encoder:
         return self._where
 
     def encode(self, inputs: SealInputs) -> Encoded:
-        """Encode ``base - local - sent...``; ``NonFiniteError`` when that is not finite."""
+        """Encode ``base - local - sent...``, using ``inputs.local`` up; ``NonFiniteError`` when that is not finite."""
+        if self._place.is_host:
+            return self._encode_here(inputs)
         if self._device_codec is not None:
             return self._encode_there(inputs, self._device_codec)
-        measured = inputs.pseudo_gradient() if self._place.is_host else self._fetched(inputs)
+        measured = self._fetched(inputs)
         payload = self.codec.encode(measured)
         norm = float(torch.linalg.vector_norm(measured))
-        if not self.codec.lossless:
-            decoded = self.codec.decode(payload, measured.numel())
-        else:
-            decoded = measured if self._place.is_host else measured.clone()
-        return Encoded(payload, decoded, self._place.of(decoded), norm)
+        decoded = measured.clone() if self.codec.lossless else self.codec.decode(payload, measured.numel())
+        return Encoded(payload, decoded, self._place.of(decoded), norm, digest(decoded))
+
+    def _encode_here(self, inputs: SealInputs) -> Encoded:
+        """One pass by ranges, each hashed and measured where it still lies in the cache; what it says takes the place
+        of the site's values."""
+        plain, decoded = self.codec.plain, inputs.local
+        numel = decoded.numel()
+        payload, found, squares = self._buffers.raw(plain.payload_bytes(numel)), hasher(), 0.0
+        for start, stop in ranges(numel, [plain]):
+            part = decoded[start:stop]
+            in_flight = [sent[start:stop] for sent in inputs.in_flight]
+            base = inputs.reference[start:stop]
+            plain.encode_difference(base, part, payload, part, in_flight=in_flight, start=start, numel=numel)
+            found.update(bytes_of(part))
+            squares += sum_of_products(part, part)
+        return Encoded(self.codec.closed(payload), decoded, decoded, sqrt(squares), found.text())
 
     def _encode_there(self, inputs: SealInputs, codec: DeviceCodec) -> Encoded:
         local, device = inputs.local, self._place.device
@@ -88,7 +111,7 @@ class Encoder:
         codec.check(int(told_fault))
         closed = bytes(self.codec.closed(told))
         here = codec.codec.decode(told.numpy().data, local.numel())
-        return Encoded(closed, here, decoded, float(told_norm))
+        return Encoded(closed, here, decoded, float(told_norm), digest(here))
 
     def _fetched(self, inputs: SealInputs) -> Tensor:
         """The pseudo-gradient, measured where the values lie, here; valid until the next one is fetched."""

@@ -2,11 +2,14 @@
 
 One file an update, ``<fragment>-<sequence>.update``: a line, then the payload.  The line is the CRC-32 of the rest of
 it, eight hexadecimal digits, and the header's fields as JSON; the header holds the digest of the payload.
+
+What was put here last is in memory as well until it is asked for (``fresh``), so that its first sending reads no file.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import zlib
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
@@ -22,6 +25,10 @@ if TYPE_CHECKING:
     from diloco.durable import Disk
 
 
+FRESH_MAX = 4
+"""Updates that are in memory as well, at most."""
+
+
 class OutboxError(ValueError):
     """A file of the outbox is damaged; the text names it."""
 
@@ -32,6 +39,8 @@ class Outbox:
     def __init__(self, folder: Path, disk: Disk = PLAIN_DISK) -> None:
         self.folder = folder
         self._disk = disk
+        self._fresh: dict[tuple[int, int], tuple[PushHeader, memoryview]] = {}
+        self._fresh_lock = threading.Lock()
         disk.settle(folder, Step.OUTBOX_FOLDER)
         for leftover in folder.glob(".*.tmp"):
             disk.remove(leftover, Step.OUTBOX_DROP)
@@ -39,11 +48,26 @@ class Outbox:
     def _path(self, fragment: int, sequence: int) -> Path:
         return self.folder / f"{fragment}-{sequence}.update"
 
-    def put(self, header: PushHeader, payload: bytes) -> None:
-        """Make an update durable, in place of an earlier one of the same number."""
+    def put(self, header: PushHeader, payload: bytes | memoryview) -> None:
+        """Make an update durable, in place of an earlier one of the same number.  ``payload`` must not change."""
         fields = json.dumps(asdict(header), sort_keys=True).encode()
         line = b"%08x %b\n" % (zlib.crc32(fields), fields)
-        self._disk.write_file(self._path(header.fragment, header.sequence), line + payload, Step.OUTBOX_PUT)
+        key, view = (header.fragment, header.sequence), memoryview(payload)
+        self._forget(key)
+        self._disk.write_parts(self._path(*key), (line, view), Step.OUTBOX_PUT)
+        with self._fresh_lock:
+            self._fresh[key] = (header, view)
+            while len(self._fresh) > FRESH_MAX:
+                del self._fresh[next(iter(self._fresh))]
+
+    def _forget(self, key: tuple[int, int]) -> tuple[PushHeader, memoryview] | None:
+        with self._fresh_lock:
+            return self._fresh.pop(key, None)
+
+    def fresh(self, fragment: int, sequence: int, incarnation: int) -> tuple[PushHeader, memoryview] | None:
+        """The same as ``get``, from memory, for the first who asks for what was just put here; else None."""
+        found = self._forget((fragment, sequence))
+        return found and (replace(found[0], incarnation=incarnation), found[1])
 
     def get(self, fragment: int, sequence: int, incarnation: int) -> tuple[PushHeader, memoryview]:
         """The update, its header stamped with the ``incarnation`` that sends it now.
@@ -58,6 +82,7 @@ class Outbox:
 
     def drop(self, fragment: int, sequence: int) -> None:
         """The update is needed no more."""
+        self._forget((fragment, sequence))
         self._disk.remove(self._path(fragment, sequence), Step.OUTBOX_DROP)
 
     def digests(self) -> dict[tuple[int, int], str]:
@@ -74,6 +99,8 @@ class Outbox:
 
     def clear(self, keep: set[tuple[int, int]]) -> None:
         """Drop everything that is not in ``keep``."""
+        with self._fresh_lock:
+            self._fresh.clear()
         for path in self.folder.glob("*.update"):
             fragment, _, sequence = path.stem.partition("-")
             if (int(fragment), int(sequence)) not in keep:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from diloco.codec.contract import NonFiniteError, digest
+from diloco.codec.contract import NonFiniteError
 from diloco.codec.digests import digest_of
 from diloco.durable import is_full
 from diloco.learner.site_tensors import SealInputs
@@ -41,7 +41,7 @@ class SealedUpdate:
     """The update to send, and ``decoded``: the pseudo-gradient as the syncer will read it, where the model is."""
 
     header: PushHeader
-    payload: bytes
+    payload: bytes | memoryview
     decoded: Tensor
     norm: float
 
@@ -66,7 +66,7 @@ def seal(job: SealJob, encoder: Encoder, run_id: str, site_id: str, incarnation:
         payload_bytes=len(encoded.payload),
         numel=encoded.decoded.numel(),
         digest=digest_of(encoded.payload),
-        values_digest=digest(encoded.decoded),
+        values_digest=encoded.digest,
     )
     return SealedUpdate(header, encoded.payload, encoded.there, encoded.norm)
 

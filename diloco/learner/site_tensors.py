@@ -3,7 +3,8 @@
 All values are flat fp32 tensors in the fragment's canonical order.  Versions (``base``, ``latest``) are on the host,
 where they are fetched, compared and hashed, and have a copy where the model is, if that is elsewhere; what a site makes
 itself (``reference``, ``sent``) is where the model is, and so is all arithmetic.  Except for the model's own parameters
-no tensor is ever written to after it is stored here, so that threads and checkpoints may hold references.
+no tensor is ever written to after it is stored here, so that threads and checkpoints may hold references; on the host
+its memory is used again (``codec.buffers``) when the last of them is gone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from diloco.codec.adopting import rebase_into
+from diloco.codec.buffers import Buffers
 from diloco.learner.place import HOST, Place
 from diloco.outer.adopt import blend, overwrite, rebase
 from diloco.outer.fragments import gather, scatter
@@ -23,6 +26,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from diloco.outer.fragments import Layout
+
+
+SPARE_MAX = 3
+"""Pieces of memory that may lie idle between two rounds: a version's, an update's and its payload's."""
 
 
 class SiteTensors:
@@ -38,6 +45,7 @@ class SiteTensors:
     ) -> None:
         """``place`` is where all ``parameters`` are, the host by default."""
         self.place = place if place is not None else Place(HOST)
+        self.buffers = Buffers(SPARE_MAX)
         self.layout = layout
         self.parameters = parameters
         self.adopt_rule = adopt
@@ -54,31 +62,56 @@ class SiteTensors:
     def local(self, fragment: int) -> Tensor:
         """A copy of the model's present values."""
         part = self.layout.fragments[fragment]
-        return gather(part, self.parameters, torch.empty(part.numel, device=self.place.device))
+        is_host = self.place.is_host
+        room = self.buffers.values(part.numel) if is_host else torch.empty(part.numel, device=self.place.device)
+        return gather(part, self.parameters, room)
 
     def write(self, fragment: int, values: Tensor) -> None:
         """Put ``values`` into the model."""
         scatter(self.layout.fragments[fragment], values, self.parameters)
 
-    def adopt(self, fragment: int, version: int, merged: Sequence[int]) -> Tensor:
-        """Take the latest version into the model; returns the model's new values."""
+    def adopt(self, fragment: int, version: int, merged: Sequence[int]) -> None:
+        """Take the latest version into the model."""
         taken, held = self._latest(fragment, version), self.base[fragment]
         assert held is not None
         new_base, old_base = self.place.of(taken), self.place.of(held)
         if self.adopt_rule == "rebase":
-            own = [self.sent[fragment, sequence] for sequence in merged]
-            values = rebase(self.local(fragment), old_base, new_base, own)
+            self._rebase(fragment, old_base, new_base, [self.sent[fragment, sequence] for sequence in merged])
             reference = new_base
-        elif self.adopt_rule == "overwrite":
-            values = reference = overwrite(new_base)
         else:
-            values = reference = blend(self.local(fragment), new_base, self.adopt_alpha)
+            is_overwritten = self.adopt_rule == "overwrite"
+            local = None if is_overwritten else self.local(fragment)
+            reference = overwrite(new_base) if local is None else blend(local, new_base, self.adopt_alpha)
+            self.write(fragment, reference)
         for sequence in merged:
             del self.sent[fragment, sequence]
         self.base[fragment], self.reference[fragment] = taken, reference
         self.told_base[fragment] = self.told_latest[fragment]
-        self.write(fragment, values)
-        return values
+
+    def _rebase(self, fragment: int, old_base: Tensor, new_base: Tensor, own: Sequence[Tensor]) -> None:
+        """On the host in one pass; in place, piece by piece, where the parameters are as the exchange has them."""
+        whole = self.layout.fragments[fragment]
+        flat = [each for each in (self._flat(piece.name) for piece in whole.pieces) if each is not None]
+        if not self.place.is_host:
+            self.write(fragment, rebase(self.local(fragment), old_base, new_base, own))
+            return
+        if len(flat) < len(whole.pieces):
+            values = self.local(fragment)
+            rebase_into(values, old_base, new_base, own, values)
+            self.write(fragment, values)
+            return
+        at = 0
+        for piece, parameter in zip(whole.pieces, flat, strict=True):
+            part = slice(at, at + piece.stop - piece.start)
+            here = parameter[piece.start : piece.stop]
+            rebase_into(here, old_base[part], new_base[part], [each[part] for each in own], here)
+            at = part.stop
+
+    def _flat(self, name: str) -> Tensor | None:
+        """The parameter's own memory as flat fp32 on the CPU; None where it is anything else."""
+        parameter = self.parameters[name].detach()
+        plain = parameter.dtype == torch.float32 and parameter.device.type == "cpu" and parameter.is_contiguous()
+        return parameter.view(-1) if plain else None
 
     def arrived(self, fragment: int, version: int, values: Tensor, told: str) -> None:
         """A version is here, and its digest is the one that was told with it.  Versions never go back."""
@@ -158,7 +191,10 @@ class SiteTensors:
 
 
 class SealInputs:
-    """The parts of one pseudo-gradient; the arithmetic is done beside training."""
+    """The parts of one pseudo-gradient; the arithmetic is done beside training.
+
+    ``local`` is nobody else's: what comes of it may take its place.
+    """
 
     def __init__(self, reference: Tensor, local: Tensor, in_flight: Sequence[Tensor]) -> None:
         self.reference = reference

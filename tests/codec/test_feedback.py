@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from diloco.codec.contract import DecodeError, NonFiniteError, digest
-from diloco.codec.feedback import follow, publish
+from diloco.codec.feedback import follow, follow_into, publish
+from diloco.codec.fused import RANGE_VALUES
 from diloco.codec.registry import make_codec
 
 CODECS = ["fp32", "fp32+zstd1", "bf16", "int8", "int4", "int4:32+zstd1", "e3m0", "int2", "sign", "topk"]
@@ -31,6 +32,25 @@ def test_followers_hold_what_was_published_bit_for_bit(name: str) -> None:
         steps = 2.0**-24 * (difference.abs() + published.abs() + theta.abs())
         bound = codec.error_bound(difference) + steps if not codec.lossless else torch.zeros_like(theta)
         assert bool(((theta - published).abs() <= bound).all()), f"seed 9, version {version}"
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("links", [0, 1, 3])
+@pytest.mark.parametrize("like", ["", "0" * 64])
+def test_one_pass_gives_the_same_bits_and_their_digest(name: str, links: int, like: str) -> None:
+    codec, generator = make_codec(name), torch.Generator().manual_seed(links)
+    numel = RANGE_VALUES + 1501
+    held = published = torch.randn(numel, generator=generator)
+    payloads = []
+    for _ in range(links):
+        payload, published = publish(torch.randn(numel, generator=generator), published, codec)
+        payloads.append(payload)
+    out = torch.full((numel,), float("nan"))
+    assert follow_into(held, payloads, codec, out, like) == digest(published, like)
+    assert digest(out) == digest(published)
+    if payloads:
+        with pytest.raises(DecodeError):
+            follow_into(held, [*payloads, payloads[0][:-1]], codec, out)
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp32+zstd1"])

@@ -242,6 +242,7 @@ def test_bytes_that_are_gone_or_damaged_are_named(tmp_path: Path) -> None:
     desk.sealed(2)
     path = tmp_path / "0-2.update"
     path.write_bytes(path.read_bytes()[:-1])
+    assert desk.outbox.fresh(0, 2, 3) is not None
     desk.sender.queue.put((0, 2))
     with (
         pytest.raises(OutboxError, match=f"{path} is damaged"),

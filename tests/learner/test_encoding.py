@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diloco.codec.contract import NonFiniteError
+from diloco.codec.buffers import Buffers
+from diloco.codec.contract import NonFiniteError, digest
+from diloco.codec.fused import RANGE_VALUES
 from diloco.codec.registry import make_codec
 from diloco.learner.encoding import Encoded, Encoder
 from diloco.learner.place import HOST, Place
 from diloco.learner.site_tensors import SealInputs
+from diloco.outer.pseudo_gradient import pseudo_gradient
 from tests.learner.elsewhere import Elsewhere
 
 ON_THE_DEVICE = ("int4", "int8:16", "int4:32+zstd1", "int8+zstd")
@@ -23,7 +26,8 @@ def inputs(num_sent: int, scale: float = 1e-3, seed: int = 0) -> SealInputs:
 
 
 def assert_equal(one: Encoded, other: Encoded) -> None:
-    assert one.payload == other.payload
+    assert bytes(one.payload) == bytes(other.payload)
+    assert one.digest == other.digest == digest(other.decoded)
     assert torch.equal(one.decoded, other.decoded)
     assert torch.equal(one.there.cpu(), other.there.cpu())
     assert one.norm == pytest.approx(other.norm, rel=0.05), "of what was measured, and of what it decodes to"
@@ -43,9 +47,21 @@ def test_what_one_update_was_outlives_the_next(codec: str, interpreter: None) ->
     """The buffers are used again."""
     there = Encoder(make_codec(codec), Elsewhere())
     first = there.encode(inputs(0))
-    kept = Encoded(bytes(first.payload), first.decoded.clone(), first.there.clone(), first.norm)
+    kept = Encoded(bytes(first.payload), first.decoded.clone(), first.there.clone(), first.norm, first.digest)
     there.encode(inputs(1, seed=5))
     assert_equal(first, kept)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_fragment_of_many_ranges_is_encoded_as_by_the_definition(codec: str) -> None:
+    numel, random = 2 * RANGE_VALUES + 777, torch.Generator().manual_seed(3)
+    base, local, sent = (torch.randn(numel, generator=random) for _ in range(3))
+    measured = pseudo_gradient(base, local, [sent])
+    found = Encoder(make_codec(codec), Place(HOST), Buffers(2)).encode(SealInputs(base, local, [sent]))
+    assert bytes(found.payload) == make_codec(codec).encode(measured)
+    assert torch.equal(found.decoded, make_codec(codec).decode(found.payload, numel))
+    assert found.digest == digest(found.decoded)
+    assert found.norm == pytest.approx(float(found.decoded.double().norm()))
 
 
 def test_it_says_why_it_does_not_encode_there(monkeypatch: pytest.MonkeyPatch) -> None:

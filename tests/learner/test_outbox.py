@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.learner.outbox import Outbox, OutboxError
+from diloco.learner.outbox import FRESH_MAX, Outbox, OutboxError
 from tests.syncer.building import update
 
 
@@ -74,6 +74,29 @@ def test_every_damaged_byte_is_noticed_in_header_and_payload(tmp_path: Path) -> 
         assert outbox.digests() == {}, length
     path.write_bytes(whole)
     assert outbox.digests() == {(0, 1): header.digest}
+
+
+def test_what_was_just_put_here_is_had_from_memory_once(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path)
+    header, payload = update()
+    outbox.put(header, payload)
+    found = outbox.fresh(0, 1, 9)
+    assert found is not None
+    assert (found[0], bytes(found[1])) == (replace(header, incarnation=9), payload)
+    assert outbox.fresh(0, 1, 9) is None
+    assert (outbox.get(0, 1, 9)[0], bytes(outbox.get(0, 1, 9)[1])) == (found[0], payload)
+
+
+def test_what_is_dropped_cleared_or_of_long_ago_is_not_in_memory(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path)
+    for sequence in range(1, FRESH_MAX + 2):
+        outbox.put(*update(sequence=sequence))
+    assert outbox.fresh(0, 1, 1) is None
+    outbox.drop(0, 2)
+    assert outbox.fresh(0, 2, 1) is None
+    outbox.clear({(0, 3)})
+    assert outbox.fresh(0, 3, 1) is None
+    assert outbox.get(0, 3, 1) is not None
 
 
 def test_what_is_not_kept_is_cleared_and_leftovers_too(tmp_path: Path) -> None:

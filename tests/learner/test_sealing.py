@@ -24,6 +24,7 @@ from diloco.sync.events import SealFailed
 from tests.syncer.building import dice
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 EFFECT = Seal(0, 7, 3, (5, 6), 120, 12, 1000, 99, final=True)
@@ -49,7 +50,8 @@ def test_the_header_is_that_of_the_payload_and_decoded_is_what_the_syncer_reads(
     assert (header.payload_bytes, header.digest) == (len(sealed.payload), digest_of(sealed.payload))
     assert header.values_digest == digest(make_codec(codec).decode(sealed.payload, measured.numel()))
     assert torch.equal(sealed.decoded, make_codec(codec).decode(sealed.payload, measured.numel()))
-    assert sealed.norm == pytest.approx(float(measured.norm()))
+    assert bytes(sealed.payload) == make_codec(codec).encode(measured)
+    assert sealed.norm == pytest.approx(float(sealed.decoded.norm()))
 
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
@@ -95,13 +97,13 @@ class FullDisk(Disk):
     def __init__(self, refusals: int, stopping: threading.Event | None = None) -> None:
         self.left, self.stopping = refusals, stopping
 
-    def write_file(self, path: Path, data: bytes | memoryview, step: Step) -> None:
+    def keep(self, path: Path, write: Callable[[Path], object], step: Step) -> None:
         if self.left > 0:
             self.left -= 1
             if self.left == 0 and self.stopping is not None:
                 self.stopping.set()
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        super().write_file(path, data, step)
+        super().keep(path, write, step)
 
 
 @pytest.mark.parametrize("stops", [False, True])

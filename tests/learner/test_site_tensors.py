@@ -8,7 +8,9 @@ from torch import Tensor
 
 from diloco.learner.place import Place
 from diloco.learner.site_tensors import SiteTensors
+from diloco.outer.adopt import rebase
 from diloco.outer.fragments import gather, scatter
+from diloco.outer.pseudo_gradient import pseudo_gradient
 from tests.learner.elsewhere import Elsewhere
 from tests.syncer.building import LAYOUT, dice
 
@@ -31,10 +33,15 @@ def local(found: SiteTensors) -> Tensor:
     return gather(FRAGMENT, found.parameters)
 
 
+def measured(found: SiteTensors, subtract: list[int]) -> Tensor:
+    inputs = found.measure(0, subtract)
+    return pseudo_gradient(inputs.reference, inputs.local, inputs.in_flight)
+
+
 def test_rebase_keeps_what_is_not_merged() -> None:
     found = site_tensors("rebase")
     found.latest[0] = (4, dice("new", 0))
-    assert torch.equal(found.adopt(0, 4, [5]), local(found))
+    found.adopt(0, 4, [5])
     wanted = dice("new", 0) - (dice("base", 0) - dice("local", 0) - dice("d5", 0))
     assert torch.equal(local(found), wanted)
     assert found.base[0] is found.reference[0] is found.latest[0][1]
@@ -62,7 +69,7 @@ def test_the_others_measure_from_the_value_right_after_the_adopt(rule: str, alph
     assert found.reference[0] is not None
     assert torch.equal(found.reference[0], wanted)
     assert sorted(found.sent) == [(1, 5)]
-    assert torch.equal(found.measure(0, []).pseudo_gradient(), torch.zeros_like(new))
+    assert torch.equal(measured(found, []), torch.zeros_like(new))
 
 
 @pytest.mark.parametrize("rule", ["rebase", "overwrite", "blend"])
@@ -74,8 +81,7 @@ def test_retake_throws_unsent_progress_away(rule: str) -> None:
     assert torch.equal(local(found), new - dice("d6", 0) if rule == "rebase" else new)
     assert sorted(found.sent) == [(0, 6), (1, 5)], "another fragment's are not touched"
     subtract = [6] if rule == "rebase" else []
-    measured = found.measure(0, subtract).pseudo_gradient()
-    assert torch.allclose(measured, torch.zeros_like(new), atol=1e-6), "nothing is left to send"
+    assert torch.allclose(measured(found, subtract), torch.zeros_like(new), atol=1e-6), "nothing is left to send"
 
 
 def test_retake_of_the_version_that_is_held_needs_no_newer_one() -> None:
@@ -90,7 +96,7 @@ def test_measuring_copies_the_model_at_that_instant() -> None:
     inputs = found.measure(0, [5, 6])
     found.write(0, torch.zeros(FRAGMENT.numel))
     wanted = dice("base", 0) - dice("local", 0) - dice("d5", 0) - dice("d6", 0)
-    assert torch.equal(inputs.pseudo_gradient(), wanted)
+    assert torch.equal(pseudo_gradient(inputs.reference, inputs.local, inputs.in_flight), wanted)
 
 
 @pytest.mark.parametrize("rule", ["rebase", "overwrite", "blend"])
@@ -102,7 +108,7 @@ def test_a_checkpoint_holds_everything_that_the_next_update_is_made_of(rule: str
     again = SiteTensors(LAYOUT, {name: values.clone() for name, values in found.parameters.items()}, rule, 0.25)
     again.restore(tensors, [4, -1])
     subtract = [6] if rule == "rebase" else []
-    mine, theirs = again.measure(0, subtract).pseudo_gradient(), found.measure(0, subtract).pseudo_gradient()
+    mine, theirs = measured(again, subtract), measured(found, subtract)
     assert torch.equal(mine, theirs)
     assert (again.base[1], again.reference[1], again.latest[1]) == (None, None, None)
     assert again.latest[0] is not None
@@ -119,6 +125,49 @@ def test_a_released_update_is_forgotten_once_and_for_all() -> None:
     found.release(0, 5)
     found.release(0, 5)
     assert sorted(found.sent) == [(0, 6), (1, 5)]
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bfloat16", "transposed"])
+def test_rebase_in_place_and_by_a_copy_give_the_same_bits(kind: str) -> None:
+    """What is not flat fp32 on the CPU is copied out and back; both are the definition."""
+    found = site_tensors("rebase")
+    if kind == "bfloat16":
+        found.parameters = {name: values.bfloat16() for name, values in found.parameters.items()}
+    elif kind == "transposed":
+        found.parameters = {
+            name: values.t().contiguous().t() if values.dim() == 2 else values
+            for name, values in found.parameters.items()
+        }
+    before = {name: values.data_ptr() for name, values in found.parameters.items()}
+    wanted = rebase(local(found), dice("base", 0), dice("new", 0), [dice("d5", 0), dice("d6", 0)])
+    found.latest[0] = (4, dice("new", 0))
+    found.adopt(0, 4, [5, 6])
+    assert {name: values.data_ptr() for name, values in found.parameters.items()} == before
+    assert torch.equal(local(found), wanted.bfloat16().float() if kind == "bfloat16" else wanted)
+
+
+def test_memory_of_what_is_held_is_never_given_to_anybody_else() -> None:
+    """Rounds with everything that may still read a tensor: a checkpoint, a slow sender, an older version."""
+    parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    found = SiteTensors(LAYOUT, parameters, "rebase", 0.5)
+    buffers = found.buffers
+    found.latest[0] = (0, dice("base", 0))
+    found.retake(0, 0, [])
+    kept: list[tuple[Tensor, Tensor]] = []
+    for version in range(1, 20):
+        found.write(0, dice(("trained", version), 0))
+        inputs = found.measure(0, [])
+        found.sent[0, version] = inputs.local
+        values = buffers.values(FRAGMENT.numel).copy_(dice(("version", version), 0))
+        found.arrived(0, version, values, "")
+        found.adopt(0, version, [version])
+        if version % 3 == 0:
+            kept += [(values[5:], values[5:].clone()), (inputs.local, inputs.local.clone())]
+        del values, inputs
+        assert all(torch.equal(view, then) for view, then in kept)
+        if version % 4 == 0:
+            del kept[:1]
+    assert buffers.spare_bytes > 0, "the rest was used again"
 
 
 def test_parameters_of_other_kinds_are_written_in_place() -> None:
