@@ -37,6 +37,11 @@ bench-quality: .venv/.ready
 bench-wan: .venv/.ready .venv-peers/torchft/.ready
 	$(BIN)/python -m benchmarks.bench_wan $(ARGS)
 
+# Takes 16 GB of memory and as much of disk; ARGS="--numel 100000000" a tenth of it.
+.PHONY: bench-billion
+bench-billion: .venv/.ready
+	$(BIN)/python -m benchmarks.bench_billion $(ARGS)
+
 .PHONY: bench-trainer
 bench-trainer: .venv/.ready
 	$(BIN)/python -m benchmarks.bench_trainer $(ARGS)
