@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from diloco.codec.gridded import Grid
 
-__all__ = ["CODEC_NAMES", "Codec", "DecodeError", "NonFiniteError", "digest", "make_codec"]
+__all__ = ["CODEC_NAMES", "Codec", "DecodeError", "NonFiniteError", "digest", "make_codec", "usual_feedback"]
 
 CODEC_NAMES = ("fp32", "bf16", "int8", "int4", "e3m0", "int2", "topk", "sign")
 INT8_BLOCK = 128
@@ -42,6 +42,13 @@ _NAME = re.compile(
     r"(?P<kind>[a-z0-9]+)(?::(?P<block>[0-9]{1,9})(?:x(?P<k>[0-9]{1,9}))?)?(?P<stage>\+zstd(?P<level>[0-9]{1,9})?)?",
     re.ASCII,
 )
+USUAL_FEEDBACK: Mapping[str, float] = MappingProxyType({"topk": 0.95, "int2": 1.0, "sign": 1.0})
+
+
+def usual_feedback(name: str) -> float:
+    """The share of what the codec ``name`` rounds off that is usually fed back: SparseLoCo's .95 for topk, all for int2
+    and sign, which do not learn without; 0 for the others, which do."""
+    return USUAL_FEEDBACK.get(name.partition("+")[0].partition(":")[0], 0.0)
 
 
 def make_codec(name: str) -> Codec:

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from diloco.codec.registry import make_codec
+from diloco.codec.registry import make_codec, usual_feedback
 from diloco.durable import PLAIN_DISK
 from diloco.inner import checkpoint
 from diloco.inner.data import CorpusManifest, DataOptions, TokenStream, prepare_corpus
@@ -216,10 +216,12 @@ def agent_options(config: RunConfig, folder: Path) -> AgentOptions:
     _codec("codec.up", config.codec.up)
     if not 0 <= config.outer.adopt_alpha <= 1:
         raise ConfigError(f"outer.adopt_alpha is {config.outer.adopt_alpha}: from 0 to 1")
+    feedback = _feedback(config)
     with _section("site"):
         return AgentOptions(
             folder=str(folder),
             up_codec=config.codec.up,
+            feedback=feedback,
             adopt_alpha=config.outer.adopt_alpha,
             join_timeout_s=site.join_timeout_s,
             finish_timeout_s=site.finish_timeout_s,
@@ -459,6 +461,22 @@ def _ns(name: str, seconds: float, least_s: float = 0.0) -> int:
     if not least_s <= seconds < 1e9:
         raise ConfigError(f"{name} is {seconds!r}: seconds, {f'at least {least_s:g}' if least_s else 'not negative'}")
     return round(seconds * SECOND_NS)
+
+
+def _feedback(config: RunConfig) -> float:
+    told, up = config.codec.feedback, config.codec.up
+    if told is None:
+        return 0.0 if config.outer.adopt == "rebase" else usual_feedback(up)
+    if not 0 <= told <= 1:
+        raise ConfigError(f"codec.feedback is {told!r}: from 0 to 1")
+    if told and config.outer.adopt == "rebase":
+        raise ConfigError(
+            f"codec.feedback is {told!r}: with outer.adopt=rebase what codec.up rounds off stays in the site's values "
+            "and goes out with the next update; leave it null, or adopt by overwrite or blend"
+        )
+    if told and make_codec(up).lossless:
+        raise ConfigError(f"codec.feedback is {told!r}: codec.up={up} rounds nothing off")
+    return told
 
 
 def _codec(name: str, codec: str) -> None:

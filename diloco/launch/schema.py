@@ -164,6 +164,9 @@ class CodecSection:
     """Pseudo-gradients."""
     down: str = "int4:32+zstd1"
     """Versions."""
+    feedback: float | None = None
+    """Share of what `up` rounded off that goes out with the next update, under outer.adopt=overwrite or blend; null:
+    0.95 for topk, 1 for int2 and sign, 0 for the others.  Under rebase all of it does, without a setting."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -101,7 +101,7 @@ class Agent:
         self._outbox = Outbox(Path(options.folder) / "outbox", disk)
         self._odometer = Odometer(Path(options.folder) / "odometer", disk)
         place = place_of(parameters.values())
-        self._tensors = SiteTensors(layout, parameters, learner.adopt, options.adopt_alpha, place)
+        self._tensors = SiteTensors(layout, parameters, learner.adopt, options.adopt_alpha, place, options.feedback)
         self._meter, self._link = Meter(), LinkMeter(client)
         self._changed = threading.Condition(threading.RLock())
         self._redo = redo
@@ -144,7 +144,7 @@ class Agent:
         return Sealer(
             self._agreement.run_id,
             self._site_id,
-            Encoder(make_codec(self._options.up_codec), self._tensors.place, self._tensors.buffers),
+            self._encoding(),
             self._outbox,
             self._incarnation,
             self._keep_sealed,
@@ -152,6 +152,10 @@ class Agent:
             self._emit,
             self._stopping,
         )
+
+    def _encoding(self) -> Encoder:
+        codec, feeds_back = make_codec(self._options.up_codec), self._options.feedback > 0
+        return Encoder(codec, self._tensors.place, self._tensors.buffers, feeds_back=feeds_back)
 
     def _listening(self) -> Listener:
         return Listener(
@@ -213,7 +217,8 @@ class Agent:
         with self._changed:
             ledger = site_ledger(self._machine.state)
             if before:
-                self._emit("resumed", {"step": self._machine.state.step, "tokens_lost": ledger.lost})
+                facts = {"step": self._machine.state.step, "tokens_lost": ledger.lost}
+                self._emit("resumed", {**facts, **self._tensors.residuals.dropped()})
             return self._machine.state.cursor
 
     def _first_join(self, until: float) -> None:
@@ -351,9 +356,11 @@ class Agent:
                     facts: dict[str, object] = {"fragment": effect.fragment, "version": effect.version}
                     self._emit("adopted", {**facts, "merged": list(effect.merged)})
                 case Retake():
+                    lost = self._tensors.residuals.to_drop(effect.fragment)
                     self._tensors.retake(effect.fragment, effect.version, effect.keep)
                     adopted.add(effect.fragment)
-                    self._emit("retaken", {"fragment": effect.fragment, "version": effect.version, "why": effect.why})
+                    facts = {"fragment": effect.fragment, "version": effect.version, "why": effect.why}
+                    self._emit("retaken", {**facts, **lost})
                 case Seal():
                     inputs: SealInputs = self._tensors.measure(effect.fragment, effect.in_flight)
                     self._sealer.queue.put(SealJob(effect, inputs))
@@ -489,5 +496,5 @@ class Agent:
         """An update is durable: its values and the machine's knowledge of it come at one instant."""
         header = sealed.header
         with self._changed:
-            self._tensors.sent[header.fragment, header.sequence] = sealed.decoded
+            self._tensors.sealed(header.fragment, header.sequence, sealed.decoded, sealed.fed)
             self._tell(Sealed(header.fragment, header.sequence, header.digest))

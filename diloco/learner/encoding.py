@@ -18,11 +18,12 @@ from torch import Tensor
 
 from diloco.codec.blocks import BlockCodec
 from diloco.codec.buffers import Buffers
-from diloco.codec.contract import bytes_of, digest
+from diloco.codec.contract import Carry, bytes_of, digest
 from diloco.codec.device import DeviceCodec, new_fault
 from diloco.codec.digests import hasher
 from diloco.codec.fused import ranges
 from diloco.codec.sums import sum_of_products
+from diloco.learner.residuals import Fed
 
 if TYPE_CHECKING:
     from diloco.codec.contract import Codec
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 class Encoded:
     """The payload and what it decodes to, on the host and (``there``) where the model is.
 
-    ``norm`` is the L2 norm of what it decodes to, or of what was measured; ``digest`` that of the values ``decoded``.
+    ``norm`` is the L2 norm of what it decodes to, or of what was to be sent; ``digest`` that of the values ``decoded``.
+    ``fed`` is what is left to send, where feedback is on.
     """
 
     payload: bytes | memoryview
@@ -42,12 +44,13 @@ class Encoded:
     there: Tensor
     norm: float
     digest: str
+    fed: Fed | None = None
 
 
 class Encoder:
     """Encodes the updates of one site, one at a time, beside training; keeps its buffers from one to the next."""
 
-    def __init__(self, codec: Codec, place: Place, buffers: Buffers | None = None) -> None:
+    def __init__(self, codec: Codec, place: Place, buffers: Buffers | None = None, *, feeds_back: bool = False) -> None:
         """``buffers`` has memory for payloads on the host."""
         self.codec = codec
         self._buffers = buffers if buffers is not None else Buffers(0)
@@ -60,6 +63,8 @@ class Encoder:
         plain = codec.plain
         if not isinstance(plain, BlockCodec):
             self._where = f"host, values from {place}: {plain.name} has no kernel there"
+        elif feeds_back:
+            self._where = f"host, values from {place}: feedback has no kernel there"
         elif find_spec("triton") is None:
             self._where = f"host, values from {place}: Triton is not installed (pip install 'diloco[gpu]')"
         else:
@@ -70,31 +75,62 @@ class Encoder:
         return self._where
 
     def encode(self, inputs: SealInputs) -> Encoded:
-        """Encode ``base - local - sent...``, using ``inputs.local`` up; ``NonFiniteError`` when that is not finite."""
+        """Encode what is to be sent, ``base - local - sent...`` and what is carried, using ``inputs.local`` up.
+
+        ``NonFiniteError`` when that is not finite.
+        """
         if self._place.is_host:
             return self._encode_here(inputs)
         if self._device_codec is not None:
+            assert inputs.carried is None, "nothing is fed back there"
             return self._encode_there(inputs, self._device_codec)
         measured = self._fetched(inputs)
         payload = self.codec.encode(measured)
         norm = float(torch.linalg.vector_norm(measured))
         decoded = measured.clone() if self.codec.lossless else self.codec.decode(payload, measured.numel())
-        return Encoded(payload, decoded, self._place.of(decoded), norm, digest(decoded))
+        there = self._place.of(decoded)
+        return Encoded(payload, decoded, there, norm, digest(decoded), self._fed_there(inputs, there))
 
     def _encode_here(self, inputs: SealInputs) -> Encoded:
         """One pass by ranges, each hashed and measured where it still lies in the cache; what it says takes the place
         of the site's values."""
-        plain, decoded = self.codec.plain, inputs.local
+        plain, decoded, carried = self.codec.plain, inputs.local, inputs.carried
+        fresh = None if carried is None else inputs.pseudo_gradient()
+        residual = None if carried is None or carried.residual is None else carried.residual.clone()
         numel = decoded.numel()
         payload, found, squares = self._buffers.raw(plain.payload_bytes(numel)), hasher(), 0.0
         for start, stop in ranges(numel, [plain]):
             part = decoded[start:stop]
             in_flight = [sent[start:stop] for sent in inputs.in_flight]
-            base = inputs.reference[start:stop]
-            plain.encode_difference(base, part, payload, part, in_flight=in_flight, start=start, numel=numel)
+            carry = None if carried is None or residual is None else Carry(residual[start:stop], carried.beta)
+            plain.encode_difference(
+                inputs.reference[start:stop],
+                part,
+                payload,
+                part,
+                in_flight=in_flight,
+                carry=carry,
+                start=start,
+                numel=numel,
+            )
             found.update(bytes_of(part))
             squares += sum_of_products(part, part)
-        return Encoded(self.codec.closed(payload), decoded, decoded, sqrt(squares), found.text())
+        fed = None
+        if carried is not None and fresh is not None:
+            term = torch.sub(fresh, decoded)
+            fed = Fed(carried, fresh, term, term if residual is None else residual)
+        return Encoded(self.codec.closed(payload), decoded, decoded, sqrt(squares), found.text(), fed)
+
+    def _fed_there(self, inputs: SealInputs, there: Tensor) -> Fed | None:
+        """What is left to send, in memory of training's stream."""
+        if inputs.carried is None:
+            return None
+        fresh, term, residual = (torch.empty_like(there) for _ in range(3))
+        with self._place.beside():
+            fresh.copy_(inputs.pseudo_gradient())
+            torch.sub(fresh, there, out=term)
+            torch.sub(inputs.carried.onto(fresh), there, out=residual)
+        return Fed(inputs.carried, fresh, term, residual)
 
     def _encode_there(self, inputs: SealInputs, codec: DeviceCodec) -> Encoded:
         local, device = inputs.local, self._place.device
@@ -114,11 +150,11 @@ class Encoder:
         return Encoded(closed, here, decoded, float(told_norm), digest(here))
 
     def _fetched(self, inputs: SealInputs) -> Tensor:
-        """The pseudo-gradient, measured where the values lie, here; valid until the next one is fetched."""
+        """What is to be sent, measured where the values lie, here; valid until the next one is fetched."""
         told = self._room(inputs.local.numel(), torch.float32)
         measured = torch.empty_like(inputs.local)
         with self._place.beside():
-            measured.copy_(inputs.pseudo_gradient())
+            measured.copy_(inputs.to_send())
             told.copy_(measured, non_blocking=True)
         return told
 

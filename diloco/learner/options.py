@@ -15,6 +15,8 @@ class AgentOptions:
     up_codec: str = "fp32"
     adopt_alpha: float = 0.5
     """Share of the local values that ``blend`` keeps."""
+    feedback: float = 0.0
+    """Share of what a codec rounded off that goes out with the next update; 0 under ``rebase``, which keeps it all."""
     join_timeout_s: float = 60.0
     lock_step_timeout_s: float = 300.0
     finish_timeout_s: float = 30.0
@@ -22,9 +24,13 @@ class AgentOptions:
     meter_every_s: float = 2.0
 
     def __post_init__(self) -> None:
-        make_codec(self.up_codec)
+        codec = make_codec(self.up_codec)
         if not 0 <= self.adopt_alpha <= 1:
             raise ValueError(f"adopt_alpha is {self.adopt_alpha!r}: must be from 0 to 1")
+        if not 0 <= self.feedback <= 1:
+            raise ValueError(f"feedback is {self.feedback!r}: must be from 0 to 1")
+        if self.feedback and codec.lossless:
+            raise ValueError(f"feedback is {self.feedback!r}: {self.up_codec} rounds nothing off")
         for name in ("join_timeout_s", "lock_step_timeout_s", "finish_timeout_s", "meter_every_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: positive")

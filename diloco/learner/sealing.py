@@ -6,11 +6,13 @@ import queue
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from diloco.codec.contract import NonFiniteError
 from diloco.codec.digests import digest_of
 from diloco.durable import is_full
+from diloco.learner.residuals import Fed
 from diloco.learner.site_tensors import SealInputs
 from diloco.sync.effects import Seal
 from diloco.sync.events import SealFailed
@@ -38,12 +40,16 @@ class SealJob:
 
 @dataclass(frozen=True, slots=True)
 class SealedUpdate:
-    """The update to send, and ``decoded``: the pseudo-gradient as the syncer will read it, where the model is."""
+    """The update to send, and ``decoded``: the pseudo-gradient as the syncer will read it, where the model is.
+
+    ``fed`` is what is left of it to send, where feedback is on.
+    """
 
     header: PushHeader
     payload: bytes | memoryview
     decoded: Tensor
     norm: float
+    fed: Fed | None = None
 
 
 def seal(job: SealJob, encoder: Encoder, run_id: str, site_id: str, incarnation: int) -> SealedUpdate:
@@ -68,7 +74,7 @@ def seal(job: SealJob, encoder: Encoder, run_id: str, site_id: str, incarnation:
         digest=digest_of(encoded.payload),
         values_digest=encoded.digest,
     )
-    return SealedUpdate(header, encoded.payload, encoded.there, encoded.norm)
+    return SealedUpdate(header, encoded.payload, encoded.there, encoded.norm, encoded.fed)
 
 
 class Sealer:
@@ -116,6 +122,8 @@ class Sealer:
         if not self._put(sealed):
             return
         facts: dict[str, object] = {"fragment": effect.fragment, "sequence": effect.sequence, "steps": effect.steps}
+        if sealed.fed is not None:
+            facts["residual"] = float(torch.linalg.vector_norm(sealed.fed.residual))
         self._emit(
             "sealed", {**facts, "base_version": effect.base_version, "tokens": effect.tokens, "norm": sealed.norm}
         )

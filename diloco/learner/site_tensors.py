@@ -16,6 +16,7 @@ import torch
 from diloco.codec.adopting import rebase_into
 from diloco.codec.buffers import Buffers
 from diloco.learner.place import HOST, Place
+from diloco.learner.residuals import Carried, Fed, Residuals
 from diloco.outer.adopt import blend, overwrite, rebase
 from diloco.outer.fragments import gather, scatter
 from diloco.outer.pseudo_gradient import pseudo_gradient
@@ -42,8 +43,11 @@ class SiteTensors:
         adopt: str,
         adopt_alpha: float,
         place: Place | None = None,
+        feedback: float = 0.0,
     ) -> None:
-        """``place`` is where all ``parameters`` are, the host by default."""
+        """``place`` is where all ``parameters`` are, the host by default; ``feedback`` the share of a residual that
+        goes out with the next update, 0 under ``rebase``."""
+        assert not (feedback and adopt == "rebase"), "what rebase does not merge is its residual"
         self.place = place if place is not None else Place(HOST)
         self.buffers = Buffers(SPARE_MAX)
         self.layout = layout
@@ -58,6 +62,8 @@ class SiteTensors:
         self.told_base = [""] * count
         """The digests that the syncer told with these versions, as it told them; empty where nobody knows."""
         self.sent: dict[tuple[int, int], Tensor] = {}
+        """What is subtracted for an update in flight: what it decodes to, or with feedback what it was measured as."""
+        self.residuals = Residuals(feedback, count, self.place)
 
     def local(self, fragment: int) -> Tensor:
         """A copy of the model's present values."""
@@ -85,6 +91,7 @@ class SiteTensors:
             self.write(fragment, reference)
         for sequence in merged:
             del self.sent[fragment, sequence]
+            self.residuals.merged(fragment, sequence)
         self.base[fragment], self.reference[fragment] = taken, reference
         self.told_base[fragment] = self.told_latest[fragment]
 
@@ -135,6 +142,7 @@ class SiteTensors:
                 values = torch.sub(values, self.sent[fragment, sequence])
         for held in [key for key in self.sent if key[0] == fragment and key[1] not in keep]:
             del self.sent[held]
+        self.residuals.drop(fragment)
         if base is not self.base[fragment]:
             self.told_base[fragment] = self.told_latest[fragment]
         self.base[fragment] = base
@@ -146,11 +154,19 @@ class SiteTensors:
         """What the next pseudo-gradient is made of, copied or referred to at this instant."""
         reference = self.reference[fragment]
         assert reference is not None
-        return SealInputs(reference, self.local(fragment), [self.sent[fragment, sequence] for sequence in in_flight])
+        sent = [self.sent[fragment, sequence] for sequence in in_flight]
+        return SealInputs(reference, self.local(fragment), sent, self.residuals.carried(fragment))
+
+    def sealed(self, fragment: int, sequence: int, decoded: Tensor, fed: Fed | None) -> None:
+        """An update is durable."""
+        self.sent[fragment, sequence] = decoded if fed is None else fed.fresh
+        if fed is not None:
+            self.residuals.sealed(fragment, sequence, fed)
 
     def release(self, fragment: int, sequence: int) -> None:
         """An update left the in-flight list unmerged."""
         self.sent.pop((fragment, sequence), None)
+        self.residuals.refused(fragment, sequence)
 
     def _latest(self, fragment: int, version: int) -> Tensor:
         latest = self.latest[fragment]
@@ -168,7 +184,7 @@ class SiteTensors:
                     found[f"reference.{index}"] = reference
         for (fragment, sequence), values in self.sent.items():
             found[f"sent.{fragment}.{sequence}"] = values
-        return found
+        return found | self.residuals.tensors()
 
     def restore(
         self, tensors: Mapping[str, Tensor], base_versions: Sequence[int], told: Sequence[str] | None = None
@@ -188,6 +204,7 @@ class SiteTensors:
             if kind == "sent":
                 fragment, _, sequence = rest.partition(".")
                 self.sent[int(fragment), int(sequence)] = self.place.of(values)
+        self.residuals.restore(tensors)
 
 
 class SealInputs:
@@ -196,11 +213,20 @@ class SealInputs:
     ``local`` is nobody else's: what comes of it may take its place.
     """
 
-    def __init__(self, reference: Tensor, local: Tensor, in_flight: Sequence[Tensor]) -> None:
+    def __init__(
+        self, reference: Tensor, local: Tensor, in_flight: Sequence[Tensor], carried: Carried | None = None
+    ) -> None:
+        """``carried`` is the residual that goes out too, where feedback is on."""
         self.reference = reference
         self.local = local
         self.in_flight = in_flight
+        self.carried = carried
 
     def pseudo_gradient(self) -> Tensor:
         """base − local − Σ d of the in-flight list."""
         return pseudo_gradient(self.reference, self.local, self.in_flight)
+
+    def to_send(self) -> Tensor:
+        """The pseudo-gradient, and what is carried."""
+        fresh = self.pseudo_gradient()
+        return fresh if self.carried is None else self.carried.onto(fresh)

@@ -59,6 +59,8 @@ def test_the_layout_is_that_of_the_model() -> None:
         ("outer.quorum=0", "outer.quorum is 0: at least 1"),
         ("outer.adopt=keep", "outer.adopt is 'keep': one of rebase, overwrite, blend"),
         ("outer.adopt_alpha=2", "outer.adopt_alpha is 2.0: from 0 to 1"),
+        ("codec.feedback=2", "codec.feedback is 2.0: from 0 to 1"),
+        ("codec.feedback=0.5", "codec.feedback is 0.5: with outer.adopt=rebase what codec.up rounds off stays"),
         ("outer.num_fragments=500", "outer.num_fragments is 500: must be from 1 to the"),
         ("codec.up=int5", "codec.up is 'int5': one of fp32, bf16, int8, int4"),
         ("codec.down=int4:0", "codec.down is 'int4:0'"),
@@ -77,6 +79,29 @@ def test_a_value_that_cannot_work_is_named_with_its_section(setting: str, words:
     with pytest.raises(ConfigError) as refused:
         build.check(small(setting))
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "feedback"),
+    [
+        (["codec=topk"], 0.0),
+        (["codec=topk", "outer=decoupled"], 0.95),
+        (["codec=int2", "outer=streaming"], 1.0),
+        (["codec=sign", "outer=streaming", "codec.feedback=0.5"], 0.5),
+        (["codec=sign", "outer=streaming", "codec.feedback=0"], 0.0),
+        (["codec=e3m0", "outer=streaming"], 0.0),
+        (["codec=int4", "outer=streaming", "codec.feedback=1"], 1.0),
+    ],
+)
+def test_what_is_rounded_off_is_fed_back_as_usual_or_as_told(settings: list[str], feedback: float) -> None:
+    config = compose(settings)
+    build.check(config)
+    assert build.agent_options(config, Path()).feedback == feedback
+
+
+def test_feedback_without_a_residual_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"codec\.feedback is 1\.0: codec\.up=fp32 rounds nothing off"):
+        build.check(compose(["codec=fp32", "outer=streaming", "codec.feedback=1"]))
 
 
 def test_version_zero_is_the_seed_or_what_was_given(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from diloco.codec.fused import RANGE_VALUES
 from diloco.codec.registry import make_codec
 from diloco.learner.encoding import Encoded, Encoder
 from diloco.learner.place import HOST, Place
+from diloco.learner.residuals import Carried
 from diloco.learner.site_tensors import SealInputs
 from diloco.outer.pseudo_gradient import pseudo_gradient
 from tests.learner.elsewhere import Elsewhere
@@ -93,3 +94,26 @@ def test_on_the_accelerator(codec: str, kernel_device: torch.device) -> None:
         [each.to(kernel_device) for each in made.in_flight],
     )
     assert_equal(Encoder(make_codec(codec), place).encode(there), Encoder(make_codec(codec), Place(HOST)).encode(made))
+
+
+@pytest.mark.parametrize("codec", ["int4", "sign", "topk:256x4"])
+def test_what_is_fed_back_is_the_same_here_and_there(codec: str) -> None:
+    residual = torch.randn(333, generator=torch.Generator().manual_seed(9)) * 1e-3
+    both = [Encoder(make_codec(codec), place, feeds_back=True) for place in (Place(HOST), Elsewhere())]
+    assert str(both[1]).startswith("host, values from cpu: ")
+    fresh = inputs(1).pseudo_gradient()
+    for carried in (residual, None):
+        made = [inputs(1) for _ in both]  # An encoder uses them up.
+        for each in made:
+            each.carried = Carried(carried, 0.9)
+        here, there = (encoder.encode(each) for encoder, each in zip(both, made, strict=True))
+        assert here.payload == there.payload
+        assert torch.equal(here.decoded, there.decoded)
+        to_send = fresh if carried is None else fresh + carried * 0.9
+        assert here.payload == make_codec(codec).encode(to_send)
+        for encoded in (here, there):
+            assert encoded.fed is not None
+            assert torch.equal(encoded.fed.fresh, fresh)
+            assert torch.equal(encoded.fed.term, fresh - here.decoded)
+            assert torch.equal(encoded.fed.residual, to_send - here.decoded)
+    assert both[0].encode(inputs(1)).fed is None

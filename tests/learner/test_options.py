@@ -12,6 +12,8 @@ from diloco.learner.options import AgentOptions
     [
         ("up_codec", "int5"),
         ("adopt_alpha", 1.5),
+        ("feedback", 1.5),
+        ("feedback", 0.5),
         ("join_timeout_s", 0.0),
         ("lock_step_timeout_s", -1.0),
         ("finish_timeout_s", 0.0),

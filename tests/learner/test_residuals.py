@@ -1,0 +1,280 @@
+"""Explicit error feedback: what was rounded off goes out with the next update, once, whatever happens in between."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco.codec.registry import make_codec
+from diloco.learner.encoding import Encoder
+from diloco.learner.place import HOST, Place
+from diloco.learner.sealing import SealedUpdate, SealJob, seal
+from diloco.learner.site_tensors import SealInputs, SiteTensors
+from diloco.outer.fragments import plan_layout
+from diloco.sync.effects import Seal
+from tests.learner.direct import DirectClient, Site, started
+from tests.learner.test_agent import ALONE, balanced, versions
+from tests.syncer.building import eventually, serving
+
+LAYOUT = plan_layout([("w", (600,))], 1)
+SYNCER = {**ALONE, "up_codecs": ["int2:8"], "optimizer": {"kind": "sgd", "lr": 1.0, "momentum": 0.0}}
+SITE = {"up_codec": "int2:8", "feedback": 1.0, "learner": {"adopt": "overwrite"}}
+
+
+def draw(seed: int) -> Tensor:
+    return torch.randn(600, generator=torch.Generator().manual_seed(seed))
+
+
+class Model:
+    """A site's tensors with an update's way written out: train, measure, seal, and its fate."""
+
+    def __init__(self, codec: str, rule: str = "overwrite", beta: float = 1.0, alpha: float = 0.25) -> None:
+        self.codec = make_codec(codec)
+        self.encoder = Encoder(self.codec, Place(HOST), feeds_back=beta > 0)
+        self.parameters = {"w": torch.zeros(600)}
+        self.tensors = SiteTensors(LAYOUT, self.parameters, rule, alpha, feedback=beta)
+        self.version = 0
+        self.tensors.arrived(0, 0, torch.zeros(600), "")
+        self.tensors.retake(0, 0, [])
+        self.next = 1
+        self.since_adopt: list[int] = []
+
+    def train(self, seed: int) -> None:
+        self.parameters["w"] -= 0.01 * draw(seed)
+
+    def measured(self) -> SealInputs:
+        return self.tensors.measure(0, self.since_adopt)
+
+    def seal(self, inputs: SealInputs) -> SealedUpdate:
+        effect = Seal(0, self.next, self.version, (), 1, 1, 1, 1, final=False)
+        self.next += 1
+        return seal(SealJob(effect, inputs), self.encoder, "run", "a", 1)
+
+    def keep(self, sealed: SealedUpdate) -> None:
+        self.tensors.sealed(0, sealed.header.sequence, sealed.decoded, sealed.fed)
+        self.since_adopt.append(sealed.header.sequence)
+
+    def update(self) -> SealedUpdate:
+        sealed = self.seal(self.measured())
+        self.keep(sealed)
+        return sealed
+
+    def adopt(self, values: Tensor, merged: list[int]) -> None:
+        self.version += 1
+        self.tensors.arrived(0, self.version, values, "")
+        self.tensors.adopt(0, self.version, merged)
+        self.since_adopt = []
+
+    def refuse(self, sequence: int) -> None:
+        self.tensors.release(0, sequence)
+        if sequence in self.since_adopt:
+            self.since_adopt.remove(sequence)
+
+    def residual(self) -> Tensor:
+        return self.tensors.tensors().get("residual.0", torch.zeros(600))
+
+
+def fresh(sealed: SealedUpdate) -> Tensor:
+    assert sealed.fed is not None
+    return sealed.fed.fresh.double()
+
+
+@pytest.mark.parametrize("codec", ["int4", "e3m0", "int2:8", "sign", "topk:256x4", "topk:256x16+zstd1"])
+@pytest.mark.parametrize("rule", ["overwrite", "blend"])
+def test_invariant_12_what_was_merged_and_the_residual_are_what_was_to_be_sent(codec: str, rule: str) -> None:
+    """With refusals, some while another update is being encoded, and adopts at any time; to rounding, in fp64."""
+    for seed in range(3):
+        dice, model = random.Random(seed), Model(codec, rule)
+        theta = torch.zeros(600)
+        merged, to_send = torch.zeros(600, dtype=torch.float64), torch.zeros(600, dtype=torch.float64)
+        in_flight: list[SealedUpdate] = []
+        for step in range(80):
+            model.train(1000 * seed + step)
+            inputs = model.measured()
+            if in_flight and dice.random() < 0.25:
+                model.refuse(in_flight.pop(dice.randrange(len(in_flight))).header.sequence)
+                # The machine would have measured this one after the fate; here the refusal comes while it is encoded.
+                inputs = model.measured() if dice.random() < 0.5 else inputs
+            elif in_flight and dice.random() < 0.5:
+                decided = in_flight.pop(0)
+                theta, merged = theta - decided.decoded, merged + decided.decoded.double()
+                to_send += fresh(decided)
+                model.adopt(theta, [decided.header.sequence])
+                model.train(1000 * seed + step + 500)
+                inputs = model.measured()
+            if len(in_flight) < 2:
+                sealed = model.seal(inputs)
+                model.keep(sealed)
+                in_flight.append(sealed)
+        for sealed in in_flight:
+            model.refuse(sealed.header.sequence)
+        lost = (merged + model.residual().double() - to_send).abs().max()
+        assert lost < 1e-6, f"{codec}, {rule}, seed {seed}: {lost}"
+        assert len(model.tensors.sent) <= 2
+
+
+def test_one_update_is_carried_bit_for_bit_as_it_is_defined() -> None:
+    model = Model("sign", beta=0.5)
+    model.train(1)
+    first = model.update()
+    assert torch.equal(model.residual(), fresh(first).float() - first.decoded)
+    before = model.residual()
+    model.adopt(-first.decoded, [1])
+    model.train(2)
+    second = model.update()
+    to_send = fresh(second).float() + before * 0.5
+    assert second.payload == model.codec.encode(to_send)
+    assert torch.equal(model.residual(), to_send - second.decoded)
+    assert second.norm == pytest.approx(float(second.decoded.norm()))
+
+
+def test_two_updates_between_adopts_send_what_the_first_rounded_off_once() -> None:
+    """Seen: measured less what the first decodes to, the second had the remainder in its d and in its residual."""
+    model = Model("sign")
+    model.train(1)
+    first = model.update()
+    second = model.update()  # Nothing was trained in between.
+    assert bool((fresh(second) == 0).all())
+    total = (first.decoded + second.decoded + model.residual()).double()
+    assert (total - fresh(first)).abs().max() < 1e-7
+
+
+def test_a_refused_update_is_as_if_it_had_never_been() -> None:
+    for beta in (1.0, 0.9):
+        model, never = Model("int2:8", beta=beta), Model("int2:8", beta=beta)
+        for each in (model, never):
+            each.train(1)
+            each.adopt(torch.zeros(600), [each.update().header.sequence])
+            each.train(2)
+        refused = model.update()
+        model.refuse(refused.header.sequence)
+        assert torch.allclose(model.residual(), never.residual() * beta, atol=1e-8)
+        again = model.update()
+        assert torch.equal(fresh(again), fresh(refused)), "its progress goes out again, all of it"
+
+
+def test_a_small_value_is_sent_at_last_and_without_feedback_never() -> None:
+    steady = torch.full((600,), 1e-3)
+    steady[:4] = 1.0
+    for beta, reached in ((1.0, True), (0.0, False)):
+        model, sent = Model("topk:256x8", beta=beta), torch.zeros(600)
+        for _ in range(200):
+            model.parameters["w"] -= steady
+            update = model.update()
+            sent += update.decoded
+            model.adopt(torch.zeros(600), [update.header.sequence])
+        assert bool((sent[:256] > 0).all()) == reached, beta
+        assert torch.allclose(sent + model.residual(), 200 * steady, rtol=1e-3) == reached, beta
+
+
+@pytest.mark.parametrize("rule", ["overwrite", "blend"])
+def test_a_checkpoint_holds_it_and_the_next_update_has_the_same_bytes(rule: str) -> None:
+    model = Model("int2:8", rule, beta=0.9)
+    model.train(1)
+    first = model.update()
+    model.train(2)
+    second = model.update()
+    model.adopt(-first.decoded, [first.header.sequence])
+    model.train(3)
+    again = Model("int2:8", rule, beta=0.9)
+    again.tensors.restore(model.tensors.tensors(), [model.version])
+    again.parameters["w"].copy_(model.parameters["w"])
+    again.next = model.next
+    assert sorted(again.tensors.tensors()) == sorted(model.tensors.tensors())
+    for each in (model, again):
+        each.refuse(second.header.sequence)
+        each.update()
+    assert torch.equal(model.residual(), again.residual())
+    assert model.seal(model.measured()).payload == again.seal(again.measured()).payload
+
+
+def test_a_retake_drops_it() -> None:
+    model = Model("sign")
+    model.train(1)
+    update = model.update()
+    assert model.tensors.residuals.to_drop(0) == {"residual_dropped": pytest.approx(float(model.residual().norm()))}
+    model.tensors.retake(0, 0, [update.header.sequence])
+    assert model.tensors.residuals.to_drop(0) == {}
+    model.refuse(update.header.sequence)
+    assert sorted(model.tensors.tensors()) == ["base.0"]
+
+
+def test_where_feedback_was_turned_off_it_is_dropped_and_said() -> None:
+    model = Model("sign")
+    model.train(1)
+    model.update()
+    without = Model("sign", beta=0.0)
+    without.tensors.restore(model.tensors.tensors(), [0])
+    assert without.tensors.residuals.dropped() == {"residual_dropped": pytest.approx(float(model.residual().norm()))}
+    assert model.tensors.residuals.dropped() == {}
+    assert not any(name.startswith(("residual", "term")) for name in without.tensors.tensors())
+
+
+def test_rebase_has_none() -> None:
+    with pytest.raises(AssertionError, match="rebase"):
+        Model("sign", "rebase")
+
+
+# --- in a site, beside a syncer --------------------------------------------------------------------------------------
+
+
+def test_a_site_carries_it_through_a_crash(tmp_path: Path) -> None:
+    with serving(tmp_path / "syncer", **SYNCER) as syncer:
+        first = Site(tmp_path / "a", DirectClient(syncer), **SITE)
+        first.start()
+        first.train_until(lambda: min(versions(syncer)) >= 3, "it takes part")
+        parts = first.agent._machine.state.fragments
+        eventually(lambda: not any(part.unanswered() for part in parts), "nothing is on its way")
+        assert all(event["residual"] > 0 for event in first.events.of("sealed"))
+        tensors, meta = first.agent.state()
+        held = {name: values.clone() for name, values in tensors.items()}
+        assert {"residual.0", "residual.1"} <= held.keys()
+        parameters = {name: values.clone() for name, values in first.parameters.items()}
+        first.close()
+        again = Site(tmp_path / "a", DirectClient(syncer), restored=(held, meta), parameters=parameters, **SITE)
+        assert torch.equal(again.agent.state()[0]["residual.0"], held["residual.0"])
+        again.steps = first.steps
+        again.start()
+        again.train_until(lambda: len(again.events.of("sealed")) >= 4, "it goes on")
+        again.client.training = None
+        assert balanced(again.agent.finish().ledger)
+
+
+def test_what_later_work_of_another_process_has_outrun_is_dropped_and_said(tmp_path: Path) -> None:
+    with serving(tmp_path / "syncer", **SYNCER) as syncer:
+        first = Site(tmp_path / "a", DirectClient(syncer), **SITE)
+        first.start()
+        first.train_until(lambda: min(versions(syncer)) >= 4, "it takes part")
+        tensors, meta = first.agent.state()
+        held = {name: values.clone() for name, values in tensors.items()}
+        parameters = {name: values.clone() for name, values in first.parameters.items()}
+        steps, accepted = first.steps, min(versions(syncer))
+        first.train_until(lambda: min(versions(syncer)) >= accepted + 3, "it sends what no checkpoint has")
+        first.close()
+        again = Site(tmp_path / "a", DirectClient(syncer), restored=(held, meta), parameters=parameters, **SITE)
+        again.steps = steps
+        again.start()
+        retaken = again.events.of("retaken")
+        assert {event["fragment"] for event in retaken} == {0, 1}
+        assert all(event["residual_dropped"] > 0 for event in retaken)
+        again.close()
+
+
+def test_a_restart_without_feedback_says_what_it_drops(tmp_path: Path) -> None:
+    with serving(tmp_path / "syncer", **SYNCER) as syncer:
+        with started(tmp_path / "a", syncer, **SITE) as first:
+            first.train_until(lambda: min(versions(syncer)) >= 1, "it takes part")
+            tensors, meta = first.agent.state()
+            held = {name: values.clone() for name, values in tensors.items()}
+            parameters = {name: values.clone() for name, values in first.parameters.items()}
+            steps = first.steps
+        without = {**SITE, "feedback": 0.0}
+        again = Site(tmp_path / "a", DirectClient(syncer), restored=(held, meta), parameters=parameters, **without)
+        again.steps = steps
+        again.start()
+        assert again.events.of("resumed")[0]["residual_dropped"] > 0
+        again.close()
