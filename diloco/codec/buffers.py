@@ -6,6 +6,7 @@ tensors for each version cost more than all the arithmetic on them.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import deque
 
@@ -55,7 +56,11 @@ class Buffers:
         return torch.from_numpy(lease)
 
     def _taken(self, size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        """Memory for ``size`` bytes: the first spare one that is neither too short nor far too long, or new."""
+        """Memory for ``size`` bytes: the first spare one that is neither too short nor far too long, or new.
+
+        Where there is none, the one that has been idle for longest is let go: what is idle and what is new are together
+        never more than what was in use before.
+        """
         for _ in range(len(self._spare)):
             try:
                 memory = self._spare.popleft()
@@ -64,4 +69,6 @@ class Buffers:
             if size <= memory.nbytes <= LONGER_MAX * size:
                 return memory
             self._spare.append(memory)
+        with contextlib.suppress(IndexError):
+            self._spare.popleft()
         return np.empty(size, dtype=np.uint8)

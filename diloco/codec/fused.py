@@ -14,6 +14,7 @@ from math import lcm, sqrt
 import torch
 from torch import Tensor
 
+from diloco.codec.buffers import Buffers
 from diloco.codec.contract import Add, Codec, NonFiniteError, Towards, accumulate_into, check_values
 from diloco.codec.native import Kernels, address, kernels, refuse, tile
 from diloco.codec.structures import SUM_BLOCK, Layout, OuterJob, Place, Rule, Status, Update
@@ -58,8 +59,9 @@ def outer_pass(
     codec: Codec,
     spread: Spread = map,
     fast: Callable[[], Kernels | None] = kernels,
+    buffers: Buffers | None = None,
 ) -> Stepped:
-    """Return the version after ``state``, in new tensors; ``state`` stays as it is.
+    """Return the version after ``state``, in tensors of its own out of ``buffers``; ``state`` stays as it is.
 
     ``contributions`` holds (weight, updates) per site in site order, as ``merge_mean`` takes them; ``codec`` is that
     of the down-link.  ``NonFiniteError`` when the new theta or what would be published is not finite, ``DecodeError``
@@ -79,14 +81,15 @@ def outer_pass(
     sites = [
         (share, [each.opened(payload, numel) for each, payload in updates]) for share, updates in shares(contributions)
     ]
-    theta, lossless = torch.empty_like(state.theta), codec.lossless
+    room = buffers if buffers is not None else Buffers(0)
+    theta, lossless = room.values(numel), codec.lossless
     new = State(
         theta,
-        theta if lossless else torch.empty_like(state.published),
-        None if optimizer.momentum == 0 else torch.empty_like(state.theta),
+        theta if lossless else room.values(numel),
+        None if optimizer.momentum == 0 else room.values(numel),
     )
     size = codec.plain.payload_bytes(numel)
-    payload = theta.view(torch.uint8) if lossless else torch.empty(size, dtype=torch.uint8)
+    payload = theta.view(torch.uint8) if lossless else room.raw(size)
     assert payload.numel() == size, f"{codec.name} is lossless and does not send the values as they are"
     work = _Work(sites, state, new, optimizer, codec.plain, payload)
     found, codecs = fast(), work.codecs()

@@ -25,6 +25,7 @@ from diloco.syncer.snapshots import FragmentValues
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from diloco.codec.buffers import Buffers
     from diloco.codec.fused import Range, Spread
     from diloco.outer.optimizer import OuterOptimizerOptions
     from diloco.sync.effects import StartOuterStep
@@ -81,10 +82,12 @@ def run_outer_step(
     down_codec: str,
     like: str = "",
     threads: int = 1,
+    buffers: Buffers | None = None,
 ) -> OuterResult | None:
     """Carry out ``command`` on ``values``; None when the result is not finite, and then nothing has happened.
 
     The digests of the result are in the form of ``like``.  No bit depends on the number of ``threads``.
+    ``buffers`` has memory for the version.
     """
     assert command.version == values.version + 1, (command.version, values.version)
     times = [time.perf_counter()]
@@ -100,7 +103,7 @@ def run_outer_step(
     try:
         with ExitStack() as stack:
             spread = _spread(payloads, threads, stack)
-            stepped = outer_pass(contributions, before, optimizer, make_codec(down_codec), spread)
+            stepped = outer_pass(contributions, before, optimizer, make_codec(down_codec), spread, buffers=buffers)
     except NonFiniteError:
         return None  # Of Θ itself, or because Θ and Θ̂ are too far apart for fp32.
     times.append(time.perf_counter())

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 VERSIONS_MAX = 2
 """New ones under way at once: one is made while the one before it is written down."""
+SPARE_MAX = 4
+"""Pieces of memory that may lie idle between two versions (``codec.buffers``): the tensors and the down-link of one,
+which was replaced.  The next takes them, so that they are among those of the new versions."""
 RANGES = 16
 """Of values, that a thread has at once where it computes on torch; of the kernels' tiles there is no more than one."""
 PAGES_BYTES = 2 * (2 << 20)

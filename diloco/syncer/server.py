@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.codec import native
+from diloco.codec.buffers import Buffers
 from diloco.durable import PLAIN_DISK, DiskFullError, Step, locked
 from diloco.sync.effects import (
     AnnounceFinal,
@@ -43,7 +44,7 @@ from diloco.syncer.executor import OuterResult, run_outer_step
 from diloco.syncer.exporting import export, full_parameters, when_there_is_room
 from diloco.syncer.facts import merged_into, outer_step_facts, refusal_facts, start_facts
 from diloco.syncer.feeds import Feeds
-from diloco.syncer.footprint import VERSIONS_MAX, memory_bytes_max
+from diloco.syncer.footprint import SPARE_MAX, VERSIONS_MAX, memory_bytes_max
 from diloco.syncer.keeping import Keeper
 from diloco.syncer.leadership import lead
 from diloco.syncer.lease import LeaseError
@@ -102,6 +103,7 @@ class Syncer:
         self.leadership: Leadership | None = None
         self._candidates: dict[tuple[int, int], OuterResult] = {}
         self._versions = threading.BoundedSemaphore(VERSIONS_MAX)
+        self._buffers = Buffers(SPARE_MAX)
         self._ended = threading.Event()
         self._export_thread: threading.Thread | None = None
         self.ending: Ending | None = None
@@ -384,7 +386,8 @@ class Syncer:
                 return  # Those that are made will never be published, and nor would this one.
         self._disk.reached(Step.MERGE)
         spool, optimizer, down_codec = self.store.spool, self.plan.optimizer, self.options.down_codec
-        result = run_outer_step(command, values, spool, optimizer, down_codec, threads=self.options.threads_used)
+        threads, buffers = self.options.threads_used, self._buffers
+        result = run_outer_step(command, values, spool, optimizer, down_codec, threads=threads, buffers=buffers)
         self._disk.reached(Step.MERGE)
         if result is None:
             self._versions.release()

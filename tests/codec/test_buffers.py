@@ -74,12 +74,16 @@ def test_no_more_than_the_bound_lies_idle() -> None:
     assert Buffers(0).values(NUMEL).numel() == NUMEL
 
 
-def test_memory_that_is_too_short_or_far_too_long_is_left_to_others() -> None:
+def test_memory_that_is_too_short_or_far_too_long_is_not_used_and_one_piece_of_it_is_let_go() -> None:
     buffers = Buffers(3)
-    sizes = {name: buffers.raw(size).data_ptr() for name, size in (("short", 100), ("long", 10_000))}
-    assert buffers.raw(1000).data_ptr() not in sizes.values()
-    assert buffers.raw(9_000).data_ptr() == sizes["long"]
-    assert buffers.raw(100).data_ptr() == sizes["short"]
+    held = [buffers.raw(size) for size in (100, 10_000)]
+    short, long = (each.data_ptr() for each in held)
+    held.clear()
+    assert buffers.raw(9_000).data_ptr() == long
+    assert buffers.raw(100).data_ptr() == short
+    held = [buffers.raw(1000)]
+    assert held[0].data_ptr() not in (short, long)
+    assert buffers.spare_bytes == 100 + ALIGNMENT, "the longer one was idle for longer"
 
 
 def test_sizes_and_types_are_as_asked_for() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from diloco.codec import fused
+from diloco.codec.buffers import Buffers
 from diloco.codec.contract import bytes_of, digest
 from diloco.codec.digests import digest_of
 from diloco.codec.feedback import follow
@@ -115,6 +116,27 @@ def test_a_step_says_what_its_stages_took(tmp_path: Path) -> None:
     costs = result.costs
     assert min(costs.read_s, costs.fused_s, costs.digest_s) > 0
     assert costs.read_s + costs.fused_s + costs.digest_s == pytest.approx(result.seconds)
+
+
+def test_a_version_is_made_in_the_memory_of_one_that_nobody_reads_any_more(tmp_path: Path) -> None:
+    spool, buffers = Spool(tmp_path), Buffers(4)
+    parts = [Contribution("a", 1.0, 3, (stored(spool, "a", 1, dice("d", 0), "int8"),))]
+    held = holding(dice("theta", 0), dice("published", 0), dice("momentum", 0))
+    seen, wanted = [], []
+    for version in range(5, 12):
+        command = StartOuterStep(0, version, tuple(parts))
+        alone = run_outer_step(command, held, spool, NESTEROV, "int8")
+        result = run_outer_step(command, held, spool, NESTEROV, "int8", buffers=buffers)
+        assert alone is not None
+        assert result is not None
+        assert (result.values.digest, result.downlink_digest) == (alone.values.digest, alone.downlink_digest)
+        seen.append(result.values.theta.data_ptr())
+        wanted.append((result.values.published[3:], result.values.published[3:].clone()))
+        wanted = wanted[-2:]
+        assert all(torch.equal(reader, then) for reader, then in wanted), "somebody still reads the one before"
+        held = result.values
+        del result, alone
+    assert len(set(seen)) < len(seen)
 
 
 def test_what_overflows_is_no_version(tmp_path: Path) -> None:
