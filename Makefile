@@ -46,6 +46,10 @@ bench-billion: .venv/.ready
 bench-trainer: .venv/.ready
 	$(BIN)/python -m benchmarks.bench_trainer $(ARGS)
 
+.PHONY: bench-peers
+bench-peers: .venv/.ready $(patsubst benchmarks/peers/%.txt,.venv-peers/%/.ready,$(wildcard benchmarks/peers/*.txt))
+	$(BIN)/python -m benchmarks.bench_peers $(ARGS)
+
 # Hunts, short by default: each ends with one JSON object and exits 1 for a violation (tests/hunts).
 HUNT = $(BIN)/python -m tests.hunts
 SEEDS ?= 200
@@ -108,11 +112,12 @@ fuzz-inputs: .venv/.ready
 kernels:
 	$(BIN)/python -c 'import setuptools; setuptools.setup()' -q build_ext --inplace
 
-# Other systems for comparison, each with the packages of benchmarks/peers/NAME.txt; one that cannot be had is left out, in
-# words, here and by the benchmark that wanted it.
+# Other systems for comparison, each with all the packages of benchmarks/peers/NAME.txt and, so that no build of torch
+# brings an accelerator's libraries along, with no other.  One that cannot be had is left out, in words, here and by the
+# benchmark that wanted it.
 .venv-peers/%/.ready: benchmarks/peers/%.txt
 	@echo "Setting up .venv-peers/$* with $$($(PYTHON) --version): the packages of $<"
-	@$(VENV) .venv-peers/$* && .venv-peers/$*/bin/pip install -q --no-compile -r $< && touch $@ \
+	@$(VENV) .venv-peers/$* && .venv-peers/$*/bin/pip install -q --no-compile --no-deps -r $< && touch $@ \
 	    || echo ".venv-peers/$* could not be made: what it is for goes without it"
 
 # The oldest compiler whose output every supported protobuf runtime loads; it wants an older protobuf than the product's.
