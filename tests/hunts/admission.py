@@ -20,11 +20,12 @@ from torch import Tensor
 
 from diloco.codec.contract import DecodeError
 from diloco.codec.registry import make_codec
+from diloco.codec.sums import sums_of
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.sync.syncer import OuterSync
-from diloco.syncer.vitals import measured
+from diloco.syncer.vitals import Measuring
 from tests.hunts.pseudo_gradients import SITES, Scene, Sent, Training
 from tests.hunts.reporting import Hunt
 
@@ -48,7 +49,9 @@ class Run:
 
     def answer(self, machine: OuterSync, sent: Sent, sequence: int, base: int, values: Tensor) -> fx.AnswerPush:
         """What the syncer says to ``values`` as an update of ``sent``'s site."""
-        vitals = measured(values, sent.momentum)
+        measuring = Measuring()
+        measuring.add(sums_of(values, sent.momentum))
+        vitals = measuring.vitals()
         event = ev.UpdateArrived(
             *(1, sent.site, 1, sent.fragment, sequence, base, sent.steps, sent.steps, 1, 1),
             *(f"{sent.site}-{sent.fragment}-{sequence}", "payload", "fp32", vitals.finite, False),
