@@ -9,6 +9,7 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -159,8 +160,10 @@ def test_a_lock_that_somebody_keeps_is_waited_for_a_bounded_time(path: Path) -> 
     assert held.renew()
 
 
-def take_often(path: Path, name: str, until_s: float) -> None:
+def take_often(path: Path, name: str, together: Barrier) -> None:
     """Take it whenever it is free, write down each epoch, and give it back."""
+    together.wait(60.0)
+    until_s = time.monotonic() + 4.0
     lease = FileLease(path, "run", 100 * TTL_S)  # It is given back each time; nobody stops waiting for the file.
     with path.with_name(name).open("w") as told:
         while time.monotonic() < until_s:
@@ -174,9 +177,10 @@ def take_often(path: Path, name: str, until_s: float) -> None:
 
 
 def test_of_many_that_try_at_once_exactly_one_has_each_epoch(path: Path) -> None:
-    context, until_s = multiprocessing.get_context("forkserver"), time.monotonic() + 4.0
+    context = multiprocessing.get_context("forkserver")
     names = [f"taker-{n}" for n in range(6)]
-    takers = [context.Process(target=take_often, args=(path, name, until_s)) for name in names]
+    together = context.Barrier(len(names))
+    takers = [context.Process(target=take_often, args=(path, name, together)) for name in names]
     for taker in takers:
         taker.start()
     for taker in takers:
