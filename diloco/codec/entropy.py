@@ -1,4 +1,14 @@
-"""The lossless stage behind any codec: zstd, with one byte in front that says whether it paid."""
+"""The lossless stage behind any codec: zstd, with one byte in front that says whether it paid.
+
+``+zstd`` compresses every payload, and sends what is shorter.  ``+auto`` asks a sample first: ``SAMPLE_PIECES`` pieces,
+evenly spread over the payload, and where the stage takes less than ``SAVED_MIN`` of them away, the payload stays as it
+is.  So it chooses for each fragment, anew with each update, by nothing but the bytes: a replay chooses the same, and a
+fragment whose codes change over a run is treated as they are by then.  A payload no longer than the sample is tried.
+
+``SAVED_MIN`` is a sixteenth, by ratio alone: at zstd's 1.3 GB/s and 1.9 GB/s back a link of 400 Mbit/s gains by that
+as much time as the stage costs, a slower one more.  Of real pseudo-gradients the codes of int4 and e3m0 shrink by an
+eighth, those of int8 and int2 by a twentieth, and those of topk not at all.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +30,9 @@ if TYPE_CHECKING:
 RAW, ZSTD = b"\x00", b"\x01"
 LEVEL_MAX = 19  # the levels above need windows over WINDOW_BYTES_MAX
 WINDOW_BYTES_MAX = 8 * 2**20
+SAMPLE_PIECES = 16
+PIECE_BYTES = 8192
+SAVED_MIN = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +45,8 @@ class EntropyCodec:
     name: str
     inner: Codec
     level: int
+    asks: bool = False
+    """Whether a sample decides if it is worth while."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.level <= LEVEL_MAX:
@@ -150,8 +165,12 @@ class EntropyCodec:
         return 1 + len(frame)
 
     def _compress(self, raw: Tensor) -> bytes | None:
-        """One frame, or None where it would not be shorter."""
+        """One frame, or None where it would not be shorter, or not by enough."""
         compressor = zstandard.ZstdCompressor(level=self.level, write_content_size=True, write_checksum=False)
+        if self.asks and raw.numel() > SAMPLE_PIECES * PIECE_BYTES:
+            sample = _sample(raw)
+            if len(compressor.compress(sample)) > (1 - SAVED_MIN) * len(sample):
+                return None
         frame = compressor.compress(payload_view(raw))
         return frame if len(frame) < raw.numel() else None
 
@@ -171,3 +190,17 @@ class EntropyCodec:
             return decompressor.decompress(frame, max_output_size=expected, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise DecodeError(f"{self.name} frame is damaged: {error}") from None
+
+
+def _sample(raw: Tensor) -> bytes:
+    """Pieces from the first bytes to the last."""
+    apart = (raw.numel() - PIECE_BYTES) / (SAMPLE_PIECES - 1)
+    starts = [int(index * apart) for index in range(SAMPLE_PIECES)]
+    return b"".join(tensor_bytes(raw[start : start + PIECE_BYTES]) for start in starts)
+
+
+def stage_of(codec: Codec, payload: bytes | memoryview) -> str | None:
+    """What became of a payload that ``codec`` made: "zstd" or "raw"; None where it has no such stage."""
+    if not isinstance(codec, EntropyCodec):
+        return None
+    return "zstd" if bytes(memoryview(payload)[:1]) == ZSTD else "raw"

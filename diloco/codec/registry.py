@@ -1,11 +1,11 @@
-"""Codecs by name: a kind, then ``:<block>`` (``:<chunk>x<k>`` for topk), then ``+zstd<level>``.
+"""Codecs by name: a kind, then ``:<block>`` (``:<chunk>x<k>`` for topk), then ``+zstd<level>`` or ``+auto<level>``.
 
 ``int4`` alone is ``int4:32`` (4.5 bits a value).  int4 needs small blocks, because one large value takes the resolution
 of its whole block: from 32 to 256 values the relative L2 error rises from .097 to .127 on Gaussian data and from .145
 to .278 on Student's t with 3 degrees of freedom.  ``int8`` alone is ``int8:128`` (8.125 bits): 256 would save 0.8 % of
 the bytes and raise the same errors from .0065 to .0070 and from .0138 to .0174.  ``e3m0`` alone is ``e3m0:128`` (4.0625
 bits), whose errors (.194 and .196) hang on no block's size; ``int2`` alone is ``int2:256`` (2.125), ``sign`` alone
-``sign:128`` (1.125), ``topk`` alone ``topk:4096x64`` (.227).  ``+zstd`` alone is level 1.
+``sign:128`` (1.125), ``topk`` alone ``topk:4096x64`` (.227).  ``+zstd`` and ``+auto`` alone are level 1.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GRIDS: Mapping[str, tuple[Grid, int]] = MappingProxyType(
     {"e3m0": (PowerGrid(), 128), "int2": (Int2Grid(), 256), "sign": (SignGrid(), 128)}
 )
 _NAME = re.compile(
-    r"(?P<kind>[a-z0-9]+)(?::(?P<block>[0-9]{1,9})(?:x(?P<k>[0-9]{1,9}))?)?(?P<stage>\+zstd(?P<level>[0-9]{1,9})?)?",
+    r"(?P<kind>[a-z0-9]+)(?::(?P<block>[0-9]{1,9})(?:x(?P<k>[0-9]{1,9}))?)?(?P<stage>\+(?P<how>zstd|auto)(?P<level>[0-9]{1,9})?)?",
     re.ASCII,
 )
 USUAL_FEEDBACK: Mapping[str, float] = MappingProxyType({"topk": 0.95, "int2": 1.0, "sign": 1.0})
@@ -56,12 +56,14 @@ def make_codec(name: str) -> Codec:
     there is none."""
     match = _NAME.fullmatch(name)
     if match is None or match["kind"] not in CODEC_NAMES:
-        raise ValueError(f"codec is {name!r}: one of {', '.join(CODEC_NAMES)}, then :<block>, then +zstd<level>")
+        raise ValueError(
+            f"codec is {name!r}: one of {', '.join(CODEC_NAMES)}, then :<block>, then +zstd<level> or +auto<level>"
+        )
     plain = name.removesuffix(match["stage"] or "")
     codec = _plain_codec(plain, match["kind"], match["block"], match["k"])
     if match["stage"] is None:
         return codec
-    return EntropyCodec(name, codec, int(match["level"] or ZSTD_LEVEL))
+    return EntropyCodec(name, codec, int(match["level"] or ZSTD_LEVEL), asks=match["how"] == "auto")
 
 
 def _plain_codec(name: str, kind: str, block: str | None, k: str | None) -> Codec:

@@ -158,7 +158,7 @@ class OuterSection:
 @dataclass(kw_only=True, slots=True)
 class CodecSection:
     """Encoding in both directions: fp32, bf16, int8, int4, e3m0, int2, sign, then :block; or topk:chunk x k, as in
-    topk:4096x64; then +zstd and a level."""
+    topk:4096x64; then +zstd and a level, or +auto: where a sample of the payload says that it pays."""
 
     up: str = "int4:32+zstd1"
     """Pseudo-gradients."""

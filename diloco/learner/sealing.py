@@ -11,6 +11,7 @@ from torch import Tensor
 
 from diloco.codec.contract import NonFiniteError
 from diloco.codec.digests import digest_of
+from diloco.codec.entropy import stage_of
 from diloco.durable import is_full
 from diloco.learner.residuals import Fed
 from diloco.learner.site_tensors import SealInputs
@@ -122,6 +123,9 @@ class Sealer:
         if not self._put(sealed):
             return
         facts: dict[str, object] = {"fragment": effect.fragment, "sequence": effect.sequence, "steps": effect.steps}
+        stage = stage_of(self.encoder.codec, sealed.payload)
+        if stage is not None:
+            facts["stage"] = stage
         if sealed.fed is not None:
             facts["residual"] = float(torch.linalg.vector_norm(sealed.fed.residual))
         self._emit(

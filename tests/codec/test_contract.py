@@ -16,7 +16,7 @@ from diloco.codec.registry import make_codec
 FP32_MAX = torch.finfo(torch.float32).max
 PLAIN = ["fp32", "bf16", "int8", "int8:256", "int8:2", "int4", "int4:256", "int4:2"]
 PLAIN += ["e3m0", "e3m0:8", "int2", "int2:32", "sign", "sign:256", "topk", "topk:256x4", "topk:65536x1024"]
-STAGED = ["fp32+zstd", "bf16+zstd1", "int8+zstd3", "int4:32+zstd1", "e3m0+zstd1", "topk+zstd1"]
+STAGED = ["fp32+zstd", "bf16+zstd1", "int8+zstd3", "int4:32+zstd1", "e3m0+zstd1", "topk+auto", "int8+auto3"]
 
 
 def samples(seed: int) -> dict[str, torch.Tensor]:

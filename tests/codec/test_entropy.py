@@ -7,6 +7,7 @@ import torch
 import zstandard
 
 from diloco.codec.contract import DecodeError
+from diloco.codec.entropy import stage_of
 from diloco.codec.registry import make_codec
 
 NUMEL = 100_000
@@ -108,3 +109,39 @@ def test_flag_and_empty(payload: bytes) -> None:
 def test_level_is_checked(level: int) -> None:
     with pytest.raises(ValueError, match="zstd level must be from 1 to 19"):
         make_codec(f"int4+zstd{level}")
+
+
+@pytest.mark.parametrize(("codec", "stage"), [("int4", "zstd"), ("e3m0", "zstd"), ("topk", "raw"), ("int8", "raw")])
+def test_auto_asks_a_sample_whether_the_stage_pays(codec: str, stage: str) -> None:
+    asks, tries = make_codec(f"{codec}+auto"), make_codec(f"{codec}+zstd")
+    values = torch.randn(2_000_000 if codec != "topk" else 8_000_000, generator=torch.Generator().manual_seed(1))
+    payload = asks.encode(values)
+    assert stage_of(asks, payload) == stage
+    assert asks.encode(values) == payload
+    if stage == "zstd":
+        assert payload == tries.encode(values)
+    else:
+        assert len(payload) == asks.payload_bytes_max(values.numel())
+    assert torch.equal(
+        asks.decode(payload, values.numel()), asks.plain.decode(asks.plain.encode(values), values.numel())
+    )
+
+
+def test_auto_looks_at_all_parts_of_a_payload() -> None:
+    """Noise at the beginning does not hide that the rest shrinks, nor the other way round."""
+    noise = torch.randint(0, 2**30, (250_000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    codec = make_codec("fp32+auto")
+    for zeros, stage in ((250_000, "zstd"), (8_000, "raw")):
+        values = torch.cat([noise, torch.zeros(zeros, dtype=torch.int32)]).view(torch.float32)
+        assert stage_of(codec, codec.encode(values)) == stage
+        assert stage_of(codec, codec.encode(values.flip(0))) == stage
+
+
+def test_a_payload_no_longer_than_the_sample_is_tried() -> None:
+    codec, values = make_codec("int8+auto"), torch.randn(60_000, generator=torch.Generator().manual_seed(1))
+    assert codec.encode(values) == make_codec("int8+zstd").encode(values)
+    assert stage_of(codec, codec.encode(values)) == "zstd"
+
+
+def test_a_codec_without_a_stage_has_none() -> None:
+    assert stage_of(make_codec("int4"), make_codec("int4").encode(torch.ones(3))) is None

@@ -13,7 +13,7 @@ from diloco.codec.powers import PowerGrid
 from diloco.codec.registry import CODEC_NAMES, make_codec
 from diloco.codec.sparse import TopKCodec
 
-NEW = ["e3m0:32", "int2:64", "sign:256+zstd", "topk:256x4", "topk:65536x16384+zstd3"]
+NEW = ["e3m0:32", "int2:64", "sign:256+zstd", "topk:256x4", "topk:65536x16384+zstd3", "int4:32+auto", "topk+auto3"]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,21 @@ def test_lossless() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("", "int3", "int4:", "int4:-2", "int4+", "int4+zstd1.5", "INT4", "int4 ", "int4\n", "fp32:32", "bf16:2"),
+        *(
+            "",
+            "int3",
+            "int4:",
+            "int4:-2",
+            "int4+",
+            "int4+zstd1.5",
+            "int4+auto20",
+            "int4+auto+zstd",
+            "INT4",
+            "int4 ",
+            "int4\n",
+            "fp32:32",
+            "bf16:2",
+        ),
         *("zstd", "topk:4096", "topk:x64", "topk:4096x", "int4:32x4", "fp32:4x4", "sign:x", "topk:1000x64"),
         *("topk:4096x63", "topk:4096x0", "topk:4096x2048", "e3m0:0", "int2:4", "sign:12", "sign:8192"),
     ],

@@ -66,7 +66,7 @@ def codecs() -> Iterator[tuple[str, Reader]]:
     dice = torch.Generator().manual_seed(1)
     for kind in CODEC_NAMES:
         for block in BLOCKS[kind]:
-            for stage in ("", "+zstd", "+zstd19"):
+            for stage in ("", "+zstd", "+auto19"):
                 codec = make_codec(kind + block + stage)
                 for numel in (1, 33, 700):
                     values = torch.randn(numel, generator=dice) * 10.0 ** (numel % 7 - 3)

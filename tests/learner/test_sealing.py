@@ -130,3 +130,24 @@ def test_a_full_disk_is_waited_for_and_said_once(tmp_path: Path, monkeypatch: py
     sealer.run()
     assert said == (["disk_full"] if stops else ["disk_full", "disk_has_room", "sealed"])
     assert len(kept) == len(outbox.digests()) == (0 if stops else 1)
+
+
+@pytest.mark.parametrize(("codec", "stage"), [("int4", None), ("int4+zstd", "raw"), ("fp32+auto", "zstd")])
+def test_what_became_of_the_entropy_stage_is_said(tmp_path: Path, codec: str, stage: str | None) -> None:
+    said: list[dict[str, object]] = []
+    sealer = Sealer(
+        "run",
+        "a",
+        encoder(codec),
+        Outbox(tmp_path),
+        lambda: 4,
+        lambda sealed: None,
+        lambda event: None,
+        lambda name, facts: said.append(facts),
+        threading.Event(),
+    )
+    even = SealInputs(torch.ones(4096), torch.zeros(4096), [])
+    for order in (SealJob(EFFECT, inputs() if stage == "raw" else even), None):
+        sealer.queue.put(order)
+    sealer.run()
+    assert said[0].get("stage") == stage
