@@ -11,6 +11,7 @@ Two answers, both with the demo's model (1.07 M parameters), text and inner opti
 
 A run takes long, so everything that is finished is kept in ``--folder`` and taken from there the next time; each piece
 says at which commit it was made.  ``--pieces N`` trains at most N more pieces, ``--pieces 0`` only puts together.
+Top-k sends a value of 64 in each round, so what its feedback is worth shows after many: ``--rounds``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import hashlib
 import json
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -282,24 +283,29 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="how many seeds of the losses, from --seed on")
     parser.add_argument("--folder", type=Path, default=Path("runs/.quality"), help="where finished pieces are kept")
     parser.add_argument("--pieces", type=int, default=None, help="train at most so many more pieces")
+    parser.add_argument("--rounds", type=int, default=FULL.rounds, help=f"of each loss (default {FULL.rounds})")
+    parser.add_argument("--arms", nargs="*", default=[], help="only these arms, fp32 among them")
     options = parser.parse_args()
     if options.quick:
         options.seeds = 1
         with tempfile.TemporaryDirectory() as folder:
             finish(run(Bench(QUICK, Path(folder), None), options), save=options.save)
     else:
-        finish(run(Bench(FULL, options.folder, options.pieces), options), save=options.save)
+        finish(
+            run(Bench(replace(FULL, rounds=options.rounds), options.folder, options.pieces), options), save=options.save
+        )
 
 
 def run(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
     """Make what may be made, and the record of all that is there."""
+    arms = [arm for arm in ARMS if not options.arms or arm.name in options.arms]
     rows = bench.gradient_rows(options.seed)
-    losses = []
+    losses: list[dict[str, Any]] = []
     for seed in range(options.seed, options.seed + options.seeds):
-        losses += [row for arm in ARMS if (row := bench.loss(arm, seed)) is not None]
+        losses += [row for arm in arms if (row := bench.loss(arm, seed)) is not None]
     config = {**asdict(bench.size), "sites": SITES, "quick": options.quick}
     result = record("quality", config, rows + losses + ratios(losses), options.seed, repeats=options.seeds)
-    return {**result, "pieces": f"{len(losses)} of {len(ARMS) * options.seeds} losses"}
+    return {**result, "pieces": f"{len(losses)} of {len(arms) * options.seeds} losses"}
 
 
 if __name__ == "__main__":
