@@ -16,15 +16,16 @@ static inline __m512 flow_in(const Flow *flow, int64_t i) {
     return x;
 }
 
-// Codes of one block whose values lie in x; `at` is their place in what flows out.
+// Codes of one block from `at` on, whose values are computed again: what they come from is in the first cache, and a
+// buffer in between could not be written while loads wait behind it.
 template <int BITS, int BLOCK>
-static inline void encode_codes(const float *x, float scale, uint8_t *codes, const Flow *flow, int64_t at) {
+static inline void encode_codes(float scale, uint8_t *codes, const Flow *flow, int64_t at) {
     // With 8 on top the low four bits of the sum are the code plus 8; the added 8 is even and moves no tie.
     const __m512 rounder = _mm512_set1_ps(BITS == 8 ? ROUNDER : ROUNDER + 8.0f);
     const __m512i low = _mm512_set1_epi64(0x0F);
     const __m512 factor = _mm512_set1_ps(scale), divisor = _mm512_set1_ps(scale > 0 ? scale : 1.0f);
     for (int i = 0; i < BLOCK; i += 16) {
-        const __m512 value = _mm512_loadu_ps(x + i);
+        const __m512 value = flow_in(flow, at + i);
         const __m512 sum = _mm512_add_ps(_mm512_div_ps(value, divisor), rounder);
         const __m512i bits = _mm512_castps_si512(sum);
         if (BITS == 8) {
@@ -48,18 +49,14 @@ template <int BITS, int BLOCK>
 static int64_t encode_groups(const Flow *flow, int64_t blocks, uint8_t *scales, uint8_t *codes, int *status) {
     constexpr int GROUP = BLOCK <= 64 ? 16 : 1024 / BLOCK;
     const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
-    const bool as_it_is = !flow->b && !flow->residual;
-    alignas(64) float room[GROUP * BLOCK];
     alignas(64) uint32_t peaks[16] = {};
     alignas(64) float scale[16];
     for (int64_t done = 0; done < blocks; done += GROUP) {
         const int here = blocks - done < GROUP ? (int)(blocks - done) : GROUP;
-        const float *x = as_it_is ? flow->a + done * BLOCK : room;
         for (int b = 0; b < here; b++) {
             __m512i peak = _mm512_setzero_si512();
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += 16) {
                 const __m512 value = flow_in(flow, done * BLOCK + i);
-                if (!as_it_is) _mm512_store_ps(room + i, value);
                 peak = _mm512_max_epu32(peak, _mm512_and_si512(_mm512_castps_si512(value), magnitude));
             }
             peaks[b] = _mm512_reduce_max_epu32(peak);
@@ -79,8 +76,7 @@ static int64_t encode_groups(const Flow *flow, int64_t blocks, uint8_t *scales, 
         _mm512_store_si512(scale, bits);
         _mm512_mask_cvtepi32_storeu_epi16(scales + 2 * done, there, _mm512_srli_epi32(bits, 16));
         for (int b = 0; b < here; b++)
-            encode_codes<BITS, BLOCK>(x + b * BLOCK, scale[b], codes + (done + b) * (BLOCK * BITS / 8), flow,
-                                      (done + b) * BLOCK);
+            encode_codes<BITS, BLOCK>(scale[b], codes + (done + b) * (BLOCK * BITS / 8), flow, (done + b) * BLOCK);
     }
     return blocks;
 }
@@ -96,9 +92,26 @@ static int64_t encode_flow(const Flow *flow, int64_t blocks, int64_t block, uint
     }
 }
 
-template <int BITS, int BLOCK>
-static inline uint32_t decode_codes(const uint8_t *codes, int64_t blocks, const float *scale, float *out) {
-    const int64_t bytes = blocks * BLOCK * BITS / 8;
+// Where decoded values go.
+struct Into {
+    float *out;
+    const float *held;
+    float share;
+};
+
+template <int FOLD>
+static inline void flow_out(const Into *into, int64_t i, __m512 value) {
+    if (FOLD != WRITE) {
+        const __m512 held = _mm512_loadu_ps(into->held + i);
+        if (FOLD == ADD) value = _mm512_add_ps(held, value);
+        else value = _mm512_sub_ps(held, _mm512_mul_ps(_mm512_sub_ps(held, value), _mm512_set1_ps(into->share)));
+    }
+    _mm512_storeu_ps(into->out + i, value);
+}
+
+// Whether a byte of the codes is one that no encoder makes.
+template <int BITS>
+static inline bool any_illegal(const uint8_t *codes, int64_t bytes) {
     __mmask64 bad = 0;
     for (int64_t at = 0; at < bytes; at += 64) {
         const __mmask64 there = bytes - at < 64 ? (1ull << (bytes - at)) - 1 : ~0ull;
@@ -108,20 +121,56 @@ static inline uint32_t decode_codes(const uint8_t *codes, int64_t blocks, const 
             bad |= there & (_mm512_testn_epi8_mask(part, _mm512_set1_epi8(0x0F)) |
                             _mm512_testn_epi8_mask(part, _mm512_set1_epi8((char)0xF0)));
     }
+    return bad != 0;
+}
+
+template <int BITS, int BLOCK, int FOLD>
+static inline void decode_codes(const uint8_t *codes, int64_t blocks, const float *scale, const Into *into) {
     const __m512 values = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
-    for (int64_t b = 0; b < blocks; b++, out += BLOCK, codes += BLOCK * BITS / 8) {
+    for (int64_t b = 0; b < blocks; b++, codes += BLOCK * BITS / 8) {
         const __m512 factor = _mm512_set1_ps(scale[b]);
         const __m512 table = _mm512_mul_ps(values, factor);
         for (int i = 0; i < BLOCK; i += 16) {
             if (BITS == 8) {
                 const __m512i whole = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(codes + i)));
-                _mm512_storeu_ps(out + i, _mm512_mul_ps(_mm512_cvtepi32_ps(whole), factor));
+                flow_out<FOLD>(into, b * BLOCK + i, _mm512_mul_ps(_mm512_cvtepi32_ps(whole), factor));
             } else {
                 const __m512i pairs = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i *)(codes + i / 2)));
                 const __m512i index = _mm512_or_si512(pairs, _mm512_slli_epi64(pairs, 28));
-                _mm512_storeu_ps(out + i, _mm512_permutexvar_ps(index, table));
+                flow_out<FOLD>(into, b * BLOCK + i, _mm512_permutexvar_ps(index, table));
             }
         }
     }
-    return bad != 0;
+}
+
+template <int BITS, int BLOCK>
+static void decode_fold(const uint8_t *codes, int64_t blocks, const float *scale, const Into *into, int fold) {
+    if (fold == WRITE) decode_codes<BITS, BLOCK, WRITE>(codes, blocks, scale, into);
+    else if (fold == ADD) decode_codes<BITS, BLOCK, ADD>(codes, blocks, scale, into);
+    else decode_codes<BITS, BLOCK, TOWARDS>(codes, blocks, scale, into);
+}
+
+// Decodes and folds whole blocks of a usual size; false where it is left to the loops, as is all that is refused.
+template <int BITS>
+static bool decode_flow(const uint8_t *scales, const uint8_t *codes, int64_t blocks, int64_t block, const Into *into, int fold) {
+    alignas(64) uint16_t words[TILE / 32];
+    alignas(64) float scale[TILE / 32];
+    if ((block != 32 && block != 64 && block != 128 && block != 256) || blocks > TILE / 32) return false;
+    memcpy(words, scales, 2 * (size_t)blocks);
+    uint32_t illegal = 0, largest = 0;
+    for (int64_t b = 0; b < blocks; b++) {
+        const uint32_t word = words[b];
+        illegal |= (word != 0) & (word - 0x0080u >= 0x7F80u - 0x0080u);
+        largest = word > largest ? word : largest;
+        scale[b] = as_float(word << 16);
+    }
+    if (illegal || as_float(largest << 16) * largest_code<BITS>() > FP32_MAX) return false;
+    if (any_illegal<BITS>(codes, blocks * block * BITS / 8)) return false;
+    switch (block) {
+    case 32: decode_fold<BITS, 32>(codes, blocks, scale, into, fold); break;
+    case 64: decode_fold<BITS, 64>(codes, blocks, scale, into, fold); break;
+    case 128: decode_fold<BITS, 128>(codes, blocks, scale, into, fold); break;
+    default: decode_fold<BITS, 256>(codes, blocks, scale, into, fold); break;
+    }
+    return true;
 }

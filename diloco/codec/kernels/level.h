@@ -136,10 +136,6 @@ static int decode_blocks(const uint8_t *scales, const uint8_t *codes, int64_t bl
     }
     if (illegal) return BAD_SCALE;
     uint32_t bad = 0;
-#ifdef AVX512
-    if (FIXED) bad = decode_codes<BITS, FIXED>(codes, blocks, scale, out);
-    else
-#endif
     for (int64_t b = 0; b < blocks; b++)
         bad |= decode_block<BITS>(codes + b * (block * BITS / 8), block, scale[b], out + b * block);
     if (bad) return BAD_CODE;
@@ -261,191 +257,74 @@ static inline void move_towards(float *out, const float *held, const float *x, f
     for (int64_t i = 0; i < count; i++) out[i] = held[i] - (held[i] - x[i]) * share;
 }
 
-// sums.py: lanes, rows, halves.  `total` goes on from block to block.
+// One tile that is decoded and folded with `held`; x is room for a tile.
+static int fold_tile(const Format *format, const uint8_t *payload, int64_t start, int64_t count, int fold, float share,
+                     const float *held, float *out, float *x) {
+#ifdef AVX512
+    const int64_t block = format->block;
+    if (format->kind >= INT8 && count % block == 0) {
+        const Into into = {out, held, share};
+        const uint8_t *scales = payload + start / block * 2;
+        const uint8_t *codes = payload + (format->numel + block - 1) / block * 2;
+        if (format->kind == INT8 ? decode_flow<8>(scales, codes + start, count / block, block, &into, fold)
+                                 : decode_flow<4>(scales, codes + start / 2, count / block, block, &into, fold))
+            return DONE;
+    }
+#endif
+    const int status = decode_tile(format, payload, start, count, fold == WRITE ? out : x);
+    if (status != DONE) return status;
+    if (fold == ADD) add(out, held, x, count);
+    if (fold == TOWARDS) move_towards(out, held, x, share, count);
+    return DONE;
+}
+
+static inline void add_rows(double *lanes, const float *x, const float *y) {
+    for (int64_t lane = 0; lane < SUM_LANES; lane++) lanes[lane] += (double)x[lane] * (double)y[lane];
+}
+
+static inline double halves(double *lanes) {
+    for (int64_t width = SUM_LANES / 2; width > 0; width /= 2)
+        for (int64_t lane = 0; lane < width; lane++) lanes[lane] += lanes[lane + width];
+    return lanes[0];
+}
+
+// sums.py: lanes, rows, halves.  `total` goes on from block to block; two blocks at a time, because each waits for itself.
 static double sum_products(const float *a, const float *b, int64_t count, double total) {
-    for (int64_t start = 0; start < count; start += SUM_BLOCK) {
+    int64_t start = 0;
+    for (; start + 2 * SUM_BLOCK <= count; start += 2 * SUM_BLOCK) {
+        alignas(64) double lanes[SUM_LANES] = {}, others[SUM_LANES] = {};
+        for (int64_t i = start; i < start + SUM_BLOCK; i += SUM_LANES) {
+            add_rows(lanes, a + i, b + i);
+            add_rows(others, a + i + SUM_BLOCK, b + i + SUM_BLOCK);
+        }
+        total += halves(lanes);
+        total += halves(others);
+    }
+    for (; start < count; start += SUM_BLOCK) {
         alignas(64) double lanes[SUM_LANES] = {};
-        const int64_t size = count - start < SUM_BLOCK ? count - start : SUM_BLOCK, rows = size / SUM_LANES;
-        const float *x = a + start, *y = b + start;
-        for (int64_t row = 0; row < rows; row++)
-            for (int64_t lane = 0; lane < SUM_LANES; lane++)
-                lanes[lane] += (double)x[row * SUM_LANES + lane] * (double)y[row * SUM_LANES + lane];
-        for (int64_t i = rows * SUM_LANES; i < size; i++) lanes[i - rows * SUM_LANES] += (double)x[i] * (double)y[i];
-        for (int64_t width = SUM_LANES / 2; width > 0; width /= 2)
-            for (int64_t lane = 0; lane < width; lane++) lanes[lane] += lanes[lane + width];
-        total += lanes[0];
+        const int64_t stop = count - start < SUM_BLOCK ? count : start + SUM_BLOCK;
+        int64_t i = start;
+        for (; i + SUM_LANES <= stop; i += SUM_LANES) add_rows(lanes, a + i, b + i);
+        for (int64_t lane = 0; i + lane < stop; lane++) lanes[lane] += (double)a[i + lane] * (double)b[i + lane];
+        total += halves(lanes);
     }
     return total;
 }
 
-// ---------------------------------------------------------------------------------------------- what Python calls
-
+// Writes what nobody reads soon past the caches, where that can be told: it need not be read before it is written.
+static inline void write_out(float *out, const float *values, int64_t count) {
+    int64_t i = 0;
 #ifdef AVX512
-// As much as can flow from the terms to the payload without a stop in between; how many values that are.
-static int64_t encode_whole_blocks(const Encode *job, int *status) {
-    const int64_t block = job->format.block, blocks = job->count / block;
-    if (job->less_count > 1 || job->format.kind < INT8) return 0;
-    const Flow flow = {job->values, job->less_count ? job->less[0] : nullptr, job->residual, job->beta, job->decoded};
-    uint8_t *scales = job->payload + job->start / block * 2;
-    uint8_t *codes = job->payload + (job->format.numel + block - 1) / block * 2;
-    if (job->format.kind == INT8)
-        return block * encode_flow<8>(&flow, blocks, block, scales, codes + job->start, status);
-    return block * encode_flow<4>(&flow, blocks, block, scales, codes + job->start / 2, status);
-}
+    if (((uintptr_t)out & 63) == 0)
+        for (; i + 16 <= count; i += 16) _mm512_stream_ps(out + i, _mm512_loadu_ps(values + i));
 #endif
+    for (; i < count; i++) out[i] = values[i];
+}
 
-static int encode(const Encode *job) {
-    const int64_t step = tile_of(job->format.block);
-    alignas(64) float x[TILE];
-    int64_t begin = 0;
+static inline void written_out() {
 #ifdef AVX512
-    int flowed = DONE;
-    begin = encode_whole_blocks(job, &flowed);
-    if (flowed != DONE) return flowed;
+    _mm_sfence();
 #endif
-    for (int64_t at = begin; at < job->count; at += step) {
-        const int64_t count = job->count - at < step ? job->count - at : step;
-        const float *a = job->values + at;
-        if (job->less_count == 0) memcpy(x, a, 4 * (size_t)count);
-        else {
-            const float *b = job->less[0] + at;
-            for (int64_t i = 0; i < count; i++) x[i] = a[i] - b[i];
-        }
-        for (int64_t k = 1; k < job->less_count; k++) {
-            const float *b = job->less[k] + at;
-            for (int64_t i = 0; i < count; i++) x[i] -= b[i];
-        }
-        if (job->residual) {
-            const float *r = job->residual + at;
-            for (int64_t i = 0; i < count; i++) x[i] = x[i] + r[i] * job->beta;
-        }
-        alignas(64) float room[TILE];
-        float *told = job->decoded ? job->decoded + at : job->residual ? room : nullptr;
-        const int status = encode_tile(&job->format, x, job->start + at, count, job->payload, told);
-        if (status != DONE) return status;
-        if (job->residual) {
-            float *r = job->residual + at;
-            for (int64_t i = 0; i < count; i++) r[i] = x[i] - told[i];
-        }
-    }
-    return DONE;
 }
 
-static int decode(const Decode *job) {
-    const int64_t step = tile_of(job->format.block);
-    alignas(64) float x[TILE];
-    for (int64_t at = 0; at < job->count; at += step) {
-        const int64_t count = job->count - at < step ? job->count - at : step;
-        float *out = job->out + at;
-        const float *held = job->held + at;
-        const int status =
-            decode_tile(&job->format, job->payload, job->start + at, count, job->fold == WRITE ? out : x);
-        if (status != DONE) return status;
-        if (job->fold == ADD) add(out, held, x, count);
-        if (job->fold == TOWARDS) move_towards(out, held, x, job->share, count);
-    }
-    return DONE;
-}
-
-static int measure(Measure *job) {
-    const int64_t step = job->tile;
-    alignas(64) float room[TILE];
-    uint32_t largest = 0;
-    for (int64_t at = 0; at < job->count; at += step) {
-        const int64_t count = job->count - at < step ? job->count - at : step;
-        float *x = job->out ? job->out + at : room;
-        const int status = decode_tile(&job->format, job->payload, job->start + at, count, x);
-        if (status != DONE) return status;
-        const uint32_t bits = largest_bits(x, count);
-        largest = bits > largest ? bits : largest;
-        if (largest >= INFINITE) return NOT_FINITE;
-        job->squares = sum_products(x, x, count, job->squares);
-        if (job->against) {
-            const float *m = job->against + at;
-            job->products = sum_products(x, m, count, job->products);
-            job->against_squares = sum_products(m, m, count, job->against_squares);
-        }
-    }
-    job->largest = as_float(largest);
-    return DONE;
-}
-
-// One tile of merge_mean.
-static int mean_tile(const Outer *job, int64_t start, int64_t count, float *mean, int64_t *culprit) {
-    alignas(64) float x[TILE], site[TILE];
-    for (int64_t k = 0; k < job->updates_count; k++) {
-        const Update *update = job->updates + k;
-        *culprit = k;
-        float *sum = update->place & IN_MEAN ? mean : site;
-        const bool opens = update->place & OPENS_SITE;
-        const int status = decode_tile(&update->format, update->payload, start, count, opens ? sum : x);
-        if (status != DONE) return status;
-        if (!opens) add(sum, sum, x, count);
-        if (sum == site && update->place & ENDS_SITE) move_towards(mean, mean, site, update->share, count);
-    }
-    *culprit = -1;
-    return DONE;
-}
-
-// One tile of outer_step: the additions with a factor are torch's, one rounding where torch has one.
-template <bool FUSED>
-static inline void step_tile(const Outer *job, int64_t at, int64_t count, const float *g, float *theta) {
-    const float mu = job->momentum_factor, minus_lr = job->minus_lr;
-    const float *before = job->theta + at;
-    const auto plus = [](float a, float b, float factor) { return FUSED ? __builtin_fmaf(b, factor, a) : a + b * factor; };
-    if (job->rule == WITHOUT_MOMENTUM) {
-        for (int64_t i = 0; i < count; i++) theta[i] = plus(before[i], g[i], minus_lr);
-        return;
-    }
-    float *m = job->momentum_after + at;
-    if (job->momentum) {
-        const float *held = job->momentum + at;
-        for (int64_t i = 0; i < count; i++) m[i] = held[i] * mu + g[i];
-    } else {
-        memcpy(m, g, 4 * (size_t)count);
-    }
-    if (job->rule == HEAVY_BALL)
-        for (int64_t i = 0; i < count; i++) theta[i] = plus(before[i], m[i], minus_lr);
-    else
-        for (int64_t i = 0; i < count; i++) theta[i] = plus(before[i], plus(g[i], m[i], mu), minus_lr);
-}
-
-static int outer(Outer *job) {
-    const int64_t step = job->tile;
-    alignas(64) float g[TILE], x[TILE];
-    for (int64_t at = job->start; at < job->stop; at += step) {
-        const int64_t count = job->stop - at < step ? job->stop - at : step;
-        int status = mean_tile(job, at, count, g, &job->culprit);
-        if (status != DONE) return status;
-        job->squares = sum_products(g, g, count, job->squares);
-        float *theta = job->theta_after + at, *published = job->published_after + at;
-        if (job->fused) step_tile<true>(job, at, count, g, theta);
-        else step_tile<false>(job, at, count, g, theta);
-        if (largest_bits(theta, count) >= INFINITE) return THETA_NOT_FINITE;
-        const float *before = job->published + at;
-        if (job->lossless) memcpy(x, theta, 4 * (size_t)count);
-        else
-            for (int64_t i = 0; i < count; i++) x[i] = theta[i] - before[i];
-        status = encode_tile(&job->down, x, at, count, job->payload, published);
-        if (status != DONE) return status;
-        if (job->lossless) continue;
-        for (int64_t i = 0; i < count; i++) published[i] = published[i] + before[i];
-        if (largest_bits(published, count) >= INFINITE) return PUBLISHED_NOT_FINITE;
-    }
-    return DONE;
-}
-
-static void rebase(const Rebase *job) {
-    alignas(64) float unsent[TILE];
-    for (int64_t at = 0; at < job->count; at += TILE) {
-        const int64_t count = job->count - at < TILE ? job->count - at : TILE;
-        const float *base = job->old_base + at, *local = job->local + at, *fresh = job->new_base + at;
-        for (int64_t i = 0; i < count; i++) unsent[i] = base[i] - local[i];
-        for (int64_t k = 0; k < job->merged_count; k++) {
-            const float *merged = job->merged[k] + at;
-            for (int64_t i = 0; i < count; i++) unsent[i] -= merged[i];
-        }
-        float *out = job->out + at;
-        for (int64_t i = 0; i < count; i++) out[i] = fresh[i] - unsent[i];
-    }
-}
+#include "passes.h"

@@ -1,0 +1,181 @@
+// What Python calls, at the level of the file that includes this one: each a loop over tiles.
+
+#ifdef AVX512
+// As much as can flow from the terms to the payload without a stop in between; how many values that are.
+static int64_t encode_whole_blocks(const Encode *job, int *status) {
+    const int64_t block = job->format.block, blocks = job->count / block;
+    if (job->less_count > 1 || job->format.kind < INT8) return 0;
+    const Flow flow = {job->values, job->less_count ? job->less[0] : nullptr, job->residual, job->beta, job->decoded};
+    uint8_t *scales = job->payload + job->start / block * 2;
+    uint8_t *codes = job->payload + (job->format.numel + block - 1) / block * 2;
+    if (job->format.kind == INT8)
+        return block * encode_flow<8>(&flow, blocks, block, scales, codes + job->start, status);
+    return block * encode_flow<4>(&flow, blocks, block, scales, codes + job->start / 2, status);
+}
+#endif
+
+static int encode(const Encode *job) {
+    const int64_t step = tile_of(job->format.block);
+    alignas(64) float x[TILE];
+    int64_t begin = 0;
+#ifdef AVX512
+    int flowed = DONE;
+    begin = encode_whole_blocks(job, &flowed);
+    if (flowed != DONE) return flowed;
+#endif
+    for (int64_t at = begin; at < job->count; at += step) {
+        const int64_t count = job->count - at < step ? job->count - at : step;
+        const float *a = job->values + at;
+        if (job->less_count == 0) memcpy(x, a, 4 * (size_t)count);
+        else {
+            const float *b = job->less[0] + at;
+            for (int64_t i = 0; i < count; i++) x[i] = a[i] - b[i];
+        }
+        for (int64_t k = 1; k < job->less_count; k++) {
+            const float *b = job->less[k] + at;
+            for (int64_t i = 0; i < count; i++) x[i] -= b[i];
+        }
+        if (job->residual) {
+            const float *r = job->residual + at;
+            for (int64_t i = 0; i < count; i++) x[i] = x[i] + r[i] * job->beta;
+        }
+        alignas(64) float room[TILE];
+        float *told = job->decoded ? job->decoded + at : job->residual ? room : nullptr;
+        const int status = encode_tile(&job->format, x, job->start + at, count, job->payload, told);
+        if (status != DONE) return status;
+        if (job->residual) {
+            float *r = job->residual + at;
+            for (int64_t i = 0; i < count; i++) r[i] = x[i] - told[i];
+        }
+    }
+    return DONE;
+}
+
+static int decode(const Decode *job) {
+    const int64_t step = tile_of(job->format.block);
+    alignas(64) float x[TILE];
+    for (int64_t at = 0; at < job->count; at += step) {
+        const int64_t count = job->count - at < step ? job->count - at : step;
+        const int status = fold_tile(&job->format, job->payload, job->start + at, count, job->fold, job->share,
+                                     job->held + at, job->out + at, x);
+        if (status != DONE) return status;
+    }
+    return DONE;
+}
+
+static int measure(Measure *job) {
+    const int64_t step = job->tile;
+    alignas(64) float room[TILE];
+    uint32_t largest = 0;
+    for (int64_t at = 0; at < job->count; at += step) {
+        const int64_t count = job->count - at < step ? job->count - at : step;
+        float *x = job->out ? job->out + at : room;
+        const int status = fold_tile(&job->format, job->payload, job->start + at, count, WRITE, 0.0f, x, x, x);
+        if (status != DONE) return status;
+        const uint32_t bits = largest_bits(x, count);
+        largest = bits > largest ? bits : largest;
+        if (largest >= INFINITE) return NOT_FINITE;
+        job->squares = sum_products(x, x, count, job->squares);
+        if (job->against) {
+            const float *m = job->against + at;
+            job->products = sum_products(x, m, count, job->products);
+            job->against_squares = sum_products(m, m, count, job->against_squares);
+        }
+    }
+    job->largest = as_float(largest);
+    return DONE;
+}
+
+// One tile of merge_mean.
+static int mean_tile(const Outer *job, int64_t start, int64_t count, float *mean, int64_t *culprit) {
+    alignas(64) float x[TILE], site[TILE];
+    for (int64_t k = 0; k < job->updates_count; k++) {
+        const Update *update = job->updates + k;
+        *culprit = k;
+        // The first site's sum is the mean; another's is made beside it, unless it sent a single update.
+        const bool opens = update->place & OPENS_SITE, ends = update->place & ENDS_SITE, in_mean = update->place & IN_MEAN;
+        float *sum = in_mean || (opens && ends) ? mean : site;
+        const int fold = !opens ? ADD : sum == mean && !in_mean ? TOWARDS : WRITE;
+        const int status =
+            fold_tile(&update->format, update->payload, start, count, fold, update->share, sum, sum, x);
+        if (status != DONE) return status;
+        if (sum == site && ends) move_towards(mean, mean, site, update->share, count);
+    }
+    *culprit = -1;
+    return DONE;
+}
+
+// One tile of outer_step: the additions with a factor are torch's, one rounding where torch has one.  Returns the
+// largest bits of theta, and writes what is to be published into x.
+template <bool FUSED, int RULE, bool FIRST>
+static inline uint32_t step_tile(const Outer *job, int64_t at, int64_t count, const float *g, float *theta, float *momentum, float *x) {
+    const float mu = job->momentum_factor, minus_lr = job->minus_lr;
+    const float *before = job->theta + at, *held = FIRST ? g : job->momentum + at, *published = job->published + at;
+    const auto plus = [](float a, float b, float factor) { return FUSED ? __builtin_fmaf(b, factor, a) : a + b * factor; };
+    int32_t largest = 0;
+    for (int64_t i = 0; i < count; i++) {
+        float direction = g[i];
+        if (RULE != WITHOUT_MOMENTUM) {
+            const float m = FIRST ? g[i] : held[i] * mu + g[i];
+            momentum[i] = m;
+            direction = RULE == HEAVY_BALL ? m : plus(g[i], m, mu);
+        }
+        const float value = plus(before[i], direction, minus_lr);
+        const int32_t magnitude = (int32_t)(as_bits(value) & 0x7FFFFFFFu);
+        largest = magnitude > largest ? magnitude : largest;
+        theta[i] = value;
+        x[i] = value - published[i];
+    }
+    return (uint32_t)largest;
+}
+
+template <bool FUSED>
+static uint32_t step_any(const Outer *job, int64_t at, int64_t count, const float *g, float *theta, float *momentum, float *x) {
+    if (job->rule == WITHOUT_MOMENTUM)
+        return step_tile<FUSED, WITHOUT_MOMENTUM, true>(job, at, count, g, theta, momentum, x);
+    if (job->rule == HEAVY_BALL)
+        return job->momentum ? step_tile<FUSED, HEAVY_BALL, false>(job, at, count, g, theta, momentum, x)
+                             : step_tile<FUSED, HEAVY_BALL, true>(job, at, count, g, theta, momentum, x);
+    return job->momentum ? step_tile<FUSED, NESTEROV, false>(job, at, count, g, theta, momentum, x)
+                         : step_tile<FUSED, NESTEROV, true>(job, at, count, g, theta, momentum, x);
+}
+
+static int outer(Outer *job) {
+    alignas(64) float g[TILE], x[TILE], theta[TILE], momentum[TILE], told[TILE];
+    for (int64_t at = job->start; at < job->stop; at += job->tile) {
+        const int64_t count = job->stop - at < job->tile ? job->stop - at : job->tile;
+        int status = mean_tile(job, at, count, g, &job->culprit);
+        if (status != DONE) return status;
+        job->squares = sum_products(g, g, count, job->squares);
+        const uint32_t largest = job->fused ? step_any<true>(job, at, count, g, theta, momentum, x)
+                                            : step_any<false>(job, at, count, g, theta, momentum, x);
+        if (largest >= INFINITE) return THETA_NOT_FINITE;
+        write_out(job->theta_after + at, theta, count);
+        if (job->rule != WITHOUT_MOMENTUM) write_out(job->momentum_after + at, momentum, count);
+        status = encode_tile(&job->down, job->lossless ? theta : x, at, count, job->payload, told);
+        if (status != DONE) return status;
+        if (!job->lossless) {
+            const float *before = job->published + at;
+            for (int64_t i = 0; i < count; i++) told[i] = told[i] + before[i];
+            if (largest_bits(told, count) >= INFINITE) return PUBLISHED_NOT_FINITE;
+        }
+        write_out(job->published_after + at, told, count);
+    }
+    written_out();
+    return DONE;
+}
+
+static void rebase(const Rebase *job) {
+    alignas(64) float unsent[TILE];
+    for (int64_t at = 0; at < job->count; at += TILE) {
+        const int64_t count = job->count - at < TILE ? job->count - at : TILE;
+        const float *base = job->old_base + at, *local = job->local + at, *fresh = job->new_base + at;
+        for (int64_t i = 0; i < count; i++) unsent[i] = base[i] - local[i];
+        for (int64_t k = 0; k < job->merged_count; k++) {
+            const float *merged = job->merged[k] + at;
+            for (int64_t i = 0; i < count; i++) unsent[i] -= merged[i];
+        }
+        float *out = job->out + at;
+        for (int64_t i = 0; i < count; i++) out[i] = fresh[i] - unsent[i];
+    }
+}
