@@ -1,63 +1,114 @@
-"""How fast are the codecs beside memcpy?
+"""How fast are the codecs on one core, beside memcpy?
 
-GB/s of fp32 input for encode and decode of each codec, beside ``Tensor.copy_`` of the same values in the same run, with
-bits per value and relative L2 error on Gaussian data.  Decode's GB/s count its fp32 output.  One warm-up call each, not
-counted.  Run as ``python -m benchmarks.bench_codec``.
+GB/s of fp32 (4 bytes for each value of the fragment, whatever else a call reads or writes) and times memcpy, which is
+``Tensor.copy_`` of the same values in the same run.  All memory is made before and used again.  ``encode`` makes the
+payload of ``base - local``; ``ef_encode`` does so with error feedback, and reads and writes the residual as well;
+``decode`` writes the values, and ``accumulate`` moves a running mean towards them.  Times are CPU seconds of the one
+thread that works, because the question is about a core and the machine's cores are shared.  All calls go in turns,
+forwards and backwards; the first turn is not counted.  Every payload and every decoded value is compared with the plain
+torch version first.  Bits a value and the relative L2 error are those of the difference, which is Gaussian.
+
+The last line has ``x_memcpy`` and ``topk_gb_per_s`` from the medians.  Run as ``python -m benchmarks.bench_codec``.
 """
 
 from __future__ import annotations
 
 import argparse
-from time import perf_counter
+from time import thread_time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from benchmarks.record import add_arguments, finish, percentile, record
+from diloco.codec import native
+from diloco.codec.contract import Carry, Towards, payload_view
+from diloco.codec.ranged import RangedCodec
 from diloco.codec.registry import make_codec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-CODECS = ("fp32", "bf16", "int8", "int8:256", "int4", "int4:256", "int8+zstd1", "int4+zstd1")
+    from diloco.codec.contract import Codec
+
+    Job = Callable[[], object]
+
+CODECS = ("fp32", "bf16", "int8", "int8:256", "int4", "int4:256", "e3m0", "int2", "sign", "topk", "int4+zstd1")
+OPERATIONS = ("encode", "ef_encode", "decode", "accumulate")
+BETA = 0.95
 
 
-def seconds_of(call: Callable[[], object], repeats: int) -> list[float]:
-    call()
-    samples = []
-    for _ in range(repeats):
-        start = perf_counter()
-        call()
-        samples.append(perf_counter() - start)
-    return samples
+class Bench:
+    """One codec with the memory it works in."""
+
+    def __init__(self, name: str, base: torch.Tensor, local: torch.Tensor, out: torch.Tensor) -> None:
+        """``out`` is written to and shared by all."""
+        self.codec: Codec = make_codec(name)
+        self.base, self.local, self.out = base, local, out
+        self.payload = torch.empty(self.codec.payload_bytes_max(base.numel()), dtype=torch.uint8)
+        self.length = self.codec.encode_difference(base, local, self.payload)
+        self.sent = bytes(payload_view(self.payload[: self.length]))
+        self.carry = Carry(torch.zeros_like(base), BETA)
+
+    def check(self) -> float:
+        """Compare with the plain version and return the relative L2 error."""
+        numel = self.base.numel()
+        difference = self.base - self.local
+        inner, raw = self.codec.opened(self.sent, numel)
+        assert isinstance(inner, RangedCodec)
+        plain, decoded = torch.empty(len(raw), dtype=torch.uint8), torch.empty(numel)
+        inner.encode_plain((difference,), None, plain, decoded, 0, numel)
+        if bytes(payload_view(plain)) != bytes(raw):
+            raise SystemExit(f"{self.codec.name}: the payload is not that of the plain version")
+        self.codec.decode_into(self.sent, numel, self.out)
+        if not torch.equal(self.out.view(torch.int32), decoded.view(torch.int32)):
+            raise SystemExit(f"{self.codec.name}: the values are not those of the plain version")
+        error = torch.linalg.vector_norm((decoded - difference).double())
+        return float(error / torch.linalg.vector_norm(difference.double()))
+
+    def jobs(self) -> dict[str, Job]:
+        """The operations, ready to be called."""
+        numel = self.base.numel()
+        return {
+            "encode": lambda: self.codec.encode_difference(self.base, self.local, self.payload),
+            "ef_encode": lambda: self.codec.encode_difference(self.base, self.local, self.payload, carry=self.carry),
+            "decode": lambda: self.codec.decode_into(self.sent, numel, self.out),
+            "accumulate": lambda: self.codec.decode_into(self.sent, numel, self.out, 0, Towards(0.5)),
+        }
 
 
-def rates(samples: list[float], num_bytes: int, prefix: str) -> dict[str, float]:
-    """Return the rate at the median and at the slow end (the 95th percentile of the time)."""
-    return {
-        f"{prefix}_p50_gb_per_s": round(num_bytes / percentile(samples, 50) / 1e9, 3),
-        f"{prefix}_p95_gb_per_s": round(num_bytes / percentile(samples, 95) / 1e9, 3),
-    }
+def in_turns(jobs: dict[str, Job], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each call, ``repeats`` of each after one that does not count; every other turn goes backwards."""
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    for turn in range(repeats + 1):
+        for name in list(jobs) if turn % 2 else reversed(list(jobs)):
+            began = thread_time()
+            jobs[name]()
+            if turn:
+                seconds[name].append(thread_time() - began)
+    return seconds
 
 
-def measure(name: str, values: torch.Tensor, repeats: int) -> dict[str, Any]:
-    codec = make_codec(name)
-    numel = values.numel()
-    payload = codec.encode(values)
-    decoded = codec.decode(payload, numel)
-    error = torch.linalg.vector_norm((decoded - values).double()) / torch.linalg.vector_norm(values.double())
-    row: dict[str, Any] = {"codec": name}
-    row |= rates(seconds_of(lambda: codec.encode(values), repeats), 4 * numel, "encode")
-    row |= rates(seconds_of(lambda: codec.decode(payload, numel), repeats), 4 * numel, "decode")
-    row |= {"bits_per_value": round(8 * len(payload) / numel, 4), "relative_l2_error": round(error.item(), 6)}
+def measure(bench: Bench, repeats: int) -> dict[str, Any]:
+    """The row of one codec; memcpy is measured beside it."""
+    error = bench.check()
+    numel = bench.base.numel()
+    seconds = in_turns({"memcpy": lambda: bench.out.copy_(bench.base)} | bench.jobs(), repeats)
+    row: dict[str, Any] = {"codec": bench.codec.name}
+    copied = percentile(seconds["memcpy"], 50)
+    for name in ("memcpy", *OPERATIONS):
+        row[f"{name}_p50_gb_per_s"] = round(4 * numel / percentile(seconds[name], 50) / 1e9, 3)
+        row[f"{name}_p95_gb_per_s"] = round(4 * numel / percentile(seconds[name], 95) / 1e9, 3)
+        row[f"{name}_x_memcpy"] = round(copied / percentile(seconds[name], 50), 3)
+    row |= {"bits_per_value": round(8 * bench.length / numel, 4), "relative_l2_error": round(error, 6)}
     return row
 
 
 def show(row: dict[str, Any]) -> None:
+    cells = "".join(f"{row[f'{name}_p50_gb_per_s']:9.2f} x{row[f'{name}_x_memcpy']:<5.2f}" for name in OPERATIONS)
     print(
-        f"{row['codec']:12} {row['encode_p50_gb_per_s']:8.2f} {row['encode_p95_gb_per_s']:8.2f} "
-        f"{row['decode_p50_gb_per_s']:8.2f} {row['decode_p95_gb_per_s']:8.2f} "
-        f"{row['bits_per_value']:8.3f} {row['relative_l2_error']:10.5f}"
+        f"{row['codec']:11}{row['memcpy_p50_gb_per_s']:8.2f}{cells}"
+        f"{row['bits_per_value']:8.3f}{row['relative_l2_error']:10.5f}",
+        flush=True,
     )
 
 
@@ -65,22 +116,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_arguments(parser)
     parser.add_argument("--values", type=int, default=10_000_000)
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=21)
     options = parser.parse_args()
     numel, repeats = (200_000, 3) if options.quick else (options.values, options.repeats)
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(options.seed)) * 1e-3
-    target = torch.empty_like(values)
-    copies = rates(seconds_of(lambda: target.copy_(values), repeats), 4 * numel, "encode")
-    copies |= {key.replace("encode", "decode"): rate for key, rate in copies.items()}
-    rows: list[dict[str, Any]] = [{"codec": "memcpy", **copies, "bits_per_value": 32.0, "relative_l2_error": 0.0}]
-    print(f"{numel:,} Gaussian values, {repeats} repeats, {torch.get_num_threads()} threads; GB/s of fp32")
-    print(f"{'codec':12} {'enc p50':>8} {'enc p95':>8} {'dec p50':>8} {'dec p95':>8} {'bits':>8} {'rel. L2':>10}")
-    show(rows[0])
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(options.seed)
+    base = torch.randn(numel, generator=generator)
+    local = base - torch.randn(numel, generator=generator) * 1e-3
+    out = torch.empty_like(base)
+    print(f"{numel:,} values, {repeats} repeats, kernels {native.description()}; GB/s of fp32 on one core, x memcpy")
+    print(f"{'codec':11}{'memcpy':>8}" + "".join(f"{name:>15} " for name in OPERATIONS) + f"{'bits':>7}{'rel. L2':>10}")
+    rows = []
     for name in CODECS:
-        rows.append(measure(name, values, repeats))
+        rows.append(measure(Bench(name, base, local, out), repeats))
         show(rows[-1])
-    config = {"values": numel, "threads": torch.get_num_threads(), "data": "gaussian, standard deviation 1e-3"}
-    finish(record("codec", config, rows, options.seed, repeats=repeats), save=options.save)
+    found = {row["codec"]: row for row in rows}
+    config = {"values": numel, "threads": 1, "kernels": native.description(), "data": "gaussian difference, 1e-3"}
+    told = record("codec", config, rows, options.seed, repeats=repeats) | {
+        "x_memcpy": {
+            "int4_encode": found["int4"]["encode_x_memcpy"],
+            "int4_decode_accumulate": found["int4"]["accumulate_x_memcpy"],
+            "int8_encode": found["int8"]["encode_x_memcpy"],
+            "int4_ef_encode": found["int4"]["ef_encode_x_memcpy"],
+        },
+        "topk_gb_per_s": found["topk"]["encode_p50_gb_per_s"],
+    }
+    finish(told, save=options.save)
 
 
 if __name__ == "__main__":
