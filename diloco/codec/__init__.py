@@ -5,6 +5,7 @@
 are parts of them.  ``entropy`` is the lossless stage behind any, ``registry`` builds one from its name, ``feedback``
 keeps a published tensor equal at both ends, ``fused`` makes a version in one pass and ``adopting`` takes one, ``sums``
 adds up to the bit.  All of it is plain torch, and beside it stand compiled kernels with the same bits: ``native`` finds
-and calls them, ``structures`` is what both sides know, ``kernels/`` their source.  ``device`` does what a site needs
-where its values lie on an accelerator, by the Triton kernels of ``block_kernels``.
+and calls them, ``structures`` is what both sides know, ``kernels/`` their source.  ``accelerated`` names those
+that an accelerator encodes where the values lie: ``device``, ``device_grids`` and ``device_sparse`` launch the Triton
+kernels of ``block_kernels``, ``grid_kernels`` and ``sparse_kernels``.
 """

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from diloco.codec.blocks import SCALE_BYTES, BlockCodec
 from diloco.codec.contract import DecodeError, NonFiniteError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from torch import Tensor
 
 NON_FINITE = 1
 BAD_SCALE = 2
@@ -43,25 +42,22 @@ class Launch:
     num_warps: int = 8
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceCodec:
-    """The passes of ``codec`` over flat contiguous fp32 tensors of one device.
+class DevicePasses:
+    """The encoding passes of one codec over flat contiguous fp32 tensors of one device.
 
-    ``payload`` is a uint8 tensor of exactly ``codec.payload_bytes(numel)``, on an even address; :meth:`payload` makes
-    one whose codes are aligned, which is faster.
+    ``payload`` is a uint8 tensor of exactly the codec's ``payload_bytes(numel)``; :meth:`payload` makes one whose codes
+    lie where wide stores can reach them, which is faster.
     """
 
-    codec: BlockCodec
-    launch: Launch = Launch()
+    __slots__ = ()
 
     def payload(self, numel: int, device: torch.device) -> Tensor:
-        """Return an uninitialised payload of ``numel`` values, its codes on an address that wide stores can use."""
-        front = -self._scales_bytes(numel) % ALIGNMENT
-        return torch.empty(front + self.codec.payload_bytes(numel), dtype=torch.uint8, device=device)[front:]
+        """Return an uninitialised payload of ``numel`` values."""
+        raise NotImplementedError
 
     def encode(self, values: Tensor, payload: Tensor, fault: Tensor, decoded: Tensor | None = None) -> None:
         """Encode ``values``; write what they decode to into ``decoded``, which may be ``values``."""
-        self._encode(values, None, (), None, 1.0, payload, decoded, None, fault)
+        self.run_encode(Measured(values), payload, fault, decoded)
 
     def encode_difference(
         self,
@@ -74,10 +70,9 @@ class DeviceCodec:
     ) -> None:
         """Encode ``base - local - in_flight[0] - ...``, as ``outer.pseudo_gradient`` has it."""
         if len(in_flight) > SENT_MAX:
-            base, in_flight = _less(torch.sub(base, local), in_flight), ()
-            self.encode(base, payload, fault, decoded)
+            self.encode(less(torch.sub(base, local), in_flight), payload, fault, decoded)
             return
-        self._encode(base, local, in_flight, None, 1.0, payload, decoded, None, fault)
+        self.run_encode(Measured(base, local, tuple(in_flight)), payload, fault, decoded)
 
     def encode_with_residual(
         self,
@@ -90,7 +85,63 @@ class DeviceCodec:
         decoded: Tensor | None = None,
     ) -> None:
         """Encode ``x = (base - local) + decay * residual`` and leave ``x - decoded`` in ``residual``."""
-        self._encode(base, local, (), residual, decay, payload, decoded, residual, fault)
+        self.run_encode(Measured(base, local, (), residual, decay), payload, fault, decoded)
+
+    def check(self, found: int) -> None:
+        """Raise ``NonFiniteError`` or ``DecodeError`` for the bits that a ``fault`` holds, if there are any."""
+        raise NotImplementedError
+
+    def run_encode(self, measured: Measured, payload: Tensor, fault: Tensor, decoded: Tensor | None) -> None:
+        """Enqueue the kernel."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What is encoded: ``values`` [- ``local`` - sent...] [+ ``decay * residual``]."""
+
+    values: Tensor
+    local: Tensor | None = None
+    sent: tuple[Tensor, ...] = ()
+    residual: Tensor | None = None
+    decay: float = 1.0
+
+    def check(self, payload: Tensor, fault: Tensor, decoded: Tensor | None) -> None:
+        """Assert that everything is of one size and in one place."""
+        given = (self.values, self.local, *self.sent, self.residual, decoded)
+        check_tensors([each for each in given if each is not None], fault)
+        assert payload.dtype == torch.uint8
+        assert payload.device == self.values.device
+
+    def inputs(self) -> list[Tensor]:
+        """The first five arguments of an encoding kernel, ``values`` in place of what there is not."""
+        given = (self.values, self.local, at(self.sent, 0), at(self.sent, 1), self.residual)
+        return [self.values if each is None else each for each in given]
+
+    def outputs(self, decoded: Tensor | None) -> list[Tensor]:
+        """Where it writes fp32: what was sent, and what is left, which takes the residual's place."""
+        return [self.values if each is None else each for each in (decoded, self.residual)]
+
+    def chosen(self, decoded: Tensor | None) -> dict[str, Any]:
+        """What an encoding kernel is built for."""
+        return {
+            "has_local": self.local is not None,
+            "num_sent": len(self.sent),
+            "has_residual": self.residual is not None,
+            "has_decoded": decoded is not None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCodec(DevicePasses):
+    """The passes of int8 and int4, both ways; a payload starts on an even address."""
+
+    codec: BlockCodec
+    launch: Launch = Launch()
+
+    def payload(self, numel: int, device: torch.device) -> Tensor:
+        """See :class:`DevicePasses`."""
+        return aligned_payload(self._scales_bytes(numel), self.codec.payload_bytes(numel), device)
 
     def decode(self, payload: Tensor, out: Tensor, fault: Tensor) -> None:
         """Write the decoded values into ``out``."""
@@ -117,7 +168,7 @@ class DeviceCodec:
         """
         if len(merged) > SENT_MAX:
             self.follow(published, payload, out, fault)
-            torch.sub(out, _less(torch.sub(old_base, local), merged), out=adopted)
+            torch.sub(out, less(torch.sub(old_base, local), merged), out=adopted)
             return
         self._decode(payload, published, (local, old_base, merged), out, adopted, fault)
 
@@ -135,44 +186,29 @@ class DeviceCodec:
         if found & TOO_LARGE:
             raise DecodeError(f"{name} payload holds a value beyond fp32")
 
-    def _encode(
-        self,
-        values: Tensor,
-        local: Tensor | None,
-        sent: Sequence[Tensor],
-        residual: Tensor | None,
-        decay: float,
-        payload: Tensor,
-        decoded: Tensor | None,
-        left: Tensor | None,
-        fault: Tensor,
-    ) -> None:
-        scales, codes = self._parts(values, payload)
-        given = (values, local, *sent, residual, decoded, left)
-        _check([each for each in given if each is not None], fault)
+    def run_encode(self, measured: Measured, payload: Tensor, fault: Tensor, decoded: Tensor | None) -> None:
+        """See :class:`DevicePasses`."""
+        measured.check(payload, fault, decoded)
+        scales, codes = self._parts(measured.values, payload)
         from diloco.codec import block_kernels
 
         def run(programs: int, first: int, masked: bool) -> None:
             block_kernels.encode[(programs,)](
-                values,
-                *[values if each is None else each for each in (local, _at(sent, 0), _at(sent, 1), residual)],
+                *measured.inputs(),
                 scales,
                 codes,
-                *[values if each is None else each for each in (decoded, left)],
+                *measured.outputs(decoded),
                 fault,
-                values.numel(),
+                measured.values.numel(),
                 first,
-                decay,
+                measured.decay,
                 **self._constants(),
+                **measured.chosen(decoded),
                 held_from=self._held_from(),
-                has_local=local is not None,
-                num_sent=len(sent),
-                has_residual=residual is not None,
-                has_decoded=decoded is not None,
                 masked=masked,
             )
 
-        self._run(values, run)
+        run_programs(measured.values, self.codec.block, self._width(), self._rows(), run)
 
     def _decode(
         self,
@@ -185,14 +221,14 @@ class DeviceCodec:
     ) -> None:
         scales, codes = self._parts(out, payload)
         local, base, merged = rebased if rebased is not None else (out, out, ())
-        _check([out, local, base, *merged, *[each for each in (held, adopted) if each is not None]], fault)
+        check_tensors([out, local, base, *merged, *[each for each in (held, adopted) if each is not None]], fault)
         from diloco.codec import block_kernels
 
         def run(programs: int, first: int, masked: bool) -> None:
             block_kernels.decode[(programs,)](
                 scales,
                 codes,
-                *[out if each is None else each for each in (held, local, base, _at(merged, 0), _at(merged, 1))],
+                *[out if each is None else each for each in (held, local, base, at(merged, 0), at(merged, 1))],
                 out,
                 out if adopted is None else adopted,
                 fault,
@@ -205,19 +241,7 @@ class DeviceCodec:
                 masked=masked,
             )
 
-        self._run(out, run)
-
-    def _run(self, values: Tensor, run: Callable[[int, int, bool], None]) -> None:
-        """Launch ``run(programs, first program, masked)`` for the whole programs, and once more for a rest."""
-        numel = values.numel()
-        whole, rest = divmod(numel, self._rows() * self.codec.block)
-        if self._width() != self.codec.block:
-            whole, rest = 0, numel
-        with _on(values.device):
-            if whole:
-                run(whole, 0, False)
-            if rest:
-                run(-(-rest // (self._rows() * self.codec.block)), whole, True)
+        run_programs(out, self.codec.block, self._width(), self._rows(), run)
 
     def _constants(self) -> dict[str, Any]:
         return {
@@ -230,7 +254,7 @@ class DeviceCodec:
         }
 
     def _width(self) -> int:
-        return 1 << (self.codec.block - 1).bit_length()
+        return width_of(self.codec.block)
 
     def _rows(self) -> int:
         return max(1, self.launch.program_values // self._width())
@@ -255,12 +279,37 @@ class DeviceCodec:
         return scales, codes.view(torch.int8) if self.codec.bits == 8 else codes
 
 
+def width_of(block: int) -> int:
+    """Return the columns that a kernel gives a block: the next power of two."""
+    return 1 << (block - 1).bit_length()
+
+
+def run_programs(values: Tensor, block: int, width: int, rows: int, run: Callable[[int, int, bool], None]) -> None:
+    """Launch ``run(programs, first program, masked)`` for the whole programs, and once more for a rest."""
+    numel = values.numel()
+    whole, rest = divmod(numel, rows * block)
+    if width != block:
+        whole, rest = 0, numel
+    with on_device(values.device):
+        if whole:
+            run(whole, 0, False)
+        if rest:
+            run(-(-rest // (rows * block)), whole, True)
+
+
+def aligned_payload(front_bytes: int, payload_bytes: int, device: torch.device) -> Tensor:
+    """Return room for a payload whose codes, behind ``front_bytes`` of scales, lie on an address of wide stores."""
+    front = -front_bytes % ALIGNMENT
+    return torch.empty(front + payload_bytes, dtype=torch.uint8, device=device)[front:]
+
+
 def new_fault(device: torch.device) -> Tensor:
     """Return a ``fault`` that tells of nothing yet."""
     return torch.zeros(1, dtype=torch.int32, device=device)
 
 
-def _check(tensors: Sequence[Tensor], fault: Tensor) -> None:
+def check_tensors(tensors: Sequence[Tensor], fault: Tensor) -> None:
+    """Assert that ``tensors`` are flat fp32 of one size on one device, and ``fault`` there too."""
     first = tensors[0]
     for each in tensors:
         assert each.dtype == torch.float32, f"values are {each.dtype}"
@@ -271,17 +320,18 @@ def _check(tensors: Sequence[Tensor], fault: Tensor) -> None:
     assert fault.device == first.device
 
 
-def _less(values: Tensor, sent: Sequence[Tensor]) -> Tensor:
+def less(values: Tensor, sent: Sequence[Tensor]) -> Tensor:
     """Take ``sent`` off ``values`` in place, in order."""
     for each in sent:
         values.sub_(each)
     return values
 
 
-def _at(tensors: Sequence[Tensor], index: int) -> Tensor | None:
+def at(tensors: Sequence[Tensor], index: int) -> Tensor | None:
+    """Return the tensor at ``index``, if there is one."""
     return tensors[index] if index < len(tensors) else None
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current device, whatever its arguments are on."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -154,8 +154,7 @@ class Agent:
         )
 
     def _encoding(self) -> Encoder:
-        codec, feeds_back = make_codec(self._options.up_codec), self._options.feedback > 0
-        return Encoder(codec, self._tensors.place, self._tensors.buffers, feeds_back=feeds_back)
+        return Encoder(make_codec(self._options.up_codec), self._tensors.place, self._tensors.buffers)
 
     def _listening(self) -> Listener:
         return Listener(

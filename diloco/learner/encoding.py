@@ -1,9 +1,9 @@
 """From what an update is measured to its bytes, where the values lie.
 
-On a host that is the codec itself.  On an accelerator int8 and int4 are encoded by ``codec.device``, so that only the
-bytes, a word about faults and a norm leave it; with any other codec the pseudo-gradient does, and is encoded here.
-Either way the bytes are the same, and what they decode to is on both sides: here for the digest, there for the next
-update.
+On a host that is the codec itself.  On an accelerator a codec that has kernels (``codec.accelerated``) encodes there,
+so that only the bytes, a word about faults and a norm leave it; with any other the pseudo-gradient does, and is encoded
+here.  Either way the bytes are the same, and what they decode to is on both sides: here for the digest, there for the
+next update.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from diloco.codec.blocks import BlockCodec
+from diloco.codec.accelerated import accelerated
 from diloco.codec.buffers import Buffers
 from diloco.codec.contract import Carry, bytes_of, digest
-from diloco.codec.device import DeviceCodec, new_fault
+from diloco.codec.device import DevicePasses, new_fault
 from diloco.codec.digests import hasher
 from diloco.codec.fused import ranges
 from diloco.codec.sums import sum_of_products
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class Encoded:
     """The payload and what it decodes to, on the host and (``there``) where the model is.
 
-    ``norm`` is the L2 norm of what it decodes to, or of what was to be sent; ``digest`` that of the values ``decoded``.
+    ``norm`` is the L2 norm of what it decodes to; ``digest`` that of the values ``decoded``.
     ``fed`` is what is left to send, where feedback is on.
     """
 
@@ -50,25 +50,23 @@ class Encoded:
 class Encoder:
     """Encodes the updates of one site, one at a time, beside training; keeps its buffers from one to the next."""
 
-    def __init__(self, codec: Codec, place: Place, buffers: Buffers | None = None, *, feeds_back: bool = False) -> None:
+    def __init__(self, codec: Codec, place: Place, buffers: Buffers | None = None) -> None:
         """``buffers`` has memory for payloads on the host."""
         self.codec = codec
         self._buffers = buffers if buffers is not None else Buffers(0)
         self._place = place
-        self._device_codec: DeviceCodec | None = None
+        self._passes: DevicePasses | None = None
         self._pinned: dict[torch.dtype, Tensor] = {}
         self._where = "host"
         if place.is_host:
             return
-        plain = codec.plain
-        if not isinstance(plain, BlockCodec):
-            self._where = f"host, values from {place}: {plain.name} has no kernel there"
-        elif feeds_back:
-            self._where = f"host, values from {place}: feedback has no kernel there"
+        passes = accelerated(codec.plain)
+        if passes is None:
+            self._where = f"host, values from {place}: {codec.plain.name} has no kernel there"
         elif find_spec("triton") is None:
             self._where = f"host, values from {place}: Triton is not installed (pip install 'diloco[gpu]')"
         else:
-            self._device_codec, self._where = DeviceCodec(plain), f"{place}, Triton"
+            self._passes, self._where = passes, f"{place}, Triton"
 
     def __str__(self) -> str:
         """Where updates are encoded, and why there."""
@@ -81,13 +79,12 @@ class Encoder:
         """
         if self._place.is_host:
             return self._encode_here(inputs)
-        if self._device_codec is not None:
-            assert inputs.carried is None, "nothing is fed back there"
-            return self._encode_there(inputs, self._device_codec)
+        if self._passes is not None:
+            return self._encode_there(inputs, self._passes)
         measured = self._fetched(inputs)
         payload = self.codec.encode(measured)
-        norm = float(torch.linalg.vector_norm(measured))
         decoded = measured.clone() if self.codec.lossless else self.codec.decode(payload, measured.numel())
+        norm = float(torch.linalg.vector_norm(decoded))
         there = self._place.of(decoded)
         return Encoded(payload, decoded, there, norm, digest(decoded), self._fed_there(inputs, there))
 
@@ -132,22 +129,33 @@ class Encoder:
             torch.sub(inputs.carried.onto(fresh), there, out=residual)
         return Fed(inputs.carried, fresh, term, residual)
 
-    def _encode_there(self, inputs: SealInputs, codec: DeviceCodec) -> Encoded:
+    def _encode_there(self, inputs: SealInputs, passes: DevicePasses) -> Encoded:
         local, device = inputs.local, self._place.device
-        payload, fault = codec.payload(local.numel(), device), new_fault(device)
-        decoded, norm = torch.empty_like(local), torch.empty((), device=device)
+        payload, fault = passes.payload(local.numel(), device), new_fault(device)
+        # What it says takes the place of the site's values, as on the host.
+        decoded, norm = local, torch.empty((), device=device)
+        fed = None
+        if inputs.carried is not None:
+            fed = Fed(inputs.carried, *(torch.empty_like(local) for _ in range(3)))
         told = self._room(payload.numel(), torch.uint8)
         told_fault, told_norm = self._room(1, torch.int32), self._room(1, torch.float32)
         with self._place.beside():
-            codec.encode_difference(inputs.reference, local, inputs.in_flight, payload, fault, decoded)
+            if fed is None:
+                passes.encode_difference(inputs.reference, local, inputs.in_flight, payload, fault, decoded)
+            else:
+                fed.fresh.copy_(inputs.pseudo_gradient())
+                fed.residual.copy_(fed.carried.onto(fed.fresh))
+                passes.encode(fed.residual, payload, fault, decoded)
+                torch.sub(fed.fresh, decoded, out=fed.term)
+                fed.residual.sub_(decoded)
             torch.linalg.vector_norm(decoded, out=norm)
             told.copy_(payload, non_blocking=True)
             told_fault.copy_(fault, non_blocking=True)
             told_norm.copy_(norm, non_blocking=True)
-        codec.check(int(told_fault))
+        passes.check(int(told_fault))
         closed = bytes(self.codec.closed(told))
-        here = codec.codec.decode(told.numpy().data, local.numel())
-        return Encoded(closed, here, decoded, float(told_norm), digest(here))
+        here = self.codec.plain.decode(told.numpy().data, local.numel())
+        return Encoded(closed, here, decoded, float(told_norm), digest(here), fed)
 
     def _fetched(self, inputs: SealInputs) -> Tensor:
         """What is to be sent, measured where the values lie, here; valid until the next one is fetched."""

@@ -34,7 +34,7 @@ class Model:
 
     def __init__(self, codec: str, rule: str = "overwrite", beta: float = 1.0, alpha: float = 0.25) -> None:
         self.codec = make_codec(codec)
-        self.encoder = Encoder(self.codec, Place(HOST), feeds_back=beta > 0)
+        self.encoder = Encoder(self.codec, Place(HOST))
         self.parameters = {"w": torch.zeros(600)}
         self.tensors = SiteTensors(LAYOUT, self.parameters, rule, alpha, feedback=beta)
         self.version = 0

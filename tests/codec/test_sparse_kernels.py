@@ -1,0 +1,53 @@
+"""What the kernel keeps of a chunk is what the definition keeps, whatever the values are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from diloco.codec.device import new_fault
+from tests.codec.test_device import assert_same, payload_bytes
+from tests.codec.test_device_sparse import topk
+
+FP32_MAX = torch.finfo(torch.float32).max
+NAMES = ("topk", "topk:256x4", "topk:256x64", "topk:4096x1024")
+
+
+def assert_encodes(name: str, values: torch.Tensor, device: torch.device, why: str) -> None:
+    there, numel = topk(name), values.numel()
+    payload, fault = there.payload(numel, device).fill_(0xA5), new_fault(device)
+    decoded = torch.full((numel,), torch.nan, device=device)
+    there.encode(values.to(device), payload, fault, decoded)
+    there.check(int(fault))
+    expected = there.codec.encode(values)
+    assert payload_bytes(payload) == expected, f"{name}: {why}"
+    assert_same(decoded, there.codec.decode(expected, numel), f"{name}: {why}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sizes(name: str, kernel_device: torch.device) -> None:
+    """A short chunk keeps fewer, and of 1, 2 or 3 values all: then the last byte is not full."""
+    for numel in (1, 3, 256, 1025, 4096, 8195):
+        values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 1e-3
+        assert_encodes(name, values, kernel_device, f"{numel} values")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_values_are_kept_from_the_first(name: str, kernel_device: torch.device) -> None:
+    random = torch.Generator().manual_seed(3)
+    few = torch.randint(-2, 3, (4500,), generator=random).to(torch.float32)
+    for values in (few, torch.zeros(4500), torch.full((4500,), -1.5), few * 2.0**-149, torch.eye(67).view(-1)):
+        assert_encodes(name, values, kernel_device, f"{values[:4].tolist()}...")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_finite_bits(name: str, kernel_device: torch.device) -> None:
+    bits = torch.randint(-(2**31), 2**31, (5001,), generator=torch.Generator().manual_seed(1)).to(torch.int32)
+    values = bits.view(torch.float32)
+    assert_encodes(name, torch.where(torch.isfinite(values), values, -0.0), kernel_device, "any bits")
+
+
+def test_the_largest_values(kernel_device: torch.device) -> None:
+    values = torch.full((4096,), FP32_MAX)
+    values[::2] = -FP32_MAX / 2
+    assert_encodes("topk", values, kernel_device, "near the top")
