@@ -92,25 +92,28 @@ class Snapshots:
         """The snapshots that exist, rising."""
         return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdigit())
 
-    def write(self, snapshot: Snapshot, fragments: Iterable[FragmentValues] | None = None) -> int:
+    def write(self, snapshot: Snapshot, fragments: Iterable[tuple[int, FragmentValues]] | None = None) -> int:
         """Write ``snapshot`` durably; returns its size in bytes.  Nothing of the values is copied on the way.
 
-        ``fragments`` are its own, where it holds none itself: each is asked for when the one before it is written, so
-        that a fragment that has a newer version by then need not be kept any longer.
+        ``fragments`` are its own, each with its index, where it holds none itself: one is asked for when the one before
+        it is written, so that a fragment that has a newer version by then need not be kept any longer.
 
         ``DiskFullError when there is no room for it: nothing of it is left, and it may be tried again.
         """
         number = max((int(path.name[:8]) for path in self.folder.glob("[0-9]*")), default=0) + 1
         beside = self.folder / f".{number:08d}.tmp"
         try:
-            return self._write(snapshot, snapshot.fragments if fragments is None else fragments, number, beside)
+            own = enumerate(snapshot.fragments) if fragments is None else fragments
+            return self._write(snapshot, own, number, beside)
         except OSError as error:
             if not is_full(error):
                 raise
             self._disk.remove(beside, Step.SNAPSHOT_PRUNE)
             raise DiskFullError(error.errno, error.strerror) from error
 
-    def _write(self, snapshot: Snapshot, fragments: Iterable[FragmentValues], number: int, beside: Path) -> int:
+    def _write(
+        self, snapshot: Snapshot, fragments: Iterable[tuple[int, FragmentValues]], number: int, beside: Path
+    ) -> int:
         self._disk.make_folder(beside, Step.SNAPSHOT_BEGIN)
         files: dict[str, dict[str, object]] = {}
         size = 0
@@ -215,9 +218,9 @@ class Snapshots:
 
 
 def _files(
-    snapshot: Snapshot, fragments: Iterable[FragmentValues]
+    snapshot: Snapshot, fragments: Iterable[tuple[int, FragmentValues]]
 ) -> Iterator[tuple[str, Iterable[bytes | memoryview]]]:
-    for index, values in enumerate(fragments):
+    for index, values in fragments:
         yield f"fragment-{index}.safetensors", pack(values)
     state = {
         "state": snapshot.state,

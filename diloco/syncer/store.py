@@ -297,17 +297,18 @@ class Store:
         ``DiskFullError`` when there is no room to begin: nothing has changed.
 
         The rest writes the snapshot, a fragment after the other, each when ``check`` has looked at it and not kept for
-        longer, and then lets go of the snapshots that retention does not keep, and of the journal
-        segments and payloads that none of those left needs.
+        longer: those first of which ``values``, which may go on, holds a newer version by then.  Then it lets go of the
+        snapshots that retention does not keep, and of the journal segments and payloads that none of those left needs.
         """
         place = place or self.journal.rotate()
         snapshot = Snapshot(machine.snapshot(), (), place.segment, place.chain)
-        held = list(values)
+        held = dict(enumerate(values))
 
-        def in_turn() -> Iterator[FragmentValues]:
-            for index in range(len(held)):
-                check(index, held[0])
-                yield held.pop(0)
+        def in_turn() -> Iterator[tuple[int, FragmentValues]]:
+            while held:
+                index = next((each for each in held if values[each] is not held[each]), min(held))
+                check(index, held[index])
+                yield index, held.pop(index)
 
         def write() -> int:
             size = self.snapshots.write(snapshot, in_turn())

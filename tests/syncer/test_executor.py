@@ -108,6 +108,17 @@ def test_a_range_that_is_not_finite_ends_the_step_whatever_the_others_are(
     assert run_outer_step(command, holding(-huge), spool, SGD, "fp32", threads=threads) is None
 
 
+def test_without_momentum_a_version_that_is_sent_whole_is_one_tensor(tmp_path: Path) -> None:
+    spool, rule = Spool(tmp_path), OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0)
+    part = Contribution("a", 1.0, 4, (stored(spool, "a", 1, dice("d", 0)),))
+    result = step(spool, [part], holding(dice("theta", 0)), "fp32", rule)
+    assert isinstance(result, OuterResult)
+    values = result.values
+    assert values.published.data_ptr() == values.theta.data_ptr()
+    assert values.momentum is None
+    assert bytes(result.downlink) == bytes(bytes_of(values.theta))
+
+
 def test_a_step_says_what_its_stages_took(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     part = Contribution("a", 1.0, 4, (stored(spool, "a", 1, dice("d", 0)),))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from diloco.durable import DiskFullError
 from diloco.syncer.journal_files import JournalFiles, Position
-from diloco.syncer.snapshots import Snapshot, Snapshots
+from diloco.syncer.snapshots import Snapshot, Snapshots, same_values
 from diloco.wire.messages import Refusal, Status
 from tests.syncer.building import Events, eventually, join, push, serving, update
+from tests.syncer.desk import Desk
 from tests.syncer.test_server import merged
 
 
@@ -75,3 +77,21 @@ def test_a_snapshot_that_finds_no_room_half_way_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
     snapshots.write(Snapshot({"sites": {}}, (), place.segment))
     assert snapshots.numbers() == [1]
+
+
+def test_a_snapshot_writes_first_what_has_a_newer_version_by_then(tmp_path: Path) -> None:
+    """What nobody but the snapshot holds any more is let go of sooner."""
+    desk = Desk(tmp_path / "run")
+    desk.begin()
+    live = list(desk.values)
+    seen: list[tuple[int, int]] = []
+    write = desk.store.snapshot_writer(
+        desk.machine, live, check=lambda index, values: seen.append((index, values.version))
+    )
+    before = live[1]
+    live[1] = replace(before, version=before.version + 1)
+    write()
+    assert seen == [(1, 0), (0, 0)]
+    kept = desk.store.snapshots.load(desk.store.snapshots.numbers()[-1])
+    assert all(same_values(mine, theirs) for mine, theirs in zip(kept.fragments, [live[0], before], strict=True))
+    desk.close()
