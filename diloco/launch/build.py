@@ -20,6 +20,7 @@ from diloco.inner.data import CorpusManifest, DataOptions, TokenStream, prepare_
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.optimizer import InnerOptions, build_optimizers
 from diloco.inner.trainer import Trainer, TrainerOptions
+from diloco.launch.adapting import adapt_options, up_codecs
 from diloco.launch.config import shared_config, shared_digest
 from diloco.launch.errors import ConfigError
 from diloco.launch.replicating import lease, replication_options
@@ -214,6 +215,7 @@ def agent_options(config: RunConfig, folder: Path) -> AgentOptions:
     """A site's agent, with ``folder`` for its own."""
     site = config.site
     _codec("codec.up", config.codec.up)
+    _codec("codec.down", config.codec.down)
     if not 0 <= config.outer.adopt_alpha <= 1:
         raise ConfigError(f"outer.adopt_alpha is {config.outer.adopt_alpha}: from 0 to 1")
     feedback = _feedback(config)
@@ -222,6 +224,7 @@ def agent_options(config: RunConfig, folder: Path) -> AgentOptions:
             folder=str(folder),
             up_codec=config.codec.up,
             feedback=feedback,
+            adapt=adapt_options(config, layout_of(config)),
             adopt_alpha=config.outer.adopt_alpha,
             join_timeout_s=site.join_timeout_s,
             finish_timeout_s=site.finish_timeout_s,
@@ -236,7 +239,7 @@ def syncer_options(config: RunConfig, run_dir: RunDir) -> SyncerOptions:
     with _section("cluster.syncer"):
         return SyncerOptions(
             folder=syncer.folder or str(run_dir.syncer),
-            up_codecs=[config.codec.up],
+            up_codecs=up_codecs(config),
             down_codec=config.codec.down,
             snapshot_every=syncer.snapshot_every,
             downlinks_kept=syncer.downlinks_kept,

@@ -162,6 +162,8 @@ class CodecSection:
 
     up: str = "int4:32+zstd1"
     """Pseudo-gradients."""
+    up_allowed: list[str] = field(default_factory=list)
+    """Others that a site may send pseudo-gradients in, when its link asks for it (site.adapt)."""
     down: str = "int4:32+zstd1"
     """Versions."""
     feedback: float | None = None
@@ -229,6 +231,8 @@ class SiteSection:
     """A file with this site's token, mode 0600; read again when it changes, as certificate and key are."""
     insecure_non_loopback: bool = False
     """Permit a token over an unencrypted link."""
+    adapt: bool = False
+    """Choose by what the link carries: among codec.up and codec.up_allowed."""
     metrics: str = ""
     """host:port of a page for Prometheus; a port alone: loopback; empty: none."""
     canary_every_s: float = 0.0

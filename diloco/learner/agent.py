@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.codec import native
-from diloco.codec.registry import make_codec
 from diloco.durable import PLAIN_DISK
 from diloco.inner.trainer import StepInfo, Verdict
 from diloco.learner.couriers import Fetcher, Listener, Pause, Sender
-from diloco.learner.encoding import Encoder
+from diloco.learner.encoding import encoders
 from diloco.learner.follower import ADOPTED, GO_ON, STOP
-from diloco.learner.link_meter import LinkMeter
+from diloco.learner.link_use import LinkUse
 from diloco.learner.meter import Meter
 from diloco.learner.odometer import Odometer
 from diloco.learner.outbox import Outbox
@@ -102,7 +101,7 @@ class Agent:
         self._odometer = Odometer(Path(options.folder) / "odometer", disk)
         place = place_of(parameters.values())
         self._tensors = SiteTensors(layout, parameters, learner.adopt, options.adopt_alpha, place, options.feedback)
-        self._meter, self._link = Meter(), LinkMeter(client)
+        self._meter, self._use = Meter(), LinkUse(client, options.choices(), emit)
         self._changed = threading.Condition(threading.RLock())
         self._redo = redo
         self._machine = restored_machine(learner, restored, redo, self._outbox, self._odometer, self._tensors)
@@ -112,7 +111,7 @@ class Agent:
         self._sealer = self._sealing()
         self._sender = Sender(
             client,
-            self._link,
+            self._use.link,
             self._outbox,
             self._incarnation,
             self._epoch,
@@ -125,7 +124,7 @@ class Agent:
         )
         self._fetcher = Fetcher(
             client,
-            self._link,
+            self._use.link,
             agreement.run_id,
             site_id,
             self._tensors,
@@ -144,7 +143,7 @@ class Agent:
         return Sealer(
             self._agreement.run_id,
             self._site_id,
-            self._encoding(),
+            encoders(self._use.codecs, self._tensors),
             self._outbox,
             self._incarnation,
             self._keep_sealed,
@@ -152,9 +151,6 @@ class Agent:
             self._emit,
             self._stopping,
         )
-
-    def _encoding(self) -> Encoder:
-        return Encoder(make_codec(self._options.up_codec), self._tensors.place, self._tensors.buffers)
 
     def _listening(self) -> Listener:
         return Listener(
@@ -171,7 +167,7 @@ class Agent:
     def _in_touch(self) -> Touch:
         return Touch(
             self._client,
-            self._link,
+            self._use,
             self._agreement.run_id,
             self._site_id,
             self._machine,
@@ -362,7 +358,8 @@ class Agent:
                     self._emit("retaken", {**facts, **lost})
                 case Seal():
                     inputs: SealInputs = self._tensors.measure(effect.fragment, effect.in_flight)
-                    self._sealer.queue.put(SealJob(effect, inputs))
+                    codec = self._use.codec(self._machine.state.step_ns)
+                    self._sealer.queue.put(SealJob(effect, inputs, codec))
                 case Send():
                     self._sender.queue.put((effect.fragment, effect.sequence))
                 case Forget():

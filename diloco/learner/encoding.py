@@ -22,13 +22,16 @@ from diloco.codec.contract import Carry, bytes_of, digest
 from diloco.codec.device import DevicePasses, new_fault
 from diloco.codec.digests import hasher
 from diloco.codec.fused import ranges
+from diloco.codec.registry import make_codec
 from diloco.codec.sums import sum_of_products
 from diloco.learner.residuals import Fed
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from diloco.codec.contract import Codec
     from diloco.learner.place import Place
-    from diloco.learner.site_tensors import SealInputs
+    from diloco.learner.site_tensors import SealInputs, SiteTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,3 +175,9 @@ class Encoder:
         if held is None or held.numel() < numel:
             held = self._pinned[dtype] = self._place.pinned(numel, dtype)
         return held[:numel]
+
+
+def encoders(codecs: Sequence[str], site_tensors: SiteTensors) -> list[Encoder]:
+    """One for each of ``codecs``, all with the same buffers: a site makes one update at a time."""
+    place, buffers = site_tensors.place, site_tensors.buffers
+    return [Encoder(make_codec(codec), place, buffers) for codec in codecs]

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from diloco.sync.links import LinkEstimator
-from diloco.wire.messages import LinkInfo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,11 +31,6 @@ class LinkMeter:
         """What is known of the link by now."""
         with self._lock:
             return self._estimator.estimate()
-
-    def info(self) -> LinkInfo:
-        """The same, for who reads it."""
-        found = self.read()
-        return LinkInfo(found.rtt_ns, found.up_bytes_per_s, found.down_bytes_per_s)
 
     @contextmanager
     def control(self) -> Iterator[None]:

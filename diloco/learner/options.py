@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diloco.codec.registry import make_codec
+from diloco.sync.adapting import AdaptOptions, Way
 
 
 @dataclass(kw_only=True, slots=True)
@@ -22,6 +23,8 @@ class AgentOptions:
     finish_timeout_s: float = 30.0
     """Longest wait at the end for what was sent to be accepted, and then again for its fate."""
     meter_every_s: float = 2.0
+    adapt: AdaptOptions | None = None
+    """What may be chosen by the link; None: nothing."""
 
     def __post_init__(self) -> None:
         codec = make_codec(self.up_codec)
@@ -34,3 +37,11 @@ class AgentOptions:
         for name in ("join_timeout_s", "lock_step_timeout_s", "finish_timeout_s", "meter_every_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: positive")
+        for way in self.choices().ways:
+            make_codec(way.codec)
+        if self.choices().ways[0].codec != self.up_codec:
+            raise ValueError(f"adapt is {self.adapt!r}: up_codec={self.up_codec} must be its first way")
+
+    def choices(self) -> AdaptOptions:
+        """What an update may be sent by."""
+        return self.adapt or AdaptOptions(ways=(Way(self.up_codec, 0),))

@@ -21,7 +21,7 @@ from diloco.wire.messages import PushHeader
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from diloco.learner.encoding import Encoder
     from diloco.learner.outbox import Outbox
@@ -37,6 +37,8 @@ class SealJob:
 
     effect: Seal
     inputs: SealInputs
+    codec: str
+    """By whose name the update is encoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class Sealer:
         self,
         run_id: str,
         site_id: str,
-        encoder: Encoder,
+        encoders: Sequence[Encoder],
         outbox: Outbox,
         incarnation: Callable[[], int],
         keep: Callable[[SealedUpdate], None],
@@ -93,10 +95,14 @@ class Sealer:
         emit: Callable[[str, dict[str, object]], None],
         stopping: threading.Event,
     ) -> None:
-        """``keep`` gets every update that is durable; a full disk is waited for, until ``stopping``."""
+        """``encoders`` are those of all codecs that a job may name, the configured one first.
+
+        ``keep`` gets every update that is durable; a full disk is waited for, until ``stopping``.
+        """
         self._run_id = run_id
         self._site_id = site_id
-        self.encoder = encoder
+        self.encoder = encoders[0]
+        self._encoders = {each.codec.name: each for each in encoders}
         self._outbox = outbox
         self._incarnation = incarnation
         self._keep = keep
@@ -114,16 +120,17 @@ class Sealer:
             self._seal(job)
 
     def _seal(self, job: SealJob) -> None:
-        effect = job.effect
+        effect, encoder = job.effect, self._encoders[job.codec]
         try:
-            sealed = seal(job, self.encoder, self._run_id, self._site_id, self._incarnation())
+            sealed = seal(job, encoder, self._run_id, self._site_id, self._incarnation())
         except NonFiniteError:
             self._tell(SealFailed(effect.fragment, effect.sequence))
             return
         if not self._put(sealed):
             return
         facts: dict[str, object] = {"fragment": effect.fragment, "sequence": effect.sequence, "steps": effect.steps}
-        stage = stage_of(self.encoder.codec, sealed.payload)
+        facts["codec"] = job.codec
+        stage = stage_of(encoder.codec, sealed.payload)
         if stage is not None:
             facts["stage"] = stage
         if sealed.fed is not None:

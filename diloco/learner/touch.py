@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable
 
-    from diloco.learner.link_meter import LinkMeter
+    from diloco.learner.link_use import LinkUse
     from diloco.learner.meter import Meter
     from diloco.learner.site_tensors import SiteTensors
     from diloco.sync.events import LearnerEvent
@@ -32,7 +32,7 @@ class Touch:
     def __init__(
         self,
         client: SyncClient,
-        link: LinkMeter,
+        use: LinkUse,
         run_id: str,
         site_id: str,
         machine: LearnerSync,
@@ -46,7 +46,7 @@ class Touch:
         meter_every_s: float,
     ) -> None:
         self._client = client
-        self._link = link
+        self._use = use
         self._run_id = run_id
         self._site_id = site_id
         self._machine = machine
@@ -109,10 +109,10 @@ class Touch:
         reading = self._meter.read()
         with self._changed:
             digests = self._echo.digests(self._tensors.base)
-            state, link = self._machine.state, self._link.info()
+            state, link = self._machine.state, self._use.info(self._machine.state.step_ns)
             info = report_info(self._run_id, self._site_id, state, reading, self._client, digests, link)
         try:
-            with self._link.control():
+            with self._use.link.control():
                 reply = self._client.report(info)
         except (Unreachable, Refused):
             # The Watch stream notices as well, and joins again when the syncer is back.  But one that waits for its
@@ -132,5 +132,6 @@ class Touch:
         """Emit the totals of this process as an event."""
         reading = self._meter.read()
         with self._changed:
-            fields = meter_fields(self._machine.state, reading, self._client, self._link.info())
+            state = self._machine.state
+            fields = meter_fields(state, reading, self._client, self._use.info(state.step_ns))
         self._emit("meter", fields)

@@ -64,7 +64,7 @@ class Poisoner(Agent):
                 honest(job)
                 return
             truth = job.inputs.pseudo_gradient()
-            honest(SealJob(effect, Poison(job.inputs, self.strength)))
+            honest(replace(job, inputs=Poison(job.inputs, self.strength)))
             with self._changed:
                 self._tensors.sent[effect.fragment, effect.sequence] = truth
                 self.sent.add(effect.sequence)

@@ -22,7 +22,7 @@ def test_what_calls_took_is_what_the_link_is(monkeypatch: pytest.MonkeyPatch) ->
     traffic, now = Traffic(), [0]
     monkeypatch.setattr(link_meter.time, "monotonic_ns", lambda: now[0])
     meter = LinkMeter(traffic)  # type: ignore[arg-type]
-    assert (meter.read().rtt_ns, meter.info().up_bytes_per_s) == (0, 0)
+    assert (meter.read().rtt_ns, meter.read().up_bytes_per_s) == (0, 0)
     with meter.control():
         now[0] += 20 * MS
     with meter.up():
@@ -31,7 +31,7 @@ def test_what_calls_took_is_what_the_link_is(monkeypatch: pytest.MonkeyPatch) ->
     with meter.down():
         traffic.bytes_down += 3_000_000
         now[0] += 340 * MS
-    found = meter.info()
+    found = meter.read()
     assert (found.rtt_ns, found.up_bytes_per_s, found.down_bytes_per_s) == (20 * MS, 10_000_000, 10_000_000)
 
 

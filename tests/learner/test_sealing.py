@@ -40,7 +40,7 @@ def inputs() -> SealInputs:
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4:32+zstd1"])
 def test_the_header_is_that_of_the_payload_and_decoded_is_what_the_syncer_reads(codec: str) -> None:
-    sealed = seal(SealJob(EFFECT, inputs()), encoder(codec), "run", "a", 4)
+    sealed = seal(SealJob(EFFECT, inputs(), codec), encoder(codec), "run", "a", 4)
     measured = dice("base", 0) - dice("local", 0) - dice("d5", 0) - dice("d6", 0)
     header = sealed.header
     assert (header.run_id, header.site_id, header.incarnation) == ("run", "a", 4)
@@ -57,7 +57,7 @@ def test_the_header_is_that_of_the_payload_and_decoded_is_what_the_syncer_reads(
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_values_that_are_not_finite_are_never_encoded(codec: str, bad: float) -> None:
-    job = SealJob(EFFECT, inputs())
+    job = SealJob(EFFECT, inputs(), codec)
     job.inputs.local[3] = bad
     with pytest.raises(NonFiniteError):
         seal(job, encoder(codec), "run", "a", 4)
@@ -70,7 +70,7 @@ def test_an_update_is_in_the_outbox_before_it_is_told_and_out_of_it_when_it_is_d
     sealer = Sealer(
         "run",
         "a",
-        encoder("fp32"),
+        [encoder("fp32")],
         outbox,
         lambda: 4,
         lambda sealed: found.append((sealed, outbox.digests())),
@@ -79,7 +79,7 @@ def test_an_update_is_in_the_outbox_before_it_is_told_and_out_of_it_when_it_is_d
         threading.Event(),
     )
     ruined = SealInputs(dice("base", 0), dice("local", 0) / 0.0, [])
-    for order in (SealJob(EFFECT, inputs()), SealJob(replace(EFFECT, sequence=8), ruined), None):
+    for order in (SealJob(EFFECT, inputs(), "fp32"), SealJob(replace(EFFECT, sequence=8), ruined, "fp32"), None):
         sealer.queue.put(order)
     sealer.run()
     ((sealed, held),) = found
@@ -117,7 +117,7 @@ def test_a_full_disk_is_waited_for_and_said_once(tmp_path: Path, monkeypatch: py
     sealer = Sealer(
         "run",
         "a",
-        encoder("fp32"),
+        [encoder("fp32")],
         outbox,
         lambda: 4,
         kept.append,
@@ -125,7 +125,7 @@ def test_a_full_disk_is_waited_for_and_said_once(tmp_path: Path, monkeypatch: py
         lambda name, facts: said.append(facts.get("note", name)),
         stopping,
     )
-    for order in (SealJob(EFFECT, inputs()), None):
+    for order in (SealJob(EFFECT, inputs(), "fp32"), None):
         sealer.queue.put(order)
     sealer.run()
     assert said == (["disk_full"] if stops else ["disk_full", "disk_has_room", "sealed"])
@@ -138,7 +138,7 @@ def test_what_became_of_the_entropy_stage_is_said(tmp_path: Path, codec: str, st
     sealer = Sealer(
         "run",
         "a",
-        encoder(codec),
+        [encoder(codec)],
         Outbox(tmp_path),
         lambda: 4,
         lambda sealed: None,
@@ -147,7 +147,30 @@ def test_what_became_of_the_entropy_stage_is_said(tmp_path: Path, codec: str, st
         threading.Event(),
     )
     even = SealInputs(torch.ones(4096), torch.zeros(4096), [])
-    for order in (SealJob(EFFECT, inputs() if stage == "raw" else even), None):
+    for order in (SealJob(EFFECT, inputs() if stage == "raw" else even, codec), None):
         sealer.queue.put(order)
     sealer.run()
     assert said[0].get("stage") == stage
+
+
+def test_each_update_is_encoded_as_its_job_says(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path)
+    kept: list[SealedUpdate] = []
+    said: list[object] = []
+    sealer = Sealer(
+        "run",
+        "a",
+        [encoder("int8"), encoder("int4")],
+        outbox,
+        lambda: 4,
+        kept.append,
+        lambda event: None,
+        lambda name, facts: said.append(facts["codec"]),
+        threading.Event(),
+    )
+    for sequence, codec in enumerate(["int8", "int4", "int8"], 1):
+        sealer.queue.put(SealJob(replace(EFFECT, sequence=sequence), inputs(), codec))
+    sealer.queue.put(None)
+    sealer.run()
+    assert [each.header.encoding for each in kept] == ["int8", "int4", "int8"] == said
+    assert [outbox.get(0, sequence, 4)[0].encoding for sequence in (1, 2, 3)] == ["int8", "int4", "int8"]

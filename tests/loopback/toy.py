@@ -36,6 +36,7 @@ from diloco.learner.options import AgentOptions
 from diloco.learner.site_tensors import SiteTensors
 from diloco.outer.fragments import Layout, gather, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.sync.adapting import AdaptOptions
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import HealthOptions, LearnerOptions, OuterOptions
 from diloco.syncer.journal_files import JournalFiles
@@ -66,6 +67,9 @@ class Toy:
     folder: str
     seed: int = 0
     codec: str = "fp32"
+    allowed: tuple[str, ...] = ()
+    """Other codecs that updates may come in."""
+    adapt: AdaptOptions | None = None
     adopt: str = "rebase"
     inner_steps: int = 5
     lock_step: bool = False
@@ -110,7 +114,7 @@ class Toy:
     def options(self, folder: str = "syncer") -> SyncerOptions:
         return SyncerOptions(
             folder=f"{self.folder}/{folder}",
-            up_codecs=[self.codec],
+            up_codecs=[self.codec, *self.allowed],
             down_codec=self.codec,
             snapshot_every=self.snapshot_every,
             heartbeat_s=0.2,
@@ -165,7 +169,11 @@ class Toy:
             num_fragments=self.fragments, inner_steps=self.inner_steps, adopt=self.adopt, lock_step=self.lock_step
         )
         options = AgentOptions(
-            folder=f"{self.folder}/{site}", up_codec=self.codec, finish_timeout_s=10.0, join_timeout_s=120.0
+            folder=f"{self.folder}/{site}",
+            up_codec=self.codec,
+            finish_timeout_s=10.0,
+            join_timeout_s=120.0,
+            adapt=self.adapt,
         )
         client = SyncClient(address, site, RUN, SecurityOptions(token=self.token), ClientOptions(**self.client))  # type: ignore[arg-type]
         group = group or SiteGroup()

@@ -1,0 +1,69 @@
+"""What a site may choose from by its link (``site.adapt``), out of the configuration and of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.codec.registry import make_codec
+from diloco.launch.errors import ConfigError
+from diloco.sync.adapting import AdaptOptions, Way
+
+if TYPE_CHECKING:
+    from diloco.launch.schema import RunConfig
+    from diloco.outer.fragments import Layout
+
+WINDOW_BYTES = 4 << 20
+"""Linux's own default, where this machine does not say."""
+TCP_WMEM = Path("/proc/sys/net/ipv4/tcp_wmem")
+
+
+def up_codecs(config: RunConfig) -> list[str]:
+    """Every codec that an update may come in, the configured one first; ConfigError for what is none of its kind."""
+    codec = config.codec
+    found = [codec.up, *codec.up_allowed]
+    for name in codec.up_allowed:
+        try:
+            make_codec(name)
+        except ValueError as error:
+            raise ConfigError(str(error).replace("codec is", "codec.up_allowed has", 1)) from error
+        if found.count(name) > 1:
+            raise ConfigError(f"codec.up_allowed has {name!r} twice, or again what codec.up is")
+    return found
+
+
+def adapt_options(config: RunConfig, layout: Layout, window: Path = TCP_WMEM) -> AdaptOptions:
+    """The ways that a site may send by: without ``site.adapt`` the configured one alone."""
+    if config.site.adapt:
+        _check(config)
+    names = up_codecs(config) if config.site.adapt else [config.codec.up]
+    numels = [fragment.numel for fragment in layout.fragments]
+    return AdaptOptions(
+        ways=tuple(Way(name, _bytes(name, numels)) for name in names),
+        version_bytes=_bytes(config.codec.down, numels),
+        num_fragments=len(numels),
+        inner_steps=config.outer.inner_steps,
+        window_bytes=_window_bytes(window),
+    )
+
+
+def _check(config: RunConfig) -> None:
+    if config.outer.lock_step:
+        raise ConfigError("site.adapt is True: under outer.lock_step a run's bits must not hang on what a link carries")
+    if config.outer.adopt != "rebase":
+        raise ConfigError(
+            f"site.adapt is True: with outer.adopt={config.outer.adopt} what a coarser codec rounds off is lost; "
+            "under rebase it goes out with the next update"
+        )
+
+
+def _bytes(codec: str, numels: list[int]) -> int:
+    return sum(make_codec(codec).payload_bytes_max(numel) for numel in numels)
+
+
+def _window_bytes(path: Path) -> int:
+    """The most that the kernel lets one socket have on the way."""
+    try:
+        return max(1, int(path.read_text("ascii").split()[-1]))
+    except (OSError, ValueError, IndexError):
+        return WINDOW_BYTES

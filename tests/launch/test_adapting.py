@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from diloco.codec.registry import make_codec
+from diloco.launch import build
+from diloco.launch.adapting import WINDOW_BYTES, adapt_options, up_codecs
+from diloco.launch.config import compose, shared_config
+from diloco.launch.errors import ConfigError
+from diloco.launch.run_dir import RunDir
+from tests.launch.processes import TINY
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ALLOWED = ["codec.up=int8", "codec.up_allowed=[int4,'topk']"]
+
+
+def test_without_it_there_is_one_way_and_the_syncer_takes_what_is_allowed(tmp_path: Path) -> None:
+    config = compose([*TINY, *ALLOWED])
+    layout = build.layout_of(config)
+    assert [way.codec for way in adapt_options(config, layout).ways] == ["int8"]
+    assert up_codecs(config) == ["int8", "int4", "topk"]
+    assert build.syncer_options(config, RunDir(tmp_path)).up_codecs == ["int8", "int4", "topk"]
+    assert build.agent_options(config, tmp_path).choices().ways[0].codec == "int8"
+
+
+def test_with_it_a_way_has_the_bytes_of_all_fragments(tmp_path: Path) -> None:
+    config = compose([*TINY, *ALLOWED, "site.adapt=true", "outer.num_fragments=2", "outer.inner_steps=7"])
+    layout = build.layout_of(config)
+    options = adapt_options(config, layout, tmp_path / "nowhere")
+    numels = [fragment.numel for fragment in layout.fragments]
+    for way in options.ways:
+        assert way.update_bytes == sum(make_codec(way.codec).payload_bytes_max(numel) for numel in numels)
+    assert (options.num_fragments, options.inner_steps, options.window_bytes) == (2, 7, WINDOW_BYTES)
+    assert build.agent_options(config, tmp_path).choices() == adapt_options(config, layout)
+
+
+@pytest.mark.parametrize(
+    ("told", "window"), [("4096\t16384\t4194304\n", 4194304), ("", WINDOW_BYTES), ("a b c", WINDOW_BYTES)]
+)
+def test_the_window_is_what_the_kernel_says(tmp_path: Path, told: str, window: int) -> None:
+    (tmp_path / "tcp_wmem").write_text(told)
+    config = compose(TINY)
+    assert adapt_options(config, build.layout_of(config), tmp_path / "tcp_wmem").window_bytes == window
+
+
+def test_what_is_allowed_is_shared_and_what_a_site_does_with_it_is_not() -> None:
+    plain, allowed = shared_config(compose(TINY)), shared_config(compose([*TINY, "codec.up_allowed=[int8]"]))
+    assert "codec.up_allowed" not in plain
+    assert allowed["codec.up_allowed"] == '["int8"]'
+    assert shared_config(compose([*TINY, "site.adapt=true"])) == plain
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["codec.up_allowed=[int5]"], "codec.up_allowed has 'int5': one of"),
+        (["codec.up=int8", "codec.up_allowed=[int8]"], "codec.up_allowed has 'int8' twice, or again what codec.up is"),
+        (["codec.up_allowed=[fp32,fp32]"], "codec.up_allowed has 'fp32' twice"),
+        (["site.adapt=true", "outer.lock_step=true"], "site.adapt is True: under outer.lock_step"),
+        (["site.adapt=true", "outer.adopt=overwrite"], "site.adapt is True: with outer.adopt=overwrite"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_words(settings: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build.check(compose([*TINY, *settings]))
+    assert words in str(error.value)
