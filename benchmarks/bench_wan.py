@@ -4,8 +4,9 @@ Each site has a network namespace behind an emulated link that the kernel's own 
 programs are those of ``rounds``.  By link and congestion control: ``rate_fraction``, payload per second in both
 directions while a transfer runs (from 1 % of its bytes to 99 %, so with its slow start), as a share of the link's rate;
 ``round_over_ideal``, the round without the outer step that is stated beside it, over (encoded bytes up + down of the
-busiest link / rate + 2 round trips).  torchft's two members stand at the two ends of one such link, which is the least
-that can be between two sites.  Ours and theirs take turns, in both orders.  It is no row where the emulator was late.
+busiest link / rate + 2 round trips); and where the time went, by when the bytes crossed.  torchft's two members stand
+at the two ends of one such link, which is the least that can be between two sites.  Ours and theirs take turns, in both
+orders.  Where the emulator was late there is no row.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ import subprocess
 import threading
 import time
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from benchmarks.bench_round import checked
 from benchmarks.peers.task import Task, reports_in, round_seconds
 from benchmarks.record import ROOT, add_arguments, finish, percentile, record
 from benchmarks.rounds import Case, measure_ours
+from diloco.sync.links import channels_for
 from diloco.wan.netns import SYNCER, Netns, UnfaithfulError, available_congestions, unavailable
 from diloco.wan.pipe import PipeOptions
 
@@ -32,6 +37,7 @@ LIGHTHOUSE_PORT = 29510
 SAMPLE_S = 0.01
 BULK_BYTES_MIN = 256 * 1024
 """A direction that carried less in a round carried no transfer."""
+STAGES = ("seal_s", "up_s", "outer_step_s", "down_s", "adopt_s")
 WIDE = {"ipv4.tcp_wmem": "4096 65536 67108864", "ipv4.tcp_rmem": "4096 131072 67108864"}
 KERNELS = {"stock": {}, "tuned": {**WIDE, "ipv4.tcp_slow_start_after_idle": "0"}}
 
@@ -63,6 +69,27 @@ LINKS = (
 )
 
 
+@dataclass(frozen=True)
+class Crossing:
+    """One site's round: when it began and ended, when its transfers crossed, and their payload bytes by way."""
+
+    began_s: float
+    up: tuple[float, float]
+    down: tuple[float, float]
+    ended_s: float
+    payload_bytes: Mapping[int, float]
+
+    def mbps(self) -> tuple[float, float]:
+        """What the transfers had, up and down."""
+        up_s, down_s = self.up[1] - self.up[0], self.down[1] - self.down[0]
+        return self.payload_bytes[0] * 8e-6 / up_s, self.payload_bytes[1] * 8e-6 / down_s
+
+    def stages_s(self) -> dict[str, float]:
+        """Where the round went: before the first bytes, up, until the first come back, down, and what is left."""
+        marks = (self.began_s, *self.up, *self.down, self.ended_s)
+        return dict(zip(STAGES, (end - begin for begin, end in pairwise(marks)), strict=True))
+
+
 class Sampler:
     """How many bytes have crossed each link, again and again, with the instants."""
 
@@ -84,8 +111,8 @@ class Sampler:
         self._stop.set()
         self._thread.join()
 
-    def busy_s(self, site: str, way: int, began_s: float, ended_s: float) -> float | None:
-        """How long a link took from 1 % to 99 % of what crossed it in a span, or None if that was no transfer."""
+    def busy(self, site: str, way: int, began_s: float, ended_s: float) -> tuple[float, float] | None:
+        """When 1 % and when 99 % of what crossed a link in a span had, or None if that was no transfer."""
         first, last = bisect_left(self._at_s, began_s), bisect_left(self._at_s, ended_s)
         series = [
             (at, crossed[site][way])
@@ -95,10 +122,16 @@ class Sampler:
             return None
         base, total = series[0][1], series[-1][1] - series[0][1]
         marks = [next(at for at, crossed in series if crossed - base >= share * total) for share in (0.01, 0.99)]
-        return marks[1] - marks[0]
+        return marks[0], marks[1]
 
 
-def ours(network: Netns, link: Link, task: Task, arguments: argparse.Namespace) -> dict[str, Any]:
+def window_bytes(kernel: str) -> int:
+    """The largest buffer with which one socket sends: what was set, or what this machine has."""
+    setting = KERNELS[kernel].get("ipv4.tcp_wmem") or Path("/proc/sys/net/ipv4/tcp_wmem").read_text("ascii")
+    return int(setting.split()[2])
+
+
+def ours(network: Netns, link: Link, task: Task, channels: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Our rounds over ``link``."""
     names = [f"site-{index}" for index in range(task.sites)]
     case = Case(
@@ -107,7 +140,7 @@ def ours(network: Netns, link: Link, task: Task, arguments: argparse.Namespace) 
         listen="0.0.0.0:7077",
         places={name: network.place(name) for name in (SYNCER, *names)},
         dial={name: network.syncer_address(name) for name in names},
-        client={"data_channels": arguments.channels} if arguments.channels else {},
+        client={"data_channels": channels},
     )
     sampler = Sampler(network)
     try:
@@ -115,26 +148,28 @@ def ours(network: Netns, link: Link, task: Task, arguments: argparse.Namespace) 
     finally:
         sampler.stop()
     sites = found["sites"]
-    fractions: dict[int, list[float]] = {0: [], 1: []}
+    rounds = []
     for name, site in zip(names, sites, strict=True):
+        payload = {way: 0.98 * site[key] / task.rounds_in_all for way, key in enumerate(("bytes_up", "bytes_down"))}
         for began, ended in site["spans"]:
-            for way, key in ((0, "bytes_up"), (1, "bytes_down")):
-                busy_s = sampler.busy_s(name, way, began, ended + SAMPLE_S)
-                if busy_s:
-                    payload = 0.98 * site[key] / task.rounds_in_all
-                    fractions[way].append(payload * 8e-6 / busy_s / link.mbps)
+            up, down = (sampler.busy(name, way, began, ended + SAMPLE_S) for way in (0, 1))
+            if up is not None and down is not None and down[0] > up[1] > up[0] and down[1] > down[0]:
+                rounds.append(Crossing(began, up, down, ended, payload))
     steps = [event for _, what, event in found["events"] if what == "outer_step"]
     return {
         "seconds": round_seconds(sites),
         "merge_s": [float(step["seconds"]) for step in steps[task.warm_up :]],
-        "fractions": fractions,
+        "crossings": rounds,
         "link_bytes": max(site["bytes_up"] + site["bytes_down"] for site in sites) / task.rounds_in_all,
         "error": checked(sites, arguments.codec)["error"],
     }
 
 
-def torchft(network: Netns, link: Link, task: Task, arguments: argparse.Namespace) -> dict[str, Any]:
-    """torchft's rounds over the link of the first site: its other member stands where our syncer does."""
+def torchft(network: Netns, link: Link, task: Task, channels: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """torchft's rounds over the link of the first site: its other member stands where our syncer does.
+
+    It has no choice of ``channels``: gloo has one connection between two members.
+    """
     lighthouse = [f"--bind=0.0.0.0:{LIGHTHOUSE_PORT}", f"--min_replicas={task.sites}", "--quorum_tick_ms=10"]
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": ROOT}
     meeting = network.popen(SYNCER, [str(PEER / "bin" / "torchft_lighthouse"), *lighthouse], **quiet)
@@ -167,22 +202,28 @@ def measure(link: Link, congestion: str, kernel: str, arguments: argparse.Namesp
     rounds = 2 if arguments.quick else -(-arguments.rounds // 2)
     task = Task(numel=numel, sites=SITES, rounds=rounds, warm_up=2, seed=arguments.seed)
     options = PipeOptions(rtt_ms=link.rtt_ms, mbps=link.mbps, loss_percent=link.loss_percent, seed=arguments.seed)
+    bytes_per_s = link.mbps * 125_000
+    channels = arguments.channels or channels_for(link.rtt_ms / 1e3, bytes_per_s, window_bytes(kernel))
     found: dict[str, list[dict[str, Any]]] = {"ours": [], "torchft": []}
     systems = {"ours": ours, "torchft": torchft}
     compared = congestion == arguments.congestions[0] and arguments.peer and (PEER / ".ready").exists()
     for name in ("ours", "torchft", "torchft", "ours") if compared else ("ours", "ours"):
         links = {f"site-{index}": options for index in range(SITES)}
         with Netns(links, congestion=congestion, settings=KERNELS[kernel]) as network:
-            found[name].append(systems[name](network, link, task, arguments))
+            found[name].append(systems[name](network, link, task, channels, arguments))
             network.assert_faithful(arguments.late_ms)
-    return row(link, congestion, kernel, task, found)
+    return {**row(link, congestion, kernel, task, found), "channels": channels}
+
+
+def median(samples: list[float]) -> float | None:
+    return percentile(samples, 50) if samples else None
 
 
 def row(link: Link, congestion: str, kernel: str, task: Task, found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     seconds = [each for run in found["ours"] for each in run["seconds"]]
     merge_s = percentile([each for run in found["ours"] for each in run["merge_s"]], 50)
     link_bytes = max(run["link_bytes"] for run in found["ours"])
-    fractions = {way: [each for run in found["ours"] for each in run["fractions"][way]] for way in (0, 1)}
+    crossings = [each for run in found["ours"] for each in run["crossings"]]
     ideal_s = link.ideal_s(link_bytes)
     result: dict[str, Any] = {
         "link": link.name,
@@ -190,13 +231,14 @@ def row(link: Link, congestion: str, kernel: str, task: Task, found: dict[str, l
         "kernel": kernel,
         "numel": task.numel,
         "sites": task.sites,
-        "rate_fraction_up": percentile(fractions[0], 50) if fractions[0] else None,
-        "rate_fraction_down": percentile(fractions[1], 50) if fractions[1] else None,
+        "rate_fraction_up": median([each.mbps()[0] / link.mbps for each in crossings]),
+        "rate_fraction_down": median([each.mbps()[1] / link.mbps for each in crossings]),
         "round_s_p50": percentile(seconds, 50),
         "round_s_p95": percentile(seconds, 95),
         "merge_s_p50": merge_s,
         "ideal_s": ideal_s,
         "round_over_ideal": (percentile(seconds, 50) - merge_s) / ideal_s,
+        "stages_s_p50": {name: median([each.stages_s()[name] for each in crossings]) for name in STAGES},
         "mb_per_link": link_bytes / 1e6,
         "error": max(run["error"] for run in found["ours"]),
         "rounds": len(seconds),
@@ -231,7 +273,7 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--rounds", type=int, default=8, help="of each system, link and congestion control")
     parser.add_argument("--codec", default="int4:32", help="of both directions")
-    parser.add_argument("--channels", type=int, default=0, help="data channels of a site; 0: what it chooses itself")
+    parser.add_argument("--channels", type=int, default=0, help="connections for bulk; 0: those that fill it")
     parser.add_argument("--congestions", nargs="+", default=["bbr", "cubic"], help="torchft runs under the first")
     parser.add_argument("--kernels", nargs="+", choices=tuple(KERNELS), default=["stock"])
     parser.add_argument("--links", nargs="+", type=int, default=[0, 1, 2], help=", ".join(link.name for link in LINKS))
