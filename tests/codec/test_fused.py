@@ -60,7 +60,9 @@ def draw(numel: int, seed: int, scale: float = 1e-3) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-@pytest.mark.parametrize("down", ["fp32", "fp32+zstd1", "bf16", "int8", "int4", "int4:32+zstd1", "int8:6"])
+@pytest.mark.parametrize(
+    "down", ["fp32", "fp32+zstd1", "bf16", "int8", "int4", "int4:32+zstd1", "int8:6", "e3m0", "int2+auto", "topk"]
+)
 @pytest.mark.parametrize("optimizer", [NESTEROV, HEAVY_BALL, PLAIN_SGD], ids=["nesterov", "heavy ball", "sgd"])
 def test_versions_are_those_of_the_stages(down: str, optimizer: OuterOptimizerOptions) -> None:
     numel = RANGE_VALUES + 4099
@@ -71,7 +73,8 @@ def test_versions_are_those_of_the_stages(down: str, optimizer: OuterOptimizerOp
             (0.25, [("int4", draw(numel, 10 * version + 1))]),
             (0.5, [("int8", draw(numel, 10 * version + 2)), ("int4+zstd1", draw(numel, 10 * version + 3))]),
             (0.0, [("fp32", draw(numel, 10 * version + 4))]),
-            (0.25, [("bf16", draw(numel, 10 * version + 5))]),
+            (0.25, [("bf16", draw(numel, 10 * version + 5)), ("topk", draw(numel, 10 * version + 6))]),
+            (0.5, [("sign", draw(numel, 10 * version + 7)), ("e3m0:24", draw(numel, 10 * version + 8))]),
         ]
         state = check(contributions, state, optimizer, down)
 

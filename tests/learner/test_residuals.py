@@ -278,3 +278,32 @@ def test_a_restart_without_feedback_says_what_it_drops(tmp_path: Path) -> None:
         again.start()
         assert again.events.of("resumed")[0]["residual_dropped"] > 0
         again.close()
+
+
+def test_an_update_that_is_refused_for_its_age_leaves_the_residual_as_it_was(tmp_path: Path) -> None:
+    """A site is cut off while another goes on, and comes back with updates that are too old."""
+    outer = {**SYNCER["outer"], "staleness_max": 2}
+    with (
+        serving(tmp_path / "syncer", **{**SYNCER, "outer": outer}) as syncer,
+        started(tmp_path / "a", syncer, **SITE) as late,
+        started(tmp_path / "b", syncer, "b", **SITE) as other,
+    ):
+        late.train_until(lambda: len(late.events.of("adopted")) >= 4, "it takes part")
+        parts = late.agent._machine.state.fragments
+        eventually(lambda: not any(part.undecided() for part in parts), "all are decided")
+        late.client.down.set()
+        late.events.wait_for("disconnected")
+        before, sealed = late.agent.state()[0], len(late.events.of("sealed"))
+        late.train(8)
+        late.events.wait_for("sealed", sealed + 2)
+        gone = min(versions(syncer))
+        other.train_until(lambda: min(versions(syncer)) >= gone + 4, "the run goes on")
+        late.client.down.clear()
+        notes = late.events.of
+        eventually(lambda: sum(e["note"] == "update_kept" for e in notes("note")) == 2, "both are refused")
+        after = late.agent.state()[0]
+        for name in ("residual.0", "residual.1"):
+            assert torch.allclose(after[name], before[name], atol=1e-6), name
+        late.train_until(lambda: len(late.events.of("sealed")) >= sealed + 4, "it sends again")
+        late.client.training = None
+        assert balanced(late.agent.finish().ledger)

@@ -95,8 +95,10 @@ def test_invariant_01_one_site_alone_is_plain_training(tmp_path: Path) -> None:
     assert bool(((found - wanted).abs() <= 2 * (adopts + 1) * ulp).all()), (found - wanted).abs().max()
 
 
-@pytest.mark.parametrize("codec", ["fp32", "int4:32+zstd1"])
-@pytest.mark.parametrize("fragments", [1, 3])
+@pytest.mark.parametrize(
+    ("codec", "fragments"),
+    [("fp32", 1), ("fp32", 3), ("int4:32+zstd1", 1), ("int4:32+zstd1", 3), ("topk:256x4", 3), ("sign:8", 1)],
+)
 def test_invariant_17_and_10_progress_and_tokens_are_conserved(tmp_path: Path, codec: str, fragments: int) -> None:
     """Rebase, outer lr 1, no momentum: what the sites hold beyond Θ̂ is only what was trained and not merged."""
     outer = {
