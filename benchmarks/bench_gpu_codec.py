@@ -23,8 +23,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.record import add_arguments, finish, percentile, record
+from diloco.codec.accelerated import accelerated
 from diloco.codec.blocks import BlockCodec
 from diloco.codec.device import DeviceCodec, Launch, new_fault
+from diloco.codec.gridded import GridCodec
+from diloco.codec.means import Int2Grid, SignGrid
+from diloco.codec.powers import PowerGrid
+from diloco.codec.sparse import TopKCodec
 from diloco.outer.adopt import rebase
 from diloco.outer.pseudo_gradient import pseudo_gradient
 
@@ -33,11 +38,29 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-CODECS = (("int4:32", 4, 32), ("int4:256", 4, 256), ("int8:128", 8, 128))
-ONLY_CHECKED = (("int4:2", 4, 2), ("int8:48", 8, 48), ("int8:4096", 8, 4096))
+    from diloco.codec.ranged import RangedCodec
+
+# Not by their names, because the registry also wants the library of the entropy stage.
+TIMED: tuple[RangedCodec, ...] = (
+    BlockCodec("int4:32", 4, 32),
+    BlockCodec("int4:256", 4, 256),
+    BlockCodec("int8:128", 8, 128),
+    GridCodec("e3m0:128", 128, PowerGrid()),
+    GridCodec("int2:256", 256, Int2Grid()),
+    GridCodec("sign:128", 128, SignGrid()),
+    TopKCodec("topk:4096x64", 4096, 64),
+)
+ONLY_CHECKED: tuple[RangedCodec, ...] = (
+    BlockCodec("int4:2", 4, 2),
+    BlockCodec("int8:48", 8, 48),
+    BlockCodec("int8:4096", 8, 4096),
+    GridCodec("int2:40", 40, Int2Grid()),
+    TopKCodec("topk:256x16", 256, 16),
+)
 SUMMARY = {"int4_encode": ("int4:32", "difference"), "int4_decode": ("int4:32", "follow")} | {
     "int8_encode": ("int8:128", "difference"),
     "int8_decode": ("int8:128", "follow"),
+    "topk_encode": ("topk:4096x64", "difference"),
 }
 TARGET = 0.8
 SWEEP = tuple(Launch(values, warps) for values in (1024, 2048, 4096, 8192) for warps in (2, 4, 8))
@@ -56,9 +79,14 @@ class Pass:
 class Room:
     """The tensors of one measurement on the device, filled with fresh values."""
 
-    def __init__(self, codec: BlockCodec, numel: int, launch: Launch, values: list[Tensor], device: torch.device):
+    def __init__(
+        self, codec: RangedCodec, numel: int, launch: Launch | None, values: list[Tensor], device: torch.device
+    ) -> None:
         self.plain, self.device, self.numel = codec, device, numel
-        self.codec = DeviceCodec(codec, launch)
+        found = accelerated(codec, launch)
+        assert found is not None, codec.name
+        self.codec = found
+        self.launch: Launch = found.launch  # type: ignore[attr-defined]
         self.base, self.local, self.sent, self.published = (each.to(device, copy=True) for each in values)
         self.out, self.other = torch.full((2, numel), torch.nan, device=device).unbind()
         self.payload = self.codec.payload(numel, device)
@@ -68,7 +96,7 @@ class Room:
         """What is timed."""
         codec, base, local, sent, out, payload = self.codec, self.base, self.local, self.sent, self.out, self.payload
         fault, held = self.fault, self.published
-        return [
+        encoding = [
             Pass("encode", 1, lambda: codec.encode(base, payload, fault)),
             Pass("difference", 2, lambda: codec.encode_difference(base, local, (), payload, fault)),
             Pass("difference, decoded", 3, lambda: codec.encode_difference(base, local, (), payload, fault, out)),
@@ -76,6 +104,11 @@ class Room:
                 "one in flight, decoded", 4, lambda: codec.encode_difference(base, local, [sent], payload, fault, out)
             ),
             Pass("residual", 4, lambda: codec.encode_with_residual(base, local, sent, 0.95, payload, fault)),
+        ]
+        if not isinstance(codec, DeviceCodec):
+            return encoding
+        return [
+            *encoding,
             Pass("decode", 1, lambda: codec.decode(payload, out, fault)),
             Pass("follow", 2, lambda: codec.follow(held, payload, out, fault)),
             Pass("rebase", 5, lambda: codec.rebase(held, payload, local, base, (), out, self.other, fault)),
@@ -96,11 +129,11 @@ def pairs_of_values(numel: int, seed: int) -> Iterator[tuple[str, list[Tensor]]]
     yield "any bits", [wild, torch.where(normal[1] > 0, 0.0, -wild), torch.zeros(numel), published]
 
 
-def differences(codec: BlockCodec, numel: int, seed: int, device: torch.device, launch: Launch) -> list[str]:
+def differences(codec: RangedCodec, numel: int, seed: int, device: torch.device) -> list[str]:
     """What differs from the plain codec, in words; nothing else is right."""
     found: list[str] = []
     for kind, values in pairs_of_values(numel, seed):
-        room = Room(codec, numel, launch, values, device)
+        room = Room(codec, numel, None, values, device)
         base, local, sent, published = values
         where = f"{codec.name}, {numel} values, {kind}"
 
@@ -109,15 +142,16 @@ def differences(codec: BlockCodec, numel: int, seed: int, device: torch.device, 
             if differ:
                 found.append(f"{where}: {differ} bytes of {name} differ")
 
-        for sents in ((), (sent,), (sent, sent)):
+        for sents in ((), (sent,), (sent, sent)) if codec in TIMED else ((sent,),):
             payload = torch.frombuffer(bytearray(codec.encode(pseudo_gradient(base, local, sents))), dtype=torch.uint8)
             there = [room.sent] * len(sents)
             room.codec.encode_difference(room.base, room.local, there, room.payload, room.fault, room.out)
             same(f"the payload, {len(sents)} in flight", room.payload, payload)
             decoded = codec.decode(payload.numpy().tobytes(), numel)
             same("what was sent", room.out, decoded)
+        room.codec.check(int(room.fault))
         new_base = decoded + published
-        if not torch.isfinite(new_base).all():
+        if not isinstance(room.codec, DeviceCodec) or not torch.isfinite(new_base).all():
             continue
         room.codec.follow(room.published, room.payload, room.out, room.fault)
         same("follow", room.out, new_base)
@@ -171,7 +205,7 @@ def measure(room: Room, each: Pass, repeats: int) -> dict[str, Any]:
         "copy_gb_per_s": round(copied / percentile([copy for _, copy in taken], 50) / 1e9, 1),
         "x_copy": round(percentile(ratios, 50), 3),
         "x_copy_p5": round(percentile(ratios, 5), 3),
-        "launch": [room.codec.launch.program_values, room.codec.launch.num_warps],
+        "launch": [room.launch.program_values, room.launch.num_warps],
     }
 
 
@@ -203,15 +237,14 @@ def timed(options: argparse.Namespace, numel: int, device: torch.device) -> list
     repeats = LEAST_REPEATS if options.quick else max(LEAST_REPEATS, options.repeats)
     values = next(pairs_of_values(numel, options.seed))[1]
     rows = []
-    for name, bits, block in CODECS:
-        codec = BlockCodec(name, bits, block)
-        room = Room(codec, numel, Launch(), values, device)
+    for codec in TIMED:
+        room = Room(codec, numel, None, values, device)
         for each in room.passes():
             rows.append(measure(room, each, repeats))
             show(rows[-1])
         if device.type == "cuda":
             rows.append(to_host(room, repeats))
-            print(f"{name:10} {'to host':24} {rows[-1]}")
+            print(f"{codec.name:12} {'to host':24} {rows[-1]}")
         room.codec.check(int(room.fault))
         for launch in SWEEP if options.sweep else ():
             swept = Room(codec, numel, launch, values, device)
@@ -224,7 +257,7 @@ def timed(options: argparse.Namespace, numel: int, device: torch.device) -> list
 
 def show(row: dict[str, Any]) -> None:
     print(
-        f"{row['codec']:10} {row['pass']:24} {row['bytes_per_value']:8.3f} {row['p50_gb_per_s']:9.1f} "
+        f"{row['codec']:12} {row['pass']:24} {row['bytes_per_value']:8.3f} {row['p50_gb_per_s']:9.1f} "
         f"{row['copy_gb_per_s']:9.1f} {row['x_copy']:7.3f}  {row['launch'][0]} values, {row['launch'][1]} warps",
         flush=True,
     )
@@ -235,7 +268,7 @@ def main() -> int:
     add_arguments(parser)
     parser.add_argument("--values", type=int, default=2**27)
     parser.add_argument(
-        "--check-values", type=int, default=2**22 + 4321, help="values of each check (default 4 Mi, odd)"
+        "--check-values", type=int, default=2**21 + 4321, help="values of each check (default 2 Mi, odd)"
     )
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -250,9 +283,9 @@ def main() -> int:
         return 0
     sizes = (1, 63, 4097) if options.quick else (1, 63, 100_003, options.check_values)
     wrong = []
-    for name, bits, block in (*CODECS, *ONLY_CHECKED):
+    for codec in (*TIMED, *ONLY_CHECKED):
         for numel in sizes:
-            wrong += differences(BlockCodec(name, bits, block), numel, options.seed + numel, device, Launch())
+            wrong += differences(codec, numel, options.seed + numel, device)
     print(*(wrong or [f"Every pass gave the plain codecs' bits, sizes {', '.join(map(str, sizes))}."]), sep="\n")
     numel = min(options.values, 2**22 if device.type == "cuda" else 4096) if options.quick else options.values
     rows = timed(options, numel, device)
