@@ -70,6 +70,19 @@ def devices(wanted: str) -> list[Finding]:
     return [ok("devices", f"{told}; no GPU", gpus=[], cores=cores)]
 
 
+def kernels() -> list[Finding]:
+    """Whether the codecs run compiled."""
+    from diloco.codec import native
+
+    told = native.description()
+    if native.kernels() is not None:
+        return [ok("kernels", told)]
+    remedy = (
+        "install diloco where a C++ compiler is, so that it builds them: an update takes several times as long without"
+    )
+    return [warn("kernels", told, remedy)]
+
+
 def limits() -> list[Finding]:
     """Of the process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -104,6 +104,7 @@ class Examination:
 
         self._check("software", machine.software)
         self._check("devices", lambda: machine.devices(self._config.site.device))
+        self._check("kernels", machine.kernels)
         self._check("limits", machine.limits)
         for each in stores(self._config):
             self._check("store", partial(store, each))

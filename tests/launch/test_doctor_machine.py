@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from diloco.launch import doctor_machine
-from diloco.launch.doctor_machine import LinkFigures, devices, kernel, limits, megabits, proxies, software
+from diloco.launch.doctor_machine import LinkFigures, devices, kernel, kernels, limits, megabits, proxies, software
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,6 +82,15 @@ def test_a_gpu_that_is_wanted_and_not_there_fails(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     [found] = devices("cuda")
     assert (found.level.value, found.remedy[:20]) == ("fail", "set site.device=auto")
+
+
+def test_kernels_that_are_not_compiled_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.codec.native.kernels", lambda: None)
+    monkeypatch.setattr("diloco.codec.native.description", lambda: "plain (no library)")
+    [found] = kernels()
+    assert found.line().startswith("warn  kernels     plain (no library) -> install diloco where a C++ compiler is")
+    monkeypatch.undo()
+    assert kernels()[0].says.startswith(("native", "plain"))
 
 
 def test_few_open_files_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
