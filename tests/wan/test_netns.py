@@ -69,6 +69,14 @@ def round_trips_ms(client: socket.socket, server: socket.socket, count: int = 9)
     return found
 
 
+def least_ms(client: socket.socket, server: socket.socket, wanted_ms: float) -> float:
+    """The least round trip, until it is below ``wanted_ms`` or for ``WAIT_S``: a busy machine only adds to it."""
+    until_s, least = time.monotonic() + WAIT_S, float("inf")
+    while least >= wanted_ms and time.monotonic() < until_s:
+        least = min(least, *round_trips_ms(client, server))
+    return least
+
+
 def goodput_mbps(sender: socket.socket, receiver: socket.socket, warm_up_s: float, measured_s: float) -> float:
     """What arrives of a stream that always has more to send."""
     stop = threading.Event()
@@ -111,12 +119,12 @@ def is_silent(receiver: socket.socket) -> bool:
 def test_the_round_trip_is_what_it_was_told_to_be_and_changes_while_it_runs() -> None:
     with Netns({"a": PipeOptions(rtt_ms=40), "b": PipeOptions(rtt_ms=20)}) as network:
         with connected(network) as ends:
-            assert 40 <= min(round_trips_ms(*ends)) < 46
+            assert 40 <= least_ms(*ends, 46) < 46
             network.set("a", rtt_ms=10.0)
             round_trips_ms(*ends, 1)
-            assert 10 <= min(round_trips_ms(*ends)) < 16
+            assert 10 <= least_ms(*ends, 16) < 16
         with connected(network, "a", "b") as ends:
-            assert 30 <= min(round_trips_ms(*ends)) < 36, "two sites meet over both their links"
+            assert 30 <= least_ms(*ends, 36) < 36, "two sites meet over both their links"
         network.assert_faithful(late_ms_p99=250.0)
         counts = network.stats()["a"]
         assert network.crossed()["a"] == (counts["up"]["bytes_out"], counts["down"]["bytes_out"])
