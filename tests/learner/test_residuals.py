@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from diloco.outer.fragments import plan_layout
 from diloco.sync.effects import Seal
 from tests.learner.direct import DirectClient, Site, started
 from tests.learner.test_agent import ALONE, balanced, versions
+from tests.learner.test_agent_restored import begin_lineage, cut
 from tests.syncer.building import eventually, serving
 
 LAYOUT = plan_layout([("w", (600,))], 1)
@@ -307,3 +309,23 @@ def test_an_update_that_is_refused_for_its_age_leaves_the_residual_as_it_was(tmp
         late.train_until(lambda: len(late.events.of("sealed")) >= sealed + 4, "it sends again")
         late.client.training = None
         assert balanced(late.agent.finish().ledger)
+
+
+def test_a_restored_run_drops_it_and_says_so(tmp_path: Path) -> None:
+    """It is what is left of updates that the new lineage has never had."""
+    lost, kept = tmp_path / "lost", tmp_path / "kept"
+    with serving(lost, up_codecs=["int2:8"]) as syncer:
+        site = Site(tmp_path / "a", DirectClient(syncer), **SITE)
+        site.start()
+        site.train_until(lambda: min(versions(syncer)) >= 3, "three versions")
+        cut(site)
+    shutil.copytree(lost, kept)
+    begin_lineage(kept)
+    with serving(kept, up_codecs=["int2:8"]) as syncer:
+        before = len(site.events.of("retaken"))
+        site.client.syncer = syncer
+        site.client.down.clear()
+        site.train_until(lambda: len(site.events.of("retaken")) >= before + 2, "both fragments are taken whole")
+        assert site.agent._machine.state.lineage == 2
+        assert all(event["residual_dropped"] > 0 for event in site.events.of("retaken")[before:])
+        site.close()
