@@ -12,7 +12,7 @@ from diloco.launch import doctor_link
 from diloco.launch.cli import main
 from diloco.wire.options import ServerOptions
 from diloco.wire.server import serve
-from tests.launch.processes import TINY
+from tests.launch.processes import TINY, place_in, wait_for
 from tests.loopback.cluster import free_port
 from tests.wire.fake_syncer import RUN, FakeSyncer
 
@@ -93,3 +93,28 @@ def test_arguments_that_cannot_be_are_2_and_one_line(
     said = capsys.readouterr().err
     assert words in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_real_syncer_is_examined_and_what_differs_is_named_without_a_join(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with place_in(tmp_path) as place:
+        syncer = place.start("syncer", "syncer", *TINY, "run.name=first", "cluster.syncer.listen=127.0.0.1:0")
+        wait_for(lambda: "a site joins with" in syncer.text(), "the syncer's greeting", syncer.text)
+        there = (tmp_path / "runs" / "first" / "syncer.address").read_text().strip()
+        asked = ["doctor", f"server={there}", "run=first", *TINY, f"run.dir={tmp_path}/runs"]
+        assert main(asked) == 0
+        out = capsys.readouterr().out
+        for words in (
+            "ok    settings    layout and shared settings are those of run first",
+            "ok    store       syncer: ",
+            "ok    bandwidth   up ",
+        ):
+            assert words in out
+        assert main([*asked, "outer.lr=0.1", "--seconds", "0"]) == 1
+        assert "fail  settings    outer.lr is 0.1 at the site and 0.7 at the syncer -> " in capsys.readouterr().out
+        assert main([*asked, "model.dim=64", "--seconds", "0"]) == 1
+        assert "model.dim is 64 at the site and" in capsys.readouterr().out
+        assert main(["status", there, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["sites"] == {}
