@@ -49,6 +49,11 @@ MALFORMED: Mapping[Status, str] = MappingProxyType(
         Status.BAD_CODE: "holds a code below",
         Status.BEHIND: "holds something behind its last value",
         Status.BEYOND: "holds a value beyond fp32",
+        Status.BAD_INDEX: "holds indices that do not rise or lie outside",
+        Status.BAD_LEVELS: "holds levels that are not those of its values",
+        Status.BAD_SIGN: "holds a sign without a value",
+        Status.NOT_FIRST: "holds a value of 0 that is not the first",
+        Status.BEHIND_INDEX: "holds something behind its last index",
     }
 )
 

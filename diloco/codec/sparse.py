@@ -34,6 +34,7 @@ from diloco.codec.contract import DecodeError, bytes_tensor
 from diloco.codec.fields import pack, packed_bytes, unpack
 from diloco.codec.levels import BIG, FIELD_BITS, LEVELS_BYTES, check_levels, level_values, two_levels
 from diloco.codec.ranged import RangedCodec
+from diloco.codec.structures import Kind, Layout
 from diloco.codec.units import is_negative, magnitudes, units
 
 if TYPE_CHECKING:
@@ -60,6 +61,11 @@ class TopKCodec(RangedCodec):
     def granule(self) -> int:
         """Return the chunk."""
         return self.chunk
+
+    @property
+    def layout(self) -> Layout:
+        """See :class:`~diloco.codec.ranged.RangedCodec`."""
+        return Layout(Kind.TOPK, self.chunk, self.k)
 
     def encode_chunk(self, chunk: Tensor, payload: Tensor, numel: int, start: int, decoded: Tensor | None) -> None:
         """See :class:`~diloco.codec.ranged.RangedCodec`."""

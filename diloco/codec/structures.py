@@ -6,7 +6,7 @@ from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_vo
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 
-INTERFACE = 1
+INTERFACE = 2
 """Of the library that this module describes; any other is not used."""
 TILE_MAX = 4096
 """Values that the kernels handle at a time, at most."""
@@ -22,6 +22,7 @@ class Kind(IntEnum):
     BF16 = 1
     INT8 = 2
     INT4 = 3
+    TOPK = 4
 
 
 class Status(IntEnum):
@@ -35,6 +36,11 @@ class Status(IntEnum):
     BEYOND = 5
     THETA_NOT_FINITE = 6
     PUBLISHED_NOT_FINITE = 7
+    BAD_INDEX = 8
+    BAD_LEVELS = 9
+    BAD_SIGN = 10
+    NOT_FIRST = 11
+    BEHIND_INDEX = 12
 
 
 class Fold(IntEnum):
@@ -62,21 +68,25 @@ class Rule(IntEnum):
 
 
 class Format(Structure):
-    """A payload's format: of ``numel`` values, in blocks of ``block`` (1 for casts)."""
+    """A payload's format: of ``numel`` values, in blocks of ``block`` (1 for casts); ``kept`` of each with top-k."""
 
-    _fields_ = (("kind", c_int32), ("block", c_int32), ("numel", c_int64))
+    _fields_ = (("kind", c_int32), ("block", c_int32), ("numel", c_int64), ("kept", c_int64))
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The format of a codec that has kernels: its kind and the size of its blocks, 1 for a cast."""
+    """The format of a codec that has kernels: its kind and the size of its blocks, 1 for a cast.
+
+    ``kept`` is how many values of a block top-k keeps.
+    """
 
     kind: Kind
     block: int
+    kept: int = 0
 
     def format(self, numel: int) -> Format:
         """Of a payload of ``numel`` values."""
-        return Format(self.kind, self.block, numel)
+        return Format(self.kind, self.block, numel, self.kept)
 
 
 class EncodeJob(Structure):

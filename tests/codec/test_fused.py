@@ -74,8 +74,9 @@ def test_versions_are_those_of_the_stages(down: str, optimizer: OuterOptimizerOp
             (0.5, [("int8", draw(numel, 10 * version + 2)), ("int4+zstd1", draw(numel, 10 * version + 3))]),
             (0.0, [("fp32", draw(numel, 10 * version + 4))]),
             (0.25, [("bf16", draw(numel, 10 * version + 5)), ("topk", draw(numel, 10 * version + 6))]),
-            (0.5, [("sign", draw(numel, 10 * version + 7)), ("e3m0:24", draw(numel, 10 * version + 8))]),
         ]
+        if version == 2:  # Before that all codecs have kernels, and the pass is theirs.
+            contributions += [(0.5, [("sign", draw(numel, 27)), ("e3m0:24", draw(numel, 28))])]
         state = check(contributions, state, optimizer, down)
 
 

@@ -22,6 +22,7 @@ from tests.codec.test_ranged import same
 BEST = kernels()
 LEVELS = [at_level(level) for level in range(BEST.level + 1)] if BEST is not None else []
 NAMES = ["fp32", "bf16", "int8", "int8:256", "int8:6", "int4", "int4:64", "int4:128", "int4:256", "int4:2", "int4:4094"]
+NAMES += ["topk", "topk:256x8", "topk:4096x1024"]
 pytestmark = pytest.mark.skipif(BEST is None, reason="no compiled kernels here: " + native.description())
 every_level = pytest.mark.parametrize("fast", LEVELS, ids=[native.LEVELS[fast.level] for fast in LEVELS])
 
@@ -74,7 +75,7 @@ def test_encoding_and_decoding(fast: Kernels, name: str) -> None:
 
 @every_level
 @pytest.mark.parametrize("largest", [0.0, 3e38])
-@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "int4:256"])
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "int4:256", "topk", "topk:256x64"])
 def test_error_feedback(fast: Kernels, name: str, largest: float) -> None:
     """Also where codes have to be held in the midst of others."""
     codec = codec_of(name)
@@ -143,7 +144,7 @@ def test_hostile_payloads_are_refused_as_the_definition_does(fast: Kernels, name
 
 
 @every_level
-@pytest.mark.parametrize("name", ["fp32", "int4", "int8:96"])
+@pytest.mark.parametrize("name", ["fp32", "int4", "int8:96", "topk"])
 def test_sums(fast: Kernels, name: str) -> None:
     codec = codec_of(name)
     layout = codec.layout

@@ -31,7 +31,7 @@ constexpr uint32_t INFINITE = 0x7F800000u;
 constexpr int32_t SCALE_LEAST = 0x00800000;
 
 // The same numbers as in native.py.
-enum Kind : int32_t { FP32 = 0, BF16 = 1, INT8 = 2, INT4 = 3 };
+enum Kind : int32_t { FP32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, TOPK = 4 };
 enum Status : int {
     DONE = 0,
     NOT_FINITE = 1,
@@ -41,6 +41,11 @@ enum Status : int {
     BEYOND = 5,
     THETA_NOT_FINITE = 6,
     PUBLISHED_NOT_FINITE = 7,
+    BAD_INDEX = 8,
+    BAD_LEVELS = 9,
+    BAD_SIGN = 10,
+    NOT_FIRST = 11,
+    BEHIND_INDEX = 12,
 };
 enum Fold : int32_t { WRITE = 0, ADD = 1, TOWARDS = 2 };
 enum Place : int32_t { IN_MEAN = 1, OPENS_SITE = 2, ENDS_SITE = 4 };
@@ -48,10 +53,10 @@ enum Rule : int32_t { WITHOUT_MOMENTUM = 0, HEAVY_BALL = 1, NESTEROV = 2 };
 
 }  // namespace
 
-// A payload's format: of `numel` values, in blocks of `block` (1 for casts).
+// A payload's format: of `numel` values, in blocks of `block` (1 for casts), of which top-k keeps `kept` values each.
 struct Format {
     int32_t kind, block;
-    int64_t numel;
+    int64_t numel, kept;
 };
 
 // values - less[0] - less[1] ... + beta residual -> payload; residual <- that less what was decoded.
@@ -166,7 +171,7 @@ namespace avx512 {
 #endif
 
 // Raised with every change of a structure or a meaning: native.py uses no library with another number.
-EXPORT int32_t diloco_interface() { return 1; }
+EXPORT int32_t diloco_interface() { return 2; }
 
 // The best level that this processor has; all below it work too.
 EXPORT int32_t diloco_level() {

@@ -232,10 +232,13 @@ static int decode_cast(const Format *format, const uint8_t *payload, int64_t sta
     return largest_bits(out, count) >= INFINITE ? NOT_FINITE : DONE;
 }
 
+#include "topk.h"
+
 static int encode_tile(const Format *format, float *x, int64_t start, int64_t count, uint8_t *payload, float *decoded) {
     switch (format->kind) {
     case INT4: return encode_block_tile<4>(format, x, start, count, payload, decoded);
     case INT8: return encode_block_tile<8>(format, x, start, count, payload, decoded);
+    case TOPK: return encode_topk(format, x, start, count, payload, decoded);
     default: return encode_cast(format, x, start, count, payload, decoded);
     }
 }
@@ -244,6 +247,7 @@ static int decode_tile(const Format *format, const uint8_t *payload, int64_t sta
     switch (format->kind) {
     case INT4: return decode_block_tile<4>(format, payload, start, count, out);
     case INT8: return decode_block_tile<8>(format, payload, start, count, out);
+    case TOPK: return decode_topk(format, payload, start, count, out);
     default: return decode_cast(format, payload, start, count, out);
     }
 }
@@ -262,7 +266,7 @@ static int fold_tile(const Format *format, const uint8_t *payload, int64_t start
                      const float *held, float *out, float *x) {
 #ifdef AVX512
     const int64_t block = format->block;
-    if (format->kind >= INT8 && count % block == 0) {
+    if ((format->kind == INT8 || format->kind == INT4) && count % block == 0) {
         const Into into = {out, held, share};
         const uint8_t *scales = payload + start / block * 2;
         const uint8_t *codes = payload + (format->numel + block - 1) / block * 2;

@@ -4,7 +4,7 @@
 // As much as can flow from the terms to the payload without a stop in between; how many values that are.
 static int64_t encode_whole_blocks(const Encode *job, int *status) {
     const int64_t block = job->format.block, blocks = job->count / block;
-    if (job->less_count > 1 || job->format.kind < INT8) return 0;
+    if (job->less_count > 1 || (job->format.kind != INT8 && job->format.kind != INT4)) return 0;
     const Flow flow = {job->values, job->less_count ? job->less[0] : nullptr, job->residual, job->beta, job->decoded};
     uint8_t *scales = job->payload + job->start / block * 2;
     uint8_t *codes = job->payload + (job->format.numel + block - 1) / block * 2;

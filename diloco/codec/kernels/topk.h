@@ -1,0 +1,140 @@
+// The format of sparse.py, a chunk at a time; it has whole numbers only, so that there is nothing to round.
+
+static inline int64_t kept_of(const Format *format, int64_t count) {
+    const int64_t kept = (count * format->kept + 4 * format->block - 1) / (4 * format->block) * 4;
+    return kept < count ? kept : count;
+}
+
+static inline int64_t kept_before(const Format *format, int64_t start) {
+    return start / format->block * format->kept + kept_of(format, start % format->block);
+}
+
+struct TopK {
+    uint8_t *levels, *indices, *fields;
+    int64_t kept;
+};
+
+// Where the chunk from `start` on has its bytes: whole bytes, because all but the last keep a multiple of four.
+static inline TopK place_of(const Format *format, uint8_t *payload, int64_t start, int64_t count) {
+    const int64_t bits = format->block == 256 ? 8 : 12, before = kept_before(format, start);
+    uint8_t *indices = payload + 4 * ((format->numel + format->block - 1) / format->block);
+    uint8_t *fields = indices + (kept_before(format, format->numel) * bits + 7) / 8;
+    return {payload + start / format->block * 4, indices + before * bits / 8, fields + before / 4, kept_of(format, count)};
+}
+
+// units.py: the mean of whole numbers, rounded up, as the upper half of an fp32 number.
+static inline int32_t mean_scale(int64_t sum, int64_t count, int32_t top) {
+    const int64_t mean = (sum + count - 1) / count;
+    if (mean == 0) return 0;
+    const int32_t bits = (int32_t)(as_bits((float)mean) >> 16) + (top - 150) * 128;
+    return bits < 0x0080 ? 0x0080 : bits;
+}
+
+static inline float level_value(int32_t level, bool negative) {
+    return as_float((uint32_t)level << 16 | (negative ? 0x80000000u : 0u));
+}
+
+static int encode_chunk(const Format *format, const float *x, int64_t start, int64_t count, uint8_t *payload, float *decoded) {
+    const TopK at = place_of(format, payload, start, count);
+    const uint32_t largest = largest_bits(x, count);
+    if (largest >= INFINITE) return NOT_FINITE;
+    const int32_t top = (int32_t)(largest >> 23);
+    alignas(64) int32_t units[TILE];
+    for (int64_t i = 0; i < count; i++) {
+        const int32_t magnitude = (int32_t)(as_bits(x[i]) & 0x7FFFFFFFu), exponent = magnitude >> 23;
+        const int32_t significand = exponent > 0 ? (magnitude & 0x007FFFFF) | 0x00800000 : 0;
+        const int32_t away = top - exponent;
+        units[i] = significand >> (away > 31 ? 31 : away);
+    }
+    // The least units of what is kept, bit by bit: the most that at least so many values reach.
+    int32_t least = 0;
+    for (int32_t bit = 1 << 23; bit; bit >>= 1) {
+        int32_t reach = 0;
+        for (int64_t i = 0; i < count; i++) reach += units[i] >= (least | bit);
+        if (reach >= at.kept) least |= bit;
+    }
+    int32_t more = 0;
+    for (int64_t i = 0; i < count; i++) more += units[i] > least;
+    int64_t equal = at.kept - more, found = 0, sum = 0;
+    uint16_t index[TILE / 4 + 4];
+    for (int64_t i = 0; found < at.kept; i++) {
+        if (units[i] < least || (units[i] == least && equal-- <= 0)) continue;
+        index[found++] = (uint16_t)i;
+        sum += units[i];
+    }
+    const int64_t mean = (sum + at.kept - 1) / at.kept;
+    int64_t sum_big = 0, num_big = 0;
+    for (int64_t j = 0; j < at.kept; j++)
+        if (units[index[j]] > mean) sum_big += units[index[j]], num_big++;
+    const int32_t low = mean_scale(sum - sum_big, at.kept - num_big, top);
+    int32_t high = mean_scale(sum_big, num_big ? num_big : 1, top);
+    high = high > low ? high : 0;
+    const uint16_t words[2] = {(uint16_t)low, (uint16_t)high};
+    memcpy(at.levels, words, 4);
+    if (decoded) memset(decoded, 0, 4 * (size_t)count);
+    memset(at.fields, 0, (size_t)((at.kept + 3) / 4));
+    for (int64_t j = 0; j < at.kept; j++) {
+        const int64_t i = index[j];
+        const bool big = high > 0 && units[i] > mean;
+        const uint32_t bits = as_bits(x[i]);
+        const bool negative = bits > 0x80000000u && (big || low > 0);
+        at.fields[j / 4] |= (uint8_t)((big | negative << 1) << 2 * (j % 4));
+        if (decoded) decoded[i] = level_value(big ? high : low, negative);
+        if (format->block == 256) at.indices[j] = (uint8_t)i;
+        else if (j % 2 == 0) {
+            at.indices[j / 2 * 3] = (uint8_t)i;
+            at.indices[j / 2 * 3 + 1] = (uint8_t)(i >> 8);
+        } else {
+            at.indices[j / 2 * 3 + 1] |= (uint8_t)(i << 4);
+            at.indices[j / 2 * 3 + 2] = (uint8_t)(i >> 4);
+        }
+    }
+    return DONE;
+}
+
+static int decode_chunk(const Format *format, const uint8_t *payload, int64_t start, int64_t count, float *out) {
+    const TopK at = place_of(format, const_cast<uint8_t *>(payload), start, count);
+    uint16_t words[2];
+    memcpy(words, at.levels, 4);
+    for (const uint16_t word : words)
+        if (word && (uint32_t)word - 0x0080u >= 0x7F80u - 0x0080u) return BAD_SCALE;
+    const int32_t low = words[0], high = words[1];
+    memset(out, 0, 4 * (size_t)count);
+    int64_t num_big = 0, last = -1;
+    for (int64_t j = 0; j < at.kept; j++) {
+        const uint8_t *bytes = at.indices + j / 2 * 3;
+        const int64_t i = format->block == 256 ? at.indices[j]
+                          : j % 2 == 0         ? bytes[0] | (bytes[1] & 15) << 8
+                                               : bytes[1] >> 4 | bytes[2] << 4;
+        const int32_t field = at.fields[j / 4] >> 2 * (j % 4) & 3;
+        const bool big = field & 1, negative = field & 2;
+        if (i <= last || i >= count) return BAD_INDEX;
+        if (!big && low == 0 && negative) return BAD_SIGN;
+        if (!big && low == 0 && i != j) return NOT_FIRST;
+        num_big += big;
+        last = i;
+        out[i] = level_value(big ? high : low, negative);
+    }
+    if (high ? high <= low || num_big == 0 || num_big == at.kept : num_big != 0) return BAD_LEVELS;
+    if (format->block != 256 && at.kept % 2 && at.indices[at.kept / 2 * 3 + 1] >> 4) return BEHIND_INDEX;
+    if (at.kept % 4 && at.fields[at.kept / 4] >> 2 * (at.kept % 4)) return BEHIND;
+    return DONE;
+}
+
+static int encode_topk(const Format *format, const float *x, int64_t start, int64_t count, uint8_t *payload, float *decoded) {
+    for (int64_t at = 0; at < count; at += format->block) {
+        const int64_t here = count - at < format->block ? count - at : format->block;
+        const int status = encode_chunk(format, x + at, start + at, here, payload, decoded ? decoded + at : nullptr);
+        if (status != DONE) return status;
+    }
+    return DONE;
+}
+
+static int decode_topk(const Format *format, const uint8_t *payload, int64_t start, int64_t count, float *out) {
+    for (int64_t at = 0; at < count; at += format->block) {
+        const int64_t here = count - at < format->block ? count - at : format->block;
+        const int status = decode_chunk(format, payload, start + at, here, out + at);
+        if (status != DONE) return status;
+    }
+    return DONE;
+}
