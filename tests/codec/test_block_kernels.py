@@ -49,8 +49,8 @@ for bits, block, masked in ((4, 32, False), (8, 48, True)):
     show(f"decode-int{bits}", block_kernels.decode, masked, types, **constants, **DECODING)
 for bits, masked in ((1, False), (2, False), (4, True)):
     types = {"scales": "*u8"} if bits == 4 else {}
-    show(f"encode-{bits}-bits", grid_kernels.encode, masked, types, bits=bits, block=128, width=128, rows=8, **ENCODING)
-show("encode-topk", sparse_kernels.encode, False, k=64, block=4096, rows=1, **ENCODING)
+    show(f"encode-{bits}-bits", grid_kernels.encode, masked, types, bits=bits, block=128, width=128, rows=4, **ENCODING)
+show("encode-topk", sparse_kernels.encode, False, k=16, block=256, rows=1, **ENCODING)
 """
 
 
