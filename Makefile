@@ -42,6 +42,10 @@ bench-wan: .venv/.ready .venv-peers/torchft/.ready
 bench-billion: .venv/.ready
 	$(BIN)/python -m benchmarks.bench_billion $(ARGS)
 
+.PHONY: bench-round
+bench-round: .venv/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.bench_round $(ARGS)
+
 .PHONY: bench-trainer
 bench-trainer: .venv/.ready
 	$(BIN)/python -m benchmarks.bench_trainer $(ARGS)

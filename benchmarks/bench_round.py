@@ -1,8 +1,12 @@
-"""What does one outer round cost end to end on loopback, beside torch's own way on the same machine in the same run?
+"""What does one outer round cost end to end on loopback, beside torch's own way and beside no runtime at all?
 
-Ours: a syncer process and M site processes in lock-step, as ``rounds`` describes.  Bytes are a site's, without what its
-join brought.  Beside it: M processes that average the same number of fp32 values with gloo ``all_reduce`` and take the
-same outer step (``bare``: the average alone).  The values that both end with are held against what they should be.
+Ours: a syncer process and M site processes in lock-step, as ``rounds`` describes, with everything on; four times, with
+and without TLS and with and without fsync.  Beside it, in the same run and in both orders: M processes that average the
+same number of fp32 values with gloo ``all_reduce`` and take the same outer step (``bare``: the average alone), and a
+loop of our own kernels over raw sockets (``bare_round``).  Bytes are a site's, without what its join brought.
+
+What comes out is checked: every system's values against what they should be, ours and the loop's with each other, to
+the bit, and where it does not take too long with the plain definitions, to the bit as well.
 """
 
 from __future__ import annotations
@@ -10,17 +14,40 @@ from __future__ import annotations
 import argparse
 import json
 import socket
+import tempfile
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.bare_round import measure_bare
 from benchmarks.peers.task import NUM_TENSORS, Task
 from benchmarks.record import add_arguments, finish, record
-from benchmarks.rounds import OPTIMIZER, Case, error_max, in_processes, measure_ours, spread
+from benchmarks.rounds import (
+    OPTIMIZER,
+    Case,
+    error_max,
+    in_processes,
+    measure_ours,
+    spread,
+    tls_files,
+    values_digest,
+)
+from diloco.codec.feedback import publish
+from diloco.codec.registry import make_codec
+from diloco.outer.adopt import rebase
+from diloco.outer.merge import merge_mean
 from diloco.outer.optimizer import OuterOptimizerOptions, outer_step
+from diloco.outer.pseudo_gradient import pseudo_gradient
+
+GLOO, OURS, BARE = "gloo all_reduce + outer step", "diloco", "our kernels over raw sockets"
+DEFINED_NUMEL_MAX = 10_000_000
+"""Values that the plain definitions are computed for too: of more they take longer than what is measured."""
 
 
 def run_gloo(task: Task, rank: int, port: int, step_too: bool, pipe: Any) -> None:
@@ -56,11 +83,11 @@ def run_gloo(task: Task, rank: int, port: int, step_too: bool, pipe: Any) -> Non
     dist.destroy_process_group()
 
 
-def measure_gloo(task: Task, step_too: bool, bound_s: float) -> dict[str, Any]:
+def measure_gloo(task: Task, step_too: bool, bound_s: float) -> list[dict[str, Any]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return checked(in_processes([(run_gloo, (task, rank, port, step_too)) for rank in range(task.sites)], bound_s), "")
+    return in_processes([(run_gloo, (task, rank, port, step_too)) for rank in range(task.sites)], bound_s)
 
 
 def checked(sites: list[dict[str, Any]], codec: str) -> dict[str, Any]:
@@ -72,32 +99,120 @@ def checked(sites: list[dict[str, Any]], codec: str) -> dict[str, Any]:
     return {**spread(sites), "error": worst}
 
 
+def expected_digest(task: Task, codec: str) -> str:
+    """Of the values after the last round, by the definitions on plain torch, one after the other."""
+    coder, numel = make_codec(codec), task.numel
+    optimizer = OuterOptimizerOptions(**OPTIMIZER)  # type: ignore[arg-type]
+    theta, published, momentum = torch.zeros(numel), torch.zeros(numel), None
+    models = [task.zeros() for _ in range(task.sites)]
+    for step in range(task.rounds_in_all):
+        sent = []
+        for site, model in enumerate(models):
+            task.disturb(model, site, step)
+            local = torch.cat([torch.from_numpy(each) for each in model])
+            sent.append(coder.decode(coder.encode(pseudo_gradient(published, local, [])), numel))
+        merged = merge_mean([(1.0 / task.sites, [each]) for each in sent])
+        theta, momentum = outer_step(theta, merged, momentum, optimizer)
+        before, published = published, publish(theta, published, coder)[1]
+        for model, own in zip(models, sent, strict=True):
+            local = torch.cat([torch.from_numpy(each) for each in model])
+            parts = rebase(local, before, published, [own]).split([each.size for each in model])
+            for each, part in zip(model, parts, strict=True):
+                each[:] = part.numpy()
+    return " ".join(values_digest(model) for model in models)
+
+
+@dataclass
+class Cell:
+    """One size and number of sites: what every system measured, its rounds from both orders."""
+
+    task: Task
+    codec: str
+    bound_s: float
+    tls: Mapping[str, str]
+    sites: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def measure(self, *, backwards: bool) -> None:
+        """Every system once, one after the other; TLS and fsync on the way there only."""
+        jobs: list[tuple[str, Callable[[], list[dict[str, Any]]]]] = [
+            ("gloo all_reduce, bare", lambda: measure_gloo(self.task, False, self.bound_s)),
+            (GLOO, lambda: measure_gloo(self.task, True, self.bound_s)),
+            (OURS, lambda: self._ours(tls=False, synced=False)),
+            (BARE, lambda: measure_bare(Case(task=self.task, codec=self.codec), self.bound_s)),
+        ]
+        dearer: list[tuple[str, Callable[[], list[dict[str, Any]]]]] = [
+            ("diloco, fsync", lambda: self._ours(tls=False, synced=True)),
+            ("diloco, TLS", lambda: self._ours(tls=True, synced=False)),
+            ("diloco, TLS and fsync", lambda: self._ours(tls=True, synced=True)),
+        ]
+        for name, job in reversed(jobs) if backwards else [*jobs, *dearer]:
+            found = job()
+            checked(found, "" if name.startswith("gloo") else self.codec)
+            before = self.sites.setdefault(name, found)
+            if before is not found:
+                for mine, more in zip(before, found, strict=True):
+                    mine["spans"] = [*mine["spans"], *more["spans"]]
+                    assert mine.get("digest") == more.get("digest"), f"{name}: two runs of one seed differ"
+
+    def _ours(self, *, tls: bool, synced: bool) -> list[dict[str, Any]]:
+        case = Case(task=self.task, codec=self.codec, synced=synced, tls=self.tls if tls else {})
+        return list(measure_ours(case, self.bound_s)["sites"])
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One for each system, after their values were held against each other."""
+        wanted = expected_digest(self.task, self.codec) if self.task.numel <= DEFINED_NUMEL_MAX else None
+        rows = []
+        for name, sites in self.sites.items():
+            row = {"numel": self.task.numel, "sites": self.task.sites, "system": name, **spread(sites)}
+            row["error"] = max(site["error"] for site in sites)
+            if not name.startswith("gloo"):
+                digests = " ".join(site["digest"] for site in sites)
+                beside = " ".join(site["digest"] for site in self.sites[BARE])
+                assert digests == beside, f"{name}: other bits than {BARE}"
+                assert wanted in (None, digests), f"{name}: other bits than the definitions give"
+                row["ratio_to_gloo_and_step"] = row["round_s_p50"] / self.median_s(GLOO)
+                row["ratio_to_bare_loop"] = row["round_s_p50"] / self.median_s(BARE)
+            if "bytes_up" in sites[0]:
+                ways = ("bytes_up", "bytes_down")
+                row |= {f"{way}_per_round": sites[0][way] // self.task.rounds_in_all for way in ways}
+            rows.append(row)
+        return rows
+
+    def median_s(self, name: str) -> float:
+        """Of all rounds of a system, in both orders."""
+        return spread(self.sites[name])["round_s_p50"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     add_arguments(parser)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--codecs", nargs="+", default=["int4:32", "int8", "fp32"], help="of both directions")
-    parser.add_argument("--bound-s", type=float, default=300.0, help="longest wait for one case")
+    parser.add_argument("--rounds", type=int, default=7, help="of each order, after those that warm up (default 7)")
+    parser.add_argument("--codec", default="int4:32", help="of both directions")
+    parser.add_argument("--numels", type=int, nargs="+", default=[10_000_000, 100_000_000])
+    parser.add_argument("--bound-s", type=float, default=600.0, help="longest wait for one case")
     options = parser.parse_args()
-    sizes = [200_000] if options.quick else [10_000_000, 100_000_000]
-    rounds = 3 if options.quick else options.rounds
+    sizes = [200_000] if options.quick else options.numels
+    rounds = 2 if options.quick else options.rounds
     rows: list[dict[str, Any]] = []
-    for numel in sizes:
-        for sites in (2,) if options.quick else (2, 4):
-            task = Task(numel=numel, sites=sites, rounds=rounds, seed=options.seed)
-            beside = measure_gloo(task, True, options.bound_s)
-            facts = {"numel": numel, "sites": sites}
-            rows.append({**facts, "system": "gloo all_reduce, bare", **measure_gloo(task, False, options.bound_s)})
-            rows.append({**facts, "system": "gloo all_reduce + outer step", **beside})
-            for codec in options.codecs:
-                found = measure_ours(Case(task=task, codec=codec), options.bound_s)["sites"]
-                row = {**facts, "system": f"diloco {codec}", **checked(found, codec)}
-                row |= {f"{way}_per_round": found[0][way] // task.rounds_in_all for way in ("bytes_up", "bytes_down")}
-                row["ratio_to_gloo_and_step"] = row["round_s_p50"] / beside["round_s_p50"]
-                rows.append(row)
-                print(json.dumps(row), flush=True)
-    config = {"tensors": NUM_TENSORS, "rounds": rounds, "warm_up": task.warm_up, "optimizer": OPTIMIZER}
-    finish(record("round", config, rows, options.seed, repeats=rounds), save=options.save)
+    speedup: dict[str, float] = {}
+    ratio: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        tls = tls_files(Path(folder))
+        for numel in sizes:
+            for sites in (2,) if options.quick else (2, 4):
+                task = Task(numel=numel, sites=sites, rounds=rounds, seed=options.seed)
+                cell = Cell(task, options.codec, options.bound_s, tls)
+                for backwards in (False,) if options.quick else (False, True):
+                    cell.measure(backwards=backwards)
+                rows += cell.rows()
+                name = f"{sites}x{numel // 1_000_000}M"
+                speedup[name] = cell.median_s(GLOO) / cell.median_s(OURS)
+                ratio[name] = cell.median_s(OURS) / cell.median_s(BARE)
+                for row in rows[-len(cell.sites) :]:
+                    print(json.dumps(row), flush=True)
+    config = {"tensors": NUM_TENSORS, "rounds_of_each_order": rounds, "codec": options.codec, "optimizer": OPTIMIZER}
+    result = record("round", config, rows, options.seed, repeats=rounds)
+    finish({**result, "speedup_vs_gloo_outer": speedup, "ratio_to_bare_loop": ratio}, save=options.save)
 
 
 if __name__ == "__main__":

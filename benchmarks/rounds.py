@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,11 @@ import torch
 
 from benchmarks.peers.task import OUTER_LR, OUTER_MOMENTUM, Task, round_seconds
 from benchmarks.record import percentile
+from diloco.codec.digests import hasher
+from diloco.durable import PLAIN_DISK, Disk
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo
+from diloco.launch.certificates import issue, make_authority
 from diloco.learner.agent import Agent
 from diloco.learner.options import AgentOptions
 from diloco.outer.fragments import plan_layout
@@ -36,7 +40,12 @@ from diloco.wire.options import ClientOptions, ServerOptions
 from diloco.wire.security import SecurityOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from typing import BinaryIO
+
+    import numpy as np
+
+    from diloco.durable import Step
 
 OPTIMIZER = {"kind": "nesterov", "lr": OUTER_LR, "momentum": OUTER_MOMENTUM}
 CHUNK_BYTES = 1 << 20
@@ -56,6 +65,10 @@ class Case:
     """By site: the host at which it finds the syncer, where that is not the one of ``listen``."""
     client: Mapping[str, Any] = field(default_factory=dict)
     """Options of the sites' clients that are not the defaults."""
+    synced: bool = True
+    """Whether what is written is synced, as the programs always do: without, a round costs no disk's time."""
+    tls: Mapping[str, str] = field(default_factory=dict)
+    """Files of ``tls_files``; empty: nothing is encrypted."""
 
     @property
     def site_names(self) -> list[str]:
@@ -77,6 +90,40 @@ def quiet(what: str, fields: dict[str, object]) -> None:
     """Nobody reads the events of a benchmark."""
 
 
+class UnsyncedDisk(Disk):
+    """Writes what it is told and waits for no disk: after a power cut nothing of it need be there."""
+
+    def sync(self, file: BinaryIO, step: Step) -> None:
+        """Give it to the system."""
+        file.flush()
+
+    def sync_file(self, path: Path, step: Step) -> None:
+        """It is there already."""
+
+    def sync_folder(self, folder: Path, step: Step) -> None:
+        """It is there already."""
+
+
+def tls_files(folder: Path) -> dict[str, str]:
+    """An authority and a certificate for a syncer on the loopback, made for one run; their files by name."""
+    now = datetime.now(UTC)
+    authority = make_authority("bench", now)
+    leaf = issue(authority, "syncer", ["127.0.0.1"], 1, now)
+    content = {"tls_ca": authority.certificate, "tls_cert": leaf.certificate, "tls_key": leaf.key}
+    for name, data in content.items():
+        (folder / name).write_bytes(data)
+        (folder / name).chmod(0o600)
+    return {name: str(folder / name) for name in content}
+
+
+def values_digest(values: Sequence[np.ndarray]) -> str:
+    """Of a model's values, to the bit."""
+    found = hasher()
+    for each in values:
+        found.update(each.data)
+    return found.text()
+
+
 def run_syncer(case: Case, folder: str, pipe: Any) -> None:
     """The syncer's process: tells its address, then the seconds of each outer step when asked, and ends when told."""
     _settle(case, "syncer")
@@ -92,8 +139,10 @@ def run_syncer(case: Case, folder: str, pipe: Any) -> None:
     def note(what: str, fields: dict[str, object]) -> None:
         events.append((time.monotonic(), what, {name: value for name, value in fields.items() if _is_plain(value)}))
 
-    security = SecurityOptions(insecure_non_loopback=bool(case.places))
-    syncer = Syncer(options, plan, lambda: [torch.zeros(case.task.numel)], network, security, note)
+    own = {name: path for name, path in case.tls.items() if name != "tls_ca"}
+    security = SecurityOptions(insecure_non_loopback=bool(case.places), **own)
+    disk = PLAIN_DISK if case.synced else UnsyncedDisk()
+    syncer = Syncer(options, plan, lambda: [torch.zeros(case.task.numel)], network, security, note, disk)
     pipe.send(syncer.start())
     while pipe.recv() != "end":
         pipe.send(events)
@@ -109,7 +158,7 @@ def run_site(case: Case, folder: str, address: str, index: int, pipe: Any) -> No
     parameters = {parameter: torch.zeros(shape) for parameter, shape in task.shapes()}
     values = [tensor.numpy() for tensor in parameters.values()]
     options = ClientOptions(**case.client)
-    security = SecurityOptions(insecure_non_loopback=bool(case.places))
+    security = SecurityOptions(insecure_non_loopback=bool(case.places), tls_ca=case.tls.get("tls_ca", ""))
     client = SyncClient(address, name, "bench", options=options, security=security)
     agent = Agent(
         AgentOptions(folder=folder, up_codec=case.codec, finish_timeout_s=1.0),
@@ -121,6 +170,7 @@ def run_site(case: Case, folder: str, address: str, index: int, pipe: Any) -> No
         name,
         quiet,
         SiteGroup(),
+        disk=PLAIN_DISK if case.synced else UnsyncedDisk(),
     )
     agent.start()
     spans = []
@@ -136,6 +186,7 @@ def run_site(case: Case, folder: str, address: str, index: int, pipe: Any) -> No
             "bytes_up": client.bytes_up - at_start[0],
             "bytes_down": client.bytes_down - at_start[1],
             "error": task.error(values, "nesterov"),
+            "digest": values_digest(values),
         }
     )
     pipe.recv()

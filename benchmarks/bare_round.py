@@ -1,0 +1,130 @@
+"""The same rounds without a runtime: our kernels over raw sockets, for ``bench_round`` to stand beside.
+
+A star of M sites and one process in the middle.  The same bytes, and the same passes over memory: copy out, difference
+and encode, mean and outer step and encode, follow, rebase.  No names, no checks, no digests, no admission, no journal,
+no outbox, nothing on a disk; a peer that sends too little hangs it.  What comes out must have the bits of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.rounds import OPTIMIZER, Case, in_processes, values_digest
+from diloco.codec.adopting import rebase_into
+from diloco.codec.buffers import Buffers
+from diloco.codec.contract import Add, bytes_of
+from diloco.codec.fused import State, outer_pass, ranges
+from diloco.codec.registry import make_codec
+from diloco.outer.fragments import gather, plan_layout
+from diloco.outer.optimizer import OuterOptimizerOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+
+def run_middle(case: Case, port: int, pipe: Any) -> None:
+    """The process in the middle; it has the same threads for the outer step as a syncer."""
+    torch.set_num_threads(1)
+    task, codec = case.task, make_codec(case.codec)
+    optimizer = OuterOptimizerOptions(**OPTIMIZER)  # type: ignore[arg-type]
+    buffers, state = Buffers(4), State(torch.zeros(task.numel), torch.zeros(task.numel), None)
+    raw = [torch.empty(codec.payload_bytes(task.numel), dtype=torch.uint8) for _ in range(task.sites)]
+    with socket.create_server(("127.0.0.1", port)) as door, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        found = [door.accept()[0] for _ in range(task.sites)]
+        sites = sorted((each.recv(1, socket.MSG_WAITALL)[0], each) for each in found)
+        for _ in range(task.rounds_in_all):
+            _each(lambda at, site: _receive(site, bytes_of(raw[at])), sites)
+            parts = [(1.0 / task.sites, [(codec, bytes_of(each))]) for each in raw]
+            stepped = outer_pass(parts, state, optimizer, codec, pool.map, buffers=buffers)
+            state = stepped.state
+            _each(lambda at, site, payload=stepped.payload: site.sendall(payload), sites)
+    pipe.send({})
+    pipe.recv()
+
+
+def run_site(case: Case, index: int, port: int, pipe: Any) -> None:
+    """A site's process; answers as ``rounds.run_site`` does."""
+    torch.set_num_threads(1)
+    task, codec, buffers = case.task, make_codec(case.codec), Buffers(3)
+    (fragment,) = plan_layout(task.shapes(), 1).fragments
+    parameters = {name: torch.zeros(shape) for name, shape in task.shapes()}
+    values = [tensor.numpy() for tensor in parameters.values()]
+    base, raw = torch.zeros(task.numel), torch.empty(codec.payload_bytes(task.numel), dtype=torch.uint8)
+    spans = []
+    with _dialled(port) as middle:
+        middle.sendall(bytes([index]))
+        for step in range(task.rounds_in_all):
+            task.disturb(values, index, step)
+            began = time.monotonic()
+            sent = gather(fragment, parameters, buffers.values(task.numel))
+            codec.encode_difference(base, sent, raw, sent)
+            middle.sendall(bytes_of(raw))
+            _receive(middle, bytes_of(raw))
+            version = _followed(base, raw, codec, buffers.values(task.numel))
+            at = 0
+            for parameter in parameters.values():
+                part = slice(at, at + parameter.numel())
+                rebase_into(parameter, base[part], version[part], [sent[part]], parameter)
+                at = part.stop
+            base = version
+            del sent, version
+            spans.append((began, time.monotonic()))
+    error, digest = task.error(values, "nesterov"), values_digest(values)
+    pipe.send({"spans": spans[task.warm_up :], "error": error, "digest": digest})
+    pipe.recv()
+
+
+def measure_bare(case: Case, bound_s: float) -> list[dict[str, Any]]:
+    """What the sites measured."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    sites = [(run_site, (case, index, port)) for index in range(case.task.sites)]
+    return in_processes([(run_middle, (case, port)), *sites], bound_s)[1:]
+
+
+def _followed(base: Tensor, raw: Tensor, codec: Any, out: Tensor) -> Tensor:
+    for start, stop in ranges(base.numel(), [codec]):
+        out[start:stop].copy_(base[start:stop])
+        codec.decode_into(bytes_of(raw), base.numel(), out[start:stop], start, Add())
+    return out
+
+
+def _each(work: Callable[[int, socket.socket], object], sites: list[tuple[int, socket.socket]]) -> None:
+    """Do ``work`` for all sites at once."""
+    threads = [threading.Thread(target=work, args=each) for each in sites]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _receive(peer: socket.socket, into: memoryview) -> None:
+    while into:
+        count = peer.recv_into(into)
+        if not count:
+            raise ConnectionError("the other end is gone")
+        into = into[count:]
+
+
+def _dialled(port: int) -> socket.socket:
+    """The middle opens its door when it has begun; spawning a process takes a while."""
+    until = time.monotonic() + 120.0
+    while True:
+        try:
+            found = socket.create_connection(("127.0.0.1", port))
+            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return found
+        except ConnectionRefusedError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
