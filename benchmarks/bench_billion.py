@@ -128,6 +128,10 @@ class Expected:
         self._theta[fragment], self._published[fragment] = theta, published
         return torch.equal(found, published)
 
+    def holds(self, fragment: int, whole: memoryview) -> bool:
+        """Whether the published values of a fragment begin as they should."""
+        return whole[: 4 * FOLLOWED] == bytes_of(self._published[fragment])
+
 
 def run_syncer(work: Work, folder: str, pipe: Connection) -> None:
     """In a process of its own, until it is told to stop."""
@@ -200,6 +204,9 @@ def run_site(work: Work, site: int, address: str, pipe: Connection) -> None:
                 pulled = pull(client, name, each.index, version)
                 right += expected.follow(each.index, version, pulled, each.numel)
             rounds.append((began_s, time.monotonic()))
+        last = PullAsk(RUN, name, site % work.fragments, -1)  # One is looked at whole, another one by each site.
+        if not expected.holds(last.fragment, client.pull(last, PullSink()).parts[0]):
+            raise ValueError(f"fragment {last.fragment} as it is published holds other values than it should")
     pipe.send({"rounds": rounds, "right": right, "memory": memory(os.getpid())})
 
 

@@ -21,7 +21,8 @@ import zstandard
 from diloco.codec.contract import Codec, DecodeError, bytes_tensor, payload_view, tensor_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+    from typing import BinaryIO
 
     from torch import Tensor
 
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
 RAW, ZSTD = b"\x00", b"\x01"
 LEVEL_MAX = 19  # the levels above need windows over WINDOW_BYTES_MAX
 WINDOW_BYTES_MAX = 8 * 2**20
+FEED_BYTES = 1024
+"""Of a frame, unpacked at a time: four bytes of a hostile one become 128 KiB."""
+WRITE_BYTES = 8192
+UNPACK_BYTES_MAX = WINDOW_BYTES_MAX + FEED_BYTES // 4 * 128 * 2**10
+"""Memory that it takes: the window, and what is unpacked at a time."""
 SAMPLE_PIECES = 16
 PIECE_BYTES = 8192
 SAVED_MIN = 1 / 16
@@ -138,6 +144,28 @@ class EntropyCodec:
             raise DecodeError(f"{self.name} payload starts with {flag.hex() or 'nothing'}: must be 00 or 01")
         return self.inner.opened(self._decompress(body, self.inner.payload_bytes(numel)), numel)
 
+    def unpacked(self, staged: BinaryIO, numel: int) -> Iterator[bytes]:
+        """The inner payload of a frame that is read from ``staged``, the flag too, in pieces; refuses as ``opened``.
+
+        ``UNPACK_BYTES_MAX`` bounds what that takes.
+        """
+        flag, expected, held = staged.read(1), self.inner.payload_bytes(numel), staged.read(FEED_BYTES)
+        if flag != ZSTD:
+            raise DecodeError(f"{self.name} payload starts with {flag.hex() or 'nothing'}: 01 is a frame")
+        self._check_header(held, expected)
+        unpacking = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES_MAX).decompressobj(write_size=WRITE_BYTES)
+        come = 0
+        while held and come <= expected and not unpacking.eof:
+            try:
+                piece = unpacking.decompress(held)
+            except zstandard.ZstdError as error:
+                raise DecodeError(f"{self.name} frame is damaged: {error}") from None
+            come += len(piece)
+            yield piece
+            held = staged.read(FEED_BYTES)
+        if come != expected or not unpacking.eof or unpacking.unused_data or held:
+            raise DecodeError(f"{self.name} frame is damaged: it ends with {come} of {expected} bytes, or not there")
+
     def closed(self, payload: Tensor) -> memoryview:
         """See :class:`~diloco.codec.contract.Codec`."""
         frame = self._compress(payload)
@@ -174,9 +202,7 @@ class EntropyCodec:
         frame = compressor.compress(payload_view(raw))
         return frame if len(frame) < raw.numel() else None
 
-    def _decompress(self, frame: memoryview, expected: int) -> bytes:
-        # The library allocates what the header declares and heeds no other limit when it declares something, so the
-        # header is judged first.
+    def _check_header(self, frame: bytes | memoryview, expected: int) -> None:
         try:
             header = zstandard.get_frame_parameters(frame)
         except zstandard.ZstdError as error:
@@ -185,6 +211,11 @@ class EntropyCodec:
             raise DecodeError(f"{self.name} frame declares {header.content_size} bytes, must be {expected}")
         if header.window_size > WINDOW_BYTES_MAX:
             raise DecodeError(f"{self.name} frame asks for a window of {header.window_size} bytes")
+
+    def _decompress(self, frame: memoryview, expected: int) -> bytes:
+        # The library allocates what the header declares and heeds no other limit when it declares something, so the
+        # header is judged first.
+        self._check_header(frame, expected)
         try:
             decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES_MAX)
             return decompressor.decompress(frame, max_output_size=expected, allow_extra_data=False)

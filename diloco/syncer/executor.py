@@ -3,8 +3,7 @@
 A pure function of the contributions, the fragment's values and the options, so that a replay of the journal gives the
 same bits (DESIGN invariant 11).  It goes by ranges of the fragment, on as many threads as are given, and each range
 takes its part of every payload from the disk: memory is the new version (its tensors and its down-link), for each
-thread a few ranges, of each site's payload what the ranges of that moment need, and the whole of one that has an
-entropy stage without it.
+thread a few ranges, and of each site's payload what the ranges of that moment need.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class Downlink:
 class Costs:
     """Seconds that the stages of an outer step took.
 
-    ``read_s`` is for finding the payloads on the disk to be what was acknowledged, ``fused_s`` for the one pass that
-    decodes, merges, steps and encodes, ``digest_s`` for the digests of the new version.
+    ``read_s`` is for finding the payloads on the disk to be what was acknowledged, and unpacking them, ``fused_s`` for
+    the one pass that decodes, merges, steps and encodes, ``digest_s`` for the digests of the new version.
     """
 
     read_s: float = 0.0
@@ -94,10 +93,12 @@ def run_outer_step(
     payloads: list[Mapped] = []
     contributions = []
     for part in command.contributions:
-        found = [spool.mapped(update.payload, update.digest) for update in part.updates]
-        payloads += found
-        codecs = [make_codec(update.encoding) for update in part.updates]
-        contributions.append((part.weight, [(c, each.payload) for c, each in zip(codecs, found, strict=True)]))
+        found = [
+            spool.opened(update.payload, update.digest, make_codec(update.encoding), values.theta.numel())
+            for update in part.updates
+        ]
+        payloads += [mapped for _, mapped in found]
+        contributions.append((part.weight, [(codec, mapped.payload) for codec, mapped in found]))
     times.append(time.perf_counter())
     before = State(values.theta, values.published, values.momentum)
     try:

@@ -7,7 +7,7 @@ With n values in all and m in the largest fragment, T threads, M sites in a roun
                  none where a version is sent whole
     new versions ``VERSIONS_MAX`` times the state of the largest fragment and its down-link
     the fold     for each thread ``RANGES`` ranges of values, and for each update of the round ``PAGES`` of its payload,
-                 which lies on the disk; of an encoding with an entropy stage, the payload without that stage
+                 which lies on the disk, and where there is room for that is unpacked there
     reception    ``ServerOptions.memory_bytes_max``
 
 Not in it: versions that are kept because somebody still reads them.  A snapshot lets go of each fragment as it is
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from diloco.codec.entropy import UNPACK_BYTES_MAX
 from diloco.codec.fused import RANGE_VALUES
 from diloco.codec.registry import make_codec
 
@@ -44,9 +45,9 @@ def memory_bytes_max(options: SyncerOptions, plan: RunPlan, network: ServerOptio
     largest, sites = max(numels), plan.outer.sites_max
     sent = 0 if down.lossless else down.payload_bytes_max(largest)
     links = [min(options.downlinks_kept * down.payload_bytes_max(numel), 8 * numel) for numel in numels]
-    opened = max(0 if codec.plain is codec else codec.payload_bytes(largest) for codec in ups)
+    unpacking = UNPACK_BYTES_MAX if any(codec.plain is not codec for codec in ups) else 0
     state = 4 * copies * sum(numels) + (0 if down.lossless else sum(links))
     made = VERSIONS_MAX * (4 * copies * largest + sent)
-    fold = options.threads_used * (RANGES * 4 * RANGE_VALUES + sites * PAGES_BYTES) + sites * opened
+    fold = options.threads_used * (RANGES * 4 * RANGE_VALUES + sites * PAGES_BYTES) + unpacking
     payload = max(codec.payload_bytes_max(largest) for codec in ups)
-    return state + made + fold + network.memory_bytes_max(payload, network.push_credits, opened)
+    return state + made + fold + network.memory_bytes_max(payload, network.push_credits, unpacking)

@@ -1,11 +1,11 @@
 """An update looked at while it arrives: is it well formed, finite, what its site decoded, and how large.
 
 What has come is read back from the disk by ranges and decoded, so that a commit has the last range left to look at, and
-no update is ever whole in memory.  Of one with an entropy stage, which has no ranges, the payload inside is, once all
-of it is here; but not its values, which are eight times as large.
+no update is ever whole in memory.  One with an entropy stage has no ranges: once all of it is here, it is unpacked on
+the disk and then looked at like the others.
 
 Memory: for each of the ``checks`` that look at the same time one range of values, its payload and the sums' temporaries
-(``RANGE_BYTES_MAX``); and of a payload with an entropy stage what ``Codec.opened`` makes of it.
+(``wire.options.CHECK_BYTES_MAX``), and what it takes to unpack a frame.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from diloco.codec.entropy import RAW
 from diloco.codec.fused import ranges
 from diloco.codec.registry import make_codec
 from diloco.codec.sums import decode_and_sum
-from diloco.syncer.payloads import Mapped, read_part
+from diloco.syncer.payloads import opened, read_part
 from diloco.syncer.vitals import Measuring, Vitals
 
 if TYPE_CHECKING:
@@ -122,12 +122,13 @@ class Inspection:
         """A frame of the entropy stage, or nothing that could be one."""
         header = self._header
         try:
-            codec, payload = self._codec.opened(Mapped(self._path).payload, header.numel)
+            codec, mapped = opened(self._path, self._codec, header.numel)
         except DecodeError as error:
             self._malformed = error
             return
         while (bounds := self._next) is not None and self._malformed is None:
-            self._look(codec, payload, header.numel, bounds[0], bounds)
+            self._look(codec, mapped.payload, header.numel, bounds[0], bounds)
+            mapped.let_go()
 
     def _look(self, codec: Codec, payload: memoryview, numel: int, start: int, bounds: tuple[int, int]) -> None:
         """Decode the values of ``bounds``, which begin at ``start`` of a ``payload`` of ``numel``, and measure them."""

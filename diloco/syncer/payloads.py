@@ -2,21 +2,25 @@
 
 Two ways.  ``read_part`` copies the bytes of some values out of a file that may still be growing.  ``Mapped`` shows a
 file that is whole to a codec as if it were memory: the kernel brings the pages that are looked at, and ``let_go`` hands
-them back, so that what is resident at any time is what was looked at since.
+them back, so that what is resident at any time is what was looked at since.  A frame of the entropy stage cannot be
+looked at by ranges: ``opened`` unpacks it on the disk first.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import tempfile
 from typing import TYPE_CHECKING
 
 import torch
 
 from diloco.codec.contract import payload_view
+from diloco.codec.entropy import RAW, EntropyCodec
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from typing import IO
 
     from diloco.codec.contract import Codec
 
@@ -49,13 +53,34 @@ def _fill(file: int, room: memoryview, offset: int) -> None:
 
 
 class Mapped:
-    """A file that is whole and not empty, as memory.  It is gone when nobody holds ``payload``, or a part of it."""
+    """A file that is whole and not empty, from ``begin`` on, as memory, also when the file is closed and has no name.
 
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.payload = memoryview(self._map)
+    It is gone when nobody holds ``payload``, or a part of it.
+    """
+
+    def __init__(self, file: IO[bytes], begin: int = 0) -> None:
+        self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.payload = memoryview(self._map)[begin:]
 
     def let_go(self) -> None:
         """Nothing of it need be resident; whoever looks again brings it back.  Any thread may say so at any time."""
         self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def opened(path: Path, codec: Codec, numel: int) -> tuple[Codec, Mapped]:
+    """The payload of ``codec`` in ``path``, and the codec that reads it by ranges: that without the entropy stage.
+
+    What a frame of that stage holds is unpacked, a piece at a time, into a file without a name beside ``path``, which
+    is gone with the mapping.  ``DecodeError`` for what is no such frame, ``OSError`` where there is no room for it.
+    """
+    with path.open("rb") as file:
+        if not isinstance(codec, EntropyCodec):
+            return codec, Mapped(file)
+        if file.read(len(RAW)) == RAW:
+            return codec.plain, Mapped(file, len(RAW))
+        file.seek(0)
+        with tempfile.TemporaryFile(dir=path.parent) as unpacked:
+            for piece in codec.unpacked(file, numel):
+                unpacked.write(piece)
+            unpacked.flush()
+            return codec.plain, Mapped(unpacked)

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 
 from diloco.codec.digests import digest_of, digits, hasher
 from diloco.durable import PLAIN_DISK, Step
-from diloco.syncer.payloads import Mapped
+from diloco.syncer.payloads import Mapped, opened
 
 if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
+    from diloco.codec.contract import Codec
     from diloco.durable import Disk
     from diloco.wire.messages import PushHeader
 
@@ -135,10 +136,19 @@ class Spool:
             raise SpoolError(f"{path} is damaged: its digest is not the one that was acknowledged")
         return payload
 
-    def mapped(self, reference: str, digest: str) -> Mapped:
-        """The payload, verified, as memory that is only resident where it is looked at."""
+    def opened(self, reference: str, digest: str, codec: Codec, numel: int) -> tuple[Codec, Mapped]:
+        """The payload, verified, as memory that is only resident where it is looked at, and the codec that reads it.
+
+        Where there is no room on the disk to unpack it, or nobody may write there, it is left as it is: the codec that
+        is returned then unpacks it in memory.
+        """
         self.check(reference, digest)
-        return Mapped(self.folder / reference)
+        path = self.folder / reference
+        try:
+            return opened(path, codec, numel)
+        except OSError:
+            with path.open("rb") as file:
+                return codec, Mapped(file)
 
     def check(self, reference: str, digest: str) -> None:
         """The same without keeping the payload: a block at a time is in memory."""

@@ -95,23 +95,23 @@ class ServerOptions:
         for field in ("header_timeout_s", "stall_s", "alive_s", "connection_age_s"):
             require(getattr(self, field) > 0, field, getattr(self, field), "positive")
 
-    def memory_bytes_max(self, payload_bytes: int, streams: int, opened_bytes: int = 0) -> int:
+    def memory_bytes_max(self, payload_bytes: int, streams: int, unpack_bytes: int = 0) -> int:
         """What sites can make the syncer take in memory, beside what it takes at rest and for the outer steps.
 
-        ``checks_max * (4 MiB + opened_bytes) + streams * (min(1.5 * payload_bytes, 16 MiB) + 44 * 64 KiB)
+        ``checks_max * (4 MiB + unpack_bytes) + streams * (min(1.5 * payload_bytes, 16 MiB) + 44 * 64 KiB)
         + push_credits * min(payload_bytes, 8 MiB)``
 
         The first term is what is being checked: one range of an update's values, what they lie in and what is computed
-        of them; and of an encoding with an entropy stage, which is checked as a whole, the payload without that stage
-        (``opened_bytes``).  The rest lies on disk, and costs what is on its way there: for each open stream gRPC's
-        flow window, and one control message at the worst that parsing can make of it.  gRPC states no bound of the
-        window, which grows with the path; the most that was seen is 12 MiB (``tests.hunts.crowd``).  ``streams`` are
-        those that are open: no more than ``calls_max`` are let in, and no more than ``push_credits`` begin a push.  The
-        last term is what came before its turn: over several streams, or behind a chunk that is sent again.
+        of them; and where an encoding has an entropy stage, what it takes to unpack that (``unpack_bytes``).  The rest
+        lies on disk, and costs what is on its way there: for each open stream gRPC's flow window, and one control
+        message at the worst that parsing can make of it.  gRPC states no bound of the window, which grows with the
+        path; the most that was seen is 12 MiB (``tests.hunts.crowd``).  ``streams`` are those that are open: no more
+        than ``calls_max`` are let in, and no more than ``push_credits`` begin a push.  The last term is what came
+        before its turn: over several streams, or behind a chunk that is sent again.
         """
         window, parsed = min(3 * payload_bytes // 2, 16 * MIB), 44 * CONTROL_BYTES_MAX
         early = self.push_credits * min(payload_bytes, WINDOW_BYTES)
-        return self.checks_max * (CHECK_BYTES_MAX + opened_bytes) + streams * (window + parsed) + early
+        return self.checks_max * (CHECK_BYTES_MAX + unpack_bytes) + streams * (window + parsed) + early
 
     @property
     def push_credits(self) -> int:

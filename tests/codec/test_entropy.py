@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import random
+from collections.abc import Callable
+
 import pytest
 import torch
 import zstandard
 
 from diloco.codec.contract import DecodeError
-from diloco.codec.entropy import stage_of
+from diloco.codec.entropy import UNPACK_BYTES_MAX, ZSTD, EntropyCodec, stage_of
 from diloco.codec.registry import make_codec
 
 NUMEL = 100_000
@@ -145,3 +149,60 @@ def test_a_payload_no_longer_than_the_sample_is_tried() -> None:
 
 def test_a_codec_without_a_stage_has_none() -> None:
     assert stage_of(make_codec("int4"), make_codec("int4").encode(torch.ones(3))) is None
+
+
+def frame_of(numel: int) -> tuple[EntropyCodec, bytes]:
+    codec = make_codec("int4+zstd")
+    assert isinstance(codec, EntropyCodec)
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(1)).round()
+    payload = codec.encode(values)
+    assert payload[:1] == ZSTD
+    return codec, payload
+
+
+@pytest.mark.parametrize("numel", [2000, 5000, 600_000])
+def test_a_frame_is_unpacked_in_pieces(numel: int) -> None:
+    codec, payload = frame_of(numel)
+    pieces = list(codec.unpacked(io.BytesIO(payload), numel))
+    assert b"".join(pieces) == bytes(codec.opened(payload, numel)[1])
+    assert max(map(len, pieces)) <= UNPACK_BYTES_MAX
+
+
+def test_what_is_no_frame_of_that_size_is_refused_however_it_is_read() -> None:
+    codec, payload = frame_of(5000)
+    broken = [payload[:-1], payload[:9], payload[:1], b"", payload + b"x", payload + payload[1:], b"\x00" + payload[1:]]
+    for each in broken:
+        with pytest.raises(DecodeError):
+            list(codec.unpacked(io.BytesIO(each), 5000))
+    with pytest.raises(DecodeError, match="declares"):
+        list(codec.unpacked(io.BytesIO(payload), 5001 + 64))
+
+
+def test_what_is_read_in_pieces_is_refused_where_the_whole_is_and_else_the_same() -> None:
+    codec, payload = frame_of(5000)
+
+    def read(pieces: Callable[[], bytes]) -> bytes | None:
+        try:
+            return pieces()
+        except DecodeError:
+            return None
+
+    dice = random.Random(1)
+    for _ in range(300):
+        at = dice.randrange(1, len(payload))
+        flipped = payload[:at] + bytes([payload[at] ^ 1 << dice.randrange(8)]) + payload[at + 1 :]
+        whole = read(lambda each=flipped: bytes(codec.opened(each, 5000)[1]))
+        assert read(lambda each=flipped: b"".join(codec.unpacked(io.BytesIO(each), 5000))) == whole, at
+
+
+def test_a_frame_that_becomes_more_than_it_says_is_stopped() -> None:
+    codec = make_codec("fp32+zstd")
+    assert isinstance(codec, EntropyCodec)
+    frame = bytearray(zstandard.ZstdCompressor().compress(bytes(64 << 20)))
+    size = (64 << 20).to_bytes(4, "little")
+    at = frame.index(size)
+    frame[at : at + 4] = (4 << 20).to_bytes(4, "little")
+    come: list[int] = []
+    with pytest.raises(DecodeError):
+        come.extend(map(len, codec.unpacked(io.BytesIO(ZSTD + frame), 1 << 20)))
+    assert sum(come) <= (4 << 20) + UNPACK_BYTES_MAX

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diloco.codec.registry import make_codec
-from diloco.syncer.payloads import CutShortError, Mapped, read_part
+from diloco.syncer.payloads import CutShortError, Mapped, opened, read_part
 
 VALUES = torch.randn(1000, generator=torch.Generator().manual_seed(1))
 
@@ -49,7 +49,8 @@ def test_what_was_looked_at_is_let_go_of_and_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "file"
     data = os.urandom(8 << 20)
     path.write_bytes(data)
-    mapped = Mapped(path)
+    with path.open("rb") as file:
+        mapped = Mapped(file)
     assert bytes(mapped.payload) == data
     assert resident(path) > 8000
     mapped.let_go()
@@ -61,3 +62,16 @@ def test_what_was_looked_at_is_let_go_of_and_comes_back(tmp_path: Path) -> None:
     assert part == data[:3], "whoever holds a part holds it all"
     del part
     assert str(path) not in Path("/proc/self/maps").read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", ["fp32", "int4+zstd", "fp32+zstd", "int4"])
+def test_an_entropy_stage_is_taken_off_beside_the_file_and_leaves_nothing(tmp_path: Path, name: str) -> None:
+    path, codec = tmp_path / "file", make_codec(name)
+    even = VALUES if name.startswith("fp32") else torch.zeros(1000)  # One of them does not get shorter.
+    path.write_bytes(codec.encode(even))
+    plain, mapped = opened(path, codec, 1000)
+    assert plain is codec.plain
+    assert bytes(mapped.payload) == plain.encode(even)
+    mapped.let_go()
+    assert torch.equal(plain.decode(mapped.payload, 1000), codec.decode(codec.encode(even), 1000))
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from diloco.codec.registry import make_codec
 from diloco.syncer.spool import Settled, Spool, SpoolError
 from tests.syncer.building import files, update
 
@@ -199,3 +202,27 @@ def test_a_sweep_drops_what_a_standby_that_died_had_half_copied(tmp_path: Path) 
     half.write_bytes(b"half")
     assert spool.sweep(set()) == 0
     assert not half.exists()
+
+
+@pytest.mark.parametrize("there_is_room", [True, False])
+def test_a_payload_is_opened_also_where_there_is_no_room_to_unpack_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there_is_room: bool
+) -> None:
+    values, codec = torch.zeros(5000), make_codec("int4+zstd")
+    header, payload = update(values=values, encoding="int4+zstd")
+    spool = Spool(tmp_path)
+    partial = spool.open_partial(header)
+    partial.write(memoryview(payload))
+    reference = spool.keep(partial, header)
+    partial.close()
+
+    def full(**_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    if not there_is_room:
+        monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    reads, mapped = spool.opened(reference, header.digest, codec, 5000)
+    assert (reads is codec.plain) == there_is_room
+    assert torch.equal(reads.decode(mapped.payload, 5000), values)
+    with pytest.raises(SpoolError, match="damaged"):
+        spool.opened(reference, "xxh3:" + "0" * 32, codec, 5000)
