@@ -34,6 +34,40 @@ static inline float level_value(int32_t level, bool negative) {
     return as_float((uint32_t)level << 16 | (negative ? 0x80000000u : 0u));
 }
 
+static constexpr int32_t FIRST_BITS_END = 1 << 14;
+
+// Goes on with `least` from the bit `from` to the bit `to`.
+static inline int32_t least_units(const int32_t *units, int64_t count, int64_t kept, int32_t least, int32_t from, int32_t to) {
+    for (int32_t bit = from; bit && bit >= to; bit >>= 1) {
+        int32_t reach = 0;
+        for (int64_t i = 0; i < count; i++) reach += units[i] >= (least | bit);
+        if (reach >= kept) least |= bit;
+    }
+    return least;
+}
+
+// The units that are not below `least`, and where they stand, in their order.
+static inline int64_t reaching(const int32_t *units, int64_t count, int32_t least, int32_t *reached, int32_t *places) {
+    int64_t found = 0, i = 0;
+#ifdef AVX512
+    __m512i place = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    for (; i + 16 <= count; i += 16, place = _mm512_add_epi32(place, _mm512_set1_epi32(16))) {
+        const __m512i here = _mm512_load_si512(units + i);
+        const __mmask16 reach = _mm512_cmpge_epi32_mask(here, _mm512_set1_epi32(least));
+        if (!reach) continue;
+        _mm512_storeu_si512(reached + found, _mm512_maskz_compress_epi32(reach, here));
+        _mm512_storeu_si512(places + found, _mm512_maskz_compress_epi32(reach, place));
+        found += __builtin_popcount(reach);
+    }
+#endif
+    for (; i < count; i++) {
+        reached[found] = units[i];
+        places[found] = (int32_t)i;
+        found += units[i] >= least;
+    }
+    return found;
+}
+
 static int encode_chunk(const Format *format, const float *x, int64_t start, int64_t count, uint8_t *payload, float *decoded) {
     const TopK at = place_of(format, payload, start, count);
     const uint32_t largest = largest_bits(x, count);
@@ -46,21 +80,21 @@ static int encode_chunk(const Format *format, const float *x, int64_t start, int
         const int32_t away = top - exponent;
         units[i] = significand >> (away > 31 ? 31 : away);
     }
-    // The least units of what is kept, bit by bit: the most that at least so many values reach.
-    int32_t least = 0;
-    for (int32_t bit = 1 << 23; bit; bit >>= 1) {
-        int32_t reach = 0;
-        for (int64_t i = 0; i < count; i++) reach += units[i] >= (least | bit);
-        if (reach >= at.kept) least |= bit;
-    }
-    int32_t more = 0;
-    for (int64_t i = 0; i < count; i++) more += units[i] > least;
+    // The least units of what is kept, bit by bit: the most that at least so many values reach.  After some bits only the
+    // values that reach so far are looked at.
+    alignas(64) int32_t reached[TILE + 16];
+    alignas(64) int32_t places[TILE + 16];
+    int32_t least = least_units(units, count, at.kept, 0, 1 << 23, FIRST_BITS_END);
+    const int64_t candidates = reaching(units, count, least, reached, places);
+    least = least_units(reached, candidates, at.kept, least, FIRST_BITS_END >> 1, 0);
+    int64_t more = 0;
+    for (int64_t i = 0; i < candidates; i++) more += reached[i] > least;
     int64_t equal = at.kept - more, found = 0, sum = 0;
     uint16_t index[TILE / 4 + 4];
     for (int64_t i = 0; found < at.kept; i++) {
-        if (units[i] < least || (units[i] == least && equal-- <= 0)) continue;
-        index[found++] = (uint16_t)i;
-        sum += units[i];
+        if (reached[i] < least || (reached[i] == least && equal-- <= 0)) continue;
+        index[found++] = (uint16_t)places[i];
+        sum += reached[i];
     }
     const int64_t mean = (sum + at.kept - 1) / at.kept;
     int64_t sum_big = 0, num_big = 0;
