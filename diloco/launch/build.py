@@ -33,7 +33,7 @@ from diloco.sync.options import HealthOptions, LearnerOptions, OuterOptions
 from diloco.syncer.backups import BackupOptions
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.wan.link import LinkOptions
-from diloco.wire.options import ServerOptions
+from diloco.wire.options import ClientOptions, ServerOptions
 from diloco.wire.security import SecurityOptions, check_own_files
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def check(config: RunConfig) -> None:
     syncer_options(config, RunDir(Path()))
     lease(config)
     server_options(config)
+    client_options(config)
     syncer_security(config)
     data_options(config)
     link_options(config, "")
@@ -260,6 +261,15 @@ def server_options(config: RunConfig) -> ServerOptions:
             address=config.cluster.syncer.listen,
             sites_max=config.outer.sites_max,
             calls_per_s=config.cluster.syncer.calls_per_s,
+        )
+
+
+def client_options(config: RunConfig) -> ClientOptions:
+    """A site's end of the wire."""
+    site = config.site
+    with _section("site"):
+        return ClientOptions(
+            data_channels=site.data_channels, up_mbps=site.up_mbps or 0.0, down_mbps=site.down_mbps or 0.0
         )
 
 

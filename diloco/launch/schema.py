@@ -233,6 +233,13 @@ class SiteSection:
     """Permit a token over an unencrypted link."""
     adapt: bool = False
     """Choose by what the link carries: among codec.up and codec.up_allowed."""
+    data_channels: int = 1
+    """Connections that one transfer goes over side by side: 1 to 6; a long fast link needs more than one to be filled,
+    and `diloco doctor` says how many."""
+    up_mbps: float | None = None
+    """What this site's link has in 10^6 bits a second: its updates leave 5 % of that to heartbeats; null: no bound."""
+    down_mbps: float | None = None
+    """The same for the versions that it takes."""
     metrics: str = ""
     """host:port of a page for Prometheus; a port alone: loopback; empty: none."""
     canary_every_s: float = 0.0

@@ -205,7 +205,13 @@ def _build_agent(
 
     layout = build.layout_of(config)
     try:
-        client = SyncClient(config.site.syncer, config.site.id, config.run.name or "", build.site_security(config))
+        client = SyncClient(
+            config.site.syncer,
+            config.site.id,
+            config.run.name or "",
+            build.site_security(config),
+            build.client_options(config),
+        )
     except (ValueError, OSError) as error:
         raise ConfigError(f"site: {str(error).replace('address is', 'syncer is', 1)}") from error
     return Agent(

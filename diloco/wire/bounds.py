@@ -222,6 +222,7 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "values_digest": _digest_or_nothing,
         "frames": _flag,
         "beside": _flag,
+        "progress": _flag,
     },
     m.PushCommit: {"payload_bytes": _PAYLOAD, "digest": _DIGEST},
     m.PushAdmitted: {"offset": _number(0, m.PAYLOAD_BYTES_MAX), "frames": _flag},

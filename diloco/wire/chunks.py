@@ -23,6 +23,10 @@ Span = tuple[int, int]
 PIECE_BYTES_MIN = 256 * 1024
 """A stream of its own is not worth its round trip for less."""
 CHUNK_BYTES_FIRST = 256 * 1024
+RISK_BYTES = 4 << 20
+"""Half of it may be on its way after a first break, and half of that after each further one, but never less than ..."""
+RISK_BYTES_MIN = 128 * 1024
+CAREFUL_SHARE = 32
 QUICK_S = 0.25
 SLOW_S = 1.0
 
@@ -82,6 +86,14 @@ def share_end(payload_bytes: int, share: int) -> int:
     return -(-payload_bytes // share)
 
 
+def bytes_at_risk(breaks: int, passed: int) -> int:
+    """How much may be on its way where a connection has broken ``breaks`` times and carried ``passed`` bytes since.
+
+    It is lost when it breaks again, so that what many breaks cost stays a small share of a payload.
+    """
+    return max(RISK_BYTES_MIN, RISK_BYTES >> breaks, passed // CAREFUL_SHARE)
+
+
 def checksum(parts: Sequence[bytes | bytearray | memoryview]) -> int:
     """CRC-32 of all parts as one payload."""
     crc32 = 0
@@ -133,18 +145,29 @@ class ChunkSize:
     Long ones cost least; but a chunk is also the unit in which progress is seen, and a stream on which nothing moves
     for some seconds is given up.  So it begins with ``CHUNK_BYTES_FIRST``, doubles while a chunk passes quickly and
     halves where one takes long: whatever the link, something moves about every second.
+
+    What goes on after a break is ``careful``: a chunk of which a part has come is lost with the connection, so none is
+    longer than ``CAREFUL_SHARE`` of what has passed since.
     """
 
-    def __init__(self, bytes_min: int, bytes_max: int) -> None:
+    def __init__(self, bytes_min: int, bytes_max: int, *, careful: bool = False) -> None:
         self._bytes_min, self._bytes_max = bytes_min, bytes_max
-        self.bytes = min(bytes_max, max(bytes_min, CHUNK_BYTES_FIRST))
+        self._careful = careful
+        self._passed = 0
+        self._bytes = min(bytes_max, max(bytes_min, CHUNK_BYTES_FIRST))
+
+    @property
+    def bytes(self) -> int:
+        """Of the next one."""
+        return max(self._bytes_min, min(self._bytes, self._passed // CAREFUL_SHARE)) if self._careful else self._bytes
 
     def took(self, seconds: float) -> None:
         """The last chunk took so long to pass."""
+        self._passed += self.bytes
         if seconds < QUICK_S:
-            self.bytes = min(self._bytes_max, 2 * self.bytes)
+            self._bytes = min(self._bytes_max, 2 * self._bytes)
         elif seconds > SLOW_S:
-            self.bytes = max(self._bytes_min, self.bytes // 2)
+            self._bytes = max(self._bytes_min, self._bytes // 2)
 
 
 class Window:

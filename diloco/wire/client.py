@@ -18,6 +18,7 @@ from diloco.wire import convert
 from diloco.wire.calls import ADMIN_SERVICE, SYNC_SERVICE, Calls
 from diloco.wire.lines import Line, check_address, split_addresses
 from diloco.wire.messages import (
+    STREAMS_MAX,
     EvictAsk,
     JoinAsk,
     JoinReply,
@@ -52,6 +53,8 @@ T = TypeVar("T")
 
 _OF_ITS_FILES = frozenset({Status.PERMISSION_DENIED, Status.UNAUTHENTICATED})
 
+BREAKS_KEPT = 64
+"""Updates of which is remembered how often their push was broken off."""
 CONFIRMATIONS_MAX = 3
 """Times that a ticket is repeated in one join: each further one means that yet another process was taken in."""
 
@@ -88,9 +91,12 @@ class SyncClient:
         self._epoch = 0  # Of the syncer that took the site in last.
         arguments = self._options.channel_arguments()
         # The first is for control.  What a site has to send goes nowhere that has not taken the site in.
-        self._lines = [Line(self.address, security, arguments) for _ in range(1 + self._options.data_channels)]
+        # Nothing is connected before it is used, so that more may be used later.
+        self._lines = [Line(self.address, security, arguments) for _ in range(1 + STREAMS_MAX)]
+        self._streams = self._options.data_channels
         self._control, *self._bulk = (Calls(line, SYNC_SERVICE) for line in self._lines)
         self._turn = itertools.count()
+        self._breaks: dict[str, int] = {}
         self._pacer = Pacer(bulk_bytes_per_s(self._options.up_mbps))
         self._bytes = threading.Lock()
         self._bytes_up = 0
@@ -204,8 +210,15 @@ class SyncClient:
         view = memoryview(payload).cast("B")
         if len(view) != header.payload_bytes:
             raise MalformedMessage(f"payload_bytes is {header.payload_bytes}: the payload has {len(view)}")
-        pushing = Pushing(self._in_turn(), header, view, self._options, self._stalls, self._count_up, self._pacer)
-        result = pushing.run()
+        breaks = self._breaks.pop(header.digest, 0)
+        bulk, count = self._in_turn(), self._count_up
+        try:
+            result = Pushing(bulk, header, view, self._options, self._stalls, count, self._pacer, breaks).run()
+        except Unreachable:
+            self._breaks[header.digest] = breaks + 1
+            if len(self._breaks) > BREAKS_KEPT:
+                del self._breaks[next(iter(self._breaks))]
+            raise
         self._check_epoch("Push", result.epoch)
         return result
 
@@ -215,10 +228,15 @@ class SyncClient:
         self._check_epoch("Pull", pulled.header.epoch)
         return pulled
 
+    def use_channels(self, count: int) -> None:
+        """From the next transfer on go over ``count`` connections, as far as there may be so many."""
+        self._streams = max(1, min(count, STREAMS_MAX))
+
     def _in_turn(self) -> Sequence[Calls]:
-        """All bulk channels, another one first each time."""
-        first = next(self._turn) % len(self._bulk)
-        return [*self._bulk[first:], *self._bulk[:first]]
+        """The bulk channels in use, another one first each time."""
+        bulk = self._bulk[: self._streams]
+        first = next(self._turn) % len(bulk)
+        return [*bulk[first:], *bulk[:first]]
 
     def _count_up(self, message_bytes: int) -> None:
         with self._bytes:

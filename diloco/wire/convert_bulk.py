@@ -39,6 +39,7 @@ def pack_push(part: m.PushPart) -> bytes:
                     values_digest=part.values_digest,
                     frames=part.frames,
                     beside=part.beside,
+                    progress=part.progress,
                 )
             ).SerializeToString()
         case m.PushCommit():
@@ -85,6 +86,7 @@ def _header_in(header: sync_pb2.PushHeader) -> m.PushHeader:
         values_digest=header.values_digest,
         frames=header.frames,
         beside=header.beside,
+        progress=header.progress,
     )
 
 

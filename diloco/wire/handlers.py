@@ -237,7 +237,10 @@ class SyncHandlers:
         if isinstance(part, Chunk):
             receiving.chunk(part)
             return
+        before = receiving.offset
         again = receiving.frame(part)
+        if receiving.header.progress and receiving.offset > before:
+            yield convert_bulk.pack_push_reply(PushAdmitted(receiving.offset, frames=True))
         if again is not None:
             self._counters.add("chunks_again")
             yield convert_bulk.pack_push_reply(again)
@@ -296,7 +299,7 @@ class SyncHandlers:
             source = self._api.pull(ask, identity)
             try:
                 begin, end = _wanted(ask, source.header.payload_bytes)
-                size = ChunkSize(CHUNK_BYTES_MIN, self._options.chunk_bytes)
+                size = ChunkSize(CHUNK_BYTES_MIN, self._options.chunk_bytes, careful=ask.want_version > 0)
                 pacer = Pacer(ask.bytes_per_s)
                 with self._stalls.guard(self._options.stall_s, context.cancel) as guard:
                     frames = ask.protocol >= FRAMES_SINCE

@@ -194,7 +194,8 @@ class PushHeader:
     number of values, ``encoding`` the codec's name.  ``values_digest`` is that of the fp32 values which the payload
     decodes to, as the site has computed it; empty where it says nothing of it.  ``frames``: the sender can send frames,
     and chunks once more; ``beside``: this stream brings some chunks of a push that another stream has begun and will
-    commit.  The other fields are those of ``sync.events.UpdateArrived``.
+    commit; ``progress``: the sender wants to be told, time and again, how much is held.  The other fields are those of
+    ``sync.events.UpdateArrived``.
     """
 
     run_id: str
@@ -215,6 +216,7 @@ class PushHeader:
     values_digest: str = ""
     frames: bool = False
     beside: bool = False
+    progress: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,8 +52,9 @@ class ServerOptions:
     checks_max: int = 2
     """Updates that are looked at at once, a range of values each, while they arrive; others wait for their turn."""
     pulls_max: int = 0
-    """0: four for each site, so that observers find room too."""
-    pulls_per_site_max: int = 4
+    """Streams; 0: eight for each site, so that observers find room too."""
+    pulls_per_site_max: int = 8
+    """The six that one pull may go over, and those of one that broke off and is still being ended."""
     watches_per_site_max: int = 2
     calls_per_caller_max: int = 16
     """Calls of one identity under way at once, of all kinds: two connections full of them."""
@@ -121,7 +122,7 @@ class ServerOptions:
     @property
     def pull_credits(self) -> int:
         """Versions being sent at once."""
-        return self.pulls_max or 4 * self.sites_max
+        return self.pulls_max or 8 * self.sites_max
 
     @property
     def watch_credits(self) -> int:

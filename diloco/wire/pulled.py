@@ -38,6 +38,8 @@ class PullSink:
         self._holes = Holes(0)
         self._lock = threading.Lock()
         self.header: PullHeader | None = None
+        self.breaks = 0
+        """Attempts at what is held that were broken off."""
 
     @property
     def offset(self) -> int:
@@ -70,6 +72,7 @@ class PullSink:
         self._view = memoryview(self._buffer)
         self._holes = Holes(0)
         self.header = None
+        self.breaks = 0
 
     def begin(self, header: PullHeader) -> bool:
         """A header came.  True when what is held belongs to it and is kept; otherwise it begins at byte 0.

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from diloco.wire import convert_bulk
-from diloco.wire.chunks import PIECE_BYTES_MIN, ChunkError, DamagedChunk, share_end
+from diloco.wire.chunks import PIECE_BYTES_MIN, ChunkError, DamagedChunk, bytes_at_risk, share_end
 from diloco.wire.messages import (
     AGAINS_MAX,
+    CHUNK_BYTES_MIN,
     Chunk,
     Frame,
     MalformedMessage,
@@ -57,9 +58,17 @@ class Pulling:
         self._failed: WireError | None = None
         self._spoiled = False
         self._damaged = 0
+        self._began = sink.bytes_held
 
     def run(self) -> PulledVersion:
         """Until everything is here.  ``Refused`` or ``Unreachable``; what came stays in the sink."""
+        try:
+            return self._run()
+        except Unreachable:
+            self._sink.breaks += 1
+            raise
+
+    def _run(self) -> PulledVersion:
         held = self._sink.header
         if held is not None and self._sink.bytes_held > 0 and held.fragment == self._ask.fragment:
             try:
@@ -79,7 +88,7 @@ class Pulling:
         def begun(header: PullHeader) -> None:
             end = share_end(header.payload_bytes, len(self._bulk))
             if header.frames and end < header.payload_bytes:
-                spans = pieces([(end, header.payload_bytes)], len(self._bulk) - 1)
+                spans = pieces([(end, header.payload_bytes)], len(self._bulk) - 1, header.payload_bytes)
                 others.extend(self._open(header, spans, self._bulk[1:]))
 
         self._stream(self._bulk[0], replace(self._ask, share=len(self._bulk)), len(self._bulk), begun)
@@ -101,7 +110,11 @@ class Pulling:
     def _spans(self, header: PullHeader) -> list[Span]:
         """What to ask for next.  Whoever sends no frames knows of no lengths either."""
         missing = self._sink.missing()
-        return pieces(missing, len(self._bulk)) if header.frames else [(begin, 0) for begin, _ in missing[:1]]
+        if not header.frames:
+            return [(begin, 0) for begin, _ in missing[:1]]
+        breaks, passed = self._sink.breaks, self._sink.bytes_held - self._began
+        most = bytes_at_risk(breaks, passed) // len(self._bulk) if breaks else header.payload_bytes
+        return pieces(missing, len(self._bulk), max(CHUNK_BYTES_MIN, most))
 
     def _open(self, header: PullHeader, spans: Sequence[Span], bulk: Sequence[Calls]) -> list[threading.Thread]:
         """A stream for each of ``spans``, each in a thread of its own but for one that is alone."""
@@ -196,9 +209,10 @@ class Pulling:
             call.cancel()
 
 
-def pieces(missing: Sequence[Span], count: int) -> list[Span]:
-    """At most ``count`` spans of what is missing, from its beginning, for as many streams at once."""
+def pieces(missing: Sequence[Span], count: int, bytes_max: int) -> list[Span]:
+    """At most ``count`` spans of what is missing, from its beginning, for as many streams at once; none longer than
+    ``bytes_max``."""
     total = sum(end - begin for begin, end in missing)
-    most = max(PIECE_BYTES_MIN, -(-total // count))
+    most = min(bytes_max, max(PIECE_BYTES_MIN, -(-total // count)))
     found = [(at, min(end, at + most)) for begin, end in missing for at in range(begin, end, most)]
     return found[:count]

@@ -34,7 +34,9 @@ class Pushing:
         stalls: StallWatch,
         sent: Callable[[int], None],
         pacer: Pacer,
+        breaks: int,
     ) -> None:
+        """``breaks``: attempts of this very push that were broken off before."""
         self._bulk = bulk
         self._header = header
         self._payload = payload
@@ -42,14 +44,16 @@ class Pushing:
         self._stalls = stalls
         self._sent = sent
         self._pacer = pacer
+        self._breaks = breaks
         self._lock = threading.Lock()
         self._others: list[tuple[Any, threading.Thread]] = []
+        self._opened = False
         self._failed: WireError | None = None
 
     def run(self) -> PushResult:
         """Until its answer.  ``Refused`` or ``Unreachable``; where one stream breaks off, all do."""
         with self._stalls.guard(self._options.stall_s) as guard:
-            sending = Sending(self._header, self._payload, self._options, guard, self._sent, self._pacer)
+            sending = Sending(self._header, self._payload, self._options, guard, self._sent, self._pacer, self._breaks)
             call = self._bulk[0].exchange("Push", sending.requests())
             guard.arm(call.cancel)
             try:
@@ -72,7 +76,8 @@ class Pushing:
                     sending.stop()
                 elif result is None:
                     self._heard(reply, sending)
-                    if isinstance(reply, PushAdmitted) and reply.frames:
+                    if isinstance(reply, PushAdmitted) and reply.frames and not self._opened:
+                        self._opened = True
                         self._open_others(call, sending, reply.offset)
         except MalformedMessage as error:
             raise Unreachable(f"Push: the syncer's answer cannot be: {error}") from error
@@ -86,6 +91,8 @@ class Pushing:
     def _heard(self, reply: PushAdmitted | PushAgain, sending: Sending) -> None:
         if isinstance(reply, PushAgain):
             sending.again(reply)
+        elif sending.admitted:
+            sending.held(reply.offset)
         elif reply.offset > self._header.payload_bytes:
             raise MalformedMessage(f"offset is {reply.offset}: the payload has {self._header.payload_bytes} bytes")
         else:
@@ -111,12 +118,14 @@ class Pushing:
                 for raw in call:
                     reply = convert_bulk.unpack_push_reply(raw)
                     guard.touch()
-                    if isinstance(reply, PushAgain):
-                        sending.again(reply)
+                    if not isinstance(reply, PushResult):
+                        self._heard(reply, sending)
             except MalformedMessage as error:
                 self._break_off(Unreachable(f"Push: the syncer's answer cannot be: {error}"), call, first)
             except grpc.RpcError as error:
-                self._break_off(bulk.failed("Push", error, guard), call, first)
+                why = bulk.failed("Push", error, guard)
+                if sending.carries(guard):  # Otherwise the others do without it.
+                    self._break_off(why, call, first)
             finally:
                 sending.leave()
 

@@ -13,8 +13,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from diloco.wire import convert_bulk
-from diloco.wire.chunks import ChunkSize
-from diloco.wire.messages import AGAINS_MAX, CHUNK_BYTES_MIN, Chunk, Frame, MalformedMessage, PushCommit, PushHeader
+from diloco.wire.chunks import ChunkSize, bytes_at_risk
+from diloco.wire.messages import (
+    AGAINS_MAX,
+    CHUNK_BYTES_MIN,
+    Chunk,
+    Frame,
+    MalformedMessage,
+    PushCommit,
+    PushHeader,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,8 +47,12 @@ class Sending:
         guard: Guard,
         sent: Callable[[int], None],
         pacer: Pacer,
+        breaks: int = 0,
     ) -> None:
-        self._header = replace(header, frames=True)
+        """``breaks``: connections that have broken under this payload before."""
+        self._header = replace(header, frames=True, progress=breaks > 0)
+        self._breaks = breaks
+        self._began = self._held = 0
         self._payload = payload
         self._options = options
         self._guard = guard
@@ -53,14 +65,29 @@ class Sending:
         self._agains = 0
         self._beside = 0
         self._committed = False
+        self._carrying: set[Guard] = set()
+        self._resumed = False
         self.frames = False
 
     def admit(self, admitted: PushAdmitted) -> None:
         """The syncer holds so many bytes and wants the rest."""
         with self._changed:
             self.frames = admitted.frames
+            self._resumed = admitted.offset > 0
+            self._began = self._held = admitted.offset
             self._at = admitted.offset
             self._changed.notify_all()
+
+    def held(self, offset: int) -> None:
+        """The syncer holds so many bytes by now."""
+        with self._changed:
+            self._held = max(self._held, offset)
+            self._changed.notify_all()
+
+    @property
+    def admitted(self) -> bool:
+        """Whether the syncer has said from where on it wants the rest."""
+        return self._at is not None
 
     def again(self, wanted: PushAgain) -> None:
         """The syncer wants these bytes once more.  ``MalformedMessage`` where it cannot, or too often."""
@@ -106,7 +133,12 @@ class Sending:
     def beside(self, guard: Guard) -> Iterator[bytes]:
         """The messages of a stream beside that one, begun with ``join_in``."""
         yield self._counted(convert_bulk.pack_push(replace(self._header, beside=True)))
+        self._carrying.add(guard)
         yield from self._chunks(guard)
+
+    def carries(self, guard: Guard) -> bool:
+        """Whether the stream of ``guard`` beside the first has been given chunks: what breaks then is the push."""
+        return guard in self._carrying
 
     def join_in(self) -> None:
         """One more stream beside the first; ``leave`` must follow."""
@@ -120,7 +152,8 @@ class Sending:
             self._changed.notify_all()
 
     def _chunks(self, guard: Guard) -> Iterator[bytes]:
-        size = ChunkSize(CHUNK_BYTES_MIN, self._pacer.chunk_bytes(self._options.chunk_bytes))
+        longest = self._pacer.chunk_bytes(self._options.chunk_bytes)
+        size = ChunkSize(CHUNK_BYTES_MIN, longest, careful=self._resumed)
         while (place := self._next(size.bytes)) is not None:
             offset, length = place
             self._pacer.wait(length, guard)
@@ -132,6 +165,8 @@ class Sending:
 
     def _next(self, chunk_bytes: int) -> tuple[int, int] | None:
         with self._changed:
+            # What is on its way when a connection breaks is lost: no more than can be spared on one that often does.
+            self._changed.wait_for(lambda: self._stopped or self._again or self._spared(chunk_bytes))
             if self._stopped:
                 return None
             if self._again:
@@ -140,6 +175,13 @@ class Sending:
             offset, length = self._at, min(chunk_bytes, len(self._payload) - self._at)
             self._at += length
             return (offset, length) if length else None
+
+    def _spared(self, chunk_bytes: int) -> bool:
+        """Whether one more chunk may be on its way."""
+        assert self._at is not None, "not admitted yet"
+        if not self.frames or not self._breaks:
+            return True
+        return self._at + chunk_bytes <= self._held + bytes_at_risk(self._breaks, self._held - self._began)
 
     def _counted(self, message: bytes) -> bytes:
         self._sent(len(message))

@@ -102,6 +102,7 @@ class World:
             "digest": hashlib.sha256(payload).hexdigest(),
             "frames": False,
             "beside": False,
+            "progress": False,
         }
         return PushHeader(**(fields | changes)), payload
 

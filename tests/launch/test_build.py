@@ -71,6 +71,9 @@ def test_the_layout_is_that_of_the_model() -> None:
         ("cluster.syncer.memory_check_s=-1", "cluster.syncer.memory_check_s is -1.0: not negative"),
         ("site.canary_every_s=-1", "site.canary_every_s is -1.0: 0 (never) or more"),
         ("site.canary_steps=0", "site.canary_steps is 0: at least 1"),
+        ("site.data_channels=7", "site.data_channels is 7: 1 to 6"),
+        ("site.up_mbps=-1", "site.up_mbps is -1.0: 0, or 0.1 to 1000000.0"),
+        ("site.down_mbps=0.01", "site.down_mbps is 0.01: 0, or 0.1"),
         ("data.kind=books", "data.kind is 'books': one of stdlib, text, jsonl"),
         ("data.validation_sequences=0", "data.validation_sequences is 0: at least 1"),
     ],
@@ -102,6 +105,13 @@ def test_what_is_rounded_off_is_fed_back_as_usual_or_as_told(settings: list[str]
 def test_feedback_without_a_residual_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"codec\.feedback is 1\.0: codec\.up=fp32 rounds nothing off"):
         build.check(compose(["codec=fp32", "outer=streaming", "codec.feedback=1"]))
+
+
+def test_a_site_sets_how_many_connections_it_uses_and_how_much_of_its_link() -> None:
+    usual = build.client_options(small())
+    assert (usual.data_channels, usual.up_mbps, usual.down_mbps) == (1, 0.0, 0.0)
+    chosen = build.client_options(small("site.data_channels=4", "site.up_mbps=200", "site.down_mbps=1000"))
+    assert (chosen.data_channels, chosen.up_mbps, chosen.down_mbps) == (4, 200.0, 1000.0)
 
 
 def test_version_zero_is_the_seed_or_what_was_given(tmp_path: Path) -> None:

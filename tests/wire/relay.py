@@ -18,6 +18,10 @@ class Relay:
         self.connections = 0
         self._frozen_above_bytes: int | None = None
         self._hold_above_bytes: int | None = None
+        self._counting = threading.Lock()
+        self.carried_up = 0
+        self.carried_down = 0
+        self._cut_at: int | None = None
         self._mark = b""
         self._to_damage = 0
         self.damaged = 0
@@ -40,6 +44,15 @@ class Relay:
         self._mark = mark
         self._to_damage = times
         self.damaged = 0
+
+    def cut_after(self, count: int) -> None:
+        """End every connection once so many more bytes have come from clients and the server together."""
+        self._cut_at = self.carried_up + self.carried_down + count
+
+    @property
+    def waits_to_cut(self) -> bool:
+        """Whether a cut is still to come."""
+        return self._cut_at is not None
 
     def cut(self) -> None:
         """End every connection; new ones pass everything on."""
@@ -67,12 +80,13 @@ class Relay:
             self.connections += 1
             total = [0]
             for source, sink in ((near, far), (far, near)):
-                threading.Thread(target=self._carry, args=(source, sink, total), daemon=True).start()
+                threading.Thread(target=self._carry, args=(source, sink, total, source is near), daemon=True).start()
 
-    def _carry(self, source: socket.socket, sink: socket.socket, total: list[int]) -> None:
+    def _carry(self, source: socket.socket, sink: socket.socket, total: list[int], up: bool) -> None:
         try:
             while data := source.recv(65536):
                 total[0] += len(data)
+                self._count(len(data), up)
                 if self.damaged < self._to_damage and self._mark in data:
                     data = self._damaged(data)
                 if total[0] > 1_000_000:
@@ -86,6 +100,15 @@ class Relay:
             sink.shutdown(socket.SHUT_WR)
         except OSError:
             return
+
+    def _count(self, count: int, up: bool) -> None:
+        with self._counting:
+            self.carried_up += count if up else 0
+            self.carried_down += 0 if up else count
+            due = self._cut_at is not None and self.carried_up + self.carried_down >= self._cut_at
+            self._cut_at = None if due else self._cut_at
+        if due:
+            self.cut()
 
     def _damaged(self, data: bytes) -> bytes:
         at = data.index(self._mark)

@@ -51,7 +51,7 @@ def pushes() -> list[Sample]:
         m.Chunk(m.PAYLOAD_BYTES_MAX, b"z", 0xFFFFFFFF),
         m.Chunk(1, b"z", 0, 0),
         m.Chunk(1, b"z", 0, 0xFFFFFFFFFFFFFFFF),
-        push_header(b"abc", frames=True, beside=True),
+        push_header(b"abc", frames=True, beside=True, progress=True),
         m.Frame(0, memoryview(b"a")),
         m.Frame(m.PAYLOAD_BYTES_MAX, memoryview(bytes(70_000))),
         m.PushCommit(3, DIGEST),

@@ -13,6 +13,7 @@ from diloco.wire.chunks import (
     DamagedChunk,
     Holes,
     Window,
+    bytes_at_risk,
     checksum,
     cut,
     cut_as_asked,
@@ -165,6 +166,25 @@ def test_chunks_grow_while_they_pass_quickly_and_shrink_on_a_slow_link() -> None
         size.took(5.0)
     assert size.bytes == 64 * 1024
     assert ChunkSize(64 * 1024, 64 * 1024).bytes == 64 * 1024
+
+
+def test_after_a_break_no_chunk_is_longer_than_a_small_share_of_what_has_passed_since() -> None:
+    size, passed, longest = ChunkSize(64 * 1024, 1 << 20, careful=True), 0, 0
+    for _ in range(2000):
+        assert size.bytes <= max(64 * 1024, passed // 32)
+        passed += size.bytes
+        longest = max(longest, size.bytes)
+        size.took(0.001)
+    assert longest == 1 << 20
+
+
+def test_what_many_breaks_cost_is_a_small_share() -> None:
+    payload = 256 << 20
+    for breaks in (1, 3, 10, 50):
+        between = payload // (breaks + 1)
+        lost = sum(min(between, bytes_at_risk(count, between)) for count in range(1, breaks + 1))
+        assert lost < 0.05 * payload, breaks
+    assert bytes_at_risk(50, 0) == 128 * 1024
 
 
 def test_whatever_the_link_something_moves_about_every_second() -> None:

@@ -39,8 +39,8 @@ def test_a_client_value_that_cannot_work_is_named(field: str, value: object) -> 
 
 def test_credits_leave_threads_for_control() -> None:
     options = ServerOptions(run_id="r", sites_max=3)
-    assert (options.push_credits, options.pull_credits, options.watch_credits) == (6, 12, 6)
-    assert options.calls_max >= 6 + 12 + 6 + 2 * 3
+    assert (options.push_credits, options.pull_credits, options.watch_credits) == (6, 24, 6)
+    assert options.calls_max >= 6 + 24 + 6 + 2 * 3 + 5 * 6  # And the streams beside each push.
     assert ServerOptions(run_id="r", pushes_max=5).push_credits == 5
 
 

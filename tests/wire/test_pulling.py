@@ -164,7 +164,8 @@ def test_a_syncer_of_an_earlier_protocol_answers_with_chunks_over_one_stream() -
 
 
 def test_pieces_cover_what_is_missing_from_its_beginning() -> None:
-    assert pieces([(0, 6 * MIB)], 3) == [(0, 2 * MIB), (2 * MIB, 4 * MIB), (4 * MIB, 6 * MIB)]
-    assert pieces([(5, 6), (8, 9)], 4) == [(5, 6), (8, 9)]
-    assert pieces([(0, 300 * KIB)], 6) == [(0, 256 * KIB), (256 * KIB, 300 * KIB)]
-    assert pieces([(0, 1), (2, 3), (4, 5)], 2) == [(0, 1), (2, 3)]
+    assert pieces([(0, 6 * MIB)], 3, 9 * MIB) == [(0, 2 * MIB), (2 * MIB, 4 * MIB), (4 * MIB, 6 * MIB)]
+    assert pieces([(5, 6), (8, 9)], 4, MIB) == [(5, 6), (8, 9)]
+    assert pieces([(0, 300 * KIB)], 6, MIB) == [(0, 256 * KIB), (256 * KIB, 300 * KIB)]
+    assert pieces([(0, 1), (2, 3), (4, 5)], 2, MIB) == [(0, 1), (2, 3)]
+    assert pieces([(0, 6 * MIB)], 2, MIB) == [(0, MIB), (MIB, 2 * MIB)]

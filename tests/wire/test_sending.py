@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import threading
 import zlib
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from diloco.wire.convert_bulk import unpack_push
 from diloco.wire.messages import (
     AGAINS_MAX,
     KIB,
+    MIB,
     Chunk,
     Frame,
     MalformedMessage,
@@ -78,6 +80,35 @@ def test_what_is_wanted_again_goes_before_the_rest_and_before_another_commit() -
     assert all_of(requests) == [Frame(64 * KIB, memoryview(PAYLOAD)[64 * KIB : 128 * KIB]), commit]
     push.stop()
     assert not list(requests)
+
+
+def test_after_breaks_no_more_is_on_its_way_than_can_be_spared() -> None:
+    payload = bytes(MIB)
+    header = push_header(payload)
+    push = Sending(header, memoryview(payload), OPTIONS, GUARD, [].append, Pacer(0), breaks=9)
+    requests = push.requests()
+    assert unpack_push(next(requests)) == dataclasses.replace(header, frames=True, progress=True)
+    push.admit(PushAdmitted(0, True))
+    sent, committed = [0], threading.Event()
+
+    def read() -> None:
+        for raw in requests:
+            part = unpack_push(raw)
+            sent[0] += len(part.data) if isinstance(part, Frame) else 0
+            if isinstance(part, PushCommit):
+                committed.set()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for held in range(0, MIB - 192 * KIB, 64 * KIB):
+        assert not committed.wait(0.02)
+        assert held < sent[0] <= held + 128 * KIB
+        push.held(held + 64 * KIB)
+    push.held(MIB)
+    assert committed.wait(10)
+    push.stop()
+    thread.join(10)
+    assert sent[0] == MIB
 
 
 def test_what_was_not_sent_is_not_wanted_again_nor_anything_without_end() -> None:

@@ -1,0 +1,142 @@
+"""``make cuts``: one push, and one pull, of which the connections are cut at random offsets.
+
+Each completes, arrives as it was sent, and has put less than ``EXTRA_SHARE_MAX`` more on the wire than its bytes: what
+was on its way at a cut is lost, and nothing else is sent twice.  Counted where it passes, between the two.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from diloco.sync.events import Outcome
+from diloco.syncer.spool import PartialUpdate, Spool
+from diloco.wire.client import SyncClient
+from diloco.wire.messages import MIB, PullAsk, PushHeader, PushResult, Unreachable
+from diloco.wire.options import ClientOptions, ServerOptions
+from diloco.wire.pulled import PullSink
+from diloco.wire.server import serve
+from tests.hunts.reporting import Hunt
+from tests.wire.fake_syncer import RUN, FakeSyncer, push_header
+from tests.wire.relay import Relay
+
+EXTRA_SHARE_MAX = 0.05
+PAUSE_S = 0.02
+PATIENCE_S = 600.0
+
+
+class SpoolSession:
+    """A push into a real spool, from whose file the next attempt goes on."""
+
+    def __init__(self, partial: PartialUpdate) -> None:
+        self._partial = partial
+
+    @property
+    def offset(self) -> int:
+        return self._partial.offset
+
+    def write(self, offset: int, data: memoryview) -> None:
+        assert offset == self._partial.offset, (offset, self._partial.offset)
+        self._partial.write(data)
+
+    def commit(self, digest: str) -> PushResult:
+        found = hashlib.sha256(self._partial.path.read_bytes()).hexdigest()
+        return PushResult(Outcome.ACCEPTED if found == digest else Outcome.REFUSED, 1)
+
+    def close(self) -> None:
+        self._partial.close()
+
+
+class SpoolingSyncer(FakeSyncer):
+    """The fake of the wire's tests with a spool on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._spool_on_disk = Spool(folder)
+
+    def open_push(self, header: PushHeader, identity: object) -> Any:
+        return SpoolSession(self._spool_on_disk.open_partial(header))
+
+
+def gaps(payload_bytes: int, cuts: int, dice: random.Random) -> list[int]:
+    """How many bytes pass between one cut and the next, where their places in the payload are drawn evenly."""
+    places = sorted(dice.randrange(payload_bytes) for _ in range(cuts))
+    return [after - before for before, after in zip([0, *places], places, strict=False)]
+
+
+def cut_through(relay: Relay, between: list[int], attempt: Callable[[], object]) -> tuple[object, int]:
+    """The answer of ``attempt``, which is made until it has one, and how often the connections were cut."""
+    until_s, left, made = time.monotonic() + PATIENCE_S, list(between), 0
+    while True:
+        if left and not relay.waits_to_cut:
+            relay.cut_after(left.pop(0))
+            made += 1
+        try:
+            answer = attempt()
+        except Unreachable:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(PAUSE_S)
+            continue
+        if not left and not relay.waits_to_cut:
+            return answer, made
+        return answer, made - relay.waits_to_cut
+
+
+def main(arguments: list[str] | None = None) -> int:
+    hunt = Hunt("cuts", __doc__)
+    hunt.parser.add_argument("--cuts", type=int, default=50, help="of each transfer (default: 50)")
+    hunt.parser.add_argument("--mib", type=int, default=256, help="payload (default: 256)")
+    hunt.parser.add_argument("--channels", type=int, default=1, help="connections side by side (default: 1)")
+    asked = hunt.asked(arguments)
+    dice = random.Random(asked.seed)
+    payload = dice.randbytes(MIB) * asked.mib
+    replay = {"seed": asked.seed, "cuts": asked.cuts, "mib": asked.mib, "channels": asked.channels}
+    home = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    counts: dict[str, object] = {}
+    with tempfile.TemporaryDirectory(dir=home) as folder:
+        syncer = SpoolingSyncer(Path(folder))
+        syncer.publish(payload)
+        server = serve(syncer, ServerOptions(run_id=RUN))
+        relay = Relay(server.address)
+        options = ClientOptions(data_channels=asked.channels)
+        client, sink = SyncClient(relay.address, "site-a", RUN, options=options), PullSink()
+        ask = PullAsk(RUN, "site-a", 0, 2)
+        ways: dict[str, Callable[[], object]] = {
+            "push": lambda: client.push(push_header(payload), payload),
+            "pull": lambda: client.pull(ask, sink),
+        }
+        for way, attempt in ways.items():
+            before = relay.carried_up + relay.carried_down
+            answer, made = cut_through(relay, gaps(len(payload), asked.cuts, dice), attempt)
+            carried = relay.carried_up + relay.carried_down - before
+            extra = (carried - len(payload)) / len(payload)
+            counts |= {f"{way}_cuts": made, f"{way}_extra_percent": round(100 * extra, 2)}
+            if made < asked.cuts:
+                hunt.violated(f"{way}: it was cut {made} times only", **replay)
+            if extra >= EXTRA_SHARE_MAX:
+                hunt.violated(f"{way}: {100 * extra:.1f} % more than its bytes went over the wire", **replay)
+            if not arrived(way, answer, payload):
+                hunt.violated(f"{way}: what arrived is not what was sent", **replay)
+        client.close()
+        relay.close()
+        server.stop(0.5)
+    return hunt.finish(counts)
+
+
+def arrived(way: str, answer: Any, payload: bytes) -> bool:
+    """Whether the other end has what was sent."""
+    if way == "push":
+        return bool(answer.outcome is Outcome.ACCEPTED)
+    return bool(answer.parts[0] == payload)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
