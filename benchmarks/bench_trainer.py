@@ -247,6 +247,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="inner steps in a block")
     parser.add_argument("--blocks", type=int, default=9, help="pairs of blocks, with and without, in each case")
     parser.add_argument("--inner-steps", type=int, default=20, help="inner steps between two updates of one fragment")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     arguments = parser.parse_args()
     if len(os.sched_getaffinity(0)) < 2:
         print("bench_trainer: skipped: it needs two cores, one of them for the syncer")
@@ -257,7 +258,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as data:
         prepare_corpus(DataOptions(), Path(data))
         rows = []
-        for case in CASES:
+        for case in arguments.cases:
             rows.append(measure(case, blocks, arguments, data))
             print(json.dumps(rows[-1]), flush=True)
     config = {name: getattr(arguments, name) for name in ("steps", "inner_steps")}
