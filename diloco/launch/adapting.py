@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from diloco.codec.registry import make_codec
 from diloco.launch.errors import ConfigError
 from diloco.sync.adapting import AdaptOptions, Way
+from diloco.wire.messages import STREAMS_MAX
 
 if TYPE_CHECKING:
     from diloco.launch.schema import RunConfig
@@ -33,7 +34,10 @@ def up_codecs(config: RunConfig) -> list[str]:
 
 
 def adapt_options(config: RunConfig, layout: Layout, window: Path = TCP_WMEM) -> AdaptOptions:
-    """The ways that a site may send by: without ``site.adapt`` the configured one alone."""
+    """The ways that a site may send by, and over how many connections: without ``site.adapt`` as configured, alone.
+
+    ``config.site.data_channels`` was checked.
+    """
     if config.site.adapt:
         _check(config)
     names = up_codecs(config) if config.site.adapt else [config.codec.up]
@@ -43,6 +47,8 @@ def adapt_options(config: RunConfig, layout: Layout, window: Path = TCP_WMEM) ->
         version_bytes=_bytes(config.codec.down, numels),
         num_fragments=len(numels),
         inner_steps=config.outer.inner_steps,
+        channels=config.site.data_channels,
+        channels_max=STREAMS_MAX if config.site.adapt else config.site.data_channels,
         window_bytes=_window_bytes(window),
     )
 

@@ -232,7 +232,8 @@ class SiteSection:
     insecure_non_loopback: bool = False
     """Permit a token over an unencrypted link."""
     adapt: bool = False
-    """Choose by what the link carries: among codec.up and codec.up_allowed."""
+    """Choose by what the link carries: among codec.up and codec.up_allowed, and how many connections, which
+    data_channels begins with."""
     data_channels: int = 1
     """Connections that one transfer goes over side by side: 1 to 6; a long fast link needs more than one to be filled,
     and `diloco doctor` says how many."""

@@ -22,16 +22,21 @@ class LinkUse:
         self, client: SyncClient, options: AdaptOptions, emit: Callable[[str, dict[str, object]], None]
     ) -> None:
         self.link = LinkMeter(client)
+        self._client = client
         self.codecs = tuple(way.codec for way in options.ways)
         """All that may be chosen, the configured one first."""
         self._emit = emit
         self._adapter = Adapter(options)
 
     def codec(self, step_ns: int) -> str:
-        """Of an update that is sealed now, where an inner step takes ``step_ns``; a change is told once."""
+        """Of an update that is sealed now, where an inner step takes ``step_ns``; a change is told once.
+
+        A change of connections counts from the next transfer on; what is under way goes on as it began.
+        """
         before = self._adapter.choice
         choice = self._adapter.choose(self.link.read(), step_ns)
         if choice != before:
+            self._client.use_channels(choice.channels)
             self._emit("adapted", {"codec": choice.codec, "channels": choice.channels, "why": choice.why})
         return choice.codec
 

@@ -10,6 +10,7 @@ from diloco.launch.adapting import WINDOW_BYTES, adapt_options, up_codecs
 from diloco.launch.config import compose, shared_config
 from diloco.launch.errors import ConfigError
 from diloco.launch.run_dir import RunDir
+from diloco.wire.messages import STREAMS_MAX
 from tests.launch.processes import TINY
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ def test_without_it_there_is_one_way_and_the_syncer_takes_what_is_allowed(tmp_pa
     config = compose([*TINY, *ALLOWED])
     layout = build.layout_of(config)
     assert [way.codec for way in adapt_options(config, layout).ways] == ["int8"]
+    fixed = adapt_options(compose([*TINY, "site.data_channels=3"]), layout)
+    assert (fixed.channels, fixed.channels_max) == (3, 3)
     assert up_codecs(config) == ["int8", "int4", "topk"]
     assert build.syncer_options(config, RunDir(tmp_path)).up_codecs == ["int8", "int4", "topk"]
     assert build.agent_options(config, tmp_path).choices().ways[0].codec == "int8"
@@ -35,6 +38,7 @@ def test_with_it_a_way_has_the_bytes_of_all_fragments(tmp_path: Path) -> None:
     for way in options.ways:
         assert way.update_bytes == sum(make_codec(way.codec).payload_bytes_max(numel) for numel in numels)
     assert (options.num_fragments, options.inner_steps, options.window_bytes) == (2, 7, WINDOW_BYTES)
+    assert (options.channels, options.channels_max) == (1, STREAMS_MAX)
     assert build.agent_options(config, tmp_path).choices() == adapt_options(config, layout)
 
 

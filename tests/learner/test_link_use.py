@@ -12,6 +12,12 @@ class Traffic:
     bytes_up = 0
     bytes_down = 0
 
+    def __init__(self) -> None:
+        self.channels: list[int] = []
+
+    def use_channels(self, count: int) -> None:
+        self.channels.append(count)
+
 
 def using(ways: tuple[Way, ...] = WAYS) -> tuple[LinkUse, list[tuple[str, dict[str, object]]]]:
     said: list[tuple[str, dict[str, object]]] = []
@@ -46,6 +52,17 @@ def test_a_change_is_told_once_with_its_reason_and_stays_to_be_seen() -> None:
     carried(use, 40_000_000)
     assert [use.codec(STEP_NS) for _ in range(3)] == ["int4", "int8", "int8"]
     assert [facts["codec"] for _, facts in said] == ["int4", "int8"]
+
+
+def test_connections_are_opened_where_their_windows_bound_the_link() -> None:
+    traffic, said = Traffic(), []
+    options = AdaptOptions(ways=WAYS[:1], inner_steps=20, channels_max=6, window_bytes=100_000)
+    use = LinkUse(traffic, options, lambda name, facts: said.append(facts["channels"]))  # type: ignore[arg-type]
+    carried(use, 6_000_000)  # 6 MB/s over 10 ms are 60 kB on the way, where one window has room for 65.
+    for _ in range(6):
+        use.codec(STEP_NS)
+    assert traffic.channels == said == [2]
+    assert use.info(STEP_NS).channels == 2
 
 
 def test_without_a_choice_the_link_is_told_all_the_same() -> None:
