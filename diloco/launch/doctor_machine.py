@@ -129,7 +129,7 @@ def _windows(link: LinkFigures | None, sends: int, takes: int) -> Finding:
     most = 64 * MIB
     remedy = (
         f"on both machines: sysctl -w net.ipv4.tcp_wmem='4096 65536 {most}' net.ipv4.tcp_rmem='4096 131072 {most}'; "
-        "where that may not be, several connections carry what one cannot"
+        f"where that may not be: site.data_channels={max(needed, 2)}, or site.adapt=true, which finds how many it takes"
     )
     return warn("windows", f"{told}: that is what bounds this link", remedy, channels=needed, **figures)
 
