@@ -49,6 +49,7 @@ SHORT: dict[str, list[str]] = {
     f"{SITE} site.id=fra site.index=0 site.num_sites=2 site.syncer=127.0.0.1:7077": REAL,
     f"{SITE} site.id=iad site.index=1 site.num_sites=2 site.syncer=127.0.0.1:7077": REAL,
     "diloco status 127.0.0.1:7077": [],
+    "diloco doctor server=127.0.0.1:7077 run.name=first": REAL,
     "diloco train run.name=warm run.tokens=500000 inner.schedule=constant": [*UP, "run.tokens=3000"],
     "diloco up run.init_from=runs/warm/train/checkpoints": [*UP, "run.name=from-warm"],
     "diloco report runs/latest": [],
@@ -135,5 +136,8 @@ def test_real_sites_by_hand_and_status(place: Place) -> None:
     status = start(place, "diloco status 127.0.0.1:7077", ports)
     assert status.end(60.0) == 0, status.text()
     assert "first" in status.text()
+    doctor = start(place, "diloco doctor server=127.0.0.1:7077 run.name=first", ports)
+    assert doctor.end(60.0) == 0, doctor.text()
+    assert " 0 fail" in doctor.text()
     for verb in (*sites, syncer):
         assert verb.end(90.0) == 0, verb.text()
