@@ -54,7 +54,7 @@ class Model:
     def seal(self, inputs: SealInputs) -> SealedUpdate:
         effect = Seal(0, self.next, self.version, (), 1, 1, 1, 1, final=False)
         self.next += 1
-        return seal(SealJob(effect, inputs), self.encoder, "run", "a", 1)
+        return seal(SealJob(effect, inputs, self.codec.name), self.encoder, "run", "a", 1)
 
     def keep(self, sealed: SealedUpdate) -> None:
         self.tensors.sealed(0, sealed.header.sequence, sealed.decoded, sealed.fed)
