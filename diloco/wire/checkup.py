@@ -16,7 +16,7 @@ from diloco.sync.links import later_rate
 from diloco.wire.calls import SYNC_SERVICE, Calls
 from diloco.wire.convert_probe import pack_probe, unpack_probe_reply
 from diloco.wire.lines import Line
-from diloco.wire.messages import MalformedMessage, Refused, Status, Unreachable
+from diloco.wire.messages import CHUNK_BYTES_MIN, MalformedMessage, Refused, Status, Unreachable
 from diloco.wire.probing import Filler, ProbeAnswer, ProbeTaken
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Checkup:
         answered, ended = threading.Event(), threading.Event()
         limit_s = self._options.control_timeout_s + 3 * ask.limit_ns / 1e9
         began_ns, asked_at = time.time_ns(), time.monotonic()
-        call = self._sync.exchange("Probe", _requests(ask, self._options.chunk_bytes, answered, ended), limit_s)
+        call = self._sync.exchange("Probe", _requests(ask, answered, ended), limit_s)
         answer: ProbeAnswer | None = None
         taken, here_ns, round_s = None, 0, 0.0
         came: list[tuple[int, int]] = []
@@ -135,11 +135,11 @@ class Checkup:
             call.cancel()
 
 
-def _requests(ask: ProbeAsk, chunk_bytes: int, answered: threading.Event, ended: threading.Event) -> Iterator[bytes]:
+def _requests(ask: ProbeAsk, answered: threading.Event, ended: threading.Event) -> Iterator[bytes]:
     """The ask, and when it was answered the filler, for no longer than it may take."""
     yield pack_probe(ask)
     answered.wait()
-    left, block = ask.bytes_up, os.urandom(min(chunk_bytes, max(ask.bytes_up, 1)))
+    left, block = ask.bytes_up, os.urandom(min(CHUNK_BYTES_MIN, max(ask.bytes_up, 1)))
     whole, until = pack_probe(Filler(block)), time.monotonic_ns() + ask.limit_ns
     while left and not ended.is_set() and time.monotonic_ns() < until:
         count = min(len(block), left)

@@ -86,7 +86,7 @@ class ProbeHandler:
         return ProbeTaken(seen[-1][1], seen[-1][0] - seen[0][0], int(later_rate(seen)))
 
     def _filler(self, ask: ProbeAsk, guard: Guard, identity: Identity) -> Iterator[bytes]:
-        block = os.urandom(min(self._options.chunk_bytes, ask.bytes_down))
+        block = os.urandom(min(CHUNK_BYTES_MIN, ask.bytes_down))
         until, left = time.monotonic_ns() + ask.limit_ns, ask.bytes_down
         whole = pack_probe_reply(Filler(block))
         while left and time.monotonic_ns() < until:
