@@ -70,9 +70,15 @@ class NullSyncer:
         return self._source
 
 
+def random_bytes(count: int, seed: int) -> bytes:
+    """Drawn by MiB: Python's generator gives less than 256 of them at once."""
+    dice = random.Random(seed)
+    return b"".join(dice.randbytes(min(MIB, count - at)) for at in range(0, count, MIB))
+
+
 def serve_until_closed(payload_bytes: int, seed: int, chunk_bytes: int) -> None:
     """The other process: the gRPC server and the raw socket; ends when its standard input does."""
-    payload = random.Random(seed).randbytes(payload_bytes)
+    payload = random_bytes(payload_bytes, seed)
     api: Any = NullSyncer(payload)
     server = serve(api, ServerOptions(run_id=RUN, chunk_bytes=chunk_bytes))
     listener = socket.create_server(("127.0.0.1", 0))
@@ -199,7 +205,7 @@ def main() -> None:
         serve_until_closed(options.serve[0], options.seed, options.serve[1])
         return
     payload_mib, repeats = (8, 3) if options.quick else (options.payload_mib, options.repeats)
-    payload = random.Random(options.seed).randbytes(payload_mib * MIB)
+    payload = random_bytes(payload_mib * MIB, options.seed)
     rows = []
     for chunk_bytes in (256 * KIB, MIB):
         rows += measure(payload, options.seed, chunk_bytes, repeats)
