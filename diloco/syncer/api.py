@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from diloco.codec import native
 from diloco.codec.digests import is_sha256
 from diloco.codec.registry import make_codec
-from diloco.sync.agreement import PROTOCOL, PROTOCOL_OLDEST, Agreement
+from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.effects import AnswerDone, AnswerJoin, AskToConfirm
 from diloco.sync.events import (
     DrainRequested,
@@ -126,8 +126,12 @@ class Api:
         return protocols.join_reply(reply, request.protocol)
 
     def _protocol(self, site: str) -> int:
-        """What ``site`` speaks; the oldest until it has joined this process, as every site does when it comes back."""
-        return self._protocols.get(site, PROTOCOL_OLDEST)
+        """What ``site`` speaks; until it has joined this process, as every site does when it comes back, the newest.
+
+        Taken for an older one, a site would be told digests that are none of its own.  One that is older is told those
+        of its own updates as it made them, and cannot read the others: it asks again once it has joined.
+        """
+        return self._protocols.get(site, PROTOCOL)
 
     def _agree(self, request: JoinAsk) -> None:
         lineage = self._syncer.core.ask(lambda machine: machine.state.lineage)
@@ -283,7 +287,8 @@ class Api:
         del identity
         core = self._syncer.core
         core.heard(report.site_id)
-        earlier = self._protocol(report.site_id) < PROTOCOL
+        protocol = self._protocols.get(report.site_id)  # None: who knows how it was told the digests that it compares.
+        earlier = protocol is not None and protocol < PROTOCOL
         if earlier:  # After a start nobody has asked yet for what the site was told by the process before.
             for fragment, held in enumerate(self._syncer.holdings.values[: len(report.versions)]):
                 if report.versions[fragment] == held.version and any(report.digests[fragment : fragment + 1]):
@@ -298,7 +303,8 @@ class Api:
                 site is not None and site.incarnation == report.incarnation and site.status is not SiteStatus.EVICTED
             )
             state = machine.state
-            bases = self._syncer.holdings.differing(report.versions, report.digests, told) if known else {}
+            compared = known and protocol is not None
+            bases = self._syncer.holdings.differing(report.versions, report.digests, told) if compared else {}
             reply = ReportReply(
                 state.epoch, state.run_tokens(), machine.progress_ppm(), known, state.ending, tuple(sorted(bases))
             )

@@ -33,7 +33,7 @@ from diloco.wire.messages import (
     short_digest,
 )
 from diloco.wire.service import PullSource
-from tests.syncer.building import ANYONE, RUN, dice, eventually, join_ask, push, report, serving, update
+from tests.syncer.building import ANYONE, RUN, dice, eventually, join, join_ask, push, report, serving, update
 
 DIGEST = digest_of(b"values")
 SHA256 = hashlib.sha256(b"values").hexdigest()
@@ -166,3 +166,18 @@ def test_a_pull_of_protocol_2_that_broke_off_goes_on_where_its_digest_is_known(t
 def test_the_answer_to_a_join_is_one_that_protocol_2_unpacks() -> None:
     reply = protocols.join_reply(JoinReply(2, 5, 7, (), 1, 1, None, SETTINGS), 2)
     assert convert.unpack_join_reply(convert.pack_join_reply(reply)) == reply
+
+
+def test_a_site_that_has_not_joined_this_process_yet_is_taken_for_one_of_this_protocol(tmp_path: Path) -> None:
+    with serving(tmp_path) as syncer:
+        join(syncer)
+        header, payload = update()
+        push(syncer, header, payload)
+        eventually(lambda: syncer.holdings.values[0].version == 1, "the first version")
+    with serving(tmp_path) as syncer:  # The site's heartbeat and what it sends again are here before it joins.
+        held = syncer.holdings.values[0]
+        mine = report(versions=(1, 0), digests=(short_digest(held.digest), 0))
+        assert syncer.api.report(mine, ANYONE).retake == ()
+        fate = push(syncer, header, payload).fate
+        assert fate is not None
+        assert fate.digest == header.digest, "else the site would take it for another update's"
