@@ -15,12 +15,14 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from diloco.codec.digests import hasher
 from diloco.durable import PLAIN_DISK, Step
 from diloco.sync.plain import PlainError, from_plain, parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from diloco.codec.digests import Hasher
     from diloco.durable import Disk
 
 FORMAT = 1
@@ -115,8 +117,10 @@ class Vault:
         for relative, content in files.items():
             path = self._at(run_id, name, relative)
             self._make_folder(self._files._parent(path), made)
-            told[relative] = self._copy(content, path, Step.BACKUP_FILE)
-            if digests.get(relative, told[relative].sha256) != told[relative].sha256:
+            known = digests.get(relative, "")
+            seen = hasher(known)  # What is known of an update is in the form in which it was sent.
+            told[relative] = self._copy(content, path, Step.BACKUP_FILE, seen)
+            if known and seen.text() != known:
                 raise DamagedError(relative, content)
             found = self._facts_of(path)
             if found != told[relative]:
@@ -126,7 +130,7 @@ class Vault:
         if self._is_folder:  # There a file has its name before it has its content.
             self._disk.write_file(Path(path), marker, Step.BACKUP_WHOLE)
         else:
-            self._copy(marker, path, Step.BACKUP_WHOLE)
+            self._copy(marker, path, Step.BACKUP_WHOLE, hasher())
         return whole
 
     def drop(self, run_id: str, name: str) -> None:
@@ -188,8 +192,8 @@ class Vault:
             raise BackupError(f"{self.url}/{'/'.join(parts)} is missing") from error
         return data
 
-    def _copy(self, content: Path | bytes, path: str, step: Step) -> FileFacts:
-        """Write a file there; what it was here."""
+    def _copy(self, content: Path | bytes, path: str, step: Step, seen: Hasher) -> FileFacts:
+        """Write a file there; what it was here, which ``seen`` takes too."""
         hashed, size = hashlib.sha256(), 0
         self._disk.reached(step)
         with self._files.open(path, "wb") as there:
@@ -197,6 +201,7 @@ class Vault:
                 there.write(piece)
                 self._disk.reached(step)
                 hashed.update(piece)
+                seen.update(piece)
                 size += len(piece)
         if self._is_folder:  # A power cut must not take what is called whole.
             self._disk.sync_file(Path(path), step)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco.codec.digests import digest_of
 from diloco.durable import Disk, Step
 from diloco.syncer.vault import MARKER, BackupError, BackupFacts, Vault
 from tests.syncer.building import files
@@ -35,6 +36,15 @@ def test_what_is_put_there_comes_back(tmp_path: Path, kind: str) -> None:
     vault.drop("run", "first")
     assert vault.names("run") == ["second"]
     assert vault.leftovers("run") == []
+
+
+@pytest.mark.parametrize("like", ["0" * 64, "xxh3:"])
+def test_what_is_put_there_is_compared_in_the_form_in_which_its_digest_is_known(tmp_path: Path, like: str) -> None:
+    vault = Vault(str(tmp_path / "vault"))
+    known = {"spool/a": digest_of(b"an update", like)}
+    vault.put("run", "1", {"spool/a": b"an update"}, FACTS, known)
+    with pytest.raises(BackupError, match="not the one that it was written with"):
+        vault.put("run", "2", {"spool/a": b"an updatE"}, FACTS, known)
 
 
 def test_without_its_marker_it_is_none(tmp_path: Path) -> None:
