@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.codec.digests import digest_of
+from diloco.codec.digests import Hasher, digest_of
 from diloco.durable import Disk, Step
 from diloco.syncer.vault import MARKER, BackupError, BackupFacts, Vault
 from tests.syncer.building import files
@@ -86,8 +86,8 @@ def test_a_place_that_changes_what_is_written_gets_no_backup(tmp_path: Path, mon
     vault = Vault(str(tmp_path / "vault"))
     copy = Vault._copy
 
-    def rots(self: Vault, content: Path | bytes, path: str, step: Step) -> object:
-        told = copy(self, content, path, step)
+    def rots(self: Vault, content: Path | bytes, path: str, step: Step, seen: Hasher) -> object:
+        told = copy(self, content, path, step, seen)
         Path(path).write_bytes(Path(path).read_bytes()[:-1] + b"?")
         return told
 
