@@ -177,9 +177,9 @@ class Sending:
             return (offset, length) if length else None
 
     def _spared(self, chunk_bytes: int) -> bool:
-        """Whether one more chunk may be on its way."""
+        """Whether one more chunk may be on its way; one always may, else nothing would ever move again."""
         assert self._at is not None, "not admitted yet"
-        if not self.frames or not self._breaks:
+        if not self.frames or not self._breaks or self._at <= self._held:
             return True
         return self._at + chunk_bytes <= self._held + bytes_at_risk(self._breaks, self._held - self._began)
 

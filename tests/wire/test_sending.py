@@ -167,3 +167,27 @@ def test_stop_in_the_middle_sends_no_commit() -> None:
     next(requests)
     push.stop()
     assert not list(requests)
+
+
+def test_however_often_connections_broke_one_chunk_may_always_be_on_its_way() -> None:
+    payload = bytes(MIB)
+    header = push_header(payload)
+    push = Sending(header, memoryview(payload), ClientOptions(chunk_bytes=MIB), GUARD, [].append, Pacer(0), breaks=20)
+    parts: list[PushPart] = []
+
+    def run() -> None:
+        for raw in push.requests():
+            part = unpack_push(raw)
+            parts.append(part)
+            if isinstance(part, Frame):
+                push.held(part.offset + len(part.data))
+            if isinstance(part, PushCommit):
+                return
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    push.admit(PushAdmitted(0, frames=True))
+    thread.join(20.0)
+    push.stop()
+    assert parts, "not even the header"
+    assert isinstance(parts[-1], PushCommit), f"after {len(parts)} messages nothing more came"
