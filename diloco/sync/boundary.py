@@ -25,7 +25,7 @@ def step_done(turn: SiteTurn, event: StepDone) -> None:
     for index, part in enumerate(state.fragments):
         part.unsent_tokens += event.tokens
         part.unsent_steps += 1
-        part.due = part.due or is_due(event.step, index, options.num_fragments, options.inner_steps)
+        part.due = part.due or is_due(event.step, options.offset(index), options.inner_steps)
     boundary(turn)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
+from diloco.sync.schedule import offset
+
 SECOND_NS = 1_000_000_000
 
 WEIGHT_RULES = ("tokens2_per_step", "tokens", "uniform")
@@ -134,6 +136,9 @@ class LearnerOptions:
     """Updates refused with *discard* in a row after which the site stops in words."""
     lock_step: bool = False
     """Wait after each update until its version was adopted: classic DiLoCo and deterministic runs only."""
+    offsets: tuple[int, ...] = ()
+    """The inner step, modulo ``inner_steps``, at which each fragment is due; empty: spread evenly.  A machine that has
+    part of the fragments is told where they stand among all of them."""
 
     def __post_init__(self) -> None:
         require(self.num_fragments >= 1, "num_fragments", self.num_fragments, "at least 1")
@@ -146,3 +151,9 @@ class LearnerOptions:
         require(self.adopt in ADOPT_RULES, "adopt", self.adopt, f"one of {', '.join(ADOPT_RULES)}")
         require(self.updates_in_flight_max >= 1, "updates_in_flight_max", self.updates_in_flight_max, "at least 1")
         require(self.discards_max >= 1, "discards_max", self.discards_max, "at least 1")
+        told = len(self.offsets) in (0, self.num_fragments) and all(0 <= o < self.inner_steps for o in self.offsets)
+        require(told, "offsets", self.offsets, f"one for each fragment, from 0 to {self.inner_steps - 1}, or none")
+
+    def offset(self, fragment: int) -> int:
+        """The inner step, modulo ``inner_steps``, at which ``fragment`` is due."""
+        return self.offsets[fragment] if self.offsets else offset(fragment, self.num_fragments, self.inner_steps)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from diloco.sync.events import Ending, Fate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 
 class SentState(StrEnum):
@@ -201,18 +201,22 @@ def ledger_of(state: LearnerState, index: int) -> Ledger:
 
 
 def site_ledger(state: LearnerState) -> Ledger:
-    """The ledger of the site: the mean over its fragments, in whole tokens that still balance.
+    """The ledger of the site: the mean over its fragments."""
+    return mean_ledger([ledger_of(state, index) for index in range(len(state.fragments))])
+
+
+def mean_ledger(ledgers: Sequence[Ledger]) -> Ledger:
+    """The mean of ledgers that have processed the same, in whole tokens that still balance.
 
     Each fragment counts every token once.  The mean of each part is rounded down and what rounding took away is
     given back one by one to the parts that lost most, in the order of the fields.
     """
-    count = len(state.fragments)
+    count = len(ledgers)
     names = ("merged", "refused", "in_flight", "unsent", "overwritten", "lost")
-    ledgers = [ledger_of(state, index) for index in range(count)]
     sums = [sum(getattr(ledger, name) for ledger in ledgers) for name in names]
     parts = [total // count for total in sums]
     missing = (sum(sums) - count * sum(parts)) // count
     order = sorted(range(len(names)), key=lambda position: (-(sums[position] % count), position))
     for position in order[:missing]:
         parts[position] += 1
-    return Ledger(state.tokens_processed, *parts)
+    return Ledger(ledgers[0].processed, *parts)

@@ -13,6 +13,6 @@ def offset(fragment: int, num_fragments: int, inner_steps: int) -> int:
     return ((fragment + 1) * inner_steps // num_fragments) % inner_steps
 
 
-def is_due(step: int, fragment: int, num_fragments: int, inner_steps: int) -> bool:
-    """Whether ``fragment`` is due right after inner step number ``step`` (counted from 1)."""
-    return step > 0 and step % inner_steps == offset(fragment, num_fragments, inner_steps)
+def is_due(step: int, offset: int, inner_steps: int) -> bool:
+    """Whether a fragment with this ``offset`` is due right after inner step number ``step`` (counted from 1)."""
+    return step > 0 and step % inner_steps == offset

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from diloco.sync.options import LearnerOptions, OuterOptions
@@ -55,13 +57,22 @@ def test_quorum_below_its_minimum() -> None:
         ("adopt", "steal"),
         ("updates_in_flight_max", 0),
         ("discards_max", 0),
+        ("offsets", (0, 1)),
+        ("offsets", (15,)),
     ],
 )
 def test_learner_options_name_the_field_and_the_value(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f"^{field} is {value!r}: "):
+    with pytest.raises(ValueError, match="^" + re.escape(f"{field} is {value!r}: ")):
         LearnerOptions(**{field: value})
 
 
 def test_fragments_need_a_step_each() -> None:
     with pytest.raises(ValueError, match="inner_steps is 3: at least one step for each of num_fragments=4"):
         LearnerOptions(num_fragments=4, inner_steps=3)
+
+
+def test_a_machine_with_part_of_the_fragments_is_told_when_they_are_due() -> None:
+    whole = LearnerOptions(num_fragments=4, inner_steps=8)
+    part = LearnerOptions(num_fragments=2, inner_steps=8, offsets=(whole.offset(1), whole.offset(3)))
+    assert [whole.offset(index) for index in range(4)] == [2, 4, 6, 0]
+    assert [part.offset(index) for index in range(2)] == [4, 0]
