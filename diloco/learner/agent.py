@@ -11,18 +11,17 @@ has adopted, over the site's own process group, so that all ranks change at the 
 from __future__ import annotations
 
 import contextlib
-import secrets
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.codec import native
 from diloco.durable import PLAIN_DISK
 from diloco.inner.trainer import StepInfo, Verdict
-from diloco.learner.couriers import Fetcher, Listener, Pause, Sender
+from diloco.learner.couriers import Fetcher, Listener, Sender
 from diloco.learner.encoding import encoders
 from diloco.learner.follower import ADOPTED, GO_ON, STOP
+from diloco.learner.joining import Joiner
 from diloco.learner.link_use import LinkUse
 from diloco.learner.meter import Meter
 from diloco.learner.odometer import Odometer
@@ -49,9 +48,8 @@ from diloco.sync.effects import (
     StartOver,
     StopTraining,
 )
-from diloco.sync.events import BoundaryReached, FetchFailed, JoinAnswered, LeaveAsked, Sealed, StepDone
-from diloco.sync.progress import SentState, site_ledger
-from diloco.wire.messages import JoinAsk, Refused, Status, Unreachable
+from diloco.sync.events import BoundaryReached, FetchFailed, LeaveAsked, Sealed, StepDone
+from diloco.sync.progress import SentState, ledger_of, site_ledger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -63,8 +61,9 @@ if TYPE_CHECKING:
     from diloco.learner.options import AgentOptions
     from diloco.outer.fragments import Layout
     from diloco.sync.agreement import Agreement
-    from diloco.sync.events import LearnerEvent, VersionFetched
+    from diloco.sync.events import Ending, LearnerEvent, VersionFetched
     from diloco.sync.options import LearnerOptions
+    from diloco.sync.progress import Ledger
     from diloco.wire.client import SyncClient
     from diloco.wire.messages import JoinReply, PullHeader
 
@@ -96,7 +95,7 @@ class Agent:
         """
         self._options, self._learner, self._layout = options, learner, layout
         self._agreement, self._client, self._site_id = agreement, client, site_id
-        self._emit, self._group, self._process = emit, group, secrets.token_hex(8)
+        self._emit, self._group = emit, group
         self._outbox = Outbox(Path(options.folder) / "outbox", disk)
         self._odometer = Odometer(Path(options.folder) / "odometer", disk)
         place = place_of(parameters.values())
@@ -107,8 +106,10 @@ class Agent:
         self._machine = restored_machine(learner, restored, redo, self._outbox, self._odometer, self._tensors)
         self._stopping = threading.Event()
         self._stop: StopTraining | None = None
+        self._has_ended = False
         self._rejoining = ""  # Why, as it was said; until it has joined.
         self._sealer = self._sealing()
+        self._joiner = self._joining()
         self._sender = Sender(
             client,
             self._use.link,
@@ -152,6 +153,19 @@ class Agent:
             self._stopping,
         )
 
+    def _joining(self) -> Joiner:
+        return Joiner(
+            self._client,
+            self._agreement,
+            self._layout,
+            self._site_id,
+            self._machine.state,
+            self._joined,
+            lambda: str(self._sealer.encoder),
+            self._emit,
+            self._stopping,
+        )
+
     def _listening(self) -> Listener:
         return Listener(
             self._client,
@@ -183,20 +197,28 @@ class Agent:
 
     # --- what the training loop calls --------------------------------------------------------------------------
 
-    def start(self) -> int:
+    def start(self, away_s: float | None = None) -> int:
         """Join, and bring every fragment here; returns the data cursor (sequences drawn) to go on from.
 
         Waits at most ``join_timeout_s`` for a syncer; ``JoinFailed`` says why it did not work, and the agent is closed.
+        With ``away_s``, a site that goes on from a checkpoint waits so long and then trains on without: it joins when
+        the syncer is back, as it would have after losing it, and ``has_joined`` tells.
         """
         try:
-            return self._start(time.monotonic() + self._options.join_timeout_s)
+            return self._start(time.monotonic(), away_s)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, until: float) -> int:
-        before = self._machine.state.tokens_processed
-        self._first_join(until)
+    def _start(self, now: float, away_s: float | None) -> int:
+        before, until = self._machine.state.tokens_processed, now + self._options.join_timeout_s
+        may_go_on = away_s is not None and self._machine.ready() and not self._learner.lock_step
+        try:
+            self._joiner.first(now + (away_s or 0.0) if may_go_on else until, self._join)
+        except JoinFailed as error:
+            if not may_go_on or error.kind != "unreachable":
+                raise
+            self._emit("note", {"note": "trains_on_without", "why": error.text})
         for thread in self._threads:
             thread.start()
         # A run that is in its last round takes a newcomer in as well: it needs a base for the step it ends with.
@@ -216,32 +238,31 @@ class Agent:
                 self._emit("resumed", {**facts, **self._tensors.residuals.dropped()})
             return self._machine.state.cursor
 
-    def _first_join(self, until: float) -> None:
-        pause = Pause(self._stopping)
-        said = ""
-        while True:
-            try:
-                return self._join()
-            except Refused as error:
-                mismatch = error.status is Status.FAILED_PRECONDITION
-                raise JoinFailed("mismatch" if mismatch else "refused", error.text) from error
-            except Unreachable as error:
-                if error.refused and error.refused != said:
-                    said = error.refused
-                    self._emit("note", {"note": "join_refused", "why": error.why})
-                if time.monotonic() >= until:
-                    raise JoinFailed("refused" if error.refused else "unreachable", error.why) from error
-                pause.wait(error.retry_after_s)
-
     def _has_failed(self) -> bool:
         return self._stop is not None and self._stop.failed
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether this process has ever been taken in."""
+        return self._machine.state.incarnation > 0
+
+    @property
+    def stop(self) -> StopTraining | None:
+        """Why this site's part is to end, once that is known."""
+        return self._stop
+
+    @property
+    def ending(self) -> Ending | None:
+        """How the run ended, as the syncer told."""
+        return self._machine.state.ending
 
     def after_step(self, info: StepInfo) -> Verdict:
         """The line in the training loop: account for the step, seal and adopt what is due, say whether to go on."""
         began_ns = time.perf_counter_ns()
         with self._changed:
-            # The step of a checkpoint was told to the machine before it joined.
-            told = self._redo is not None and info.step == self._redo.step
+            # The step of a checkpoint was told to the machine before it joined; and where the loop goes on although
+            # this part of the run has ended, its steps are nothing to a machine that sends nothing any more.
+            told = self._has_ended or (self._redo is not None and info.step == self._redo.step)
             step = StepDone(info.step, info.tokens, info.step_ns, info.cursor)
             effects = self._machine.handle(BoundaryReached() if told else step, time.monotonic_ns())
             self._odometer.write(info.step, self._machine.state.tokens_processed)
@@ -257,6 +278,7 @@ class Agent:
         if not told:
             self._meter.step(info.step_ns, info.tokens, info.loss)
         self._meter.stalled(time.perf_counter_ns() - began_ns, adopt_ns)
+        self._has_ended = stop is not None
         return Verdict(stop is not None, stop.why if stop else "")
 
     def progress(self) -> float:
@@ -275,6 +297,17 @@ class Agent:
             }
             return self._tensors.tensors(), {"machine": self._machine.snapshot(), "published": published}
 
+    def ledgers(self) -> list[Ledger]:
+        """Where the tokens are, fragment by fragment."""
+        with self._changed:
+            state = self._machine.state
+            return [ledger_of(state, index) for index in range(len(state.fragments))]
+
+    def leave(self) -> None:
+        """This site's part ends at the next boundary, unless it ends already.  For the training thread."""
+        if self._stop is None:
+            self._tell(LeaveAsked())
+
     def leave_soon(self) -> None:
         """The user asked this site to stop.  May be called from a signal handler."""
         self._touch.leave_asked = True
@@ -282,8 +315,7 @@ class Agent:
     def finish(self) -> Finished:
         """After the loop: send what is unsent, say goodbye, hear the last fates; bounded.  Ends all threads."""
         self._meter.end()
-        if self._stop is None:
-            self._tell(LeaveAsked())
+        self.leave()
         if not self._has_failed():
             bound, failed = self._options.finish_timeout_s, self._has_failed
             with contextlib.suppress(TimeoutError):  # What is still unsent or undecided then is said in the ledger.
@@ -422,45 +454,11 @@ class Agent:
 
     def _join(self) -> None:
         """One attempt to join (again); raises ``Unreachable`` or ``Refused``."""
-        agreement = self._agreement
-        reply: JoinReply = self._client.join(
-            JoinAsk(
-                agreement.protocol,
-                agreement.run_id,
-                self._machine.state.lineage,
-                self._site_id,
-                self._process,
-                agreement.layout_fingerprint,
-                self._layout.to_json().encode(),
-                agreement.shared,
-            ),
-            self._machine.state.epoch,
-        )
+        self._tell(self._joiner.attempt())
+
+    def _joined(self, reply: JoinReply) -> None:
         self._rejoining = ""
         self._touch.heartbeat_s = reply.settings.heartbeat_ns / 1e9
-        versions = [standing.version for standing in reply.standings]
-        facts: dict[str, object] = {"incarnation": reply.incarnation, "epoch": reply.epoch, "versions": versions}
-        self._emit(
-            "joined",
-            {
-                **facts,
-                "syncer": self._client.address,
-                "kernels": native.description(),
-                "encodes": str(self._sealer.encoder),
-            },
-        )
-        self._tell(
-            JoinAnswered(
-                reply.epoch,
-                reply.incarnation,
-                reply.standings,
-                reply.run_tokens,
-                reply.progress_ppm,
-                reply.ending,
-                reply.lineage,
-                reply.settings.keep_until_decided,
-            )
-        )
 
     def _rejoin(self, why: str) -> None:
         if why != self._rejoining:

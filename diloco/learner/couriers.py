@@ -312,9 +312,9 @@ class Listener:
         self.connected = False
 
     def run(self) -> None:
-        """The thread.  The first join was made before it starts."""
+        """The thread.  The first join was made before it starts, unless the site trains on without."""
         pause = Pause(self._stopping, CHOICE_CAP_S if self._client.has_choice else CAP_S)
-        joined = True
+        joined = self._incarnation() > 0
         while not self._stopping.is_set():
             try:
                 if self._join_wanted.is_set() or not joined:

@@ -11,7 +11,7 @@ from diloco.learner.place import place_of
 from diloco.learner.site_tensors import SiteTensors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -49,3 +49,25 @@ class Follower:
             values = torch.empty(self._tensors.layout.fragments[told[1]].numel, device=self._tensors.place.device)
             self._group.broadcast_(values)
             self._tensors.write(told[1], values)
+
+
+class Followers:
+    """The same where a site has an agent for each syncer: rank 0 tells of each one's fragments, then of the site."""
+
+    def __init__(self, layouts: Sequence[Layout], parameters: Mapping[str, Tensor], group: SiteGroup) -> None:
+        self._followers = [Follower(layout, parameters, group) for layout in layouts]
+        self._group = group
+
+    def start(self) -> None:
+        """Take the first versions."""
+        self._follow()
+
+    def after_step(self, info: StepInfo) -> Verdict:
+        """Adopt what rank 0 has adopted."""
+        del info
+        return Verdict(self._follow(), "rank 0 stops")
+
+    def _follow(self) -> bool:
+        for follower in self._followers:
+            follower.start()  # That one part has ended is no reason for the site to stop.
+        return self._group.broadcast_small([])[0] == STOP

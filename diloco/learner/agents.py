@@ -1,0 +1,173 @@
+"""A site of a run that has several syncers: an agent for each, and the training loop sees one.
+
+Each agent is a whole one, with its own client, outbox, odometer and machine, for the fragments that its syncer holds.
+Nothing is atomic across fragments, so they need nothing of each other: where one cannot reach its syncer it trains on
+as a site that is offline does, while the others push and adopt.  What must be one for the site is decided here:
+
+- the data cursor is the furthest that any syncer has accepted;
+- progress is the furthest that any syncer tells: one that is away does not hold the schedule back;
+- training ends when every syncer has said that the run is finished, or as soon as one is drained, the site is asked to
+  leave, or a part has failed (evicted at one syncer, a site cannot train the rest of the model to any use): then the
+  other parts leave in order.  What is trained after the end of one part is unsent there, and counted so;
+- the ledger is the mean over all fragments, as with one syncer;
+- a site that goes on from a checkpoint begins to train when one syncer has taken it in; a new one needs them all.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from diloco.inner.checkpoint import CheckpointError
+from diloco.inner.trainer import Verdict
+from diloco.learner.follower import GO_ON, STOP
+from diloco.learner.outcome import Finished, JoinFailed
+from diloco.sync.events import Ending
+from diloco.sync.progress import mean_ledger
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from diloco.inner.parallel import SiteGroup
+    from diloco.inner.trainer import StepInfo
+    from diloco.learner.agent import Agent
+    from diloco.learner.one_voice import OneVoice
+    from diloco.sync.progress import Ledger
+
+AWAY_S = 5.0
+"""A site that has somewhere to go on from waits so long for each syncer before it trains on without it."""
+LOOK_S = 0.1
+
+
+class Agents:
+    """Rank 0 of a site, towards all syncers; ``Agent`` towards one."""
+
+    def __init__(
+        self,
+        agents: Sequence[Agent],
+        voice: OneVoice,
+        group: SiteGroup,
+        join_timeout_s: float,
+        redo: StepInfo | None = None,
+    ) -> None:
+        """``agents`` say what they do through ``voice``; ``redo`` is what each of them was given."""
+        self._agents, self._voice, self._group = tuple(agents), voice, group
+        self._join_timeout_s, self._redo = join_timeout_s, redo
+        self._meter = voice.spent
+        self._leave_asked = False  # Set by a signal handler, so a plain store.
+
+    def start(self) -> int:
+        """Join all syncers, or those that answer; returns the data cursor to go on from.
+
+        ``JoinFailed`` when one refuses, when a new site does not reach all, or none answers: all agents are closed.
+        """
+        until = time.monotonic() + self._join_timeout_s
+        try:
+            cursors = [agent.start(AWAY_S) for agent in self._agents]
+            while not any(agent.has_joined for agent in self._agents):
+                if time.monotonic() >= until:
+                    raise JoinFailed("unreachable", "none of the syncers answers")
+                time.sleep(LOOK_S)
+        except BaseException:
+            self.close()
+            raise
+        self._tell_ranks(stop=False)
+        return max(cursors)
+
+    def after_step(self, info: StepInfo) -> Verdict:
+        """The line in the training loop: the step is told to every agent, and each seals and adopts what is due."""
+        began_ns = time.perf_counter_ns()
+        if self._leave_asked:
+            for agent in self._agents:
+                agent.leave()  # All at this boundary, so that all have sent the same steps.
+        for agent in self._agents:
+            agent.after_step(info)
+        if self._redo is None or info.step != self._redo.step:
+            self._meter.step(info.step_ns, info.tokens, info.loss)
+        self._meter.stalled(time.perf_counter_ns() - began_ns, 0)
+        why = self._why_to_stop()
+        self._tell_ranks(stop=bool(why))
+        return Verdict(bool(why), why)
+
+    def _why_to_stop(self) -> str:
+        stops = [agent.stop for agent in self._agents]
+        for syncer, (agent, stop) in enumerate(zip(self._agents, stops, strict=True)):
+            if stop is not None and (stop.failed or agent.ending is Ending.DRAINED):
+                return f"{stop.why} (syncer {syncer})"
+        last = stops[-1]
+        return last.why if last is not None and all(stops) else ""
+
+    def _tell_ranks(self, *, stop: bool) -> None:
+        if self._group.world > 1:
+            self._group.broadcast_small([STOP if stop else GO_ON])
+
+    def progress(self) -> float:
+        """The run's progress from 0 to 1, as the syncer told that is furthest."""
+        return max(agent.progress() for agent in self._agents)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
+        """What a checkpoint must hold: that of each agent, by the number of its syncer."""
+        states = [agent.state() for agent in self._agents]
+        named = {f"{at}.{name}": value for at, (tensors, _) in enumerate(states) for name, value in tensors.items()}
+        return named, {"parts": [meta for _, meta in states]}
+
+    def leave_soon(self) -> None:
+        """The user asked this site to stop.  May be called from a signal handler."""
+        self._leave_asked = True
+
+    def finish(self) -> Finished:
+        """After the loop: all agents at once send what is unsent and say goodbye; bounded.  Ends all threads."""
+        self._meter.end()
+        with ThreadPoolExecutor(len(self._agents)) as pool:
+            ended = list(pool.map(lambda agent: agent.finish(), self._agents))
+        self._voice.meter()
+        ledger = combined([ledger for agent in self._agents for ledger in agent.ledgers()])
+        assert ledger.balanced(), ledger
+        found = {field: getattr(ledger, field) for field in ledger.__slots__}
+        decisive = _decisive(ended)
+        told = {f"tokens_{field}": value for field, value in found.items()}
+        self._voice.say("site_done", {"ledger": told, "reason": decisive.why})
+        return Finished(decisive.ending, decisive.why, found)
+
+    def close(self) -> None:
+        """End the threads."""
+        for agent in self._agents:
+            agent.close()
+
+
+def _decisive(ended: Sequence[Finished]) -> Finished:
+    """The part that says how the site's whole part ended: the worst one."""
+    order = ("failed", "drained", "left", "finished")
+    return min(ended, key=lambda each: order.index(each.ending))
+
+
+def combined(ledgers: Sequence[Ledger]) -> Ledger:
+    """The site's ledger from those of all its fragments.
+
+    A part that had ended was not told of the steps after that: what it has not heard of is unsent there.
+    """
+    processed = max(ledger.processed for ledger in ledgers)
+    whole = [
+        replace(ledger, processed=processed, unsent=ledger.unsent + processed - ledger.processed) for ledger in ledgers
+    ]
+    return mean_ledger(whole)
+
+
+def part_restored(
+    restored: tuple[Mapping[str, Tensor], Mapping[str, object]] | None, syncer: int, syncers: int
+) -> tuple[Mapping[str, Tensor], Mapping[str, object]] | None:
+    """What ``Agents.state`` gave a checkpoint, for the agent of ``syncer``; CheckpointError if there were others."""
+    if restored is None:
+        return None
+    tensors, meta = restored
+    parts = meta.get("parts")
+    if not isinstance(parts, list) or len(parts) != syncers:
+        had = f"{len(parts)} syncers" if isinstance(parts, list) else "one syncer"
+        raise CheckpointError(f"the checkpoint is of a run with {had}, and this one has {syncers}")
+    begin = f"{syncer}."
+    own = {name.removeprefix(begin): value for name, value in tensors.items() if name.startswith(begin)}
+    return own, parts[syncer]
