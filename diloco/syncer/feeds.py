@@ -7,6 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from diloco.sync.agreement import PROTOCOL
+from diloco.sync.events import FateTold
 from diloco.syncer import protocols
 from diloco.wire.messages import Dropped, Refusal, Status
 
@@ -70,12 +71,14 @@ class Feeds:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._feeds: list[Feed] = []
+        self._unheard: set[str] = set()
 
     def open(self, site: str, incarnation: int, protocol: int = PROTOCOL) -> Feed:
         """A new stream for ``site``, in words that its ``protocol`` knows."""
         feed = Feed(self, site, incarnation, protocol)
         with self._lock:
             self._feeds.append(feed)
+            self._unheard.discard(site)  # A stream begins with the latest fates.
         return feed
 
     def forget(self, feed: Feed) -> None:
@@ -89,10 +92,17 @@ class Feeds:
         with self._lock:
             return len(self._feeds)
 
+    def unheard(self) -> frozenset[str]:
+        """The sites that had no stream when a fate was told, and have had none since."""
+        with self._lock:
+            return frozenset(self._unheard)
+
     def tell(self, event: WatchEvent, site: str | None = None) -> None:
         """Send ``event`` to every stream, or to those of ``site``; one that is too far behind is ended."""
         with self._lock:
             chosen = [feed for feed in self._feeds if site is None or feed.site == site]
+            if isinstance(event, FateTold) and site is not None and not chosen:
+                self._unheard.add(site)
         for feed in chosen:
             feed.offer(event)
 

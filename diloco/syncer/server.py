@@ -36,6 +36,7 @@ from diloco.sync.events import (
     StandbyDetached,
     SyncerStarted,
 )
+from diloco.sync.state import Status as SiteStatus
 from diloco.syncer.api import Api
 from diloco.syncer.backups import Backups
 from diloco.syncer.core import Core, CoreHeld, CoreStopped
@@ -291,11 +292,11 @@ class Syncer:
         return self._server.counters() if self._server is not None else {}
 
     def linger(self) -> None:
-        """After the last version: wait until every live site has left, at most ``linger_s``."""
+        """After the last version: wait until every live site has left and heard its fates, at most ``linger_s``."""
         until = time.monotonic() + self.options.linger_s
         while time.monotonic() < until and self._has_live_sites():
             time.sleep(0.05)
-        while time.monotonic() < until and self.feeds.count():
+        while time.monotonic() < until and (self.feeds.count() or self._has_unheard_fates()):
             time.sleep(0.05)
 
     def _has_live_sites(self) -> bool:
@@ -303,6 +304,17 @@ class Syncer:
             return bool(self.core.ask(lambda machine: machine.state.live()))
         except CoreHeld:
             return True  # Nobody can say goodbye while nothing is decided.
+
+    def _has_unheard_fates(self) -> bool:
+        """Whether a site said goodbye and was on its way back to its stream when the last round told its fates."""
+
+        def left(machine: OuterSync) -> bool:
+            return any(machine.state.sites[site].status is SiteStatus.LEFT for site in self.feeds.unheard())
+
+        try:
+            return bool(self.core.ask(left))
+        except CoreHeld:
+            return True
 
     def drain(self) -> bool:
         """Begin the last round of this part of the run; False while nothing is decided, and so not that either."""

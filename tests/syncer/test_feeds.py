@@ -33,6 +33,17 @@ def test_everybody_hears_everything_in_order_and_a_site_what_is_its_own() -> Non
     assert a.get(0.0) is None
 
 
+def test_who_had_no_stream_for_a_fate_is_known_until_it_has_one() -> None:
+    feeds = Feeds()
+    feeds.open("a", 1)
+    for site in ("a", "b"):
+        feeds.tell(FateTold(Fate(0, 1, 1, 10, "0" * 64)), site)
+    feeds.tell(FinalAnnounced(Ending.FINISHED))
+    assert feeds.unheard() == {"b"}
+    feeds.open("b", 1)
+    assert not feeds.unheard()
+
+
 def test_a_stream_that_is_read_too_slowly_is_told_so_and_not_left_in_silence() -> None:
     feeds = Feeds()
     slow, quick = feeds.open("a", 1), feeds.open("b", 1)
