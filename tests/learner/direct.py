@@ -236,6 +236,17 @@ def started(folder: Path, syncer: Syncer, site: str = "a", **settings: Any) -> I
         found.close()
 
 
+def versions(syncer: Syncer) -> list[int]:
+    return syncer.core.ask(lambda machine: [fragment.version for fragment in machine.state.fragments])
+
+
+def undecided(syncer: Syncer) -> int:
+    """Updates that were accepted and have no fate yet."""
+    return syncer.core.ask(
+        lambda machine: sum(len(line.undecided) for site in machine.state.sites.values() for line in site.lines)
+    )
+
+
 def agent_threads() -> list[str]:
     """The threads that agents of this process have left behind."""
     return [thread.name for thread in threading.enumerate() if "_guarded" in thread.name]

@@ -22,14 +22,10 @@ from diloco.sync.state import Status as SiteStatus
 from diloco.syncer.server import Syncer
 from diloco.wire.messages import PushHeader, Unreachable
 from diloco.wire.pulled import PulledVersion
-from tests.learner.direct import TOKENS, DirectClient, Site, agent_threads, started
+from tests.learner.direct import TOKENS, DirectClient, Site, agent_threads, started, undecided, versions
 from tests.syncer.building import agreement, eventually, serving
 
 ALONE: dict[str, Any] = {"outer": {"site_timeout_ns": 60_000_000_000}}
-
-
-def versions(syncer: Syncer) -> list[int]:
-    return syncer.core.ask(lambda machine: [fragment.version for fragment in machine.state.fragments])
 
 
 def status(syncer: Syncer, site: str = "a") -> SiteStatus:
@@ -480,6 +476,7 @@ def test_a_cold_restart_counts_what_its_processes_did_as_lost_or_merged(tmp_path
     with serving(tmp_path / "syncer", **ALONE) as syncer:
         with started(tmp_path / "a", syncer) as first:
             first.train_until(lambda: min(versions(syncer)) >= 1, "it takes part")
+        eventually(lambda: not undecided(syncer), "no version is made any more")
         with started(tmp_path / "a", syncer) as again:
             assert again.events.of("joined")[0]["incarnation"] == 2
             assert again.events.of("joined")[0]["kernels"] == native.description()
