@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -147,10 +147,11 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def modules(folder: str = "diloco") -> list[Module]:
-    """All hand-written modules of ``folder``, by name."""
+@cache
+def modules(folder: str = "diloco") -> tuple[Module, ...]:
+    """All hand-written modules of ``folder``, by name; read and parsed once for all the rules."""
     found = [Module(module_name(path), path.read_text("utf-8")) for path in sorted((ROOT / folder).rglob("*.py"))]
-    return [module for module in found if not module.generated]
+    return tuple(module for module in found if not module.generated)
 
 
 def imports(module: Module) -> Iterator[tuple[int, str]]:
