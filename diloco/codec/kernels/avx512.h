@@ -1,5 +1,11 @@
 // Blocks of 32 to 256 values sixteen at a time; the same codes and values as the loops of level.h.
 
+// Values by which int4 asks for memory before it needs it: what the processor foresees by itself is too little where
+// results are written over what was read.  With int8, which moves more bytes a value, measured to gain nothing.
+static constexpr int64_t AHEAD_ENCODE = 1024, AHEAD_DECODE = 4096;
+
+static inline void ask_for(const float *x) { _mm_prefetch((const char *)x, _MM_HINT_T0); }
+
 // Where values to encode come from and what becomes of them; null for what there is not.
 struct Flow {
     const float *a, *b;    // a - b
@@ -8,24 +14,30 @@ struct Flow {
     float *decoded;
 };
 
+template <bool CARRIES>
 static inline __m512 flow_in(const Flow *flow, int64_t i) {
     __m512 x = _mm512_loadu_ps(flow->a + i);
     if (flow->b) x = _mm512_sub_ps(x, _mm512_loadu_ps(flow->b + i));
-    if (flow->residual)
+    if (CARRIES)
         x = _mm512_add_ps(x, _mm512_mul_ps(_mm512_loadu_ps(flow->residual + i), _mm512_set1_ps(flow->beta)));
     return x;
 }
 
 // Codes of one block from `at` on, whose values are computed again: what they come from is in the first cache, and a
 // buffer in between could not be written while loads wait behind it.
-template <int BITS, int BLOCK>
+template <int BITS, int BLOCK, bool CARRIES>
 static inline void encode_codes(float scale, uint8_t *codes, const Flow *flow, int64_t at) {
     // With 8 on top the low four bits of the sum are the code plus 8; the added 8 is even and moves no tie.
     const __m512 rounder = _mm512_set1_ps(BITS == 8 ? ROUNDER : ROUNDER + 8.0f);
     const __m512i low = _mm512_set1_epi64(0x0F);
     const __m512 factor = _mm512_set1_ps(scale), divisor = _mm512_set1_ps(scale > 0 ? scale : 1.0f);
     for (int i = 0; i < BLOCK; i += 16) {
-        const __m512 value = flow_in(flow, at + i);
+        if (CARRIES && BITS == 4) {
+            ask_for(flow->a + at + i + AHEAD_ENCODE);
+            ask_for(flow->b + at + i + AHEAD_ENCODE);
+            ask_for(flow->residual + at + i + AHEAD_ENCODE);
+        }
+        const __m512 value = flow_in<CARRIES>(flow, at + i);
         const __m512 sum = _mm512_add_ps(_mm512_div_ps(value, divisor), rounder);
         const __m512i bits = _mm512_castps_si512(sum);
         if (BITS == 8) {
@@ -36,16 +48,16 @@ static inline void encode_codes(float scale, uint8_t *codes, const Flow *flow, i
             const __m512i pairs = _mm512_ternarylogic_epi64(low, bits, later, 0xCA);
             _mm_storel_epi64((__m128i *)(codes + i / 2), _mm512_cvtepi64_epi8(pairs));
         }
-        if (!flow->decoded && !flow->residual) continue;
+        if (!flow->decoded && !CARRIES) continue;
         const __m512 told = _mm512_mul_ps(_mm512_sub_ps(sum, rounder), factor);
         if (flow->decoded) _mm512_storeu_ps(flow->decoded + at + i, told);
-        if (flow->residual) _mm512_storeu_ps(flow->residual + at + i, _mm512_sub_ps(value, told));
+        if (CARRIES) _mm512_storeu_ps(flow->residual + at + i, _mm512_sub_ps(value, told));
     }
 }
 
 // Whole blocks, by groups of up to sixteen that share a vector of scales.  Values so large that codes may have to be
 // held are left to the loops: the answer is then how many blocks are done, which is all of them otherwise.
-template <int BITS, int BLOCK>
+template <int BITS, int BLOCK, bool CARRIES>
 static int64_t encode_groups(const Flow *flow, int64_t blocks, uint8_t *scales, uint8_t *codes, int *status) {
     constexpr int GROUP = BLOCK <= 64 ? 16 : 1024 / BLOCK;
     const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
@@ -56,7 +68,7 @@ static int64_t encode_groups(const Flow *flow, int64_t blocks, uint8_t *scales, 
         for (int b = 0; b < here; b++) {
             __m512i peak = _mm512_setzero_si512();
             for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += 16) {
-                const __m512 value = flow_in(flow, done * BLOCK + i);
+                const __m512 value = flow_in<CARRIES>(flow, done * BLOCK + i);
                 peak = _mm512_max_epu32(peak, _mm512_and_si512(_mm512_castps_si512(value), magnitude));
             }
             peaks[b] = _mm512_reduce_max_epu32(peak);
@@ -76,20 +88,26 @@ static int64_t encode_groups(const Flow *flow, int64_t blocks, uint8_t *scales, 
         _mm512_store_si512(scale, bits);
         _mm512_mask_cvtepi32_storeu_epi16(scales + 2 * done, there, _mm512_srli_epi32(bits, 16));
         for (int b = 0; b < here; b++)
-            encode_codes<BITS, BLOCK>(scale[b], codes + (done + b) * (BLOCK * BITS / 8), flow, (done + b) * BLOCK);
+            encode_codes<BITS, BLOCK, CARRIES>(scale[b], codes + (done + b) * (BLOCK * BITS / 8), flow, (done + b) * BLOCK);
     }
     return blocks;
 }
 
-template <int BITS>
-static int64_t encode_flow(const Flow *flow, int64_t blocks, int64_t block, uint8_t *scales, uint8_t *codes, int *status) {
+template <int BITS, bool CARRIES>
+static int64_t encode_sized(const Flow *flow, int64_t blocks, int64_t block, uint8_t *scales, uint8_t *codes, int *status) {
     switch (block) {
-    case 32: return encode_groups<BITS, 32>(flow, blocks, scales, codes, status);
-    case 64: return encode_groups<BITS, 64>(flow, blocks, scales, codes, status);
-    case 128: return encode_groups<BITS, 128>(flow, blocks, scales, codes, status);
-    case 256: return encode_groups<BITS, 256>(flow, blocks, scales, codes, status);
+    case 32: return encode_groups<BITS, 32, CARRIES>(flow, blocks, scales, codes, status);
+    case 64: return encode_groups<BITS, 64, CARRIES>(flow, blocks, scales, codes, status);
+    case 128: return encode_groups<BITS, 128, CARRIES>(flow, blocks, scales, codes, status);
+    case 256: return encode_groups<BITS, 256, CARRIES>(flow, blocks, scales, codes, status);
     default: return 0;
     }
+}
+
+template <int BITS>
+static int64_t encode_flow(const Flow *flow, int64_t blocks, int64_t block, uint8_t *scales, uint8_t *codes, int *status) {
+    return flow->residual ? encode_sized<BITS, true>(flow, blocks, block, scales, codes, status)
+                          : encode_sized<BITS, false>(flow, blocks, block, scales, codes, status);
 }
 
 // Where decoded values go.
@@ -135,6 +153,7 @@ static inline void decode_codes(const uint8_t *codes, int64_t blocks, const floa
                 const __m512i whole = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(codes + i)));
                 flow_out<FOLD>(into, b * BLOCK + i, _mm512_mul_ps(_mm512_cvtepi32_ps(whole), factor));
             } else {
+                ask_for(into->out + b * BLOCK + i + AHEAD_DECODE);
                 const __m512i pairs = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i *)(codes + i / 2)));
                 const __m512i index = _mm512_or_si512(pairs, _mm512_slli_epi64(pairs, 28));
                 flow_out<FOLD>(into, b * BLOCK + i, _mm512_permutexvar_ps(index, table));
