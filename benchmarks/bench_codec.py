@@ -5,7 +5,9 @@ GB/s of fp32 (4 bytes for each value of the fragment, whatever else a call reads
 payload of ``base - local``; ``ef_encode`` does so with error feedback, and reads and writes the residual as well;
 ``decode`` writes the values, and ``accumulate`` moves a running mean towards them.  Times are CPU seconds of the one
 thread that works, because the question is about a core and the machine's cores are shared.  All calls go in turns,
-forwards and backwards; the first turn is not counted.  Every payload and every decoded value is compared with the plain
+forwards and backwards; the first turn is not counted.  Before each call, memcpy's too, a tensor larger than the caches
+is read: no call finds its input there, nor pays for writing out what the one before it left there, which made a tenth
+and more of difference with the order.  Every payload and every decoded value is compared with the plain
 torch version first.  Bits a value and the relative L2 error are those of the difference, which is Gaussian.
 
 The last line has ``x_memcpy`` and ``topk_gb_per_s`` from the medians.  Run as ``python -m benchmarks.bench_codec``.
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 CODECS = ("fp32", "bf16", "int8", "int8:256", "int4", "int4:256", "e3m0", "int2", "sign", "topk", "int4+zstd1")
 OPERATIONS = ("encode", "ef_encode", "decode", "accumulate")
 BETA = 0.95
+CACHES_BYTES = 96 << 20
+"""More than the caches of a core hold."""
 
 
 class Bench:
@@ -78,9 +82,11 @@ class Bench:
 
 def in_turns(jobs: dict[str, Job], repeats: int) -> dict[str, list[float]]:
     """Seconds of each call, ``repeats`` of each after one that does not count; every other turn goes backwards."""
+    other = torch.zeros(CACHES_BYTES // 4)
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     for turn in range(repeats + 1):
         for name in list(jobs) if turn % 2 else reversed(list(jobs)):
+            other.sum()
             began = thread_time()
             jobs[name]()
             if turn:
