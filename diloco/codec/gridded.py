@@ -17,6 +17,7 @@ import torch
 from diloco.codec.contract import bytes_tensor
 from diloco.codec.fields import pack, packed_bytes, unpack
 from diloco.codec.ranged import RangedCodec
+from diloco.codec.structures import Kind, Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +30,11 @@ class Grid(Protocol):
 
     Values behind a row's count are 0, and so are their fields.
     """
+
+    @property
+    def kind(self) -> Kind:
+        """How the compiled kernels know it."""
+        ...
 
     @property
     def bits(self) -> int:
@@ -78,6 +84,11 @@ class GridCodec(RangedCodec):
     def granule(self) -> int:
         """Return the block."""
         return self.block
+
+    @property
+    def layout(self) -> Layout:
+        """See :class:`~diloco.codec.ranged.RangedCodec`."""
+        return Layout(self.grid.kind, self.block)
 
     def encode_chunk(self, chunk: Tensor, payload: Tensor, numel: int, start: int, decoded: Tensor | None) -> None:
         """See :class:`~diloco.codec.ranged.RangedCodec`."""

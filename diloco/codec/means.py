@@ -34,6 +34,7 @@ import torch
 
 from diloco.codec.contract import DecodeError
 from diloco.codec.levels import FIELD_BITS, check_levels, level_values, two_levels
+from diloco.codec.structures import Kind
 from diloco.codec.units import check_scales, is_negative, magnitudes, mean_scale, scale_values, units
 
 if TYPE_CHECKING:
@@ -43,6 +44,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Int2Grid:
     """The points of int2."""
+
+    @property
+    def kind(self) -> Kind:
+        """Its own."""
+        return Kind.INT2
 
     @property
     def bits(self) -> int:
@@ -82,6 +88,11 @@ class Int2Grid:
 @dataclass(frozen=True, slots=True)
 class SignGrid:
     """The points of sign."""
+
+    @property
+    def kind(self) -> Kind:
+        """Its own."""
+        return Kind.SIGN
 
     @property
     def bits(self) -> int:

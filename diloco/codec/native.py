@@ -54,6 +54,11 @@ MALFORMED: Mapping[Status, str] = MappingProxyType(
         Status.BAD_SIGN: "holds a sign without a value",
         Status.NOT_FIRST: "holds a value of 0 that is not the first",
         Status.BEHIND_INDEX: "holds something behind its last index",
+        Status.BAD_TOP: "holds a scale of 255",
+        Status.SIGN_ALONE: "holds a sign without a code",
+        Status.OTHER_TOP: "holds a scale that is not that of its block's largest code",
+        Status.TOO_SMALL: "holds a code below 2**-126",
+        Status.SIGN_OF_ZERO: "holds a sign in a block of scale 0",
     }
 )
 

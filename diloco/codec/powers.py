@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from diloco.codec.contract import DecodeError
+from diloco.codec.structures import Kind
 from diloco.codec.units import EXPONENT_MAX, EXPONENT_SHIFT, is_negative, magnitudes
 
 if TYPE_CHECKING:
@@ -42,6 +43,11 @@ SIGN_FIELD = 8
 @dataclass(frozen=True, slots=True)
 class PowerGrid:
     """The points of e3m0."""
+
+    @property
+    def kind(self) -> Kind:
+        """Its own."""
+        return Kind.E3M0
 
     @property
     def bits(self) -> int:

@@ -6,7 +6,7 @@ from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_vo
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 
-INTERFACE = 2
+INTERFACE = 3
 """Of the library that this module describes; any other is not used."""
 TILE_MAX = 4096
 """Values that the kernels handle at a time, at most."""
@@ -23,6 +23,9 @@ class Kind(IntEnum):
     INT8 = 2
     INT4 = 3
     TOPK = 4
+    E3M0 = 5
+    INT2 = 6
+    SIGN = 7
 
 
 class Status(IntEnum):
@@ -41,6 +44,11 @@ class Status(IntEnum):
     BAD_SIGN = 10
     NOT_FIRST = 11
     BEHIND_INDEX = 12
+    BAD_TOP = 13
+    SIGN_ALONE = 14
+    OTHER_TOP = 15
+    TOO_SMALL = 16
+    SIGN_OF_ZERO = 17
 
 
 class Fold(IntEnum):

@@ -22,7 +22,8 @@ from tests.codec.test_ranged import same
 BEST = kernels()
 LEVELS = [at_level(level) for level in range(BEST.level + 1)] if BEST is not None else []
 NAMES = ["fp32", "bf16", "int8", "int8:256", "int8:6", "int4", "int4:64", "int4:128", "int4:256", "int4:2", "int4:4094"]
-NAMES += ["topk", "topk:256x8", "topk:4096x1024"]
+NAMES += ["topk", "topk:256x8", "topk:4096x1024", "e3m0", "e3m0:8", "int2", "int2:24", "int2:4096", "sign", "sign:8"]
+FED = ["bf16", "int8", "int4", "int4:256", "topk", "topk:256x64", "e3m0", "int2", "sign"]
 pytestmark = pytest.mark.skipif(BEST is None, reason="no compiled kernels here: " + native.description())
 every_level = pytest.mark.parametrize("fast", LEVELS, ids=[native.LEVELS[fast.level] for fast in LEVELS])
 
@@ -42,6 +43,8 @@ def inputs() -> dict[str, tuple[torch.Tensor, ...]]:
     before[1500] = 3e38
     found["trained, with a giant"] = (before, after)
     generator = torch.Generator().manual_seed(1)
+    tiny = torch.exp2(torch.randint(-149, -100, (5000,), generator=generator).double())
+    found["tiny"] = (torch.randn(5000, generator=generator) * tiny.float(),)
     for numel in (1, 2, 31, 33, 2047, 2048, 2049, 4096, 10_001):
         terms = [torch.randn(numel, generator=generator) for _ in range(4)]
         found[f"{numel}"] = (terms[0], terms[0] + terms[1] * 1e-3)
@@ -74,8 +77,11 @@ def test_encoding_and_decoding(fast: Kernels, name: str) -> None:
 
 
 @every_level
-@pytest.mark.parametrize("largest", [0.0, 3e38])
-@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "int4:256", "topk", "topk:256x64"])
+@pytest.mark.parametrize(
+    ("name", "largest"),
+    [(name, 0.0) for name in FED]
+    + [(name, 3e37 if name in ("e3m0", "int2", "sign") else 3e38) for name in FED],  # what is left adds up, to 3e38
+)
 def test_error_feedback(fast: Kernels, name: str, largest: float) -> None:
     """Also where codes have to be held in the midst of others."""
     codec = codec_of(name)
@@ -144,7 +150,7 @@ def test_hostile_payloads_are_refused_as_the_definition_does(fast: Kernels, name
 
 
 @every_level
-@pytest.mark.parametrize("name", ["fp32", "int4", "int8:96", "topk"])
+@pytest.mark.parametrize("name", ["fp32", "int4", "int8:96", "topk", "int2"])
 def test_sums(fast: Kernels, name: str) -> None:
     codec = codec_of(name)
     layout = codec.layout

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define X86_LEVELS 1
@@ -31,7 +32,7 @@ constexpr uint32_t INFINITE = 0x7F800000u;
 constexpr int32_t SCALE_LEAST = 0x00800000;
 
 // The same numbers as in native.py.
-enum Kind : int32_t { FP32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, TOPK = 4 };
+enum Kind : int32_t { FP32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, TOPK = 4, E3M0 = 5, INT2 = 6, SIGN = 7 };
 enum Status : int {
     DONE = 0,
     NOT_FINITE = 1,
@@ -46,6 +47,11 @@ enum Status : int {
     BAD_SIGN = 10,
     NOT_FIRST = 11,
     BEHIND_INDEX = 12,
+    BAD_TOP = 13,
+    SIGN_ALONE = 14,
+    OTHER_TOP = 15,
+    TOO_SMALL = 16,
+    SIGN_OF_ZERO = 17,
 };
 enum Fold : int32_t { WRITE = 0, ADD = 1, TOWARDS = 2 };
 enum Place : int32_t { IN_MEAN = 1, OPENS_SITE = 2, ENDS_SITE = 4 };
@@ -171,7 +177,7 @@ namespace avx512 {
 #endif
 
 // Raised with every change of a structure or a meaning: native.py uses no library with another number.
-EXPORT int32_t diloco_interface() { return 2; }
+EXPORT int32_t diloco_interface() { return 3; }
 
 // The best level that this processor has; all below it work too.
 EXPORT int32_t diloco_level() {

@@ -232,12 +232,17 @@ static int decode_cast(const Format *format, const uint8_t *payload, int64_t sta
     return largest_bits(out, count) >= INFINITE ? NOT_FINITE : DONE;
 }
 
+#include "units.h"
+#include "grids.h"
 #include "topk.h"
 
 static int encode_tile(const Format *format, float *x, int64_t start, int64_t count, uint8_t *payload, float *decoded) {
     switch (format->kind) {
     case INT4: return encode_block_tile<4>(format, x, start, count, payload, decoded);
     case INT8: return encode_block_tile<8>(format, x, start, count, payload, decoded);
+    case E3M0: return grid_tile<E3M0>(format, x, start, count, payload, decoded);
+    case INT2: return grid_tile<INT2>(format, x, start, count, payload, decoded);
+    case SIGN: return grid_tile<SIGN>(format, x, start, count, payload, decoded);
     case TOPK: return encode_topk(format, x, start, count, payload, decoded);
     default: return encode_cast(format, x, start, count, payload, decoded);
     }
@@ -247,6 +252,9 @@ static int decode_tile(const Format *format, const uint8_t *payload, int64_t sta
     switch (format->kind) {
     case INT4: return decode_block_tile<4>(format, payload, start, count, out);
     case INT8: return decode_block_tile<8>(format, payload, start, count, out);
+    case E3M0: return grid_tile<E3M0>(format, nullptr, start, count, const_cast<uint8_t *>(payload), out);
+    case INT2: return grid_tile<INT2>(format, nullptr, start, count, const_cast<uint8_t *>(payload), out);
+    case SIGN: return grid_tile<SIGN>(format, nullptr, start, count, const_cast<uint8_t *>(payload), out);
     case TOPK: return decode_topk(format, payload, start, count, out);
     default: return decode_cast(format, payload, start, count, out);
     }

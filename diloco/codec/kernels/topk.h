@@ -22,18 +22,6 @@ static inline TopK place_of(const Format *format, uint8_t *payload, int64_t star
     return {payload + start / format->block * 4, indices + before * bits / 8, fields + before / 4, kept_of(format, count)};
 }
 
-// units.py: the mean of whole numbers, rounded up, as the upper half of an fp32 number.
-static inline int32_t mean_scale(int64_t sum, int64_t count, int32_t top) {
-    const int64_t mean = (sum + count - 1) / count;
-    if (mean == 0) return 0;
-    const int32_t bits = (int32_t)(as_bits((float)mean) >> 16) + (top - 150) * 128;
-    return bits < 0x0080 ? 0x0080 : bits;
-}
-
-static inline float level_value(int32_t level, bool negative) {
-    return as_float((uint32_t)level << 16 | (negative ? 0x80000000u : 0u));
-}
-
 static constexpr int32_t FIRST_BITS_END = 1 << 14;
 
 // Goes on with `least` from the bit `from` to the bit `to`.
@@ -74,12 +62,7 @@ static int encode_chunk(const Format *format, const float *x, int64_t start, int
     if (largest >= INFINITE) return NOT_FINITE;
     const int32_t top = (int32_t)(largest >> 23);
     alignas(64) int32_t units[TILE];
-    for (int64_t i = 0; i < count; i++) {
-        const int32_t magnitude = (int32_t)(as_bits(x[i]) & 0x7FFFFFFFu), exponent = magnitude >> 23;
-        const int32_t significand = exponent > 0 ? (magnitude & 0x007FFFFF) | 0x00800000 : 0;
-        const int32_t away = top - exponent;
-        units[i] = significand >> (away > 31 ? 31 : away);
-    }
+    to_units(x, count, top, units);
     // The least units of what is kept, bit by bit: the most that at least so many values reach.  After some bits only the
     // values that reach so far are looked at.
     alignas(64) int32_t reached[TILE + 16];
@@ -100,9 +83,7 @@ static int encode_chunk(const Format *format, const float *x, int64_t start, int
     int64_t sum_big = 0, num_big = 0;
     for (int64_t j = 0; j < at.kept; j++)
         if (units[index[j]] > mean) sum_big += units[index[j]], num_big++;
-    const int32_t low = mean_scale(sum - sum_big, at.kept - num_big, top);
-    int32_t high = mean_scale(sum_big, num_big ? num_big : 1, top);
-    high = high > low ? high : 0;
+    const auto [low, high] = two_levels(sum, at.kept, sum_big, num_big, top);
     const uint16_t words[2] = {(uint16_t)low, (uint16_t)high};
     memcpy(at.levels, words, 4);
     if (decoded) memset(decoded, 0, 4 * (size_t)count);
@@ -130,8 +111,7 @@ static int decode_chunk(const Format *format, const uint8_t *payload, int64_t st
     const TopK at = place_of(format, const_cast<uint8_t *>(payload), start, count);
     uint16_t words[2];
     memcpy(words, at.levels, 4);
-    for (const uint16_t word : words)
-        if (word && (uint32_t)word - 0x0080u >= 0x7F80u - 0x0080u) return BAD_SCALE;
+    if (!legal_scale(words[0]) || !legal_scale(words[1])) return BAD_SCALE;
     const int32_t low = words[0], high = words[1];
     memset(out, 0, 4 * (size_t)count);
     int64_t num_big = 0, last = -1;
@@ -149,7 +129,7 @@ static int decode_chunk(const Format *format, const uint8_t *payload, int64_t st
         last = i;
         out[i] = level_value(big ? high : low, negative);
     }
-    if (high ? high <= low || num_big == 0 || num_big == at.kept : num_big != 0) return BAD_LEVELS;
+    if (!legal_levels({low, high}, num_big, at.kept)) return BAD_LEVELS;
     if (format->block != 256 && at.kept % 2 && at.indices[at.kept / 2 * 3 + 1] >> 4) return BEHIND_INDEX;
     if (at.kept % 4 && at.fields[at.kept / 4] >> 2 * (at.kept % 4)) return BEHIND;
     return DONE;
