@@ -212,10 +212,11 @@ class SyncClient:
             raise MalformedMessage(f"payload_bytes is {header.payload_bytes}: the payload has {len(view)}")
         breaks = self._breaks.pop(header.digest, 0)
         bulk, count = self._in_turn(), self._count_up
+        pushing = Pushing(bulk, header, view, self._options, self._stalls, count, self._pacer, breaks)
         try:
-            result = Pushing(bulk, header, view, self._options, self._stalls, count, self._pacer, breaks).run()
+            result = pushing.run()
         except Unreachable:
-            self._breaks[header.digest] = breaks + 1
+            self._breaks[header.digest] = breaks + pushing.admitted
             if len(self._breaks) > BREAKS_KEPT:
                 del self._breaks[next(iter(self._breaks))]
             raise

@@ -49,6 +49,8 @@ class Pushing:
         self._others: list[tuple[Any, threading.Thread]] = []
         self._opened = False
         self._failed: WireError | None = None
+        self.admitted = False
+        """Whether the syncer has let it in: what breaks off before that has lost nothing on the way."""
 
     def run(self) -> PushResult:
         """Until its answer.  ``Refused`` or ``Unreachable``; where one stream breaks off, all do."""
@@ -59,6 +61,7 @@ class Pushing:
             try:
                 return self._answer(call, sending, guard)
             finally:
+                self.admitted = sending.admitted
                 sending.stop()
                 call.cancel()
                 for other, thread in self._others:

@@ -150,6 +150,18 @@ def test_more_connections_are_used_when_that_is_said(wired: Wired, relay: Relay)
         assert wired.syncer.accepted["site-a", 0, sequence] == PAYLOAD
 
 
+def test_attempts_that_found_nobody_are_no_breaks(wired: Wired) -> None:
+    """Nothing was lost on the way, so what goes on after them need not be careful."""
+    client, header = wired.client(), push_header(PAYLOAD)
+    client._lines[1].lead_to("127.0.0.1:1")
+    for _ in range(3):
+        with pytest.raises(Unreachable):
+            client.push(header, PAYLOAD)
+    assert client._breaks == {header.digest: 0}
+    client._lines[1].lead_to(wired.server.address)
+    assert client.push(header, PAYLOAD).outcome is Outcome.ACCEPTED
+
+
 def test_a_push_that_breaks_again_and_again_puts_less_and_less_at_risk(wired: Wired, relay: Relay) -> None:
     client = wired.client(address=relay.address)
     payload = bytes(24 * MIB)
