@@ -110,19 +110,6 @@ class Agent:
         self._rejoining = ""  # Why, as it was said; until it has joined.
         self._sealer = self._sealing()
         self._joiner = self._joining()
-        self._sender = Sender(
-            client,
-            self._use.link,
-            self._outbox,
-            self._incarnation,
-            self._epoch,
-            self._wanted,
-            self._tell,
-            self._rejoin,
-            self._give_up,
-            emit,
-            self._stopping,
-        )
         self._fetcher = Fetcher(
             client,
             self._use.link,
@@ -132,6 +119,20 @@ class Agent:
             self._lineage,
             self._epoch,
             self._deliver,
+            emit,
+            self._stopping,
+        )
+        self._sender = Sender(
+            client,
+            self._use.link,
+            self._outbox,
+            self._incarnation,
+            self._epoch,
+            self._wanted,
+            self._fetcher.expect,
+            self._tell,
+            self._rejoin,
+            self._give_up,
             emit,
             self._stopping,
         )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from diloco.codec.contract import DecodeError
 from diloco.codec.feedback import follow_into
 from diloco.codec.registry import make_codec
+from diloco.learner.ahead import Ahead
 from diloco.sync.events import (
     FateTold,
     FinalAnnounced,
@@ -93,18 +94,21 @@ class Sender:
         incarnation: Callable[[], int],
         epoch: Callable[[], int],
         wanted: Callable[[int, int], str | None],
+        expect: Callable[[int], None],
         tell: Callable[[LearnerEvent], None],
         rejoin: Callable[[str], None],
         give_up: Callable[[str], None],
         emit: Callable[[str, dict[str, object]], None],
         stopping: threading.Event,
     ) -> None:
+        """``expect`` is told of a fragment whose update is about to be sent: a version of it is next."""
         self._client = client
         self._link = link
         self._outbox = outbox
         self._incarnation = incarnation
         self._epoch = epoch
         self._wanted = wanted
+        self._expect = expect
         self._tell = tell
         self._rejoin = rejoin
         self._give_up = give_up
@@ -141,6 +145,7 @@ class Sender:
             if found is None:
                 return True
             header, payload = found
+            self._expect(fragment)
             try:
                 with self._link.up():
                     result = self._client.push(header, payload)
@@ -217,25 +222,57 @@ class Fetcher:
         self._emit = emit
         self._stopping = stopping
         self._sinks: dict[int, tuple[int, PullSink]] = {}
+        self._lock = threading.Lock()
+        self._ahead: tuple[int, Ahead] | None = None  # With its lineage.
+        self._at: int | None = None
         self.queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
 
     def run(self) -> None:
         """The thread; None in the queue ends it."""
         while (fragment := self.queue.get()) is not None:
+            with self._lock:
+                self._at = fragment
             self._fetch(fragment)
+            self._at = None
+
+    def expect(self, fragment: int) -> None:
+        """There will soon be a version of ``fragment``: from now on one waits for it at the syncer.
+
+        For one fragment at a time, and any thread; it never fails, and nothing hangs on it.
+        """
+        with self._lock:
+            lineage, latest = self._lineage(), self._tensors.latest[fragment]
+            waits = self._ahead is not None and not self._ahead[1].over
+            if waits or latest is None or self._at == fragment or not self._client.has_patience:
+                return
+            ask = PullAsk(self._run_id, self._site_id, fragment, latest[0])
+            self._ahead = (lineage, Ahead(self._client, ask, self._sink(fragment, lineage)))
+
+    def _expected(self, fragment: int, lineage: int, have: int) -> PulledVersion | None:
+        """What was asked for ahead, if it is this."""
+        with self._lock:
+            if self._ahead is None or self._ahead[1].ask.fragment != fragment:
+                return None
+            (of, ahead), self._ahead = self._ahead, None
+            if of != lineage or ahead.ask.have_version != have:
+                self._sinks.pop(fragment, None)  # It writes to it.
+                return None
+        if (pulled := ahead.take()) is not None:
+            self._link.came(pulled.header.payload_bytes, ahead.carried_s)
+        return pulled
 
     def _fetch(self, fragment: int) -> None:
         pause = Pause(self._stopping, epoch=self._epoch)
         lineage = self._lineage()  # Asked first: what is read after it may be of a later one, never of an earlier.
         latest = self._tensors.latest[fragment]
         have = latest[0] if latest is not None else -1
+        here = self._expected(fragment, lineage, have)
         sink = self._sink(fragment, lineage)
         # Once the run was restored another order is in the queue, and this one leads nowhere.
         while not self._stopping.is_set() and self._lineage() == lineage:
             ask = PullAsk(self._run_id, self._site_id, fragment, have)
             try:
-                with self._link.down():
-                    pulled = self._client.pull(ask, sink)
+                pulled, here = here or self._pull(ask, sink), None
             except (Unreachable, Refused) as error:
                 pause.wait(getattr(error, "retry_after_s", None))
                 continue
@@ -256,6 +293,10 @@ class Fetcher:
             event = VersionFetched(fragment, pulled.header.version, pulled.header.fates)
             self._deliver(values, event, lineage, pulled.header)
             return
+
+    def _pull(self, ask: PullAsk, sink: PullSink) -> PulledVersion:
+        with self._link.down():
+            return self._client.pull(ask, sink)
 
     def _sink(self, fragment: int, lineage: int) -> PullSink:
         """What has arrived of a pull that broke off, if it is of this lineage."""

@@ -55,3 +55,8 @@ class LinkMeter:
         yield
         with self._lock:
             self._estimator.carried_down(self._client.bytes_down - before, time.monotonic_ns() - began_ns)
+
+    def came(self, count: int, seconds: float) -> None:
+        """So many bytes were waited for at the syncer, and came in ``seconds`` once they were there."""
+        with self._lock:
+            self._estimator.carried_down(count, int(seconds * 1e9), round_trips=0)

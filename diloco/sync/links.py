@@ -89,17 +89,17 @@ class LinkEstimator:
 
     def carried_up(self, count: int, duration_ns: int) -> None:
         """``count`` bytes of an update went to the syncer, and its answer came, in ``duration_ns``."""
-        self._carried(self._up, count, duration_ns)
+        self._carried(self._up, count, duration_ns, 1)
 
-    def carried_down(self, count: int, duration_ns: int) -> None:
-        """``count`` bytes of a version came in ``duration_ns``, from the question on."""
-        self._carried(self._down, count, duration_ns)
+    def carried_down(self, count: int, duration_ns: int, round_trips: int = 1) -> None:
+        """``count`` bytes of a version came in ``duration_ns``, from the question on, or without ``round_trips``."""
+        self._carried(self._down, count, duration_ns, round_trips)
 
-    def _carried(self, kept: deque[int], count: int, duration_ns: int) -> None:
-        """Two round trips are none of the link's rate: one before the first byte, one for what follows the last."""
+    def _carried(self, kept: deque[int], count: int, duration_ns: int, round_trips: int) -> None:
+        """Round trips are none of the link's rate: the one until the answer to what was sent last, or asked first."""
         if count < TRANSFER_BYTES_MIN:
             return
-        waited_ns = min(duration_ns // 2, 2 * min(self._round_trips, default=0))
+        waited_ns = min(duration_ns // 2, round_trips * min(self._round_trips, default=0))
         kept.append(count * SECOND_NS // max(1, duration_ns - waited_ns))
 
     def estimate(self) -> LinkEstimate:

@@ -272,6 +272,12 @@ class Api:
             self.tally.sent(ask.site_id, max(0, source.header.payload_bytes - ask.offset))
         return source
 
+    def has_newer(self, fragment: int, version: int, timeout_s: float) -> bool:
+        """Whether a version newer than ``version`` is published, or is within ``timeout_s``."""
+        self._check_fragment(fragment)
+        syncer = self._syncer
+        return syncer.made.wait_for(lambda: syncer.holdings.values[fragment].version > version, timeout_s)
+
     def _as_in_2(self, choice: Choice, held: FragmentValues) -> Choice:
         """With the digest that protocol 2 knows; a pass over the values where it is the first to ask for it."""
         if choice.version == held.version:

@@ -12,6 +12,8 @@ from diloco.syncer import protocols
 from diloco.wire.messages import Dropped, Refusal, Status
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from diloco.sync.events import Reason
     from diloco.wire.messages import WatchEvent
 
@@ -63,6 +65,23 @@ class Feed:
         self.closed = True
         self._feeds.forget(self)
         self._events.put(None)
+
+
+class Made:
+    """Wakes whoever waits for a version that is not made yet."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+
+    def tell(self) -> None:
+        """A version was made."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def wait_for(self, there: Callable[[], bool], timeout_s: float) -> bool:
+        """Until ``there`` says that it is, at most ``timeout_s``; what it says last."""
+        with self._changed:
+            return self._changed.wait_for(there, timeout_s)
 
 
 class Feeds:

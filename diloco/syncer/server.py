@@ -44,7 +44,7 @@ from diloco.syncer.costs import RoundCosts
 from diloco.syncer.executor import OuterResult, run_outer_step
 from diloco.syncer.exporting import export, full_parameters, when_there_is_room
 from diloco.syncer.facts import merged_into, outer_step_facts, refusal_facts, start_facts
-from diloco.syncer.feeds import Feeds
+from diloco.syncer.feeds import Feeds, Made
 from diloco.syncer.footprint import SPARE_MAX, VERSIONS_MAX, memory_bytes_max
 from diloco.syncer.keeping import Keeper
 from diloco.syncer.leadership import lead
@@ -109,6 +109,7 @@ class Syncer:
         self._export_thread: threading.Thread | None = None
         self.ending: Ending | None = None
         self.feeds = Feeds()
+        self.made = Made()
         self.costs = RoundCosts()
         self.readiness = Readiness()
         self._taken = ExitStack()  # What a stop has to give back, the last first.
@@ -413,6 +414,7 @@ class Syncer:
         result = self._candidates.pop((effect.fragment, effect.version))
         self._disk.reached(Step.PUBLISH)
         self.holdings.take(effect.fragment, result)
+        self.made.tell()
         self._versions.release()
         machine = self.core.machine
         self.feeds.tell(self.published(machine, effect.fragment, effect.version, effect.digest))

@@ -54,6 +54,11 @@ class StandbyApi:
         del ask, identity
         self._elsewhere()
 
+    def has_newer(self, fragment: int, version: int, timeout_s: float) -> NoReturn:
+        """Not here."""
+        del fragment, version, timeout_s
+        self._elsewhere()
+
     def report(self, report: ReportInfo, identity: Identity) -> NoReturn:
         """Not here."""
         del report, identity

@@ -223,6 +223,7 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "frames": _flag,
         "beside": _flag,
         "progress": _flag,
+        "others": _number(0, m.STREAMS_MAX - 1),
     },
     m.PushCommit: {"payload_bytes": _PAYLOAD, "digest": _DIGEST},
     m.PushAdmitted: {"offset": _number(0, m.PAYLOAD_BYTES_MAX), "frames": _flag},
@@ -258,8 +259,9 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "offset": _number(0, m.PAYLOAD_BYTES_MAX),
         "protocol": _PROTOCOL,
         "length": _number(0, m.PAYLOAD_BYTES_MAX),
-        "share": _number(0, m.STREAMS_MAX),
+        "deal": _NUMBER,
         "bytes_per_s": _NUMBER,
+        "wait_ns": _number(0, m.PULL_WAIT_NS_MAX),
     },
     m.PullHeader: {
         "fragment": _FRAGMENT,

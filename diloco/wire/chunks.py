@@ -23,6 +23,7 @@ Span = tuple[int, int]
 PIECE_BYTES_MIN = 256 * 1024
 """A stream of its own is not worth its round trip for less."""
 CHUNK_BYTES_FIRST = 256 * 1024
+TAIL_BYTES_MIN = 64 * 1024
 RISK_BYTES = 4 << 20
 """Half of it may be on its way after a first break, and half of that after each further one, but never less than ..."""
 RISK_BYTES_MIN = 128 * 1024
@@ -76,14 +77,6 @@ def cut_as_asked(
             yield start + at, data
             at += len(data)
         start += len(view)
-
-
-def share_end(payload_bytes: int, share: int) -> int:
-    """Where the first of ``share`` parts of a payload ends; both ends of a pull work it out, and one that is short is
-    not cut."""
-    if share <= 1 or payload_bytes < share * PIECE_BYTES_MIN:
-        return payload_bytes
-    return -(-payload_bytes // share)
 
 
 def bytes_at_risk(breaks: int, passed: int) -> int:
@@ -168,6 +161,12 @@ class ChunkSize:
             self._bytes = min(self._bytes_max, 2 * self._bytes)
         elif seconds > SLOW_S:
             self._bytes = max(self._bytes_min, self._bytes // 2)
+
+
+def tail_chunk(chunk_bytes: int, left: int, streams: int) -> int:
+    """How long the next chunk is where ``streams`` share the ``left`` bytes: near the end shorter and shorter ones, so
+    that all of them come to it at about the same time."""
+    return chunk_bytes if streams <= 1 else min(chunk_bytes, max(TAIL_BYTES_MIN, left // (2 * streams)))
 
 
 class Window:

@@ -14,10 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
+from diloco.sync.events import Outcome
 from diloco.wire import convert
 from diloco.wire.calls import ADMIN_SERVICE, SYNC_SERVICE, Calls
+from diloco.wire.chunks import PIECE_BYTES_MIN
 from diloco.wire.lines import Line, check_address, split_addresses
 from diloco.wire.messages import (
+    FRAMES_SINCE,
     STREAMS_MAX,
     EvictAsk,
     JoinAsk,
@@ -38,7 +41,7 @@ from diloco.wire.messages import (
 )
 from diloco.wire.options import ClientOptions
 from diloco.wire.pacing import Pacer, bulk_bytes_per_s
-from diloco.wire.pulling import Pulling
+from diloco.wire.pulling import Patience, Pulling
 from diloco.wire.pushing import Pushing
 from diloco.wire.security import SecurityOptions
 from diloco.wire.stall import Guard, StallWatch
@@ -97,6 +100,9 @@ class SyncClient:
         self._control, *self._bulk = (Calls(line, SYNC_SERVICE) for line in self._lines)
         self._turn = itertools.count()
         self._breaks: dict[str, int] = {}
+        self._protocol = 0  # That both speak, as the join said.
+        self._welcome = False  # The last push was let in, as the next one will be.
+        self._lengths: dict[int, int] = {}  # Of the last payload that was pulled of each fragment.
         self._pacer = Pacer(bulk_bytes_per_s(self._options.up_mbps))
         self._bytes = threading.Lock()
         self._bytes_up = 0
@@ -117,6 +123,11 @@ class SyncClient:
     def has_choice(self) -> bool:
         """Whether there is more than one address."""
         return len(self._addresses) > 1
+
+    @property
+    def has_patience(self) -> bool:
+        """Whether the syncer that took the site in lets a pull wait for what is not there yet."""
+        return self._protocol >= FRAMES_SINCE
 
     @property
     def bytes_up(self) -> int:
@@ -152,7 +163,7 @@ class SyncClient:
                     failures.append(error)
                     continue
                 self._at = at
-                self._epoch = reply.epoch
+                self._epoch, self._protocol = reply.epoch, reply.protocol
                 for line in self._lines[1:]:
                     line.lead_to(self.address)
                 return reply
@@ -210,23 +221,43 @@ class SyncClient:
         view = memoryview(payload).cast("B")
         if len(view) != header.payload_bytes:
             raise MalformedMessage(f"payload_bytes is {header.payload_bytes}: the payload has {len(view)}")
-        breaks = self._breaks.pop(header.digest, 0)
-        bulk, count = self._in_turn(), self._count_up
-        pushing = Pushing(bulk, header, view, self._options, self._stalls, count, self._pacer, breaks)
+        breaks, known = self._breaks.pop(header.digest, None), self._protocol >= FRAMES_SINCE
+        at_once, self._welcome = known and self._welcome and breaks is None, False
+        pushing = Pushing(
+            self._in_turn(),
+            header,
+            view,
+            self._options,
+            self._stalls,
+            self._count_up,
+            self._pacer,
+            breaks or 0,
+            known=known,
+            at_once=at_once,
+        )
         try:
             result = pushing.run()
         except Unreachable:
-            self._breaks[header.digest] = breaks + pushing.admitted
+            self._breaks[header.digest] = (breaks or 0) + pushing.admitted
             if len(self._breaks) > BREAKS_KEPT:
                 del self._breaks[next(iter(self._breaks))]
             raise
         self._check_epoch("Push", result.epoch)
+        self._welcome = result.outcome is Outcome.ACCEPTED
         return result
 
-    def pull(self, ask: PullAsk, sink: PullSink) -> PulledVersion:
-        """One attempt to get a version into ``sink``; the next one with the same sink asks for what is missing."""
-        pulled = Pulling(self._in_turn(), ask, sink, self._options, self._stalls, self._count_down).run()
+    def pull(self, ask: PullAsk, sink: PullSink, patience: Patience | None = None) -> PulledVersion:
+        """One attempt to get a version into ``sink``; the next one with the same sink asks for what is missing.
+
+        With ``patience`` it may be one that is not there yet; a syncer of an earlier protocol has none.
+        """
+        bulk, at_once = self._in_turn(), max(1, self._lengths.get(ask.fragment, 0) // PIECE_BYTES_MIN)
+        if not self.has_patience:
+            at_once, patience = 1, None
+        pulled = Pulling(bulk, ask, sink, self._options, self._stalls, self._count_down, at_once, patience).run()
         self._check_epoch("Pull", pulled.header.epoch)
+        if pulled.parts:
+            self._lengths[ask.fragment] = pulled.header.payload_bytes
         return pulled
 
     def use_channels(self, count: int) -> None:

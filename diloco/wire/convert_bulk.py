@@ -40,6 +40,7 @@ def pack_push(part: m.PushPart) -> bytes:
                     frames=part.frames,
                     beside=part.beside,
                     progress=part.progress,
+                    others=part.others,
                 )
             ).SerializeToString()
         case m.PushCommit():
@@ -87,6 +88,7 @@ def _header_in(header: sync_pb2.PushHeader) -> m.PushHeader:
         frames=header.frames,
         beside=header.beside,
         progress=header.progress,
+        others=header.others,
     )
 
 
@@ -182,8 +184,9 @@ def pack_pull(ask: m.PullAsk) -> bytes:
         offset=ask.offset,
         protocol=ask.protocol,
         length=ask.length,
-        share=ask.share,
+        deal=ask.deal,
         bytes_per_s=ask.bytes_per_s,
+        wait_ns=ask.wait_ns,
     ).SerializeToString()
 
 
@@ -200,8 +203,9 @@ def unpack_pull(raw: bytes) -> m.PullAsk:
             proto.offset,
             proto.protocol or 2,
             proto.length,
-            proto.share,
+            proto.deal,
             proto.bytes_per_s,
+            proto.wait_ns,
         )
     )
 

@@ -19,11 +19,13 @@ import grpc
 from diloco.wire import convert, convert_bulk
 from diloco.wire.answers import streamed, unary
 from diloco.wire.calls import SYNC_SERVICE
-from diloco.wire.chunks import ChunkSize, DamagedChunk, cut_as_asked, share_end
+from diloco.wire.chunks import ChunkSize, DamagedChunk, cut_as_asked
+from diloco.wire.dealing import Deals
 from diloco.wire.gates import Counters, Gate, OneAtATime
 from diloco.wire.messages import (
     CHUNK_BYTES_MIN,
     CONTROL_BYTES_MAX,
+    FRAMES_SINCE,
     Alive,
     Chunk,
     Dropped,
@@ -45,18 +47,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
     from diloco.wire.arrivals import Arrivals
-    from diloco.wire.chunks import Span
+    from diloco.wire.chunks import Piece
+    from diloco.wire.dealing import Deal
     from diloco.wire.door import Door
     from diloco.wire.identity import Identity
     from diloco.wire.messages import PullAsk, WatchEvent
     from diloco.wire.options import ServerOptions
     from diloco.wire.receiving import Receiving
-    from diloco.wire.service import PushSession, SyncerApi, WatchFeed
+    from diloco.wire.service import PullSource, PushSession, SyncerApi, WatchFeed
     from diloco.wire.stall import Guard, StallWatch
 
 _FEED_WAIT_S = 0.5
-FRAMES_SINCE = 3
-"""The protocol in which a chunk may be a frame."""
 SHORT_CHUNKS_MAX = 64
 """Chunks of one push that may be shorter than ``CHUNK_BYTES_MIN``."""
 
@@ -89,6 +90,7 @@ class SyncHandlers:
         self._watching = OneAtATime("watch", pushback_ms)
         self._probing = ProbeHandler(api, options, arrivals, door, stalls)
         self._receivings = Receivings()
+        self._deals = Deals()
 
     def generic_handler(self) -> Any:
         """What gRPC's server takes."""
@@ -149,7 +151,7 @@ class SyncHandlers:
             with self._arrivals.waiting(identity, context):
                 header = self._declared(requests, identity)
             if header.beside:
-                yield from self._push_beside(header, requests, guard, identity)
+                yield from self._push_beside(header, requests, context, guard, identity)
                 return
             self._door.check_push(header, identity)
             key = (header.site_id, header.fragment, header.sequence)
@@ -165,7 +167,7 @@ class SyncHandlers:
                 else:
                     with closing(opened), self._receivings.open(header, opened) as receiving:
                         yield convert_bulk.pack_push_reply(PushAdmitted(opened.offset, header.frames))
-                        result = yield from self._received(receiving, opened, requests, guard, identity)
+                        result = yield from self._received(receiving, opened, requests, context, guard, identity)
             yield convert_bulk.pack_push_reply(result)
 
     def _declared(self, requests: Iterator[bytes], identity: Identity) -> PushHeader:
@@ -186,13 +188,20 @@ class SyncHandlers:
         return header
 
     def _received(
-        self, receiving: Receiving, session: PushSession, requests: Iterator[bytes], guard: Guard, identity: Identity
+        self,
+        receiving: Receiving,
+        session: PushSession,
+        requests: Iterator[bytes],
+        context: Any,
+        guard: Guard,
+        identity: Identity,
     ) -> Generator[bytes, None, PushResult]:
         header = receiving.header
         for part in self._parts(receiving, requests, guard):
             if isinstance(part, PushCommit):
                 if (part.payload_bytes, part.digest) != (header.payload_bytes, header.digest):
                     raise MalformedMessage("the commit does not repeat what the header declared")
+                receiving.await_rest(guard.touch, context.is_active)
                 if receiving.awaits:
                     continue  # It was on its way when a chunk was asked for again, and comes once more behind that.
                 receiving.finish()
@@ -206,10 +215,12 @@ class SyncHandlers:
         raise DamagedChunk(f"the stream ended at {receiving.offset} of {header.payload_bytes} bytes, before the commit")
 
     def _push_beside(
-        self, header: PushHeader, requests: Iterator[bytes], guard: Guard, identity: Identity
+        self, header: PushHeader, requests: Iterator[bytes], context: Any, guard: Guard, identity: Identity
     ) -> Iterator[bytes]:
         """A stream that brings chunks of a push which another one has begun: it has passed whatever that has passed."""
-        receiving = self._receivings.of(header)
+        guard.limit(None)
+        with self._arrivals.waiting(identity, context):
+            receiving = self._receivings.of(header, self._options.header_timeout_s, context.is_active)
         with receiving.stream_beside():
             guard.limit(self._options.stall_s)
             for part in self._parts(receiving, requests, guard):
@@ -294,17 +305,22 @@ class SyncHandlers:
         identity.check_reader(ask.site_id)
         self._check_run(ask.run_id)
         self._door.check_pull(identity)
+        self._await(ask, context)
         # By who it is, and not by whom it reads as: one site must not take up the room of all observers.
-        with self._pulls.enter(identity.name or ask.site_id):
+        asker = identity.name or ask.site_id
+        with self._pulls.enter(asker):
             source = self._api.pull(ask, identity)
             try:
-                begin, end = _wanted(ask, source.header.payload_bytes)
+                if ask.offset > source.header.payload_bytes:
+                    raise Refusal(Status.NOT_FOUND, f"offset is {ask.offset}: the payload is shorter")
                 size = ChunkSize(CHUNK_BYTES_MIN, self._options.chunk_bytes, careful=ask.want_version > 0)
-                pacer = Pacer(ask.bytes_per_s)
+                deal = self._deals.join(asker, ask, source.header) if ask.deal else None
+                pacer = deal.pacer if deal is not None else Pacer(ask.bytes_per_s)
+                pieces = _pieces(ask, source, deal, lambda: pacer.chunk_bytes(size.bytes))
                 with self._stalls.guard(self._options.stall_s, context.cancel) as guard:
                     frames = ask.protocol >= FRAMES_SINCE
                     yield convert_bulk.pack_pull_part(replace(source.header, frames=frames))
-                    for offset, data in cut_as_asked(source.parts, begin, end, lambda: pacer.chunk_bytes(size.bytes)):
+                    for offset, data in pieces:
                         self._door.sends(len(data), identity)
                         pacer.wait(len(data), guard)
                         began_s = time.monotonic()
@@ -315,11 +331,23 @@ class SyncHandlers:
             finally:
                 source.close()
 
+    def _await(self, ask: PullAsk, context: Any) -> None:
+        """Where nothing is there yet that the asker does not have: until it is, or it is waited for no longer.
 
-def _wanted(ask: PullAsk, payload_bytes: int) -> Span:
-    """From which byte to which a pull wants the payload."""
-    if ask.offset > payload_bytes:
-        raise Refusal(Status.NOT_FOUND, f"offset is {ask.offset}: the payload is shorter")
-    if ask.length:
-        return ask.offset, min(payload_bytes, ask.offset + ask.length)
-    return ask.offset, max(ask.offset, share_end(payload_bytes, ask.share))
+        Whoever waits takes up none of the room of those who are sent something.
+        """
+        until_s = time.monotonic() + ask.wait_ns / 1e9
+        while context.is_active() and not self._stopping.is_set() and (left_s := until_s - time.monotonic()) > 0:
+            if self._api.has_newer(ask.fragment, ask.have_version, min(left_s, _FEED_WAIT_S)):
+                return
+
+
+def _pieces(ask: PullAsk, source: PullSource, deal: Deal | None, chunk_bytes: Callable[[], int]) -> Iterator[Piece]:
+    """What one stream brings of a payload."""
+    if deal is None:
+        payload_bytes = source.header.payload_bytes
+        end = min(payload_bytes, ask.offset + ask.length) if ask.length else payload_bytes
+        yield from cut_as_asked(source.parts, ask.offset, end, chunk_bytes)
+        return
+    while (span := deal.next(chunk_bytes())) is not None:
+        yield from cut_as_asked(source.parts, *span, chunk_bytes)

@@ -37,9 +37,14 @@ UNDECIDED_MAX = 1024
 PARTS_MAX = 1024
 SHARED_CONFIG_MAX = 1024
 STREAMS_MAX = 6
-"""Streams of one push or pull; six of each, a Watch and a heartbeat fit in the calls that one caller may have."""
+"""Streams of one push or pull; those of a push, of a pull and of one that waits, a Watch and a heartbeat fit in the
+calls that one caller may have."""
 WINDOW_BYTES = 8 * MIB
 """Of one push, so much that came before its turn is in memory."""
+FRAMES_SINCE = 3
+"""The protocol in which a chunk may be a frame, a push need not wait to be admitted, and a pull may wait."""
+PULL_WAIT_NS_MAX = 60_000_000_000
+"""How long one may wait for a version that is not there yet."""
 AGAINS_MAX = 64
 """Times that chunks of one push or pull are asked for once more; beyond that the path is not worth it."""
 TEXT_CHARS_MAX = 1024
@@ -194,8 +199,9 @@ class PushHeader:
     number of values, ``encoding`` the codec's name.  ``values_digest`` is that of the fp32 values which the payload
     decodes to, as the site has computed it; empty where it says nothing of it.  ``frames``: the sender can send frames,
     and chunks once more; ``beside``: this stream brings some chunks of a push that another stream has begun and will
-    commit; ``progress``: the sender wants to be told, time and again, how much is held.  The other fields are those of
-    ``sync.events.UpdateArrived``.
+    commit; ``progress``: the sender wants to be told, time and again, how much is held; ``others``:
+    so many streams may be beside it, which need not wait for its admission, nor it for their end.  The other fields are
+    those of ``sync.events.UpdateArrived``.
     """
 
     run_id: str
@@ -217,6 +223,7 @@ class PushHeader:
     frames: bool = False
     beside: bool = False
     progress: bool = False
+    others: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,8 +343,9 @@ class PullAsk:
 
     ``site_id`` is empty for an observer.  ``want_version`` 0 means the newest; otherwise it names the one that an
     earlier pull began, so that this one goes on from ``offset``.  ``protocol`` is what the asker speaks.  ``length``
-    bytes are wanted from there (0: all that follow); or, with ``share`` above 1, the first ``1/share`` of the payload,
-    whose length the asker does not know yet.  ``bytes_per_s``: not faster than this (0: as fast as it goes).
+    bytes are wanted from there (0: all that follow).  Streams with the same ``deal`` (not 0) bring a payload together,
+    each chunk once, a fast one more of them.  ``bytes_per_s``: not faster than this (0: as fast as it goes).  Where
+    there is nothing newer yet, ``wait_ns`` long it is waited for.
     """
 
     run_id: str
@@ -348,8 +356,9 @@ class PullAsk:
     offset: int = 0
     protocol: int = PROTOCOL
     length: int = 0
-    share: int = 0
+    deal: int = 0
     bytes_per_s: int = 0
+    wait_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,8 +56,8 @@ class ServerOptions:
     pulls_per_site_max: int = 8
     """The six that one pull may go over, and those of one that broke off and is still being ended."""
     watches_per_site_max: int = 2
-    calls_per_caller_max: int = 16
-    """Calls of one identity under way at once, of all kinds: two connections full of them."""
+    calls_per_caller_max: int = 24
+    """Calls of one identity under way at once, of all kinds: three connections full of them."""
     calls_per_s: float = 0.0
     """Calls that one identity may begin, after a burst of two seconds' worth; 0: as many as it can."""
     chunk_bytes: int = MIB

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from diloco.wire import convert_bulk
-from diloco.wire.chunks import PIECE_BYTES_MIN, ChunkError, DamagedChunk, bytes_at_risk, share_end
+from diloco.wire.chunks import PIECE_BYTES_MIN, ChunkError, DamagedChunk, bytes_at_risk
 from diloco.wire.messages import (
     AGAINS_MAX,
     CHUNK_BYTES_MIN,
@@ -35,8 +37,51 @@ if TYPE_CHECKING:
     from diloco.wire.stall import Guard, StallWatch
 
 
+class Patience:
+    """How long a pull waits for a version that is not there yet, and how fast the version came when it was.
+
+    ``due`` may be called by any thread: the version is there, and whoever still waits has lost its connection.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._lock = threading.Lock()
+        self._waiting: dict[Guard, float] = {}
+        self._due = False
+        self._began_s: float | None = None
+
+    def begin(self, guard: Guard, stall_s: float) -> None:
+        """A stream waits; once the version is there nothing is quiet for ``stall_s``."""
+        with self._lock:
+            self._waiting[guard] = stall_s
+            guard.limit(stall_s if self._due else self.seconds + stall_s)
+
+    def came(self, guard: Guard) -> None:
+        """A stream has begun to bring it."""
+        with self._lock:
+            if (stall_s := self._waiting.pop(guard, None)) is not None:
+                guard.limit(stall_s)
+            self._began_s = self._began_s or time.monotonic()
+
+    def due(self) -> None:
+        """The version is known to be there."""
+        with self._lock:
+            self._due = True
+            for guard, stall_s in self._waiting.items():
+                guard.limit(stall_s)
+
+    @property
+    def carried_s(self) -> float:
+        """Since the first stream began to bring it."""
+        return 0.0 if self._began_s is None else time.monotonic() - self._began_s
+
+
 class Pulling:
-    """Fills ``sink``.  The first of ``bulk`` brings the header and its share, the others what else is missing."""
+    """Fills ``sink``, over one stream of each of ``bulk``.
+
+    Where nothing is known of the payload yet, the first asks for it, and the others join it in bringing it once it is
+    seen to be long; where that is known, all ask at once.
+    """
 
     def __init__(
         self,
@@ -46,8 +91,13 @@ class Pulling:
         options: ClientOptions,
         stalls: StallWatch,
         received: Callable[[int], None],
+        at_once: int = 1,
+        patience: Patience | None = None,
     ) -> None:
+        """``at_once``: so many of ``bulk`` ask without waiting for the first; with ``patience`` for what is to come."""
         self._bulk = bulk
+        self._at_once = min(at_once, len(bulk))
+        self._patience = patience
         self._ask = ask
         self._sink = sink
         self._options = options
@@ -83,16 +133,20 @@ class Pulling:
         return self._anew()
 
     def _anew(self) -> PulledVersion:
+        wait_ns = int(self._patience.seconds * 1e9) if self._patience is not None else 0
+        deal = 1 + secrets.randbits(61) if len(self._bulk) > 1 else 0
+        ask = replace(self._ask, wait_ns=wait_ns, deal=deal)
+        first, later = self._bulk[: self._at_once], self._bulk[self._at_once :]
         others: list[threading.Thread] = []
 
         def begun(header: PullHeader) -> None:
-            end = share_end(header.payload_bytes, len(self._bulk))
-            if header.frames and end < header.payload_bytes:
-                spans = pieces([(end, header.payload_bytes)], len(self._bulk) - 1, header.payload_bytes)
-                others.extend(self._open(header, spans, self._bulk[1:]))
+            worth = header.payload_bytes // PIECE_BYTES_MIN - len(first)
+            if header.frames and not others:
+                others.extend(self._begin([replace(ask, wait_ns=0)] * max(0, worth), later))
 
-        self._stream(self._bulk[0], replace(self._ask, share=len(self._bulk)), len(self._bulk), begun)
-        self._join(others)
+        others_first = self._begin([ask] * (len(first) - 1), first[1:])
+        self._stream(first[0], ask, len(self._bulk), begun)
+        self._join([*others_first, *others])
         return self._rest(self._sink.header)
 
     def _rest(self, header: PullHeader | None) -> PulledVersion:
@@ -117,11 +171,15 @@ class Pulling:
         return pieces(missing, len(self._bulk), max(CHUNK_BYTES_MIN, most))
 
     def _open(self, header: PullHeader, spans: Sequence[Span], bulk: Sequence[Calls]) -> list[threading.Thread]:
-        """A stream for each of ``spans``, each in a thread of its own but for one that is alone."""
+        """A stream for each of ``spans``."""
         asks = [
             replace(self._ask, want_version=header.version, offset=begin, length=max(0, end - begin))
             for begin, end in spans
         ]
+        return self._begin(asks, bulk)
+
+    def _begin(self, asks: Sequence[PullAsk], bulk: Sequence[Calls]) -> list[threading.Thread]:
+        """A stream for each of ``asks``, each in a thread of its own but for one that is alone."""
         if len(asks) == 1 and bulk is self._bulk:
             self._stream(bulk[0], asks[0], 1)
             return []
@@ -146,12 +204,15 @@ class Pulling:
         self, bulk: Calls, ask: PullAsk, streams: int, begun: Callable[[PullHeader], None] = lambda header: None
     ) -> None:
         """One stream of several at once; where it fails it ends the others and says why in ``_failed``."""
-        ask = replace(ask, bytes_per_s=bulk_bytes_per_s(self._options.down_mbps, streams))
+        each_of = 1 if ask.deal else streams  # What a deal may carry is all its streams' together.
+        ask = replace(ask, bytes_per_s=bulk_bytes_per_s(self._options.down_mbps, each_of))
         with self._stalls.guard(self._options.stall_s) as guard:
             call: Any = None
             try:
                 call = bulk.stream("Pull", convert_bulk.pack_pull(ask))
                 guard.arm(call.cancel)
+                if self._patience is not None and ask.wait_ns:
+                    self._patience.begin(guard, self._options.stall_s)
                 self._follow(call, ask, guard, begun)
             except DamagedChunk as error:
                 self._fail(Unreachable(f"Pull: {error}"))
@@ -178,20 +239,26 @@ class Pulling:
             self._received(len(raw))
             part = convert_bulk.unpack_pull_part(raw)
             if isinstance(part, PullHeader):
-                self._take_header(part, ask)
+                if self._patience is not None and ask.wait_ns:
+                    self._patience.came(guard)
+                if not self._take_header(part, ask):
+                    return
                 begun(part)
             else:
                 self._take(part)
 
-    def _take_header(self, header: PullHeader, ask: PullAsk) -> None:
+    def _take_header(self, header: PullHeader, ask: PullAsk) -> bool:
+        """Whether what comes behind it is wanted."""
         if header.fragment != ask.fragment or (header.from_version != ask.have_version and not header.whole):
             raise MalformedMessage(f"fragment {header.fragment} from version {header.from_version} was not asked for")
         with self._lock:
-            held = self._sink.header is not None
-            goes_on = ask.want_version != 0 and held
-            if goes_on and not self._sink.belongs(header):
+            goes_on = self._sink.header is not None and not self._sink.belongs(header)
+            if goes_on and ask.want_version == 0:
+                return False  # One was published between two parts: what this one would bring is asked for once more.
+            if goes_on and ask.want_version != 0:
                 raise MalformedMessage(f"version {header.version} is not the one that the pull began with")
             self._sink.begin(header)
+            return True
 
     def _take(self, part: Chunk | Frame) -> None:
         if isinstance(part, Frame) and not part.intact:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -35,10 +36,16 @@ class Pushing:
         sent: Callable[[int], None],
         pacer: Pacer,
         breaks: int,
+        *,
+        known: bool = False,
+        at_once: bool = False,
     ) -> None:
-        """``breaks``: attempts of this very push that were broken off before."""
+        """``breaks``: attempts of this very push that were broken off before; ``known``: the syncer understands
+        how many streams there will be; ``at_once``: and will hardly refuse, so that nothing waits to be admitted."""
         self._bulk = bulk
-        self._header = header
+        others = min(len(bulk) - 1, header.payload_bytes // PIECE_BYTES_MIN) if known else 0
+        self._header = replace(header, others=others)
+        self._at_once = at_once
         self._payload = payload
         self._options = options
         self._stalls = stalls
@@ -55,10 +62,13 @@ class Pushing:
     def run(self) -> PushResult:
         """Until its answer.  ``Refused`` or ``Unreachable``; where one stream breaks off, all do."""
         with self._stalls.guard(self._options.stall_s) as guard:
-            sending = Sending(self._header, self._payload, self._options, guard, self._sent, self._pacer, self._breaks)
+            of_bulk = (self._payload, self._options, guard, self._sent, self._pacer, self._breaks)
+            sending = Sending(self._header, *of_bulk, at_once=self._at_once)
             call = self._bulk[0].exchange("Push", sending.requests())
             guard.arm(call.cancel)
             try:
+                if self._at_once:
+                    self._open_others(call, sending, 0)
                 return self._answer(call, sending, guard)
             finally:
                 self.admitted = sending.admitted
@@ -79,8 +89,7 @@ class Pushing:
                     sending.stop()
                 elif result is None:
                     self._heard(reply, sending)
-                    if isinstance(reply, PushAdmitted) and reply.frames and not self._opened:
-                        self._opened = True
+                    if isinstance(reply, PushAdmitted) and reply.frames:
                         self._open_others(call, sending, reply.offset)
         except MalformedMessage as error:
             raise Unreachable(f"Push: the syncer's answer cannot be: {error}") from error
@@ -102,6 +111,9 @@ class Pushing:
             sending.admit(reply)
 
     def _open_others(self, first: Any, sending: Sending, offset: int) -> None:
+        if self._opened:
+            return
+        self._opened = True
         worth = (self._header.payload_bytes - offset) // PIECE_BYTES_MIN
         for bulk in self._bulk[1 : 1 + worth]:
             guard = self._stalls.guard(self._options.stall_s)

@@ -21,10 +21,11 @@ from diloco.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from diloco.wire.service import PushSession
 
+LOOK_S = 0.25
 ROOM_WAIT_S = 5.0
 """So long a stream waits for one that is behind it, before what it brought is let fall and asked for again."""
 
@@ -90,6 +91,18 @@ class Receiving:
         self._changed.notify_all()
         return PushAgain(frame.offset, len(frame.data))
 
+    def await_rest(self, moved: Callable[[], object], active: Callable[[], bool]) -> None:
+        """Behind the commit: until what streams beside it still bring is here, or something is wanted once more.
+
+        ``moved`` is told of what came; as soon as the sender is not ``active`` nothing more is expected.
+        """
+        with self._changed:
+            while self.header.others and not (self._window.complete or self._asked) and active():
+                before = self.offset
+                self._changed.wait(LOOK_S)
+                if self.offset > before:
+                    moved()
+
     def finish(self) -> None:
         """``DamagedChunk`` unless every byte is there."""
         if not self._window.complete:
@@ -119,30 +132,40 @@ class Receivings:
     """The pushes under way, so that streams beside the first find theirs."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._open: dict[tuple[str, int, int], Receiving] = {}
 
     @contextmanager
     def open(self, header: PushHeader, session: PushSession) -> Iterator[Receiving]:
         """A push that was admitted, as long as it is."""
         receiving = Receiving(header, session)
-        with self._lock:
+        with self._changed:
             self._open[_key(header)] = receiving
+            self._changed.notify_all()
         try:
             yield receiving
         finally:
             receiving.close()
-            with self._lock:
+            with self._changed:
                 if self._open.get(_key(header)) is receiving:
                     del self._open[_key(header)]
 
-    def of(self, header: PushHeader) -> Receiving:
-        """The one that a stream beside it belongs to.  ``DamagedChunk`` where it is over: what comes here is lost."""
-        with self._lock:
-            receiving = self._open.get(_key(header))
-        if receiving is None or receiving.header != replace(header, beside=False):
-            raise DamagedChunk("the push that this stream belongs to is over")
-        return receiving
+    def of(self, header: PushHeader, timeout_s: float, active: Callable[[], bool]) -> Receiving:
+        """The one that a stream beside it belongs to.
+
+        One that may come before that was admitted waits for it, at most ``timeout_s`` and while ``active``.
+        ``DamagedChunk`` where it is over: what comes here is lost.
+        """
+        wanted, until_s = replace(header, beside=False), time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                receiving = self._open.get(_key(header))
+                if receiving is not None and receiving.header == wanted:
+                    return receiving
+                left_s = until_s - time.monotonic()
+                if not header.others or left_s <= 0 or not active():
+                    raise DamagedChunk("the push that this stream belongs to is over")
+                self._changed.wait(min(left_s, LOOK_S))
 
 
 def _key(header: PushHeader) -> tuple[str, int, int]:

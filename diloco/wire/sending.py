@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from diloco.wire import convert_bulk
-from diloco.wire.chunks import ChunkSize, bytes_at_risk
+from diloco.wire.chunks import ChunkSize, bytes_at_risk, tail_chunk
 from diloco.wire.messages import (
     AGAINS_MAX,
     CHUNK_BYTES_MIN,
@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
 
 class Sending:
-    """Header; then, when admitted, chunks from the admitted offset; then commit.
+    """Header; then chunks from the admitted offset; then commit.
+
+    To who is known to take it, everything goes at once, from byte 0, and what is held there is left out as soon as that
+    is known: a far syncer's word costs a round trip, and is nearly always that it has nothing yet.
 
     gRPC asks for the next message when the last one has passed flow control, so each asking is progress.
     """
@@ -48,8 +51,11 @@ class Sending:
         sent: Callable[[int], None],
         pacer: Pacer,
         breaks: int = 0,
+        *,
+        at_once: bool = False,
     ) -> None:
-        """``breaks``: connections that have broken under this payload before."""
+        """``breaks``: connections that have broken under this payload before.  ``at_once``: without waiting to be
+        admitted."""
         self._header = replace(header, frames=True, progress=breaks > 0)
         self._breaks = breaks
         self._began = self._held = 0
@@ -60,14 +66,16 @@ class Sending:
         self._pacer = pacer
         self._changed = threading.Condition()
         self._stopped = False
-        self._at: int | None = None
+        self._at: int | None = 0 if at_once else None
+        self.admitted = False
+        """Whether the syncer has said from where on it wants the rest."""
         self._again: deque[tuple[int, int]] = deque()
         self._agains = 0
         self._beside = 0
         self._committed = False
         self._carrying: set[Guard] = set()
         self._resumed = False
-        self.frames = False
+        self.frames = at_once
 
     def admit(self, admitted: PushAdmitted) -> None:
         """The syncer holds so many bytes and wants the rest."""
@@ -75,7 +83,8 @@ class Sending:
             self.frames = admitted.frames
             self._resumed = admitted.offset > 0
             self._began = self._held = admitted.offset
-            self._at = admitted.offset
+            self._at = max(self._at or 0, admitted.offset)
+            self.admitted = True
             self._changed.notify_all()
 
     def held(self, offset: int) -> None:
@@ -83,11 +92,6 @@ class Sending:
         with self._changed:
             self._held = max(self._held, offset)
             self._changed.notify_all()
-
-    @property
-    def admitted(self) -> bool:
-        """Whether the syncer has said from where on it wants the rest."""
-        return self._at is not None
 
     def again(self, wanted: PushAgain) -> None:
         """The syncer wants these bytes once more.  ``MalformedMessage`` where it cannot, or too often."""
@@ -117,8 +121,7 @@ class Sending:
         while not self._stopped:
             yield from self._chunks(self._guard)
             with self._changed:
-                # What a stream beside this one has sent may be wanted again as long as that is not over.
-                self._changed.wait_for(lambda: self._stopped or self._again or not self._beside)
+                self._changed.wait_for(lambda: self._stopped or self._again or self._may_commit())
                 if self._stopped:
                     return
                 if self._again:
@@ -129,6 +132,10 @@ class Sending:
                 if self._committed:
                     self._guard.limit(self._options.answer_s)
                 self._changed.wait_for(lambda: self._stopped or self._again)
+
+    def _may_commit(self) -> bool:
+        """Who was not told how many streams there are takes a commit for the end of all of them."""
+        return self._header.others > 0 or not self._beside
 
     def beside(self, guard: Guard) -> Iterator[bytes]:
         """The messages of a stream beside that one, begun with ``join_in``."""
@@ -172,7 +179,8 @@ class Sending:
             if self._again:
                 return self._again.popleft()
             assert self._at is not None, "not admitted yet"
-            offset, length = self._at, min(chunk_bytes, len(self._payload) - self._at)
+            left = len(self._payload) - self._at
+            offset, length = self._at, min(left, tail_chunk(chunk_bytes, left, 1 + self._beside))
             self._at += length
             return (offset, length) if length else None
 

@@ -111,6 +111,12 @@ class SyncerApi(Protocol):
         """
         ...
 
+    def has_newer(self, fragment: int, version: int, timeout_s: float) -> bool:
+        """Whether ``pull`` has something newer than ``version``, or has it within ``timeout_s``.
+
+        Refuses with NOT_FOUND for an unknown fragment."""
+        ...
+
     def report(self, report: ReportInfo, identity: Identity) -> ReportReply:
         """A heartbeat."""
         ...

@@ -103,6 +103,7 @@ class World:
             "frames": False,
             "beside": False,
             "progress": False,
+            "others": 0,
         }
         return PushHeader(**(fields | changes)), payload
 

@@ -61,7 +61,7 @@ class DirectClient:
         self.before_push: Callable[[PushHeader, memoryview], tuple[PushHeader, memoryview]] = lambda *update: update
         self.after_pull: Callable[[PulledVersion], PulledVersion] = lambda pulled: pulled
         self.streams: list[DirectStream] = []
-        self.has_choice = False
+        self.has_choice = self.has_patience = False
         self.address = "direct"
 
     def _ask(self, what: str, call: Callable[[], T]) -> T:

@@ -86,6 +86,7 @@ class Desk:
         self.pushed: list[PushHeader] = []
         self.told: list[object] = []
         self.rejoins: list[str] = []
+        self.expected: list[int] = []
         self.gave_up: list[str] = []
         self.bytes_up = 0
         self.sender = Sender(
@@ -95,6 +96,7 @@ class Desk:
             lambda: 3,
             lambda: self.epoch,
             lambda fragment, sequence: self.wanted.get((fragment, sequence)),
+            self.expected.append,
             self._tell,
             self.rejoins.append,
             self.gave_up.append,

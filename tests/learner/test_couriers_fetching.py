@@ -25,6 +25,7 @@ from diloco.wire.messages import (
     Unreachable,
 )
 from diloco.wire.pulled import PulledVersion, PullSink
+from diloco.wire.pulling import Patience
 from tests.learner.test_couriers import thread
 from tests.syncer.building import LAYOUT, RUN, Events, dice, eventually
 
@@ -41,6 +42,10 @@ class Shelf:
         self.asks: list[PullAsk] = []
         self.lineage = 1
         self.bytes_down = 0
+        self.has_patience = True
+        self.waiting: list[PullAsk] = []
+        self.made = threading.Event()
+        self.sinks: list[PullSink] = []
         self.delivered: list[tuple[Tensor, VersionFetched]] = []
         self.fetcher = Fetcher(
             self,  # type: ignore[arg-type]
@@ -55,8 +60,13 @@ class Shelf:
             self.stopping,
         )
 
-    def pull(self, ask: PullAsk, sink: PullSink) -> PulledVersion:
-        self.asks.append(ask)
+    def pull(self, ask: PullAsk, sink: PullSink, patience: Patience | None = None) -> PulledVersion:
+        if patience is not None:
+            self.waiting.append(ask)
+            self.sinks.append(sink)
+            assert self.made.wait(20)
+        else:
+            self.asks.append(ask)
         return self.answers[0](ask) if len(self.answers) == 1 else self.answers.pop(0)(ask)
 
     def fetch(self, until: Callable[[], object]) -> None:
@@ -149,3 +159,65 @@ def test_a_fetch_of_a_run_that_was_restored_meanwhile_leads_nowhere() -> None:
     shelf.fetch(lambda: shelf.lineage == 2 and shelf.fetcher.queue.empty())
     assert len(shelf.asks) == 1, "who asked for the old run goes on asking"
     assert not shelf.delivered
+
+
+def difference(old: Tensor, new: Tensor, have: int) -> tuple[PulledVersion, Tensor]:
+    """The next version after ``have``, as it comes and as it is."""
+    codec = make_codec("int8")
+    payload = codec.encode(new - old)
+    after = old + codec.decode(payload, old.numel())
+    return pulled(after, have + 1, have, [payload], False, "int8"), after
+
+
+def test_a_version_that_was_waited_for_is_not_asked_for_again() -> None:
+    shelf, old = Shelf(), dice("old", 0)
+    shelf.site_tensors.latest[0] = (3, old)
+    version, after = difference(old, dice("new", 0), 3)
+    shelf.answers = [lambda ask: version]
+    shelf.fetcher.expect(0)
+    shelf.fetcher.expect(0)  # One waits there already.
+    shelf.made.set()
+    shelf.fetch(lambda: shelf.delivered)
+    assert torch.equal(shelf.delivered[0][0], after)
+    assert (shelf.asks, [ask.have_version for ask in shelf.waiting]) == ([], [3])
+
+
+def test_what_came_of_waiting_to_nothing_is_asked_for() -> None:
+    shelf, old = Shelf(), dice("old", 0)
+    shelf.site_tensors.latest[0] = (3, old)
+    version, after = difference(old, dice("new", 0), 3)
+
+    def broken(ask: PullAsk) -> PulledVersion:
+        raise Unreachable("gone")
+
+    shelf.answers = [broken, lambda ask: version]
+    shelf.made.set()
+    shelf.fetcher.expect(0)
+    shelf.fetch(lambda: shelf.delivered)
+    assert torch.equal(shelf.delivered[0][0], after)
+    assert len(shelf.asks) == 1
+
+
+@pytest.mark.parametrize("changed", ["lineage", "base"])
+def test_what_was_waited_for_as_of_another_base_is_not_taken_and_its_memory_left_to_it(changed: str) -> None:
+    shelf, old = Shelf(), dice("old", 0)
+    shelf.site_tensors.latest[0] = (3, old)
+    shelf.answers = [lambda ask: whole(dice("new", 0), 9)]
+    shelf.fetcher.expect(0)
+    if changed == "lineage":
+        shelf.lineage = 2
+    else:
+        shelf.site_tensors.latest[0] = (5, old)
+    shelf.fetch(lambda: shelf.delivered)
+    assert [event.version for _, event in shelf.delivered] == [9]
+    assert shelf.fetcher._sink(0, shelf.lineage) is not shelf.sinks[0]
+    shelf.made.set()
+
+
+def test_nobody_waits_where_there_is_no_base_nor_at_a_syncer_of_an_earlier_protocol() -> None:
+    shelf = Shelf()
+    shelf.fetcher.expect(0)
+    shelf.site_tensors.latest[0] = (3, dice("old", 0))
+    shelf.has_patience = False
+    shelf.fetcher.expect(0)
+    assert shelf.waiting == []

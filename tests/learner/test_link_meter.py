@@ -27,12 +27,14 @@ def test_what_calls_took_is_what_the_link_is(monkeypatch: pytest.MonkeyPatch) ->
         now[0] += 20 * MS
     with meter.up():
         traffic.bytes_up += 1_000_000
-        now[0] += 140 * MS
+        now[0] += 120 * MS
     with meter.down():
         traffic.bytes_down += 3_000_000
-        now[0] += 340 * MS
+        now[0] += 320 * MS
     found = meter.read()
     assert (found.rtt_ns, found.up_bytes_per_s, found.down_bytes_per_s) == (20 * MS, 10_000_000, 10_000_000)
+    meter.came(3_000_000, 0.15)
+    assert meter.read().down_bytes_per_s == 20_000_000
 
 
 def test_a_call_that_failed_measures_nothing() -> None:

@@ -28,8 +28,8 @@ def using(ways: tuple[Way, ...] = WAYS) -> tuple[LinkUse, list[tuple[str, dict[s
 def carried(use: LinkUse, up: int) -> None:
     use.link._estimator.answered(10_000_000)
     for _ in range(3):
-        use.link._estimator.carried_up(up, 1_020_000_000)
-        use.link._estimator.carried_down(10_000_000, 1_020_000_000)
+        use.link._estimator.carried_up(up, 1_010_000_000)
+        use.link._estimator.carried_down(10_000_000, 1_010_000_000)
 
 
 def test_before_anything_is_measured_it_is_as_configured() -> None:

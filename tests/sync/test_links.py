@@ -81,14 +81,14 @@ def test_the_way_is_the_shortest_round_trip_lately() -> None:
 def test_the_rate_is_the_fastest_transfer_lately_less_the_waiting() -> None:
     link = LinkEstimator()
     link.answered(100 * MS)
-    link.carried_up(10_000_000, 1200 * MS)
+    link.carried_up(10_000_000, 1100 * MS)
     assert link.estimate().up_bytes_per_s == 10_000_000
-    link.carried_up(10_000_000, 5200 * MS)
+    link.carried_up(10_000_000, 5100 * MS)
     assert link.estimate().up_bytes_per_s == 10_000_000, "one that was slow may have waited for anything"
     for _ in range(TRANSFERS_KEPT - 1):
-        link.carried_up(10_000_000, 5200 * MS)
+        link.carried_up(10_000_000, 5100 * MS)
     assert link.estimate().up_bytes_per_s == 2_000_000, "a link that has become slow is known to be"
-    link.carried_up(10_000_000, 1200 * MS)
+    link.carried_up(10_000_000, 1100 * MS)
     assert link.estimate().up_bytes_per_s == 10_000_000, "and one that is fast again, at once"
     assert link.estimate().down_bytes_per_s == 0
 
@@ -98,8 +98,10 @@ def test_a_small_transfer_says_nothing_and_a_short_one_no_more_than_twice_what_i
     link.answered(100 * MS)
     link.carried_down(TRANSFER_BYTES_MIN - 1, 1)
     assert link.estimate().down_bytes_per_s == 0
-    link.carried_down(TRANSFER_BYTES_MIN, 210 * MS)
-    assert link.estimate().down_bytes_per_s == TRANSFER_BYTES_MIN * SECOND_NS // (105 * MS)
+    link.carried_down(TRANSFER_BYTES_MIN, 110 * MS)
+    assert link.estimate().down_bytes_per_s == TRANSFER_BYTES_MIN * SECOND_NS // (55 * MS)
+    link.carried_down(TRANSFER_BYTES_MIN, 50 * MS, round_trips=0)
+    assert link.estimate().down_bytes_per_s == TRANSFER_BYTES_MIN * SECOND_NS // (50 * MS)
 
 
 def test_the_same_samples_give_the_same_estimate() -> None:

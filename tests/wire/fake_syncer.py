@@ -160,6 +160,11 @@ class FakeSyncer:
         self.given_back = 0
         self.commits = 0
         self.write_pause_s = 0.0
+        self.protocol = 0
+        self.made = threading.Condition()
+        self.waiting = 0
+        self.admits = threading.Event()
+        self.admits.set()
         self.join_fails: Exception | None = None
         self.probe_fails: Exception | None = None
 
@@ -188,7 +193,9 @@ class FakeSyncer:
             "fates": (Fate(0, 1, 2, 4096, DIGEST, None), Fate(0, 2, 3, 4096, DIGEST, Reason.STALE)),
         }
         self.parts = parts
-        self.version = PullHeader(**(fields | changes))  # type: ignore[arg-type]
+        with self.made:
+            self.version = PullHeader(**(fields | changes))  # type: ignore[arg-type]
+            self.made.notify_all()
 
     def join(self, request: JoinAsk, identity: Identity) -> JoinReply:
         self.calls.append("join")
@@ -202,7 +209,7 @@ class FakeSyncer:
                 return JoinReply(2, 0, 7, (), 4096, 1234, None, settings, 2, later)
         standing = FragmentStanding(0, 3, DIGEST, 1, 15, 4096, 0, ((2, 100),), (Fate(0, 1, 2, 4096, DIGEST),))
         settings = LearnerSettings(2_000_000_000, 256 * 1024, 2, 15_000_000_000)
-        return JoinReply(self.epoch, 1, 7, (standing,), 4096, 1234, None, settings)
+        return JoinReply(self.epoch, 1, 7, (standing,), 4096, 1234, None, settings, self.protocol)
 
     def open_push(self, header: PushHeader, identity: Identity) -> FakeSession | PushResult:
         self.calls.append("open_push")
@@ -212,6 +219,7 @@ class FakeSyncer:
             return PushResult(Outcome.DUPLICATE, 3, fate=fate, text="seen before", epoch=self.epoch)
         if header.base_version > 3:
             return PushResult(Outcome.REFUSED, 3, Reason.BAD_BASE)
+        assert self.admits.wait(20)
         self.ended.clear()
         return FakeSession(self, header, self.spool.setdefault(key, bytearray()))
 
@@ -227,6 +235,13 @@ class FakeSyncer:
         if ask.want_version not in (0, self.version.version):
             raise Refusal(Status.NOT_FOUND, f"version {ask.want_version} cannot be had any more")
         return PullSource(self.version, self.parts, self._give_back)
+
+    def has_newer(self, fragment: int, version: int, timeout_s: float) -> bool:
+        with self.made:
+            self.waiting += 1
+            found = self.made.wait_for(lambda: self.version.version > version, timeout_s)
+            self.waiting -= 1
+            return found
 
     def _give_back(self) -> None:
         self.given_back += 1

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Relay:
@@ -114,3 +119,13 @@ class Relay:
         at = data.index(self._mark)
         self.damaged += 1
         return data[:at] + bytes((data[at] ^ 1,)) + data[at + 1 :]
+
+
+def wait_until(there: Callable[[], object], seconds: float = 20.0) -> bool:
+    """Whether ``there`` came to be in time."""
+    until_s = time.monotonic() + seconds
+    while not there():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(0.01)
+    return True

@@ -51,7 +51,7 @@ def pushes() -> list[Sample]:
         m.Chunk(m.PAYLOAD_BYTES_MAX, b"z", 0xFFFFFFFF),
         m.Chunk(1, b"z", 0, 0),
         m.Chunk(1, b"z", 0, 0xFFFFFFFFFFFFFFFF),
-        push_header(b"abc", frames=True, beside=True, progress=True),
+        push_header(b"abc", frames=True, beside=True, progress=True, others=m.STREAMS_MAX - 1),
         m.Frame(0, memoryview(b"a")),
         m.Frame(m.PAYLOAD_BYTES_MAX, memoryview(bytes(70_000))),
         m.PushCommit(3, DIGEST),
@@ -71,7 +71,7 @@ def pushes() -> list[Sample]:
 def pulls() -> list[Sample]:
     asks = [
         m.PullAsk(RUN, "site-a", 3, 7, 9, 12),
-        m.PullAsk(RUN, "site-a", 3, 7, 9, 12, 3, m.PAYLOAD_BYTES_MAX, m.STREAMS_MAX, 125_000_000),
+        m.PullAsk(RUN, "site-a", 3, 7, 9, 12, 3, m.PAYLOAD_BYTES_MAX, m.NUMBER_MAX, 125_000_000, m.PULL_WAIT_NS_MAX),
         m.PullAsk(RUN, "", 0, -1),
         m.PullAsk(RUN, "a", 0, 1, protocol=2),
     ]

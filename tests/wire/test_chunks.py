@@ -7,6 +7,7 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from diloco.wire.chunks import (
+    TAIL_BYTES_MIN,
     Assembler,
     ChunkError,
     ChunkSize,
@@ -17,7 +18,7 @@ from diloco.wire.chunks import (
     checksum,
     cut,
     cut_as_asked,
-    share_end,
+    tail_chunk,
 )
 
 SEED = 20
@@ -145,12 +146,11 @@ def test_pieces_of_a_span_are_as_long_as_is_asked_for_then() -> None:
             ]
 
 
-@pytest.mark.parametrize(
-    ("payload_bytes", "share", "end"), [(0, 3, 0), (767 * 1024, 3, 767 * 1024), (1 << 20, 1, 1 << 20)]
-)
-def test_a_short_payload_is_not_shared(payload_bytes: int, share: int, end: int) -> None:
-    assert share_end(payload_bytes, share) == end
-    assert share_end(10 << 20, 4) == (10 << 20) // 4
+def test_near_the_end_streams_share_what_is_left_in_shorter_and_shorter_chunks() -> None:
+    assert tail_chunk(1 << 20, 5, 1) == 1 << 20
+    assert tail_chunk(1 << 20, 100 << 20, 4) == 1 << 20
+    assert tail_chunk(1 << 20, 4 << 20, 4) == 1 << 19
+    assert tail_chunk(1 << 20, 1000, 4) == TAIL_BYTES_MIN
 
 
 def test_chunks_grow_while_they_pass_quickly_and_shrink_on_a_slow_link() -> None:

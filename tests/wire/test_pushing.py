@@ -16,8 +16,8 @@ from diloco.wire.client import SyncClient
 from diloco.wire.messages import KIB, MIB, PushResult, Unreachable
 from diloco.wire.options import ClientOptions
 from diloco.wire.v1 import sync_pb2
-from tests.wire.fake_syncer import RUN, push_header
-from tests.wire.relay import Relay
+from tests.wire.fake_syncer import RUN, join_ask, push_header
+from tests.wire.relay import Relay, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -148,6 +148,51 @@ def test_more_connections_are_used_when_that_is_said(wired: Wired, relay: Relay)
         client.push(push_header(PAYLOAD, sequence=sequence), PAYLOAD)
         assert relay.connections == connections
         assert wired.syncer.accepted["site-a", 0, sequence] == PAYLOAD
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_after_one_that_was_welcome_a_push_does_not_wait_to_be_admitted(
+    wired: Wired, relay: Relay, channels: int
+) -> None:
+    wired.syncer.protocol = 3
+    client = wired.client(address=relay.address, data_channels=channels)
+    client.join(join_ask())
+    client.push(push_header(PAYLOAD), PAYLOAD)
+    small = PAYLOAD[: 800 * KIB]  # More than the first window, less than what finds room on the way.
+    wired.syncer.admits.clear()
+    before = client.bytes_up
+    with ThreadPoolExecutor(1) as pool:
+        pushed = pool.submit(client.push, push_header(small, sequence=2), small)
+        assert wait_until(lambda: client.bytes_up - before > 256 * KIB), "nothing goes before the admission"
+        assert not wired.syncer.spool.get(("site-a", 0, 2)), "a byte was read before the admission"
+        wired.syncer.admits.set()
+        assert pushed.result(20).outcome is Outcome.ACCEPTED
+    assert wired.syncer.accepted["site-a", 0, 2] == small
+    assert wired.server.counters()["payload_bytes_in"] == len(PAYLOAD) + len(small), "something was sent twice"
+
+
+def test_a_push_that_was_not_welcome_lets_the_next_one_wait(wired: Wired) -> None:
+    wired.syncer.protocol = 3
+    client = wired.client()
+    client.join(join_ask())
+    client.push(push_header(PAYLOAD), PAYLOAD)
+    assert client.push(push_header(PAYLOAD), PAYLOAD).outcome is Outcome.DUPLICATE
+    before = client.bytes_up
+    assert client.push(push_header(PAYLOAD), PAYLOAD).outcome is Outcome.DUPLICATE
+    assert client.bytes_up - before < KIB
+
+
+def test_what_is_held_already_is_left_out_as_soon_as_that_is_known(wired: Wired, relay: Relay) -> None:
+    """As after a restart of the site, which does not know how far the last process came."""
+    wired.syncer.protocol = 3
+    client = wired.client(address=relay.address)
+    client.join(join_ask())
+    client.push(push_header(PAYLOAD), PAYLOAD)
+    wired.syncer.spool["site-a", 0, 2] = bytearray(PAYLOAD[: 5 * MIB])
+    before = wired.server.counters()["payload_bytes_in"]
+    assert client.push(push_header(PAYLOAD, sequence=2), PAYLOAD).outcome is Outcome.ACCEPTED
+    assert wired.syncer.accepted["site-a", 0, 2] == PAYLOAD
+    assert wired.server.counters()["payload_bytes_in"] - before < len(PAYLOAD)
 
 
 def test_attempts_that_found_nobody_are_no_breaks(wired: Wired) -> None:

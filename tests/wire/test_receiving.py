@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -25,6 +26,7 @@ from diloco.wire.messages import (
 )
 from diloco.wire.receiving import Receiving, Receivings
 from tests.wire.fake_syncer import FakeSession, FakeSyncer, push_header
+from tests.wire.relay import wait_until
 
 SEED = 32
 PAYLOAD = random.Random(SEED).randbytes(1000)
@@ -159,14 +161,14 @@ def test_streams_find_the_push_that_they_belong_to_as_long_as_it_is() -> None:
     session = FakeSession(FakeSyncer(), header, bytearray())
     beside = replace(header, beside=True)
     with pytest.raises(DamagedChunk, match="is over"):
-        receivings.of(beside)
+        receivings.of(beside, 0.0, lambda: True)
     with receivings.open(header, session) as receiving:
-        assert receivings.of(beside) is receiving
+        assert receivings.of(beside, 0.0, lambda: True) is receiving
         for other in ({"incarnation": 2}, {"digest": "0" * 64}, {"sequence": 2}):
             with pytest.raises(DamagedChunk, match="is over"):
-                receivings.of(replace(beside, **other))
+                receivings.of(replace(beside, **other), 0.0, lambda: True)
     with pytest.raises(DamagedChunk, match="is over"):
-        receivings.of(beside)
+        receivings.of(beside, 0.0, lambda: True)
     with pytest.raises(DamagedChunk, match="is over"):
         receiving.frame(frame(0))
     assert not session.held, "a session that is closed was written to"
@@ -174,3 +176,46 @@ def test_streams_find_the_push_that_they_belong_to_as_long_as_it_is() -> None:
 
 def test_the_window_holds_the_longest_chunk_of_every_stream() -> None:
     assert WINDOW_BYTES >= (STREAMS_MAX - 1) * MIB >= 64 * KIB
+
+
+def test_a_stream_beside_a_push_that_is_not_admitted_yet_waits_for_it() -> None:
+    receivings, header = Receivings(), push_header(PAYLOAD, frames=True, others=1)
+    session, beside = FakeSession(FakeSyncer(), header, bytearray()), replace(header, beside=True)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(receivings.of, beside, 20.0, lambda: True)
+        assert not wait_until(found.done, seconds=0.1)
+        with receivings.open(header, session) as receiving:
+            assert found.result(20) is receiving
+    active = [True, True, False]
+    with pytest.raises(DamagedChunk, match="is over"):
+        receivings.of(beside, 20.0, lambda: active.pop(0))
+    with pytest.raises(DamagedChunk, match="is over"):
+        receivings.of(beside, 0.05, lambda: True)
+
+
+def test_a_commit_before_the_last_chunks_waits_for_them() -> None:
+    header = push_header(PAYLOAD, frames=True, others=1)
+    receiving = Receiving(header, FakeSession(FakeSyncer(), header, bytearray()))
+    moved: list[int] = []
+    with ThreadPoolExecutor(1) as pool:
+        rest = pool.submit(receiving.await_rest, lambda: moved.append(1), lambda: True)
+        receiving.frame(frame(0, 500))
+        assert not wait_until(rest.done, seconds=0.1)
+        receiving.frame(frame(500, 500))
+        assert rest.result(20) is None
+    receiving.finish()
+    assert moved
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_commit_waits_for_nothing_that_cannot_come(others: int) -> None:
+    header = push_header(PAYLOAD, frames=True, others=others)
+    receiving = Receiving(header, FakeSession(FakeSyncer(), header, bytearray()))
+    receiving.frame(frame(0, 500))
+    receiving.await_rest(lambda: None, lambda: others == 0)
+    with pytest.raises(DamagedChunk, match="ends at 500"):
+        receiving.finish()
+    if others:
+        assert receiving.frame(frame(500, 500, intact=False)) == PushAgain(500, 500)
+        receiving.await_rest(lambda: None, lambda: True)
+        assert receiving.awaits

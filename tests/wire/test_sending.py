@@ -191,3 +191,27 @@ def test_however_often_connections_broke_one_chunk_may_always_be_on_its_way() ->
     push.stop()
     assert parts, "not even the header"
     assert isinstance(parts[-1], PushCommit), f"after {len(parts)} messages nothing more came"
+
+
+def test_to_who_takes_it_everything_goes_at_once_and_what_is_held_is_left_out_when_known() -> None:
+    header = push_header(PAYLOAD, others=2)
+    push = Sending(header, memoryview(PAYLOAD), OPTIONS, GUARD, [].append, Pacer(0), at_once=True)
+    requests = push.requests()
+    assert unpack_push(next(requests)) == dataclasses.replace(header, frames=True)
+    assert unpack_push(next(requests)) == Frame(0, memoryview(PAYLOAD)[: 64 * KIB])
+    assert not push.admitted
+    push.join_in()
+    push.admit(PushAdmitted(192 * KIB, True))
+    assert push.admitted
+    last, commit = all_of(requests)
+    assert last == Frame(192 * KIB, memoryview(PAYLOAD)[192 * KIB :])
+    assert isinstance(commit, PushCommit), "a stream beside it keeps nobody who was told of it from committing"
+
+
+def test_an_admission_behind_what_was_sent_sends_nothing_twice() -> None:
+    push = Sending(push_header(PAYLOAD), memoryview(PAYLOAD), OPTIONS, GUARD, [].append, Pacer(0), at_once=True)
+    requests = push.requests()
+    for _ in range(3):
+        next(requests)
+    push.admit(PushAdmitted(0, True))
+    assert [part.offset for part in all_of(requests) if isinstance(part, Frame)] == [128 * KIB, 192 * KIB]

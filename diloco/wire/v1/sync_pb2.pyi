@@ -182,7 +182,7 @@ class JoinResponse(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., lineage: _Optional[int] = ..., standings: _Optional[_Iterable[_Union[Standing, _Mapping]]] = ..., run_tokens: _Optional[int] = ..., progress_ppm: _Optional[int] = ..., ending: _Optional[_Union[Ending, str]] = ..., settings: _Optional[_Union[LearnerSettings, _Mapping]] = ..., protocol: _Optional[int] = ..., ticket: _Optional[int] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("run_id", "site_id", "incarnation", "fragment", "sequence", "base_version", "tokens", "steps", "step_ns", "cursor", "final", "encoding", "payload_bytes", "numel", "digest", "values_digest", "frames", "beside", "progress")
+    __slots__ = ("run_id", "site_id", "incarnation", "fragment", "sequence", "base_version", "tokens", "steps", "step_ns", "cursor", "final", "encoding", "payload_bytes", "numel", "digest", "values_digest", "frames", "beside", "progress", "others")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SITE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -202,6 +202,7 @@ class PushHeader(_message.Message):
     FRAMES_FIELD_NUMBER: _ClassVar[int]
     BESIDE_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     site_id: str
     incarnation: int
@@ -221,7 +222,8 @@ class PushHeader(_message.Message):
     frames: bool
     beside: bool
     progress: bool
-    def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., sequence: _Optional[int] = ..., base_version: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., step_ns: _Optional[int] = ..., cursor: _Optional[int] = ..., final: bool = ..., encoding: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., numel: _Optional[int] = ..., digest: _Optional[str] = ..., values_digest: _Optional[str] = ..., frames: bool = ..., beside: bool = ..., progress: bool = ...) -> None: ...
+    others: int
+    def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., sequence: _Optional[int] = ..., base_version: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., step_ns: _Optional[int] = ..., cursor: _Optional[int] = ..., final: bool = ..., encoding: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., numel: _Optional[int] = ..., digest: _Optional[str] = ..., values_digest: _Optional[str] = ..., frames: bool = ..., beside: bool = ..., progress: bool = ..., others: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("offset", "crc32", "data", "xxh3")
@@ -354,7 +356,7 @@ class WatchResponse(_message.Message):
     def __init__(self, published: _Optional[_Union[Published, _Mapping]] = ..., fate: _Optional[_Union[Fate, _Mapping]] = ..., final: _Optional[_Union[Final, _Mapping]] = ..., dropped: _Optional[_Union[Dropped, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("run_id", "site_id", "fragment", "have_version", "want_version", "offset", "protocol", "length", "share", "bytes_per_s")
+    __slots__ = ("run_id", "site_id", "fragment", "have_version", "want_version", "offset", "protocol", "length", "deal", "bytes_per_s", "wait_ns")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SITE_ID_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
@@ -363,8 +365,9 @@ class PullRequest(_message.Message):
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
-    SHARE_FIELD_NUMBER: _ClassVar[int]
+    DEAL_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    WAIT_NS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     site_id: str
     fragment: int
@@ -373,9 +376,10 @@ class PullRequest(_message.Message):
     offset: int
     protocol: int
     length: int
-    share: int
+    deal: int
     bytes_per_s: int
-    def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., fragment: _Optional[int] = ..., have_version: _Optional[int] = ..., want_version: _Optional[int] = ..., offset: _Optional[int] = ..., protocol: _Optional[int] = ..., length: _Optional[int] = ..., share: _Optional[int] = ..., bytes_per_s: _Optional[int] = ...) -> None: ...
+    wait_ns: int
+    def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., fragment: _Optional[int] = ..., have_version: _Optional[int] = ..., want_version: _Optional[int] = ..., offset: _Optional[int] = ..., protocol: _Optional[int] = ..., length: _Optional[int] = ..., deal: _Optional[int] = ..., bytes_per_s: _Optional[int] = ..., wait_ns: _Optional[int] = ...) -> None: ...
 
 class PullHeader(_message.Message):
     __slots__ = ("fragment", "from_version", "version", "whole", "encoding", "numel", "payload_bytes", "part_bytes", "digest", "payload_crc32", "fates", "epoch", "frames")

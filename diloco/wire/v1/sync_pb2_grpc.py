@@ -84,6 +84,7 @@ class SyncServiceServicer(object):
 
     def Push(self, request_iterator, context):
         """One update.  header -> admitted (with the offset to go on from) or a result; then chunks; then commit -> result.
+        Protocol 3: frames and commit need not wait for that; what comes behind a result is not read.
         The end of the stream means nothing: without commit nothing happened, though the bytes received may be kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
