@@ -7,6 +7,17 @@ directions while a transfer runs (from 1 % of its bytes to 99 %, so with its slo
 busiest link / rate + 2 round trips); and where the time went, by when the bytes crossed.  torchft's two members stand
 at the two ends of one such link, which is the least that can be between two sites.  Ours and theirs take turns, in both
 orders.  Where the emulator was late there is no row.
+
+Two ratios of bytes stand beside the speedup.  ``bytes_ratio`` counts what crosses a link in both directions together.
+``bytes_in_turn_ratio`` counts what must cross one thing after the other, which is what takes time: gloo's all_reduce
+sends and receives at once, so that of its bytes only those of one direction count, while a round of one fragment goes
+up and then comes down, so that all of ours do.  On a link without loss the second is the most that any speedup can be.
+
+Sites know their link's rate (``site.up_mbps``, ``site.down_mbps``), and pace their bulk by it: short transfers never
+let BBR see that the link is full, and several connections that go on probing lose one byte in twenty to its queue
+(``--untold``).  Files are not synced and nothing is encrypted, as in the rounds on loopback (``--synced``).  While
+rounds go on every site sends heartbeats: ``heartbeat_s_p99`` is what they took, beside a bound of two round trips and
+0.2 s.
 """
 
 from __future__ import annotations
@@ -35,8 +46,11 @@ SITES = 2
 PEER = ROOT / ".venv-peers" / "torchft"
 LIGHTHOUSE_PORT = 29510
 SAMPLE_S = 0.01
+BEAT_EVERY_S = 0.05
+HEARTBEAT_SLACK_S = 0.2
 BULK_BYTES_MIN = 256 * 1024
 """A direction that carried less in a round carried no transfer."""
+RATES = ("up_mbps", "down_mbps")
 STAGES = ("seal_s", "up_s", "outer_step_s", "down_s", "adopt_s")
 WIDE = {"ipv4.tcp_wmem": "4096 65536 67108864", "ipv4.tcp_rmem": "4096 131072 67108864"}
 KERNELS = {"stock": {}, "tuned": {**WIDE, "ipv4.tcp_slow_start_after_idle": "0"}}
@@ -140,7 +154,9 @@ def ours(network: Netns, link: Link, task: Task, channels: int, arguments: argpa
         listen="0.0.0.0:7077",
         places={name: network.place(name) for name in (SYNCER, *names)},
         dial={name: network.syncer_address(name) for name in names},
-        client={"data_channels": channels},
+        client={"data_channels": channels, **({} if arguments.untold else dict.fromkeys(RATES, link.mbps))},
+        synced=arguments.synced,
+        beat_every_s=BEAT_EVERY_S,
     )
     sampler = Sampler(network)
     try:
@@ -160,6 +176,7 @@ def ours(network: Netns, link: Link, task: Task, channels: int, arguments: argpa
         "seconds": round_seconds(sites),
         "merge_s": [float(step["seconds"]) for step in steps[task.warm_up :]],
         "crossings": rounds,
+        "beats_s": [each for site in sites for each in site["beats_s"]],
         "link_bytes": max(site["bytes_up"] + site["bytes_down"] for site in sites) / task.rounds_in_all,
         "error": checked(sites, arguments.codec)["error"],
     }
@@ -191,14 +208,14 @@ def torchft(network: Netns, link: Link, task: Task, channels: int, arguments: ar
     sites = reports_in(output)
     if len(sites) != task.sites:
         raise ValueError(f"torchft: {len(sites)} of {task.sites} members came to the end")
-    crossed = sum(network.crossed()["site-0"]) - sum(before)
+    ways = [(after - at) / task.rounds_in_all for after, at in zip(network.crossed()["site-0"], before, strict=True)]
     error = checked(sites, "")["error"]
-    return {"seconds": round_seconds(sites), "link_bytes": crossed / task.rounds_in_all, "error": error}
+    return {"seconds": round_seconds(sites), "link_bytes": sum(ways), "way_bytes": max(ways), "error": error}
 
 
 def measure(link: Link, congestion: str, kernel: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """One row: ours, theirs, theirs, ours."""
-    numel = 2_000_000 if arguments.quick else link.numel
+    numel = arguments.numel or (2_000_000 if arguments.quick else link.numel)
     rounds = 2 if arguments.quick else -(-arguments.rounds // 2)
     task = Task(numel=numel, sites=SITES, rounds=rounds, warm_up=2, seed=arguments.seed)
     options = PipeOptions(rtt_ms=link.rtt_ms, mbps=link.mbps, loss_percent=link.loss_percent, seed=arguments.seed)
@@ -225,6 +242,7 @@ def row(link: Link, congestion: str, kernel: str, task: Task, found: dict[str, l
     link_bytes = max(run["link_bytes"] for run in found["ours"])
     crossings = [each for run in found["ours"] for each in run["crossings"]]
     ideal_s = link.ideal_s(link_bytes)
+    beats = [each for run in found["ours"] for each in run["beats_s"]]
     result: dict[str, Any] = {
         "link": link.name,
         "congestion": congestion,
@@ -240,6 +258,11 @@ def row(link: Link, congestion: str, kernel: str, task: Task, found: dict[str, l
         "round_over_ideal": (percentile(seconds, 50) - merge_s) / ideal_s,
         "stages_s_p50": {name: median([each.stages_s()[name] for each in crossings]) for name in STAGES},
         "mb_per_link": link_bytes / 1e6,
+        "heartbeats": len(beats),
+        "heartbeat_s_p50": percentile(beats, 50),
+        "heartbeat_s_p95": percentile(beats, 95),
+        "heartbeat_s_p99": percentile(beats, 99),
+        "heartbeat_s_bound": 2 * link.rtt_ms / 1e3 + HEARTBEAT_SLACK_S,
         "error": max(run["error"] for run in found["ours"]),
         "rounds": len(seconds),
     }
@@ -252,6 +275,7 @@ def row(link: Link, congestion: str, kernel: str, task: Task, found: dict[str, l
             "torchft_error": max(run["error"] for run in found["torchft"]),
             "speedup_vs_torchft": percentile(theirs, 50) / percentile(seconds, 50),
             "bytes_ratio": max(run["link_bytes"] for run in found["torchft"]) / link_bytes,
+            "bytes_in_turn_ratio": max(run["way_bytes"] for run in found["torchft"]) / link_bytes,
         }
     return result
 
@@ -265,6 +289,8 @@ def summed_up(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> dict
         "round_over_ideal": {r["link"]: r["round_over_ideal"] for r in first},
         "speedup_vs_torchft": {r["link"]: r.get("speedup_vs_torchft") for r in first},
         "bytes_ratio": {r["link"]: r.get("bytes_ratio") for r in first},
+        "bytes_in_turn_ratio": {r["link"]: r.get("bytes_in_turn_ratio") for r in first},
+        "heartbeat_s_p99": {r["link"]: r["heartbeat_s_p99"] for r in first},
     }
 
 
@@ -272,8 +298,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--rounds", type=int, default=8, help="of each system, link and congestion control")
+    parser.add_argument("--numel", type=int, default=0, help="parameters; 0: so many that a round is seconds")
     parser.add_argument("--codec", default="int4:32", help="of both directions")
     parser.add_argument("--channels", type=int, default=0, help="connections for bulk; 0: those that fill it")
+    parser.add_argument("--untold", action="store_true", help="sites do not know their link's rate, and pace nothing")
+    parser.add_argument("--synced", action="store_true", help="every file is synced, as in a run")
     parser.add_argument("--congestions", nargs="+", default=["bbr", "cubic"], help="torchft runs under the first")
     parser.add_argument("--kernels", nargs="+", choices=tuple(KERNELS), default=["stock"])
     parser.add_argument("--links", nargs="+", type=int, default=[0, 1, 2], help=", ".join(link.name for link in LINKS))

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,6 +37,7 @@ from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
 from diloco.wan.namespaces import enter
 from diloco.wire.client import SyncClient
+from diloco.wire.messages import Refused, ReportInfo, Unreachable
 from diloco.wire.options import ClientOptions, ServerOptions
 from diloco.wire.security import SecurityOptions
 
@@ -67,6 +69,8 @@ class Case:
     """Options of the sites' clients that are not the defaults."""
     synced: bool = True
     """Whether what is written is synced, as the programs always do: without, a round costs no disk's time."""
+    beat_every_s: float = 0.0
+    """How often a site sends a heartbeat of its own while rounds go on, and takes its time; 0: never."""
     tls: Mapping[str, str] = field(default_factory=dict)
     """Files of ``tls_files``; empty: nothing is encrypted."""
 
@@ -174,6 +178,7 @@ def run_site(case: Case, folder: str, address: str, index: int, pipe: Any) -> No
     )
     agent.start()
     spans = []
+    beats = Beats(client, name, case.beat_every_s)
     at_start = (client.bytes_up, client.bytes_down)
     for step in range(task.rounds_in_all):
         task.disturb(values, index, step)
@@ -183,6 +188,7 @@ def run_site(case: Case, folder: str, address: str, index: int, pipe: Any) -> No
     pipe.send(
         {
             "spans": spans[task.warm_up :],
+            "beats_s": beats.stop(spans[task.warm_up][0]),
             "bytes_up": client.bytes_up - at_start[0],
             "bytes_down": client.bytes_down - at_start[1],
             "error": task.error(values, "nesterov"),
@@ -190,6 +196,33 @@ def run_site(case: Case, folder: str, address: str, index: int, pipe: Any) -> No
         }
     )
     pipe.recv()
+
+
+class Beats:
+    """Heartbeats beside the rounds, each by its own time; one that fails counts as long as it was waited for."""
+
+    def __init__(self, client: SyncClient, site: str, every_s: float) -> None:
+        self._client, self._every_s = client, every_s
+        self._report = ReportInfo("bench", site, 0, *[0] * 6, None, 0.0, *[0] * 5, (), ())
+        self._stop = threading.Event()
+        self._took: list[tuple[float, float]] = []
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+        if every_s:
+            self._thread.start()
+
+    def _beat(self) -> None:
+        while not self._stop.wait(self._every_s):
+            began = time.monotonic()
+            with suppress(Unreachable, Refused):
+                self._client.report(self._report)
+            self._took.append((began, time.monotonic() - began))
+
+    def stop(self, since: float) -> list[float]:
+        """Beat no more; what those that began from ``since`` on took."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(10.0)
+        return [took for began, took in self._took if began >= since]
 
 
 def measure_ours(case: Case, bound_s: float, watch: Callable[[], None] | None = None) -> dict[str, Any]:
