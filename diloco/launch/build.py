@@ -6,28 +6,29 @@ Every function names the section whose values it uses in the errors it raises: "
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 
-from diloco.codec.registry import make_codec, usual_feedback
 from diloco.durable import PLAIN_DISK
-from diloco.inner import checkpoint
 from diloco.inner.data import CorpusManifest, DataOptions, TokenStream, prepare_corpus
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.optimizer import InnerOptions, build_optimizers
 from diloco.inner.trainer import Trainer, TrainerOptions
 from diloco.launch.adapting import adapt_options, up_codecs
+from diloco.launch.coding import check_codec, feedback
 from diloco.launch.config import shared_config, shared_digest
 from diloco.launch.errors import ConfigError
+from diloco.launch.placing import backup_of, has_several, placement_of, shared_by_part
 from diloco.launch.replicating import lease, replication_options
 from diloco.launch.run_dir import RunDir
+from diloco.launch.values import load_values
 from diloco.learner.options import AgentOptions
 from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.outer.placement import part_of
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import HealthOptions, LearnerOptions, OuterOptions
 from diloco.syncer.backups import BackupOptions
@@ -158,9 +159,10 @@ def trainer_options(config: RunConfig) -> TrainerOptions:
 def outer_options(config: RunConfig) -> OuterOptions:
     """Rules of the syncer's machine."""
     outer = config.outer
+    num_fragments = len(held_of(config)) if has_several(config) else outer.num_fragments
     with _section("outer"):
         return OuterOptions(
-            num_fragments=outer.num_fragments,
+            num_fragments=num_fragments,
             quorum=_quorum(outer.quorum),
             quorum_min=outer.quorum_min,
             grace=outer.grace,
@@ -202,7 +204,7 @@ def learner_options(config: RunConfig) -> LearnerOptions:
     """Rules of a site's machine."""
     outer = config.outer
     with _section("outer"):
-        return LearnerOptions(
+        whole = LearnerOptions(
             num_fragments=outer.num_fragments,
             inner_steps=outer.inner_steps,
             adopt=outer.adopt,
@@ -210,21 +212,22 @@ def learner_options(config: RunConfig) -> LearnerOptions:
             discards_max=outer.discards_max,
             lock_step=outer.lock_step,
         )
+    held = held_of(config) if has_several(config) else range(whole.num_fragments)
+    return replace(whole, num_fragments=len(held), offsets=tuple(whole.offset(index) for index in held))
 
 
 def agent_options(config: RunConfig, folder: Path) -> AgentOptions:
     """A site's agent, with ``folder`` for its own."""
     site = config.site
-    _codec("codec.up", config.codec.up)
-    _codec("codec.down", config.codec.down)
+    check_codec("codec.up", config.codec.up)
+    check_codec("codec.down", config.codec.down)
     if not 0 <= config.outer.adopt_alpha <= 1:
         raise ConfigError(f"outer.adopt_alpha is {config.outer.adopt_alpha}: from 0 to 1")
-    feedback = _feedback(config)
     with _section("site"):
         return AgentOptions(
             folder=str(folder),
             up_codec=config.codec.up,
-            feedback=feedback,
+            feedback=feedback(config),
             adapt=adapt_options(config, layout_of(config)),
             adopt_alpha=config.outer.adopt_alpha,
             join_timeout_s=site.join_timeout_s,
@@ -235,8 +238,8 @@ def agent_options(config: RunConfig, folder: Path) -> AgentOptions:
 def syncer_options(config: RunConfig, run_dir: RunDir) -> SyncerOptions:
     """The syncer's process."""
     syncer = config.cluster.syncer
-    _codec("codec.up", config.codec.up)
-    _codec("codec.down", config.codec.down)
+    check_codec("codec.up", config.codec.up)
+    check_codec("codec.down", config.codec.down)
     with _section("cluster.syncer"):
         return SyncerOptions(
             folder=syncer.folder or str(run_dir.syncer),
@@ -248,7 +251,7 @@ def syncer_options(config: RunConfig, run_dir: RunDir) -> SyncerOptions:
             linger_s=syncer.linger_s,
             threads=syncer.threads,
             memory_check_s=syncer.memory_check_s,
-            backup=BackupOptions(url=syncer.backup, every_s=syncer.backup_every_s, keep=syncer.backup_keep),
+            backup=BackupOptions(url=backup_of(config), every_s=syncer.backup_every_s, keep=syncer.backup_keep),
             replication=replication_options(config),
         )
 
@@ -331,7 +334,17 @@ def build_model(config: RunConfig) -> Transformer:
 
 
 def layout_of(config: RunConfig) -> Layout:
-    """The fragments, computed without allocating the model."""
+    """The fragments that the syncer holds which the configuration is about: all of them where there is one."""
+    return part_of(whole_layout(config), held_of(config)) if has_several(config) else whole_layout(config)
+
+
+def held_of(config: RunConfig) -> tuple[int, ...]:
+    """The places of these fragments among those of the whole model."""
+    return placement_of(config, whole_layout(config))[config.cluster.syncer.index]
+
+
+def whole_layout(config: RunConfig) -> Layout:
+    """All fragments, computed without allocating the model."""
     with torch.device("meta"):
         model = Transformer(model_options(config))
     parameters = [(name, tuple(value.shape)) for name, value in named_parameters_once(model).items()]
@@ -341,7 +354,8 @@ def layout_of(config: RunConfig) -> Layout:
 
 def agreement(config: RunConfig, layout: Layout) -> Agreement:
     """What this end says the run is.  The lineage is no matter of configuration: both ends say what they remember."""
-    return Agreement(PROTOCOL, config.run.name or "", 0, layout.fingerprint, shared_config(config))
+    shared = shared_config(config) | shared_by_part(config, whole_layout(config))
+    return Agreement(PROTOCOL, config.run.name or "", 0, layout.fingerprint, shared)
 
 
 def plan(config: RunConfig, layout: Layout) -> RunPlan:
@@ -353,6 +367,7 @@ def plan(config: RunConfig, layout: Layout) -> RunPlan:
         outer=outer_options(config),
         health=health_options(config),
         optimizer=outer_optimizer_options(config),
+        held=held_of(config),
     )
 
 
@@ -363,30 +378,6 @@ def version_zero(config: RunConfig, layout: Layout) -> list[Tensor]:
         load_values(config.run.init_from, model)
     parameters = named_parameters_once(model)
     return [gather(fragment, parameters) for fragment in layout.fragments]
-
-
-@torch.no_grad()
-def load_values(source: str, model: Transformer) -> None:
-    """Copy ``source`` into ``model``: a .safetensors file, a checkpoint, or a folder of checkpoints (the newest)."""
-    path = Path(source)
-    values: dict[str, Tensor] = {}
-    try:
-        if path.is_dir():
-            found = checkpoint.load(path) if (path / "manifest.json").is_file() else checkpoint.latest(path)
-            values = found.part("model") if found is not None else {}
-        elif path.is_file():
-            values = safetensors.torch.load_file(path)
-    except (SafetensorError, checkpoint.CheckpointError, OSError) as error:
-        raise ConfigError(f"run.init_from is {source!r}: it cannot be read: {error}") from error
-    if not values:
-        raise ConfigError(f"run.init_from is {source!r}: neither a .safetensors file nor a folder with a checkpoint")
-    parameters = named_parameters_once(model)
-    for name in sorted(parameters.keys() | values.keys()):
-        here = tuple(parameters[name].shape) if name in parameters else "nothing"
-        there = tuple(values[name].shape) if name in values else "nothing"
-        if here != there:
-            raise ConfigError(f"run.init_from is {source!r}: of another model, {name} is {here} here and {there} there")
-        parameters[name].copy_(values[name])
 
 
 def corpus(config: RunConfig) -> CorpusManifest:
@@ -474,26 +465,3 @@ def _ns(name: str, seconds: float, least_s: float = 0.0) -> int:
     if not least_s <= seconds < 1e9:
         raise ConfigError(f"{name} is {seconds!r}: seconds, {f'at least {least_s:g}' if least_s else 'not negative'}")
     return round(seconds * SECOND_NS)
-
-
-def _feedback(config: RunConfig) -> float:
-    told, up = config.codec.feedback, config.codec.up
-    if told is None:
-        return 0.0 if config.outer.adopt == "rebase" else usual_feedback(up)
-    if not 0 <= told <= 1:
-        raise ConfigError(f"codec.feedback is {told!r}: from 0 to 1")
-    if told and config.outer.adopt == "rebase":
-        raise ConfigError(
-            f"codec.feedback is {told!r}: with outer.adopt=rebase what codec.up rounds off stays in the site's values "
-            "and goes out with the next update; leave it null, or adopt by overwrite or blend"
-        )
-    if told and make_codec(up).lossless:
-        raise ConfigError(f"codec.feedback is {told!r}: codec.up={up} rounds nothing off")
-    return told
-
-
-def _codec(name: str, codec: str) -> None:
-    try:
-        make_codec(codec)
-    except ValueError as error:
-        raise ConfigError(str(error).replace("codec is", f"{name} is", 1)) from error

@@ -28,7 +28,9 @@ class SiteLines:
         if what == "adopted":
             self._versions[_int(event, "fragment")] = _int(event, "version")
         elif what == "joined" and isinstance(versions := event.get("versions"), list | tuple):
-            self._versions = {index: int(version) for index, version in enumerate(versions)}
+            fragments = event.get("fragments")  # Of one of several syncers.
+            known = fragments if isinstance(fragments, list) else range(len(versions))
+            self._versions |= {int(place): int(version) for place, version in zip(known, versions, strict=False)}
         elif what == "meter":
             self._meter = event
         if what == "step" and _int(event, "step") % self._every == 0:

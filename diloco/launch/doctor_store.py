@@ -45,19 +45,19 @@ class Store:
 def stores(config: RunConfig) -> list[Store]:
     """The folders of this machine: the site's, or the syncer's where its data lies here; both where both are."""
     from diloco.launch import build
+    from diloco.launch.placing import syncer_dir
     from diloco.launch.run_dir import run_dir_of
 
     if config.run.name is None:
         return [Store("runs", Path(config.run.dir), 0)]
     run = run_dir_of(config)
-    numel = sum(fragment.numel for fragment in build.layout_of(config).fragments)
-    syncer = Path(config.cluster.syncer.folder or run.syncer)
+    syncer = Path(config.cluster.syncer.folder or syncer_dir(config).syncer)
     found = []
     if syncer.is_dir():
-        found.append(Store("syncer", syncer, _of_syncer(config, numel)))
+        found.append(Store("syncer", syncer, _of_syncer(config, build.layout_of(config).numel)))
     site = run.site(config.site.id)
     if site.root.is_dir() or not found:
-        found.append(Store(f"site {config.site.id}", site.root, _of_site(config, numel)))
+        found.append(Store(f"site {config.site.id}", site.root, _of_site(config, build.whole_layout(config).numel)))
     return found
 
 

@@ -11,16 +11,18 @@ from diloco.launch import config as configs
 from diloco.launch.arguments import limit_threads, settings_parser
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import EventLog, read_events
+from diloco.launch.placing import BETWEEN, below, has_several, in_whole_order, placement_of
 from diloco.launch.run_dir import RunDir, existing_run
 from diloco.launch.stopping import Stopping
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
+    from pathlib import Path
 
     from diloco.inner.model import Transformer
-    from diloco.launch.evaluation import Evaluator, Observer
+    from diloco.launch.evaluation import Evaluator
+    from diloco.launch.observed import Observed
     from diloco.launch.schema import RunConfig
-    from diloco.wire.client import AdminClient
 
 DOES = """The loss of a run's published model on the validation text.
 
@@ -90,7 +92,7 @@ class _Evaluation:
             raise VerbError(ExitCode.UNREACHABLE, unanswered(address, build.site_security(self._config), said))
         self._version_zero()
         heard_at, next_at = time.monotonic(), time.monotonic()
-        connected: _Connection | None = None
+        connected: Observed | None = None
         while not self._try_final():
             if self._stop:
                 return ExitCode.DRAINED
@@ -102,7 +104,7 @@ class _Evaluation:
             if self._once(connected):
                 heard_at = time.monotonic()
             if connected is not None and connected.ended and self._run_dir is None:
-                self._emit(connected.observer.versions, whole=True)
+                self._emit(connected.versions, whole=True)
                 return ExitCode.OK
             if connected is not None and connected.drained:
                 return ExitCode.OK
@@ -112,44 +114,62 @@ class _Evaluation:
 
     def _version_zero(self) -> None:
         """Evaluate where the run began, unless that was done: a quick run has left it before it can be fetched."""
-        from diloco.launch import build
+        from diloco.launch.values import load_values
 
-        if self._run_dir is None or (self._run_dir.final_model.parent / "final.json").is_file():
+        if self._run_dir is None or self._finals():
             return
         if any(event["what"] == "eval" for event in read_events(self._run_dir.events)[0]):
             return
         if self._config.run.init_from is not None:
-            build.load_values(self._config.run.init_from, self._model)
+            load_values(self._config.run.init_from, self._model)
         self._emit([0] * self._config.outer.num_fragments, whole=False)
 
-    def _connected(self, address: str) -> _Connection | None:
+    def _connected(self, address: str) -> Observed | None:
         """A connection to the syncer, or None while nobody knows where it is."""
-        if not address and self._run_dir is not None and self._run_dir.address.is_file():
-            address = self._run_dir.address.read_text().strip()
-        return _Connection(self._config, address, self._stack.callback) if address else None
+        if not address and self._run_dir is not None:
+            files = [each.address for each in self._dirs(self._run_dir)]
+            if all(file.is_file() for file in files):
+                address = BETWEEN.join(file.read_text().strip() for file in files)
+        from diloco.launch.observed import Observed
 
-    def _once(self, connected: _Connection | None) -> bool:
+        return Observed(self._config, address, self._stack.callback) if address else None
+
+    def _once(self, connected: Observed | None) -> bool:
         """Fetch and, if something is new, evaluate; whether the syncer answered."""
         if connected is None or (fresh := connected.refresh()) is None:
             return False
         self._run_tokens = connected.run_tokens
-        if fresh and connected.observer.versions != self._told:
-            connected.observer.write_into(self._model)
-            self._emit(connected.observer.versions, whole=False)
+        if fresh and connected.versions != self._told:
+            connected.write_into(self._model)
+            self._emit(connected.versions, whole=False)
         return True
 
     def _try_final(self) -> bool:
         """Evaluate the final version if the run has one here."""
-        if self._run_dir is None or not (self._run_dir.final_model.parent / "final.json").is_file():
+        finals = self._finals()
+        if not finals:
             return False
         import json
 
         from diloco.launch import build
+        from diloco.launch.values import load_values
 
-        build.load_values(str(self._run_dir.final_model), self._model)
-        told = json.loads((self._run_dir.final_model.parent / "final.json").read_text())
-        self._emit([int(version) for version in told["versions"]], whole=True)
+        first, *others = [str(final) for final in finals]
+        load_values(first, self._model, others)
+        told = [json.loads((final.parent / "final.json").read_text())["versions"] for final in finals]
+        placement = placement_of(self._config, build.whole_layout(self._config))
+        self._emit(in_whole_order(placement, told), whole=True)
         return True
+
+    def _dirs(self, run_dir: RunDir) -> list[RunDir]:
+        """The run folder of each syncer."""
+        several = has_several(self._config)
+        return [below(run_dir, index) for index in range(self._config.outer.num_syncers)] if several else [run_dir]
+
+    def _finals(self) -> list[Path]:
+        """The file of the final version of each syncer; none before all are there."""
+        found = [each.final_model for each in self._dirs(self._run_dir)] if self._run_dir is not None else []
+        return found if all((final.parent / "final.json").is_file() for final in found) else []
 
     def _emit(self, versions: list[int], *, whole: bool) -> None:
         self._told = list(versions)
@@ -162,43 +182,3 @@ class _Evaluation:
             f"{score.val_bits_per_byte:.4f} bits/byte" + (" (whole validation split)" if whole else ""),
             flush=True,
         )
-
-
-class _Connection:
-    """The syncer as an observer sees it."""
-
-    def __init__(self, config: RunConfig, address: str, at_end: Callable[[Callable[[], None]], object]) -> None:
-        from diloco.launch import build
-        from diloco.launch.evaluation import Observer
-        from diloco.wire.client import AdminClient, SyncClient
-
-        security = build.site_security(config)
-        name = config.run.name or ""
-        try:
-            client = SyncClient(address, "", name, security)
-            self._admin: AdminClient = AdminClient(address, security)
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"syncer {address}: {error}") from error
-        at_end(client.close)
-        at_end(self._admin.close)
-        self.observer: Observer = Observer(client, name, build.layout_of(config))
-        self.run_tokens = 0
-        self.ended = False
-        self.drained = False
-
-    def refresh(self) -> bool | None:
-        """Fetch what is new; whether anything was, or None when there was no answer."""
-        from diloco.wire.messages import Refused, Unreachable
-
-        try:
-            status = self._admin.status()
-            fresh = self.observer.refresh()
-        except Unreachable:
-            return None
-        except Refused as error:
-            raise VerbError(ExitCode.MISMATCH, error.text) from error
-        tokens = status.get("run_tokens")
-        self.run_tokens = int(tokens) if isinstance(tokens, int) else 0
-        self.ended = status.get("phase") == "ended"
-        self.drained = self.ended and status.get("ending") != "finished"
-        return fresh

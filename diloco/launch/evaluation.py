@@ -11,6 +11,7 @@ from diloco.codec.registry import digest, make_codec
 from diloco.inner.data import validation_batches
 from diloco.inner.trainer import bits_per_byte, evaluate
 from diloco.launch import build
+from diloco.launch.values import load_values
 from diloco.outer.fragments import named_parameters_once, scatter
 from diloco.wire.messages import PullAsk
 from diloco.wire.pulled import PullSink
@@ -99,5 +100,5 @@ class Observer:
 def model_of(config: RunConfig, source: str) -> Transformer:
     """The model with the values of ``source``, a .safetensors file or a checkpoint."""
     model = build.build_model(config)
-    build.load_values(source, model)
+    load_values(source, model)
     return model

@@ -70,14 +70,17 @@ class Evidence:
         return found
 
 
-def read_evidence(paths: Sequence[Path]) -> Evidence:
-    """What the files and folders of ``paths`` remember: events.jsonl, a site's folder, a syncer's data folder."""
+def read_evidence(paths: Sequence[Path], syncer: int | None = None) -> Evidence:
+    """What the files and folders of ``paths`` remember: events.jsonl, a site's folder, a syncer's data folder.
+
+    ``syncer`` is the one of several that it is about: a site's folder knows of all.
+    """
     found = Evidence()
     for path in paths:
         if path.is_file():
             _from_events(found, path)
         elif (path / "checkpoints").is_dir():
-            _from_site(found, path)
+            _from_site(found, path, syncer)
         elif (path / "run.json").is_file():
             _from_journal(found, path)
         else:
@@ -107,9 +110,9 @@ def _from_events(found: Evidence, path: Path) -> None:
             continue  # A line of another version, or one that a full disk has cut: it says nothing.
 
 
-def _from_site(found: Evidence, path: Path) -> None:
+def _from_site(found: Evidence, path: Path, syncer: int | None) -> None:
     try:
-        site = read_site(path)
+        site = read_site(path, syncer)
     except ColdError:
         return  # It knows nothing that could contradict anybody.
     found.epoch = max(found.epoch, site.epoch)

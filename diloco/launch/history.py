@@ -16,7 +16,7 @@ from diloco.launch.records import Evaluation, Fault, Round, Series, SiteHistory,
 from diloco.launch.story import sentence
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from diloco.launch.eventlog import Event
 
@@ -49,8 +49,9 @@ class RunHistory:
         """(seconds, bytes on the links, bytes with fp32 instead, bytes of data parallel instead)."""
         self.bytes_fp32 = 0
         self.bytes_joins = 0
+        self.num_syncers = 1
         self.last_round = False
-        """Whether the last round was announced."""
+        """Whether the last round was announced, by every syncer."""
         self.ending: str | None = None
         self.run_status: str | None = None
         self.first_step_s: float | None = None
@@ -62,6 +63,9 @@ class RunHistory:
         self._session = 0
         self._stands_still = False
         self._met: dict[int, float] = {}
+        self._last_rounds: set[str] = set()
+        self._ended: dict[str, str] = {}
+        """By syncer: how the run ended there."""
 
     def take_all(self, events: Iterable[Event]) -> None:
         """Take several events."""
@@ -110,6 +114,8 @@ class RunHistory:
         """The run goes on after an end that was not its last: what was said of that end no longer holds."""
         self.ending = self.run_status = None
         self.last_round = False
+        self._last_rounds.clear()
+        self._ended.clear()
 
     # --- time --------------------------------------------------------------------------------------------------
 
@@ -132,6 +138,7 @@ class RunHistory:
         state = event.get("state")
         if state == "started":
             self.begin_again()
+            self.num_syncers = whole(event, "syncers") or 1
             names = event.get("sites")
             for name in names if isinstance(names, list) else []:
                 site = self.site(str(name))
@@ -169,6 +176,7 @@ class RunHistory:
                 site.restarts += bool(spans)
                 site.losses.cut()
             site.joined = site.connected = site.frozen = False
+            site.out_of_reach.clear()
         else:
             return
         if spans and spans[-1].end_s is None:
@@ -227,7 +235,7 @@ class RunHistory:
         self.lineage = whole(event, "lineage")
         versions = event.get("versions")
         if isinstance(versions, list):
-            self.versions = [int(version) for version in versions]
+            self._at(places(event, versions), versions)
 
     # --- what the syncer says ----------------------------------------------------------------------------------
 
@@ -235,8 +243,15 @@ class RunHistory:
         self.epoch = whole(event, "epoch")
         versions = event.get("versions")
         if isinstance(versions, list):
-            self.versions = [int(version) for version in versions]
+            self._at(places(event, versions), versions)
         self.ending = None
+        self._ended.pop(who, None)
+
+    def _at(self, fragments: Sequence[int], versions: Sequence[int]) -> None:
+        """The fragments are at these versions: all of them, or those of one of several syncers."""
+        self.versions += [0] * (max(fragments, default=-1) + 1 - len(self.versions))
+        for fragment, version in zip(fragments, versions, strict=False):
+            self.versions[fragment] = int(version)
 
     def _on_grace(self, who: str, event: Event, now_s: float) -> None:
         self._met.setdefault(whole(event, "fragment"), now_s)
@@ -284,10 +299,15 @@ class RunHistory:
         self.site(str(event.get("site"))).left = True
 
     def _on_last_round(self, who: str, event: Event, now_s: float) -> None:
-        self.last_round = True
+        self._last_rounds.add(who)
+        self.last_round = len(self._last_rounds) >= self.num_syncers
 
     def _on_final(self, who: str, event: Event, now_s: float) -> None:
-        self.ending = str(event.get("ending"))
+        self._ended[who] = str(event.get("ending"))
+        if len(self._ended) < self.num_syncers:
+            return
+        # One that was drained has not come to its end, and so the run has not.
+        self.ending = next((each for each in self._ended.values() if each != "finished"), "finished")
         if self.ending == "finished":
             self.progress = 1.0
 
@@ -307,18 +327,25 @@ class RunHistory:
 
     def _on_joined(self, who: str, event: Event, now_s: float) -> None:
         site = self.site(who)
-        site.joined = site.connected = True
+        site.joined = True
+        site.out_of_reach.discard(whole(event, "of_syncer"))
+        site.connected = not site.out_of_reach
         site.done, site.left = None, False
         site.incarnation = whole(event, "incarnation")
         versions = event.get("versions")
         if isinstance(versions, list):
-            site.base_versions = {index: int(version) for index, version in enumerate(versions) if int(version) >= 0}
+            known = zip(places(event, versions), versions, strict=False)
+            site.base_versions |= {place: int(version) for place, version in known if int(version) >= 0}
 
     def _on_connected(self, who: str, event: Event, now_s: float) -> None:
-        self.site(who).connected = True
+        site = self.site(who)
+        site.out_of_reach.discard(whole(event, "of_syncer"))
+        site.connected = not site.out_of_reach
 
     def _on_disconnected(self, who: str, event: Event, now_s: float) -> None:
-        self.site(who).connected = False
+        site = self.site(who)
+        site.out_of_reach.add(whole(event, "of_syncer"))
+        site.connected = False
 
     def _on_adopted(self, who: str, event: Event, now_s: float) -> None:
         self.site(who).base_versions[whole(event, "fragment")] = whole(event, "version")
@@ -366,6 +393,12 @@ def number(event: Mapping[str, object], name: str) -> float | None:
 def whole(event: Mapping[str, object], name: str) -> int:
     """A field as a whole number; 0 where there is none."""
     return int(number(event, name) or 0)
+
+
+def places(event: Mapping[str, object], versions: Sequence[object]) -> list[int]:
+    """Of which fragments ``versions`` are: of those that one of several syncers names, or of all in their order."""
+    fragments = event.get("fragments")
+    return [int(each) for each in fragments] if isinstance(fragments, list) else list(range(len(versions)))
 
 
 def _mapping(event: Mapping[str, object], name: str) -> dict[str, float]:

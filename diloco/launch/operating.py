@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from diloco.launch.arguments import settings_parser
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
-from diloco.launch.status_main import syncer_address
+from diloco.launch.status_main import syncer_addresses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 WHERE = """
 
-The syncer is named by HOST:PORT or by a run folder.  Where it wants to know who asks:
+The syncer is named by HOST:PORT or by a run folder; of several all are told, one after the other.
+Where it wants to know who asks:
 site.token_file=... site.tls_ca=...  The word is in its journal; said twice, it is carried out once."""
 
 
@@ -37,10 +38,23 @@ def operate(
     target, *words = [text for text in given.settings if "=" not in text] or [""]
     if not target or len(words) != len(wanted):
         raise VerbError(ExitCode.USAGE, f"give the syncer's HOST:PORT or run folder{''.join(f', {w}' for w in wanted)}")
-    address = syncer_address(target)
-    done = _ask(address, [text for text in given.settings if "=" in text], words, say)
+    addresses = syncer_addresses(target)
+    if len(addresses) > 1 and "FRAGMENT" in wanted:
+        raise VerbError(
+            ExitCode.USAGE, f"name one syncer of {', '.join(addresses)}: each counts its own fragments from 0"
+        )
     facts = dict(zip((name.lower() for name in wanted), words, strict=True))
-    print(json.dumps({"verb": verb, "syncer": address, **facts, "done": done}) if given.json else done, flush=True)
+    failed: VerbError | None = None
+    for address in addresses:
+        try:
+            done = _ask(address, [text for text in given.settings if "=" in text], words, say)
+        except VerbError as error:
+            failed = error  # The others are to hear it all the same.
+            continue
+        told = done if len(addresses) == 1 else f"{address}: {done}"
+        print(json.dumps({"verb": verb, "syncer": address, **facts, "done": done}) if given.json else told, flush=True)
+    if failed is not None:
+        raise failed
     return ExitCode.OK
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from diloco.launch import config as configs
 from diloco.launch.errors import ConfigError
+from diloco.launch.placing import SYNCERS, below, has_several
 from diloco.launch.run_dir import RunDir, existing_run
 from diloco.launch.schema import RunConfig
 
@@ -57,7 +58,11 @@ def past_of(target: str) -> Past:
     run_dir = existing_run(target) if named is None else _run_of(named)
     if not run_dir.config.is_file():
         raise ConfigError(f"{run_dir.root} has no {run_dir.config.name}: nothing there says what the run was")
-    return Past(run_dir, configs.read(run_dir.config), named or data_of(run_dir))
+    config = configs.read(run_dir.config)
+    if has_several(config) and run_dir.root.parent.name != SYNCERS:
+        which = " or ".join(str(below(run_dir, index).root) for index in range(config.outer.num_syncers))
+        raise ConfigError(f"{target!r} is a run of {config.outer.num_syncers} syncers, each with its own data: {which}")
+    return Past(run_dir, config, named or data_of(run_dir))
 
 
 def data_of(run_dir: RunDir) -> Path:

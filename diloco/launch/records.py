@@ -97,6 +97,9 @@ class SiteHistory:
     frozen: bool = False
     joined: bool = False
     connected: bool = False
+    """Whether it hears from every syncer."""
+    out_of_reach: set[int] = field(default_factory=set)
+    """Of several syncers: those that it has lost."""
     cut: str = ""
     """The fault that its link has just now."""
     step: int = 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from diloco.durable import PLAIN_DISK
 from diloco.launch.config import is_name
 from diloco.launch.errors import ConfigError
+from diloco.launch.placing import has_several, syncer_name
 from diloco.syncer.lease_etcd import EtcdLease
 from diloco.syncer.lease_file import FileLease
 from diloco.syncer.replicator import ReplicationOptions
@@ -42,7 +43,10 @@ def replication_options(config: RunConfig) -> ReplicationOptions:
 
 def lease(config: RunConfig, disk: Disk = PLAIN_DISK) -> Lease | None:
     """What says who leads the run; None: an operator does."""
-    section, run_id = config.cluster.lease, config.run.name or ""
+    section = config.cluster.lease
+    run_id = config.run.name or ""
+    if has_several(config):  # Each syncer is led on its own.
+        run_id += f".{syncer_name(config.cluster.syncer.index)}"
     if section.kind not in LEASES:
         raise ConfigError(f"cluster.lease.kind is {section.kind!r}: one of {', '.join(LEASES)}")
     for name, kind in (("path", "file"), ("endpoints", "etcd")):

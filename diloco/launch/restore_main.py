@@ -15,6 +15,7 @@ from diloco.launch.arguments import OneLineParser, limit_threads
 from diloco.launch.arming import disk_from_environment
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.past import data_of, past_of
+from diloco.launch.placing import backup_of, number_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -193,7 +194,7 @@ def _from_site(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Re
     from diloco.syncer.restoring import restore_values
     from diloco.syncer.snapshots import FragmentValues
 
-    site = read_site(given.from_site)
+    site = read_site(given.from_site, number_of(past.config))
     for name in ("run_id", "layout_fingerprint"):
         if getattr(site, name) != getattr(card, name):
             raise ColdError(f"{given.from_site} is of another run: its {name} is {getattr(site, name)!r}")
@@ -243,7 +244,7 @@ def _evidence(past: Past, given: argparse.Namespace) -> Evidence:
     from diloco.launch.evidence import read_evidence
 
     own = [past.run_dir.events] if past.run_dir.events.is_file() else []
-    found = read_evidence([*own, *given.evidence])
+    found = read_evidence([*own, *given.evidence], number_of(past.config))
     if found.contradictions:
         raise ConfigError(f"the evidence contradicts itself: {found.contradictions[0]}")
     return found
@@ -252,7 +253,7 @@ def _evidence(past: Past, given: argparse.Namespace) -> Evidence:
 def _list(past: Past, given: argparse.Namespace) -> ExitCode:
     from diloco.syncer.vault import BackupError, Vault
 
-    url = given.source or past.config.cluster.syncer.backup
+    url = given.source or backup_of(past.config)
     if not url:
         raise ConfigError("cluster.syncer.backup is '': the run makes no backups; --from names another place")
     run_id = past.config.run.name or ""

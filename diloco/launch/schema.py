@@ -153,6 +153,10 @@ class OuterSection:
     final_wait_s: float = 20.0
     """How long the last round waits."""
     sites_max: int = 16
+    num_syncers: int = 1
+    """Processes over which the fragments are placed, by their bytes and syncer_mbps; each is a whole syncer."""
+    syncer_mbps: list[float] = field(default_factory=list)
+    """What the link of each of them has in 10^6 bits a second; empty: all the same."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -206,7 +210,8 @@ class SiteSection:
     id: str = "site-a"
     """Its name on the wire; one process speaks for it."""
     syncer: str = "127.0.0.1:7077"
-    """host:port of the syncer; with a standby both addresses, host:port,host:port."""
+    """host:port of the syncer; with a standby both addresses, host:port,host:port; of several syncers (num_syncers)
+    those of each, with / between: host:port/host:port."""
     index: int | None = None
     """Which share of the text it draws; null: its place in cluster.sites."""
     num_sites: int | None = None
@@ -266,8 +271,10 @@ class SyncerSection:
 
     listen: str = "127.0.0.1:7077"
     """host:port; port 0: the system chooses.  Not only loopback needs TLS and identities."""
+    index: int = 0
+    """Which of outer.num_syncers this one is, from 0."""
     folder: str | None = None
-    """Its own data; null: RUN_DIR/syncer."""
+    """Its own data; null: RUN_DIR/syncer, or RUN_DIR/syncers/INDEX/syncer where there are several."""
     threads: int = 0
     """That fold a round; 0: up to 4 of the machine's cores."""
     snapshot_every: int = 16

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from diloco.launch import config as configs
 from diloco.launch.arguments import limit_threads, load_config, settings_parser
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.launch.placing import towards
 from diloco.launch.run_dir import held, run_dir_of
 from diloco.launch.site_rank import Place, place_from_environment, run_rank
 from diloco.launch.stopping import Stopping
@@ -73,6 +74,7 @@ def _check(config: RunConfig) -> None:
     from diloco.launch import build
 
     build.check(config)
+    towards(config)
     build.site_share(config)
     build.site_security(config)
 

@@ -21,6 +21,7 @@ from diloco.launch.canary import Canaries, command
 from diloco.launch.console import SiteLines, quietly
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import EventLog
+from diloco.launch.placing import BETWEEN
 from diloco.launch.run_dir import held, run_dir_of
 from diloco.launch.stopping import Stopping
 from diloco.launch.tether import die_with_parent
@@ -28,12 +29,12 @@ from diloco.launch.tether import die_with_parent
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from diloco.durable import Disk
     from diloco.inner.parallel import SiteGroup
     from diloco.inner.trainer import Resumed, Trainer
     from diloco.launch.run_dir import SiteDir
     from diloco.launch.schema import RunConfig
     from diloco.learner.agent import Agent, Finished
+    from diloco.learner.agents import Agents
 
 Emit = Any
 RANKS_WAIT_S = 120.0
@@ -102,6 +103,7 @@ def _run(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
     import torch
 
     from diloco.launch import build
+    from diloco.launch.site_agent import agent_of
 
     if config.site.threads:
         torch.set_num_threads(config.site.threads)
@@ -119,7 +121,7 @@ def _run(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
                 _show_metrics(config, folder, log, stack)
         group = join_group(config, place)
         stack.callback(group.close)
-        agents: list[Agent] = []
+        agents: list[Agent | Agents] = []
         trainer, model = build.build_trainer(
             config,
             group,
@@ -131,7 +133,7 @@ def _run(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
         )
         resumed = trainer.resume()
         if place.rank == 0:
-            agent = _build_agent(config, folder, model, emit, group, resumed, disk)
+            agent = agent_of(config, folder, model, emit, group, resumed, disk)
             agents.append(agent)
             canary = command(folder.root, config.site.canary_steps)
             stack.enter_context(Canaries(canary, config.site.canary_every_s, emit))
@@ -141,7 +143,7 @@ def _run(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
 
 
 def _lead(
-    agent: Agent, trainer: Trainer, config: RunConfig, stopping: Stopping, resumed: Resumed | None, emit: Emit
+    agent: Agent | Agents, trainer: Trainer, config: RunConfig, stopping: Stopping, resumed: Resumed | None, emit: Emit
 ) -> tuple[ExitCode, str]:
     """Rank 0's part."""
     from diloco.learner.agent import JoinFailed
@@ -165,12 +167,10 @@ def _lead(
 
 def _follow(config: RunConfig, trainer: Trainer, model: Any, stopping: Stopping) -> None:
     """The part of every other rank: rank 0 is the one that is asked to stop."""
-    from diloco.launch import build
-    from diloco.learner.follower import Follower
-    from diloco.outer.fragments import named_parameters_once
+    from diloco.launch.site_agent import follower_of
 
     stopping.ask(lambda: None)
-    follower = Follower(build.layout_of(config), named_parameters_once(model), trainer.group)
+    follower = follower_of(config, model, trainer.group)
     follower.start()
     trainer.skip_data(trainer.group.broadcast_small([])[0])
     trainer.run(after_step=follower.after_step)
@@ -193,41 +193,6 @@ def _compare_ranks(trainer: Trainer, emit: Emit) -> None:
     emit("ranks_compared", {"digests": digests})
     if len(set(digests)) > 1:
         raise VerbError(ExitCode.FAILED, f"the ranks hold different parameters: {', '.join(d[:12] for d in digests)}")
-
-
-def _build_agent(
-    config: RunConfig, folder: SiteDir, model: Any, emit: Emit, group: Any, resumed: Resumed | None, disk: Disk
-) -> Agent:
-    from diloco.launch import build
-    from diloco.learner.agent import Agent
-    from diloco.outer.fragments import named_parameters_once
-    from diloco.wire.client import SyncClient
-
-    layout = build.layout_of(config)
-    try:
-        client = SyncClient(
-            config.site.syncer,
-            config.site.id,
-            config.run.name or "",
-            build.site_security(config),
-            build.client_options(config),
-        )
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"site: {str(error).replace('address is', 'syncer is', 1)}") from error
-    return Agent(
-        build.agent_options(config, folder.agent),
-        build.learner_options(config),
-        layout,
-        named_parameters_once(model),
-        build.agreement(config, layout),
-        client,
-        config.site.id,
-        emit,
-        group,
-        restored=(resumed.tensors, resumed.meta) if resumed is not None else None,
-        redo=resumed.redo if resumed is not None else None,
-        disk=disk,
-    )
 
 
 def join_group(config: RunConfig, place: Place) -> SiteGroup:
@@ -275,7 +240,7 @@ def _show_metrics(config: RunConfig, folder: SiteDir, log: EventLog, stack: Exit
     from diloco.launch.metrics import page_at
     from diloco.launch.site_metrics import SiteMetrics
 
-    numels = [fragment.numel for fragment in build.layout_of(config).fragments]
+    numels = [fragment.numel for fragment in build.whole_layout(config).fragments]
     metrics = SiteMetrics(config, numels, folder.checkpoints)
     log.follow(metrics.take)
     address = stack.enter_context(page_at("site.metrics", config.site.metrics, metrics.families))
@@ -293,7 +258,7 @@ def _join_text(config: RunConfig, kind: str, text: str) -> str:
         from diloco.launch import build
         from diloco.launch.unanswered import unanswered
 
-        text = unanswered(config.site.syncer, build.site_security(config), text)
+        text = unanswered(config.site.syncer.replace(BETWEEN, ","), build.site_security(config), text)
         waited = f"tried for {config.site.join_timeout_s:g} s (site.join_timeout_s)"
         return f"site {config.site.id} cannot reach the syncer at {config.site.syncer}: {text}; {waited}"
     return f"the syncer at {config.site.syncer} does not take site {config.site.id} in: {text}"

@@ -15,9 +15,10 @@ from diloco.launch.arming import disk_from_environment
 from diloco.launch.console import identity_lines
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import EventLog
-from diloco.launch.run_dir import run_dir_of
+from diloco.launch.placing import syncer_dir
 from diloco.launch.status_main import standby_line, syncer_address
 from diloco.launch.stopping import Stopping
+from diloco.launch.syncer_log import syncer_log
 from diloco.launch.syncer_main import FROM_SETTINGS, again, said, serve, write_config
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def _follow(given: argparse.Namespace) -> ExitCode:
         raise ConfigError("run.name is null: give the name that `diloco syncer` printed")
     limit_threads(1)  # Of one operation: a round is spread over threads by ranges.
     limit_arenas()
-    run_dir = run_dir_of(config)
+    run_dir = syncer_dir(config)
 
     from diloco.launch import build, replicating
 
@@ -153,8 +154,7 @@ def _follow(given: argparse.Namespace) -> ExitCode:
         return warm
     with ExitStack() as stack:
         stack.callback(warm.taken.close)
-        log = EventLog(run_dir.events, "syncer", also=identity_lines(sys.stderr))
-        stack.callback(log.close)
+        log = syncer_log(config, stack)
         folder = config.cluster.syncer.folder
         run_dir.move_to(Path(folder))  # Before anything is told there: the folder of the syncer before is stale then.
         print(f"took over in {folder}")
@@ -221,7 +221,7 @@ def _standing_by(config: RunConfig, log: EventLog) -> StandingBy:
         client = FollowClient(primary, build.site_security(config))
     except (ValueError, OSError) as error:
         raise ConfigError(f"cluster.standby.primary is {primary!r}: {error}") from error
-    run_dir, disk = run_dir_of(config), disk_from_environment()
+    run_dir, disk = syncer_dir(config), disk_from_environment()
     standby = Standby(
         config.cluster.standby.name,
         build.syncer_options(config, run_dir),

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from diloco.launch.arguments import settings_parser
 from diloco.launch.console import size
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.launch.placing import BETWEEN, SYNCERS
 from diloco.launch.run_dir import existing_run
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from rich.table import Table
 
@@ -22,6 +23,7 @@ DOES = """How a running syncer stands: versions, sites, staleness, tokens, bytes
 
   diloco status 127.0.0.1:7077
   diloco status runs/nimble-otter --watch
+  diloco status 127.0.0.1:7077/127.0.0.1:7078      a run with two syncers
 
 Where the syncer wants to know who asks: site.token_file=... site.tls_ca=..."""
 EVERY_S = 1.0
@@ -50,16 +52,50 @@ def main(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument("--watch", action="store_true", help="again every second, until Ctrl-C or the syncer has gone")
     given = parser.parse_args(arguments)
     targets = [text for text in given.settings if "=" not in text]
-    if len(targets) != 1:
-        raise VerbError(ExitCode.USAGE, "give the syncer's HOST:PORT, or one run folder")
-    address = syncer_address(targets[0])
-    asked = _asker(address, [text for text in given.settings if "=" in text])
+    if not targets:
+        raise VerbError(ExitCode.USAGE, "give the syncer's HOST:PORT (of several each), or one run folder")
+    addresses = [address for target in targets for address in syncer_addresses(target)]
+    settings = [text for text in given.settings if "=" in text]
+    if len(addresses) > 1:
+        return _several({address: _asker(address, settings) for address in addresses}, given.json, given.watch)
+    asked = _asker(addresses[0], settings)
     if not given.watch:
         _print(asked(), given.json)
         return ExitCode.OK
     with suppress(KeyboardInterrupt):
         _watch(asked, given.json)
     return ExitCode.OK
+
+
+def _several(askers: Mapping[str, Callable[[], Mapping[str, Any]]], as_json: bool, again: bool) -> ExitCode:
+    from diloco.launch import status_several as several
+
+    with suppress(KeyboardInterrupt):
+        while True:
+            found = several.asked_all(askers)
+            if as_json:
+                print(json.dumps(several.as_one(found), sort_keys=True), flush=True)
+            else:
+                print(several.whole_line(found), flush=True)
+                for address, status in found.items():
+                    print(f"\n{several.one_line(address, status)}", flush=True)
+                    if "unreachable" not in status:
+                        _print(status, False)
+            if not again:
+                return several.code_of(found)
+            time.sleep(EVERY_S)
+    return ExitCode.OK
+
+
+def syncer_addresses(target: str) -> list[str]:
+    """The same of all syncers: with / between, as sites are given them, or those of a run folder."""
+    folder = Path(target) if Path(target).is_dir() else Path("runs") / target
+    own = sorted((folder / SYNCERS).glob("*/syncer.address"), key=lambda path: path.parent.name)
+    if own:
+        return [path.read_text().strip() for path in own]
+    if BETWEEN in target and not Path(target).exists():
+        return [syncer_address(each) for each in target.split(BETWEEN)]
+    return [syncer_address(target)]
 
 
 def syncer_address(target: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,16 +13,17 @@ from diloco.launch import config as configs
 from diloco.launch.arenas import limit_arenas
 from diloco.launch.arguments import limit_threads, load_config, settings_parser
 from diloco.launch.arming import disk_from_environment
-from diloco.launch.console import identity_lines
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
-from diloco.launch.eventlog import EventLog
+from diloco.launch.placing import BETWEEN, at, has_several, syncer_dir
 from diloco.launch.run_dir import RunDir, name_run, run_dir_of
 from diloco.launch.stopping import Stopping
+from diloco.launch.syncer_log import syncer_log
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
+    from diloco.launch.eventlog import EventLog
     from diloco.launch.schema import RunConfig
     from diloco.sync.events import Ending
     from diloco.syncer.server import Syncer
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     limit_threads(1)  # Of one operation: a round is spread over threads by ranges.
     limit_arenas()
     name_run(config)
-    run_dir = run_dir_of(config)
+    run_dir = syncer_dir(config)
     _check_resume(config, run_dir)
 
     from diloco.launch import build
@@ -59,8 +59,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     build.check(config)
     write_config(config, run_dir, given)
     with ExitStack() as stack:
-        log = EventLog(run_dir.events, "syncer", also=identity_lines(sys.stderr))
-        stack.callback(log.close)
+        log = syncer_log(config, stack)
         ending = serve(config, run_dir, log, stack, given)
     return said(config, run_dir, ending, again(config, given))
 
@@ -101,6 +100,9 @@ def write_config(config: RunConfig, run_dir: RunDir, given: argparse.Namespace, 
                 )
     if (over and given.config is None) or not run_dir.config.is_file():
         configs.write(config, run_dir.config)
+    # Who looks at the whole run of several syncers reads what it is in its own folder.
+    if has_several(config) and not run_dir_of(config).config.is_file():
+        configs.write(at(config, 0), run_dir_of(config).config)
 
 
 def serve(
@@ -201,13 +203,17 @@ def again(config: RunConfig, given: argparse.Namespace, *, promoted: bool = Fals
 
 
 def _greet(config: RunConfig, run_dir: RunDir, address: str, given: argparse.Namespace, command: str) -> None:
-    where = f"run {config.run.name} in {run_dir.root}, listening on {address} (process {os.getpid()})"
+    which = f"syncer {config.cluster.syncer.index} of " if has_several(config) else ""
+    where = f"{which}run {config.run.name} in {run_dir.root}, listening on {address} (process {os.getpid()})"
     print(f"{where}; {command} goes on")
     print(f"a site joins with:  {join_line(config, address, given.settings, given.config)}", flush=True)
 
 
 def join_line(config: RunConfig, address: str, settings: Sequence[str], file: Path | None) -> str:
-    """The command with which a site joins: what was said here about the run, without what is the syncer's own."""
+    """The command with which a site joins: what was said here about the run, without what is the syncer's own.
+
+    Of several syncers each knows its own address, and says where the others' belong.
+    """
     own = (
         "run.name=",
         "run.dir=",
@@ -222,7 +228,9 @@ def join_line(config: RunConfig, address: str, settings: Sequence[str], file: Pa
     shared = [shlex.quote(text) for text in settings if not text.lstrip("+").startswith(own)]
     begin = ["--config", shlex.quote(str(file))] if file is not None else []
     words = ["diloco", "site", *begin, f"run.name={config.run.name}", *shared]
-    return " ".join([*words, f"site.syncer={address}", "site.id=site-a"])
+    others = [f"SYNCER_{index}" for index in range(config.outer.num_syncers)]
+    others[config.cluster.syncer.index] = address
+    return " ".join([*words, f"site.syncer={BETWEEN.join(others)}", "site.id=site-a"])
 
 
 def said(config: RunConfig, run_dir: RunDir, ending: Ending | None, command: str) -> ExitCode:

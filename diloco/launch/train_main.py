@@ -83,6 +83,7 @@ def _train(config: RunConfig, place: Place) -> ExitCode:
     from diloco.launch import build
     from diloco.launch.evaluation import Evaluator
     from diloco.launch.stopping import Stopping
+    from diloco.launch.values import load_values
 
     if config.site.threads:
         torch.set_num_threads(config.site.threads)
@@ -103,7 +104,7 @@ def _train(config: RunConfig, place: Place) -> ExitCode:
         clock.trainer = trainer
         resumed = trainer.resume()
         if resumed is None and config.run.init_from is not None:
-            build.load_values(config.run.init_from, model)  # On every rank alike, between two steps.
+            load_values(config.run.init_from, model)  # On every rank alike, between two steps.
         clock.begin(resumed)
         evaluator = Evaluator(config, build.corpus(config)) if group.is_first else None
         began = time.monotonic()

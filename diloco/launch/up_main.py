@@ -64,6 +64,8 @@ def check(config: RunConfig) -> None:
     """Refuse what the other verbs take and ``up`` decides by itself, and sites whose names cannot be."""
     if not config.cluster.sites:
         raise ConfigError("cluster.sites is empty: diloco up needs at least one site")
+    if config.outer.num_syncers > 1:
+        raise ConfigError(f"outer.num_syncers is {config.outer.num_syncers}: diloco up starts one syncer")
     for name in config.cluster.sites:
         if not configs.is_name(name):
             raise ConfigError(f"cluster.sites has {name!r}: letters, digits, '.', '_' and '-', at most 64")

@@ -43,8 +43,11 @@ class WarmSite:
     lines: tuple[Line, ...]
 
 
-def read_site(folder: Path) -> WarmSite:
-    """The site whose folder this is, every base compared with its digest; ``ColdError`` when it can be no source."""
+def read_site(folder: Path, syncer: int | None = None) -> WarmSite:
+    """The site whose folder this is, every base compared with its digest; ``ColdError`` when it can be no source.
+
+    ``syncer`` is the one of several whose fragments are wanted.
+    """
     try:
         found = checkpoint.latest(folder / "checkpoints")
     except checkpoint.CheckpointError as error:
@@ -55,7 +58,9 @@ def read_site(folder: Path) -> WarmSite:
     if found is None:
         raise ColdError(f"{folder} has no checkpoint: a cold site is never a source")
     told = found.meta.get("extra", {})
+    begin = "extra/" if syncer is None else f"extra/{syncer}."
     try:
+        told = told if syncer is None else told["parts"][syncer]
         state: LearnerState = from_plain(LearnerState, told["machine"], "machine")
         published = told["published"]
         digests = tuple(str(each) for each in published["digests"])
@@ -69,7 +74,7 @@ def read_site(folder: Path) -> WarmSite:
         raise ColdError(f"{found.path} has versions {' '.join(map(str, versions))}: a cold site is never a source")
     bases = []
     for index, (version, wanted) in enumerate(zip(versions, digests, strict=True)):
-        base = found.tensors[f"extra/base.{index}"]
+        base = found.tensors[f"{begin}base.{index}"]
         here = digest(base, wanted)
         if here != wanted:
             raise ColdError(

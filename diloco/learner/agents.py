@@ -67,7 +67,7 @@ class Agents:
         """
         until = time.monotonic() + self._join_timeout_s
         try:
-            cursors = [agent.start(AWAY_S) for agent in self._agents]
+            cursors = [self._started(syncer) for syncer in range(len(self._agents))]
             while not any(agent.has_joined for agent in self._agents):
                 if time.monotonic() >= until:
                     raise JoinFailed("unreachable", "none of the syncers answers")
@@ -77,6 +77,12 @@ class Agents:
             raise
         self._tell_ranks(stop=False)
         return max(cursors)
+
+    def _started(self, syncer: int) -> int:
+        try:
+            return self._agents[syncer].start(AWAY_S)
+        except JoinFailed as error:
+            raise JoinFailed(error.kind, f"{error.text} (syncer {syncer})") from error
 
     def after_step(self, info: StepInfo) -> Verdict:
         """The line in the training loop: the step is told to every agent, and each seals and adopts what is due."""

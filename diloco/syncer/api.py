@@ -337,6 +337,7 @@ class Api:
         return self._syncer.core.ask(
             lambda machine: {
                 "run_id": plan.agreement.run_id,
+                "held": list(plan.held),
                 "lineage": machine.state.lineage,
                 "up_seconds": round(now_s - self.tally.began_s, 1),
                 "refused_at_the_door": refusals,

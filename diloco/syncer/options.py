@@ -75,3 +75,5 @@ class RunPlan:
     outer: OuterOptions
     optimizer: OuterOptimizerOptions
     health: HealthOptions = field(default_factory=HealthOptions)
+    held: tuple[int, ...] = ()
+    """Where the layout's fragments stand in the whole model, for those who are told how the run stands; empty: so."""

@@ -150,3 +150,37 @@ def test_tokens_read_count_again_what_a_restart_does_again(history: RunHistory) 
     points = [point for point in site.losses.whole() if point is not None]
     assert [point[1] for point in points] == sorted(point[1] for point in points)
     assert site.tokens == history.sites["site-b"].step * STEP_TOKENS == points[-1][1]
+
+
+def test_a_run_of_two_syncers_ends_when_both_have() -> None:
+    history = RunHistory()
+    at = iter(range(100))
+
+    def take(who: str, what: str, **fields: object) -> None:
+        history.take({"at": float(next(at)), "who": who, "what": what, **fields})
+
+    take("up", "run", state="started", sites=["site-a"], syncers=2)
+    take("syncer", "syncer_started", epoch=1, versions=[3, 4], fragments=[0, 2], of_syncer=0)
+    take("syncer-1", "syncer_started", epoch=1, versions=[5], fragments=[1], of_syncer=1)
+    assert history.versions == [3, 5, 4]
+    take("site-a", "joined", incarnation=1, versions=[5], fragments=[1], of_syncer=1)
+    take("site-a", "joined", incarnation=1, versions=[3, 4], fragments=[0, 2], of_syncer=0)
+    assert history.site("site-a").base_versions == {0: 3, 1: 5, 2: 4}
+    take("site-a", "disconnected", why="gone", of_syncer=0)
+    take("site-a", "disconnected", why="gone", of_syncer=1)
+    take("site-a", "connected", of_syncer=0)
+    assert not history.site("site-a").connected
+    take("site-a", "connected", of_syncer=1)
+    assert history.site("site-a").connected
+    take("syncer", "last_round", why="tokens")
+    assert not history.last_round
+    take("syncer", "final", ending="finished")
+    assert history.ending is None
+    take("syncer-1", "last_round", why="tokens")
+    assert history.last_round
+    take("syncer-1", "final", ending="drained")
+    assert history.ending == "drained"
+    take("syncer-1", "syncer_started", epoch=2, versions=[5], fragments=[1], of_syncer=1)
+    assert history.ending is None
+    take("syncer-1", "final", ending="finished")
+    assert history.ending == "finished"

@@ -119,3 +119,19 @@ def test_a_word_that_cannot_be_is_a_mistake_of_the_user(
 def test_a_syncer_that_is_not_there_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["drain", "127.0.0.1:1"]) == ExitCode.UNREACHABLE
     assert "does not answer" in capsys.readouterr().err
+
+
+def test_what_is_said_to_a_run_is_said_to_all_its_syncers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(tmp_path / "one") as one, serving(tmp_path / "other") as other:
+        join(one)
+        join(other)
+        where = f"{address(one)}/{address(other)}"
+        assert main(["evict", where, "a"]) == ExitCode.OK
+        told = capsys.readouterr().out.splitlines()
+        assert [line.split(": ")[0] for line in told] == [address(one), address(other)]
+        assert main(["admit", where, "a", "0", "5"]) == ExitCode.USAGE
+        assert "each counts its own fragments from 0" in capsys.readouterr().err
+    with serving(tmp_path / "third") as third:
+        join(third)
+        assert main(["evict", f"{address(one)}/{address(third)}", "a"]) == ExitCode.UNREACHABLE
+        assert capsys.readouterr().out.startswith(address(third)), "one that is away keeps no other from hearing it"

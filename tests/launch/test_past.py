@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from diloco.launch.config import compose, write
 from diloco.launch.errors import ConfigError
 from diloco.launch.past import CARD, data_of, past_of
+from diloco.launch.placing import at
 from diloco.launch.run_dir import RunDir
 from tests.launch.pasts import configured
 
@@ -53,3 +55,15 @@ def test_a_data_folder_names_its_run_and_itself(tmp_path: Path, monkeypatch: pyt
 def test_without_it_there_is_no_past(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no run folder"):
         past_of(str(tmp_path))
+
+
+def test_a_run_of_several_syncers_has_a_past_for_each(tmp_path: Path) -> None:
+    config = compose(["run.name=x", f"run.dir={tmp_path}", "outer.num_fragments=2", "outer.num_syncers=2"])
+    write(config, tmp_path / "x" / "config.yaml")
+    one = tmp_path / "x" / "syncers" / "1"
+    write(at(config, 1), one / "config.yaml")
+    with pytest.raises(ConfigError, match=r"is a run of 2 syncers, each with its own data: .*syncers/0 or .*syncers/1"):
+        past_of(str(tmp_path / "x"))
+    past = past_of(str(one))
+    assert past.config.cluster.syncer.index == 1
+    assert past.data == one / "syncer"

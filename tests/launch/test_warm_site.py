@@ -93,3 +93,24 @@ def test_without_a_checkpoint_it_is_cold_and_a_damaged_one_is_named(tmp_path: Pa
     (tmp_path / "checkpoints/step-00000120/extra.safetensors").write_bytes(b"")
     with pytest.raises(ColdError, match=r"extra\.safetensors is damaged"):
         read_site(tmp_path)
+
+
+def test_the_part_of_one_of_several_syncers_is_read_alone(tmp_path: Path) -> None:
+    folder = checkpointed(tmp_path, state())
+    alone = read_site(folder)
+    found = checkpoint.latest(folder / "checkpoints")
+    assert found is not None
+    tensors = {
+        name.replace("extra/", "extra/1.", 1): value
+        for name, value in found.tensors.items()
+        if name.startswith("extra/")
+    }
+    meta = {**found.meta, "extra": {"parts": [{}, found.meta["extra"]]}}
+    checkpoint.save(folder / "checkpoints", "step-99999999", tensors, meta, keep=3)
+    with pytest.raises(ColdError):
+        read_site(folder)
+    part = read_site(folder, 1)
+    assert part.versions == alone.versions
+    assert part.digests == alone.digests
+    with pytest.raises(ColdError):
+        read_site(folder, 0)

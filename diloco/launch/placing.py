@@ -1,0 +1,129 @@
+"""A run of several syncers: who holds which fragments, where each keeps its data, and which address is whose.
+
+Everything of one syncer is made from a configuration with its own ``cluster.syncer.index``; ``towards`` gives a site
+those of all of them.  With one syncer nothing here changes anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from diloco.launch.errors import ConfigError
+from diloco.launch.run_dir import RunDir, run_dir_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from diloco.launch.schema import RunConfig
+    from diloco.outer.fragments import Layout
+
+BETWEEN = "/"
+"""Between the addresses of two syncers in ``site.syncer``; a comma is between those of a syncer and its standby."""
+SYNCERS = "syncers"
+
+
+def has_several(config: RunConfig) -> bool:
+    """Whether the fragments lie with more than one syncer; ConfigError for settings that cannot be."""
+    outer, index = config.outer, config.cluster.syncer.index
+    if outer.num_syncers < 1:
+        raise ConfigError(f"outer.num_syncers is {outer.num_syncers}: at least 1")
+    if outer.num_syncers > outer.num_fragments:
+        raise ConfigError(
+            f"outer.num_syncers is {outer.num_syncers}: at most outer.num_fragments={outer.num_fragments}, since each "
+            "syncer holds whole fragments"
+        )
+    if outer.syncer_mbps and len(outer.syncer_mbps) != outer.num_syncers:
+        raise ConfigError(f"outer.syncer_mbps is {outer.syncer_mbps}: one for each of num_syncers={outer.num_syncers}")
+    if not 0 <= index < outer.num_syncers:
+        raise ConfigError(
+            f"cluster.syncer.index is {index}: from 0 to {outer.num_syncers - 1}, with "
+            f"outer.num_syncers={outer.num_syncers}"
+        )
+    return outer.num_syncers > 1
+
+
+def number_of(config: RunConfig) -> int | None:
+    """Which of several syncers the configuration is about; None where there is one."""
+    return config.cluster.syncer.index if has_several(config) else None
+
+
+def placement_of(config: RunConfig, whole: Layout) -> tuple[tuple[int, ...], ...]:
+    """The fragments of ``whole`` that each syncer holds."""
+    from diloco.outer.placement import place  # Not above: the verbs' help does without torch.
+
+    if not has_several(config):
+        return (tuple(range(len(whole.fragments))),)
+    try:
+        numels = [fragment.numel for fragment in whole.fragments]
+        return place(numels, config.outer.syncer_mbps or [1.0] * config.outer.num_syncers)
+    except ValueError as error:
+        raise ConfigError(f"outer.syncer_mbps is {config.outer.syncer_mbps}: {error}") from error
+
+
+def shared_by_part(config: RunConfig, whole: Layout) -> dict[str, str]:
+    """What a site and one of several syncers must agree on beside the run: which one it is, and who holds what."""
+    from diloco.outer.placement import described
+
+    if not has_several(config):
+        return {}
+    placed = f"{described(placement_of(config, whole))} of layout {whole.fingerprint[:12]}"
+    return {"cluster.syncer.index": str(config.cluster.syncer.index), "placement": placed}
+
+
+def at(config: RunConfig, index: int) -> RunConfig:
+    """``config`` with everything in it that is the syncer's own made that of number ``index``."""
+    return replace(config, cluster=replace(config.cluster, syncer=replace(config.cluster.syncer, index=index)))
+
+
+def each(config: RunConfig) -> list[RunConfig]:
+    """``config`` as each of the syncers has it."""
+    return [at(config, index) for index in range(config.outer.num_syncers)] if has_several(config) else [config]
+
+
+def towards(config: RunConfig) -> list[RunConfig]:
+    """A site's ``config`` towards each syncer: with its number, and its address in ``site.syncer``."""
+    addresses = config.site.syncer.split(BETWEEN)
+    found = each(config)
+    if len(addresses) != len(found):
+        wanted = f"one address, since outer.num_syncers={len(found)}"
+        if len(found) > 1:
+            wanted = f"{len(found)} addresses with {BETWEEN} between, one for each of outer.num_syncers"
+        raise ConfigError(f"site.syncer is {config.site.syncer!r}: {wanted}")
+    return [
+        replace(part, site=replace(config.site, syncer=address.strip()))
+        for part, address in zip(found, addresses, strict=True)
+    ]
+
+
+def syncer_name(index: int) -> str:
+    """What a syncer is called among the processes of a run."""
+    return f"syncer-{index}" if index else "syncer"
+
+
+def syncer_dir(config: RunConfig) -> RunDir:
+    """The syncer's own run folder: the run's, or the one below it where there are several."""
+    run_dir = run_dir_of(config)
+    return below(run_dir, config.cluster.syncer.index) if has_several(config) else run_dir
+
+
+def syncer_dirs(config: RunConfig) -> list[RunDir]:
+    """Those of all syncers."""
+    return [syncer_dir(part) for part in each(config)]
+
+
+def below(run_dir: RunDir, index: int) -> RunDir:
+    """The run folder of one of several syncers of the run in ``run_dir``."""
+    return RunDir(run_dir.root / SYNCERS / str(index))
+
+
+def backup_of(config: RunConfig) -> str:
+    """Where the syncer's backups go; several have each a place of its own there.  Empty: none are made."""
+    url = config.cluster.syncer.backup
+    return f"{url.rstrip('/')}/syncer-{config.cluster.syncer.index}" if url and has_several(config) else url
+
+
+def in_whole_order(placement: Sequence[Sequence[int]], told: Sequence[Sequence[int]]) -> list[int]:
+    """What each syncer says of its fragments, in the order of the whole model."""
+    pairs = (pair for mine, values in zip(placement, told, strict=True) for pair in zip(mine, values, strict=True))
+    return [value for _, value in sorted(pairs)]

@@ -1,0 +1,109 @@
+"""Several syncers in the configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from diloco.launch import build
+from diloco.launch.config import compose
+from diloco.launch.errors import ConfigError
+from diloco.launch.placing import (
+    at,
+    backup_of,
+    each,
+    has_several,
+    in_whole_order,
+    number_of,
+    placement_of,
+    shared_by_part,
+    syncer_dir,
+    syncer_dirs,
+    syncer_name,
+    towards,
+)
+from diloco.sync.agreement import disagreement
+
+TWO = ["outer.num_fragments=4", "outer.num_syncers=2", "run.name=otter"]
+
+
+def test_with_one_syncer_nothing_is_different() -> None:
+    config = compose(["outer.num_fragments=4", "run.name=otter", "cluster.syncer.backup=vault"])
+    whole = build.whole_layout(config)
+    assert not has_several(config)
+    assert placement_of(config, whole) == ((0, 1, 2, 3),)
+    assert shared_by_part(config, whole) == {}
+    assert build.layout_of(config) == whole
+    assert [part.site.syncer for part in towards(config)] == [config.site.syncer]
+    assert each(config) == [config]
+    assert syncer_dir(config).root == Path("runs/otter")
+    assert backup_of(config) == "vault"
+    assert number_of(config) is None
+    assert build.learner_options(config).offsets == (3, 7, 11, 0)
+
+
+def test_each_of_two_has_its_own_fragments_at_their_own_times() -> None:
+    config = compose([*TWO, "cluster.syncer.backup=vault/"])
+    build.check(config)
+    whole, parts = build.whole_layout(config), each(config)
+    placement = placement_of(config, whole)
+    assert sorted(index for mine in placement for index in mine) == [0, 1, 2, 3]
+    offsets = build.learner_options(compose(TWO[:1])).offsets
+    for index, (part, mine) in enumerate(zip(parts, placement, strict=True)):
+        layout = build.layout_of(part)
+        plan = build.plan(part, layout)
+        assert [fragment.pieces for fragment in layout.fragments] == [whole.fragments[place].pieces for place in mine]
+        assert plan.held == mine
+        assert plan.outer.num_fragments == len(mine)
+        assert build.learner_options(part).offsets == tuple(offsets[place] for place in mine)
+        assert [value.numel() for value in build.version_zero(part, layout)] == [f.numel for f in layout.fragments]
+        assert plan.agreement.shared["cluster.syncer.index"] == str(index)
+        assert number_of(part) == index
+        assert backup_of(part) == f"vault/syncer-{index}"
+    assert [run_dir.root for run_dir in syncer_dirs(config)] == [
+        Path(f"runs/otter/syncers/{index}") for index in (0, 1)
+    ]
+    assert [syncer_name(index) for index in range(2)] == ["syncer", "syncer-1"]
+    ours, theirs = (build.plan(part, build.layout_of(part)).agreement for part in parts)
+    assert disagreement(ours, theirs) == "cluster.syncer.index is 1 at the site and 0 at the syncer"
+
+
+def test_a_site_has_an_address_for_each() -> None:
+    config = compose([*TWO, "site.syncer=a:1,b:1/c:2"])
+    assert [part.site.syncer for part in towards(config)] == ["a:1,b:1", "c:2"]
+    assert [part.cluster.syncer.index for part in towards(config)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["outer.num_syncers=0"], "outer.num_syncers is 0: at least 1"),
+        (["outer.num_syncers=2"], "outer.num_syncers is 2: at most outer.num_fragments=1"),
+        ([*TWO, "outer.syncer_mbps=[1,2,3]"], r"outer.syncer_mbps is \[1.0, 2.0, 3.0\]: one for each of num_syncers=2"),
+        ([*TWO, "outer.syncer_mbps=[1,-2]"], r"outer.syncer_mbps is \[1.0, -2.0\]: rates has -2.0: positive"),
+        ([*TWO, "outer.syncer_mbps=[1000,1]"], "syncer 1 of 2 would hold none of 4 fragments"),
+        ([*TWO, "cluster.syncer.index=2"], "cluster.syncer.index is 2: from 0 to 1, with outer.num_syncers=2"),
+        (["cluster.syncer.index=1"], "cluster.syncer.index is 1: from 0 to 0, with outer.num_syncers=1"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(settings: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build.check(compose(settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ([*TWO, "site.syncer=a:1"], "site.syncer is 'a:1': 2 addresses with / between, one for each"),
+        (["site.syncer=a:1/b:2"], "site.syncer is 'a:1/b:2': one address, since outer.num_syncers=1"),
+    ],
+)
+def test_too_few_or_too_many_addresses_are_named(settings: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        towards(compose(settings))
+
+
+def test_numbers_of_parts_in_the_order_of_the_whole() -> None:
+    assert in_whole_order(((0, 2), (1, 3)), ([10, 12], [11, 13])) == [10, 11, 12, 13]
+    assert at(compose(TWO), 1).cluster.syncer.index == 1
