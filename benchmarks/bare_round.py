@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.rounds import OPTIMIZER, Case, in_processes, values_digest
-from diloco.codec.adopting import rebase_into
 from diloco.codec.buffers import Buffers
-from diloco.codec.contract import Add, bytes_of
-from diloco.codec.fused import State, outer_pass, ranges
+from diloco.codec.coded import Coded
+from diloco.codec.contract import bytes_of
+from diloco.codec.fused import State, layout_of, outer_pass
+from diloco.codec.native import kernels, tile
+from diloco.codec.pieces import pieces_of, rebase_pieces, updates
 from diloco.codec.registry import make_codec
-from diloco.outer.fragments import gather, plan_layout
+from diloco.codec.structures import SUM_BLOCK, FollowJob, SealJob
 from diloco.outer.optimizer import OuterOptimizerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch import Tensor
 
 
 def run_middle(case: Case, port: int, pipe: Any) -> None:
@@ -54,29 +54,28 @@ def run_middle(case: Case, port: int, pipe: Any) -> None:
 def run_site(case: Case, index: int, port: int, pipe: Any) -> None:
     """A site's process; answers as ``rounds.run_site`` does."""
     torch.set_num_threads(1)
-    task, codec, buffers = case.task, make_codec(case.codec), Buffers(3)
-    (fragment,) = plan_layout(task.shapes(), 1).fragments
-    parameters = {name: torch.zeros(shape) for name, shape in task.shapes()}
-    values = [tensor.numpy() for tensor in parameters.values()]
-    base, raw = torch.zeros(task.numel), torch.empty(codec.payload_bytes(task.numel), dtype=torch.uint8)
+    task, codec, fast, buffers = case.task, make_codec(case.codec), kernels(), Buffers(1)
+    assert fast is not None, "no compiled kernels here"
+    pieces = [torch.zeros(shape) for _, shape in task.shapes()]
+    values = [tensor.numpy() for tensor in pieces]
+    base = buffers.values(task.numel).zero_()
+    up, down = (torch.empty(codec.payload_bytes(task.numel), dtype=torch.uint8) for _ in range(2))
+    span = (layout_of(codec).format(task.numel), 0, task.numel, tile(SUM_BLOCK, codec.granule))
     spans = []
     with _dialled(port) as middle:
         middle.sendall(bytes([index]))
         for step in range(task.rounds_in_all):
             task.disturb(values, index, step)
             began = time.monotonic()
-            sent = gather(fragment, parameters, buffers.values(task.numel))
-            codec.encode_difference(base, sent, raw, sent)
-            middle.sendall(bytes_of(raw))
-            _receive(middle, bytes_of(raw))
-            version = _followed(base, raw, codec, buffers.values(task.numel))
-            at = 0
-            for parameter in parameters.values():
-                part = slice(at, at + parameter.numel())
-                rebase_into(parameter, base[part], version[part], [sent[part]], parameter)
-                at = part.stop
+            fast.seal(SealJob(*span, pieces_of(pieces), base.data_ptr(), updates([]), 0, up.data_ptr(), None))
+            middle.sendall(bytes_of(up))
+            _receive(middle, bytes_of(down))
+            version = buffers.values(task.numel)
+            follow = (base.data_ptr(), updates([Coded(codec, bytes_of(down), task.numel)]), 1, version.data_ptr())
+            fast.follow(FollowJob(*span[1:], *follow, None, codec.lossless))
+            rebase_pieces(pieces, base, version, [Coded(codec, bytes_of(up), task.numel)])
             base = version
-            del sent, version
+            del version
             spans.append((began, time.monotonic()))
     error, digest = task.error(values, "nesterov"), values_digest(values)
     pipe.send({"spans": spans[task.warm_up :], "error": error, "digest": digest})
@@ -90,13 +89,6 @@ def measure_bare(case: Case, bound_s: float) -> list[dict[str, Any]]:
         port = probe.getsockname()[1]
     sites = [(run_site, (case, index, port)) for index in range(case.task.sites)]
     return in_processes([(run_middle, (case, port)), *sites], bound_s)[1:]
-
-
-def _followed(base: Tensor, raw: Tensor, codec: Any, out: Tensor) -> Tensor:
-    for start, stop in ranges(base.numel(), [codec]):
-        out[start:stop].copy_(base[start:stop])
-        codec.decode_into(bytes_of(raw), base.numel(), out[start:stop], start, Add())
-    return out
 
 
 def _each(work: Callable[[int, socket.socket], object], sites: list[tuple[int, socket.socket]]) -> None:

@@ -28,18 +28,22 @@ from diloco.codec.structures import (
     DecodeJob,
     EncodeJob,
     Fold,
+    FollowJob,
     Kind,
     Layout,
     MeasureJob,
     OuterJob,
-    RebaseJob,
+    SealJob,
     Status,
+    TakeJob,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
+
+    from diloco.codec.kernel_digest import KernelDigest
 
 MODULE = "diloco.codec._kernels"
 LEVELS = ("baseline", "AVX2", "AVX-512")
@@ -142,18 +146,21 @@ class Kernels:
         """Make one range of a version."""
         return Status(self.library.diloco_outer(self.level, byref(job)))
 
-    def rebase(self, local: Tensor, old_base: Tensor, new_base: Tensor, merged: Sequence[Tensor], out: Tensor) -> None:
-        """Write what ``outer.adopt.rebase`` returns to ``out``, which may be any of the others."""
-        job = RebaseJob(
-            local.numel(),
-            local.data_ptr(),
-            old_base.data_ptr(),
-            new_base.data_ptr(),
-            pointers(merged),
-            len(merged),
-            out.data_ptr(),
-        )
-        self.library.diloco_rebase(self.level, byref(job))
+    def seal(self, job: SealJob) -> Status:
+        """Encode what a site sends."""
+        return Status(self.library.diloco_seal(self.level, byref(job)))
+
+    def follow(self, job: FollowJob) -> Status:
+        """Make what is held after a version."""
+        return Status(self.library.diloco_follow(self.level, byref(job)))
+
+    def take(self, job: TakeJob) -> Status:
+        """Rebase a site's values."""
+        return Status(self.library.diloco_take(self.level, byref(job)))
+
+    def digest(self, made: KernelDigest, values: Tensor) -> None:
+        """Have ``made`` take the bytes of ``values``."""
+        self.library.diloco_digest(self.level, made.address, values.data_ptr(), 4 * values.numel())
 
 
 def tile(*granules: int) -> int:
@@ -219,6 +226,8 @@ def _found() -> Kernels | str:
         return f"the library is of interface {interface}, {INTERFACE} is needed: build the package again"
     library.diloco_sum_products.argtypes = [c_int32, c_void_p, c_void_p, c_int64, c_double]
     library.diloco_sum_products.restype = c_double
+    library.diloco_digest.argtypes = [c_int32, c_void_p, c_void_p, c_int64]
+    library.diloco_digest.restype = None
     return Kernels(library, library.diloco_level(), _torch_fuses())
 
 

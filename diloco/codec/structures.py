@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint8, c_uint64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 
-INTERFACE = 3
+INTERFACE = 4
 """Of the library that this module describes; any other is not used."""
 TILE_MAX = 4096
 """Values that the kernels handle at a time, at most."""
@@ -130,7 +130,7 @@ class DecodeJob(Structure):
 
 
 class MeasureJob(Structure):
-    """Sums over the decoded values, which ``out`` receives unless it is null."""
+    """Sums over the decoded values, which ``out`` and ``digest`` receive unless they are null."""
 
     _fields_ = (
         ("format", Format),
@@ -143,6 +143,7 @@ class MeasureJob(Structure):
         ("squares", c_double),
         ("products", c_double),
         ("against_squares", c_double),
+        ("digest", c_void_p),
         ("largest", c_float),
     )
 
@@ -180,19 +181,85 @@ class OuterJob(Structure):
     )
 
 
-class RebaseJob(Structure):
-    """``new_base - (old_base - local - merged[0] - ...)`` into ``out``."""
+class DigestState(Structure):
+    """XXH3 of 128 bits over ``total`` bytes, of which ``done`` are in; ``high`` and ``low`` are it when all are."""
 
     _fields_ = (
-        ("count", c_int64),
-        ("local", c_void_p),
-        ("old_base", c_void_p),
-        ("new_base", c_void_p),
-        ("merged", POINTER(c_void_p)),
-        ("merged_count", c_int64),
-        ("out", c_void_p),
+        ("total", c_int64),
+        ("done", c_int64),
+        ("lanes", c_uint64 * 8),
+        ("high", c_uint64),
+        ("low", c_uint64),
+        ("tail", c_uint8 * 64),
     )
 
 
-STRUCTURES = (Format, EncodeJob, DecodeJob, MeasureJob, Update, OuterJob, RebaseJob)
+class Pieces(Structure):
+    """A fragment's values where they lie; ``ends`` are how many there are up to the end of each piece."""
+
+    _fields_ = (("values", POINTER(c_void_p)), ("ends", POINTER(c_int64)), ("count", c_int64))
+
+
+class SealJob(Structure):
+    """``base - local - sent...`` into ``payload``; digest and squares of what it decodes to, unless that is null."""
+
+    _fields_ = (
+        ("format", Format),
+        ("start", c_int64),
+        ("stop", c_int64),
+        ("tile", c_int64),
+        ("local", Pieces),
+        ("base", c_void_p),
+        ("sent", POINTER(Update)),
+        ("sent_count", c_int64),
+        ("payload", c_void_p),
+        ("digest", c_void_p),
+        ("squares", c_double),
+    )
+
+
+class FollowJob(Structure):
+    """``held + parts...`` into ``out``, or the last part by itself where each is ``whole``; digest of that."""
+
+    _fields_ = (
+        ("start", c_int64),
+        ("stop", c_int64),
+        ("tile", c_int64),
+        ("held", c_void_p),
+        ("parts", POINTER(Update)),
+        ("parts_count", c_int64),
+        ("out", c_void_p),
+        ("digest", c_void_p),
+        ("whole", c_int32),
+    )
+
+
+class TakeJob(Structure):
+    """``new_base - (old_base - local - merged...)`` into ``local``."""
+
+    _fields_ = (
+        ("start", c_int64),
+        ("stop", c_int64),
+        ("tile", c_int64),
+        ("local", Pieces),
+        ("old_base", c_void_p),
+        ("new_base", c_void_p),
+        ("merged", POINTER(Update)),
+        ("merged_count", c_int64),
+    )
+
+
+STRUCTURES = (
+    Format,
+    EncodeJob,
+    DecodeJob,
+    MeasureJob,
+    Update,
+    OuterJob,
+    DigestState,
+    Pieces,
+    SealJob,
+    FollowJob,
+    TakeJob,
+)
 """In the order in which the library tells their sizes."""

@@ -30,7 +30,8 @@ from diloco.learner.outcome import Finished, JoinFailed
 from diloco.learner.place import place_of
 from diloco.learner.restoring import restored_machine
 from diloco.learner.sealing import SealedUpdate, Sealer, SealJob
-from diloco.learner.site_tensors import SealInputs, SiteTensors
+from diloco.learner.site_tensors import SiteTensors
+from diloco.learner.standstill import Standstill
 from diloco.learner.touch import Touch
 from diloco.sync.effects import (
     Adopt,
@@ -108,6 +109,7 @@ class Agent:
         self._stop: StopTraining | None = None
         self._has_ended = False
         self._rejoining = ""  # Why, as it was said; until it has joined.
+        self._standstill = Standstill(self._changed, self._has_failed)
         self._sealer = self._sealing()
         self._joiner = self._joining()
         self._fetcher = Fetcher(
@@ -142,17 +144,9 @@ class Agent:
         self._threads = [threading.Thread(target=self._guarded, args=(loop,), daemon=True) for loop in loops]
 
     def _sealing(self) -> Sealer:
-        return Sealer(
-            self._agreement.run_id,
-            self._site_id,
-            encoders(self._use.codecs, self._tensors),
-            self._outbox,
-            self._incarnation,
-            self._keep_sealed,
-            self._tell,
-            self._emit,
-            self._stopping,
-        )
+        tells = (self._keep_sealed, self._tell, self._emit, self._stopping, self._standstill.ends)
+        coders = encoders(self._use.codecs, self._tensors)
+        return Sealer(self._agreement.run_id, self._site_id, coders, self._outbox, self._incarnation, *tells)
 
     def _joining(self) -> Joiner:
         return Joiner(
@@ -267,11 +261,11 @@ class Agent:
             step = StepDone(info.step, info.tokens, info.step_ns, info.cursor)
             effects = self._machine.handle(BoundaryReached() if told else step, time.monotonic_ns())
             self._odometer.write(info.step, self._machine.state.tokens_processed)
-            adopted = self._carry_out(effects)
+            until = time.monotonic() + self._options.lock_step_timeout_s
+            adopted = self._carry_out(effects, until)
             waiting = self._machine.must_wait()
         adopt_ns = time.perf_counter_ns() - began_ns if adopted else 0
         if waiting:
-            until = time.monotonic() + self._options.lock_step_timeout_s
             done = lambda: not self._machine.must_wait() or self._stop is not None  # noqa: E731
             adopted |= self._until(done, until, "the version of its own update (lock_step)")
         stop = self._stop
@@ -355,7 +349,7 @@ class Agent:
         adopted: set[int] = set()
         with self._changed:
             while True:
-                adopted |= self._carry_out(self._machine.handle(BoundaryReached(), time.monotonic_ns()))
+                adopted |= self._carry_out(self._machine.handle(BoundaryReached(), time.monotonic_ns()), until)
                 if done():
                     return adopted
                 left_s = until - time.monotonic()
@@ -373,9 +367,12 @@ class Agent:
 
     # --- effects; the lock is held -----------------------------------------------------------------------------
 
-    def _carry_out(self, effects: list[LearnerEffect]) -> set[int]:
-        """Carry out effects in order; returns the fragments whose values have changed."""
-        adopted: set[int] = set()
+    def _carry_out(self, effects: list[LearnerEffect], until: float = 0.0) -> set[int]:
+        """Carry out effects in order; returns the fragments whose values have changed.
+
+        The training thread says ``until`` when it may stand still: in lock-step it does so while what it seals is read.
+        """
+        adopted, at_rest = set[int](), until > 0 and self._learner.lock_step
         for effect in effects:
             match effect:
                 case Adopt():
@@ -390,9 +387,10 @@ class Agent:
                     facts = {"fragment": effect.fragment, "version": effect.version, "why": effect.why}
                     self._emit("retaken", {**facts, **lost})
                 case Seal():
-                    inputs: SealInputs = self._tensors.measure(effect.fragment, effect.in_flight)
-                    codec = self._use.codec(self._machine.state.step_ns)
-                    self._sealer.queue.put(SealJob(effect, inputs, codec))
+                    inputs = self._tensors.measure(effect.fragment, effect.in_flight, at_rest=at_rest)
+                    job = SealJob(effect, inputs, self._use.codec(self._machine.state.step_ns))
+                    self._standstill.begins(job)
+                    self._sealer.queue.put(job)
                 case Send():
                     self._sender.queue.put((effect.fragment, effect.sequence))
                 case Forget():
@@ -415,6 +413,8 @@ class Agent:
                 case SkipData():
                     pass  # ``start`` returns the machine's cursor.
         self._changed.notify_all()
+        if at_rest:
+            self._standstill.wait(until)
         return adopted
 
     # --- beside training ---------------------------------------------------------------------------------------
@@ -491,5 +491,5 @@ class Agent:
         """An update is durable: its values and the machine's knowledge of it come at one instant."""
         header = sealed.header
         with self._changed:
-            self._tensors.sealed(header.fragment, header.sequence, sealed.decoded, sealed.fed)
+            self._tensors.sealed(header.fragment, header.sequence, sealed.sent, sealed.fed)
             self._tell(Sealed(header.fragment, header.sequence, header.digest))

@@ -2,8 +2,8 @@
 
 On a host that is the codec itself.  On an accelerator a codec that has kernels (``codec.accelerated``) encodes there,
 so that only the bytes, a word about faults and a norm leave it; with any other the pseudo-gradient does, and is encoded
-here.  Either way the bytes are the same, and what they decode to is on both sides: here for the digest, there for the
-next update.
+here.  Either way the bytes are the same.  What they decode to is needed here for its digest and norm, which are made
+in the same pass, and where the model is for what comes next: on a host that reads the payload itself.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from torch import Tensor
 
 from diloco.codec.accelerated import accelerated
 from diloco.codec.buffers import Buffers
-from diloco.codec.contract import Carry, bytes_of, digest
+from diloco.codec.coded import Coded, coded, values_of
+from diloco.codec.contract import Carry, bytes_of, digest, payload_view
 from diloco.codec.device import DevicePasses, new_fault
 from diloco.codec.digests import hasher
 from diloco.codec.fused import ranges
+from diloco.codec.pieces import seal_pieces
 from diloco.codec.registry import make_codec
 from diloco.codec.sums import sum_of_products
-from diloco.learner.residuals import Fed
+from diloco.learner.residuals import Carried, Fed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,15 +38,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The payload and what it decodes to, on the host and (``there``) where the model is.
+    """The payload, and what it decodes to where the model is: on the host by the payload before its entropy stage.
 
-    ``norm`` is the L2 norm of what it decodes to; ``digest`` that of the values ``decoded``.
+    ``norm`` is the L2 norm of what it decodes to; ``digest`` that of these values.
     ``fed`` is what is left to send, where feedback is on.
     """
 
     payload: bytes | memoryview
-    decoded: Tensor
-    there: Tensor
+    sent: Tensor | Coded
     norm: float
     digest: str
     fed: Fed | None = None
@@ -76,12 +77,12 @@ class Encoder:
         return self._where
 
     def encode(self, inputs: SealInputs) -> Encoded:
-        """Encode what is to be sent, ``base - local - sent...`` and what is carried, using ``inputs.local`` up.
+        """Encode what is to be sent, ``base - local - sent...`` and what is carried; a copy in ``inputs`` is used up.
 
         ``NonFiniteError`` when that is not finite.
         """
         if self._place.is_host:
-            return self._encode_here(inputs)
+            return self._encode_here(inputs) if inputs.carried is None else self._feed_here(inputs, inputs.carried)
         if self._passes is not None:
             return self._encode_there(inputs, self._passes)
         measured = self._fetched(inputs)
@@ -89,37 +90,40 @@ class Encoder:
         decoded = measured.clone() if self.codec.lossless else self.codec.decode(payload, measured.numel())
         norm = float(torch.linalg.vector_norm(decoded))
         there = self._place.of(decoded)
-        return Encoded(payload, decoded, there, norm, digest(decoded), self._fed_there(inputs, there))
+        return Encoded(payload, there, norm, digest(decoded), self._fed_there(inputs, there))
 
     def _encode_here(self, inputs: SealInputs) -> Encoded:
-        """One pass by ranges, each hashed and measured where it still lies in the cache; what it says takes the place
-        of the site's values."""
-        plain, decoded, carried = self.codec.plain, inputs.local, inputs.carried
-        fresh = None if carried is None else inputs.pseudo_gradient()
-        residual = None if carried is None or carried.residual is None else carried.residual.clone()
-        numel = decoded.numel()
+        """In one pass."""
+        plain, numel, sent = self.codec.plain, inputs.reference.numel(), [coded(each) for each in inputs.in_flight]
+        payload = self._buffers.raw(plain.payload_bytes(numel))
+        found = seal_pieces(inputs.pieces, inputs.reference, sent, plain, payload)
+        kept = Coded(plain, payload_view(payload), numel)
+        return Encoded(self.codec.closed(payload), kept, found.norm, found.digest)
+
+    def _feed_here(self, inputs: SealInputs, carried: Carried) -> Encoded:
+        """The same with feedback, by ranges, each hashed and measured where it still lies in the cache; what it says
+        takes the place of the site's values."""
+        plain, decoded, fresh = self.codec.plain, inputs.local, inputs.pseudo_gradient()
+        residual = None if carried.residual is None else carried.residual.clone()
+        numel, in_flight = decoded.numel(), [values_of(each) for each in inputs.in_flight]
         payload, found, squares = self._buffers.raw(plain.payload_bytes(numel)), hasher(), 0.0
         for start, stop in ranges(numel, [plain]):
             part = decoded[start:stop]
-            in_flight = [sent[start:stop] for sent in inputs.in_flight]
-            carry = None if carried is None or residual is None else Carry(residual[start:stop], carried.beta)
             plain.encode_difference(
                 inputs.reference[start:stop],
                 part,
                 payload,
                 part,
-                in_flight=in_flight,
-                carry=carry,
+                in_flight=[sent[start:stop] for sent in in_flight],
+                carry=None if residual is None else Carry(residual[start:stop], carried.beta),
                 start=start,
                 numel=numel,
             )
             found.update(bytes_of(part))
             squares += sum_of_products(part, part)
-        fed = None
-        if carried is not None and fresh is not None:
-            term = torch.sub(fresh, decoded)
-            fed = Fed(carried, fresh, term, term if residual is None else residual)
-        return Encoded(self.codec.closed(payload), decoded, decoded, sqrt(squares), found.text(), fed)
+        term = torch.sub(fresh, decoded)
+        fed = Fed(carried, fresh, term, term if residual is None else residual)
+        return Encoded(self.codec.closed(payload), decoded, sqrt(squares), found.text(), fed)
 
     def _fed_there(self, inputs: SealInputs, there: Tensor) -> Fed | None:
         """What is left to send, in memory of training's stream."""
@@ -144,7 +148,8 @@ class Encoder:
         told_fault, told_norm = self._room(1, torch.int32), self._room(1, torch.float32)
         with self._place.beside():
             if fed is None:
-                passes.encode_difference(inputs.reference, local, inputs.in_flight, payload, fault, decoded)
+                sent = [values_of(each) for each in inputs.in_flight]
+                passes.encode_difference(inputs.reference, local, sent, payload, fault, decoded)
             else:
                 fed.fresh.copy_(inputs.pseudo_gradient())
                 fed.residual.copy_(fed.carried.onto(fed.fresh))
@@ -158,7 +163,7 @@ class Encoder:
         passes.check(int(told_fault))
         closed = bytes(self.codec.closed(told))
         here = self.codec.plain.decode(told.numpy().data, local.numel())
-        return Encoded(closed, here, decoded, float(told_norm), digest(here), fed)
+        return Encoded(closed, decoded, float(told_norm), digest(here), fed)
 
     def _fetched(self, inputs: SealInputs) -> Tensor:
         """What is to be sent, measured where the values lie, here; valid until the next one is fetched."""

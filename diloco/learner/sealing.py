@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from diloco.codec.coded import Coded
 from diloco.codec.contract import NonFiniteError
 from diloco.codec.digests import digest_of
 from diloco.codec.entropy import stage_of
@@ -43,14 +44,14 @@ class SealJob:
 
 @dataclass(frozen=True, slots=True)
 class SealedUpdate:
-    """The update to send, and ``decoded``: the pseudo-gradient as the syncer will read it, where the model is.
+    """The update to send, and what was ``sent``: the pseudo-gradient as the syncer will read it, where the model is.
 
     ``fed`` is what is left of it to send, where feedback is on.
     """
 
     header: PushHeader
     payload: bytes | memoryview
-    decoded: Tensor
+    sent: Tensor | Coded
     norm: float
     fed: Fed | None = None
 
@@ -73,11 +74,11 @@ def seal(job: SealJob, encoder: Encoder, run_id: str, site_id: str, incarnation:
         final=effect.final,
         encoding=encoder.codec.name,
         payload_bytes=len(encoded.payload),
-        numel=encoded.decoded.numel(),
+        numel=job.inputs.reference.numel(),
         digest=digest_of(encoded.payload),
         values_digest=encoded.digest,
     )
-    return SealedUpdate(header, encoded.payload, encoded.there, encoded.norm, encoded.fed)
+    return SealedUpdate(header, encoded.payload, encoded.sent, encoded.norm, encoded.fed)
 
 
 class Sealer:
@@ -94,10 +95,12 @@ class Sealer:
         tell: Callable[[LearnerEvent], None],
         emit: Callable[[str, dict[str, object]], None],
         stopping: threading.Event,
+        read: Callable[[SealJob], None] = lambda job: None,
     ) -> None:
         """``encoders`` are those of all codecs that a job may name, the configured one first.
 
-        ``keep`` gets every update that is durable; a full disk is waited for, until ``stopping``.
+        ``keep`` gets every update that is durable; a full disk is waited for, until ``stopping``.  ``read`` is told of
+        a job when the site's values are looked at no more.
         """
         self._run_id = run_id
         self._site_id = site_id
@@ -109,6 +112,7 @@ class Sealer:
         self._tell = tell
         self._emit = emit
         self._stopping = stopping
+        self._read = read
         self.queue: queue.SimpleQueue[SealJob | tuple[int, int] | None] = queue.SimpleQueue()
 
     def run(self) -> None:
@@ -126,6 +130,8 @@ class Sealer:
         except NonFiniteError:
             self._tell(SealFailed(effect.fragment, effect.sequence))
             return
+        finally:
+            self._read(job)
         if not self._put(sealed):
             return
         facts: dict[str, object] = {"fragment": effect.fragment, "sequence": effect.sequence, "steps": effect.steps}

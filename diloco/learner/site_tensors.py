@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diloco.codec.adopting import rebase_into
 from diloco.codec.buffers import Buffers
+from diloco.codec.coded import Coded, coded, values_of
+from diloco.codec.pieces import rebase_pieces
 from diloco.learner.place import HOST, Place
 from diloco.learner.residuals import Carried, Fed, Residuals
 from diloco.outer.adopt import blend, overwrite, rebase
@@ -61,8 +62,9 @@ class SiteTensors:
         self.told_latest = [""] * count
         self.told_base = [""] * count
         """The digests that the syncer told with these versions, as it told them; empty where nobody knows."""
-        self.sent: dict[tuple[int, int], Tensor] = {}
-        """What is subtracted for an update in flight: what it decodes to, or with feedback what it was measured as."""
+        self.sent: dict[tuple[int, int], Tensor | Coded] = {}
+        """What is subtracted for an update in flight: what it decodes to, on the host as its payload, or with feedback
+        what it was measured as."""
         self.residuals = Residuals(feedback, count, self.place)
 
     def local(self, fragment: int) -> Tensor:
@@ -95,24 +97,25 @@ class SiteTensors:
         self.base[fragment], self.reference[fragment] = taken, reference
         self.told_base[fragment] = self.told_latest[fragment]
 
-    def _rebase(self, fragment: int, old_base: Tensor, new_base: Tensor, own: Sequence[Tensor]) -> None:
-        """On the host in one pass; in place, piece by piece, where the parameters are as the exchange has them."""
-        whole = self.layout.fragments[fragment]
-        flat = [each for each in (self._flat(piece.name) for piece in whole.pieces) if each is not None]
+    def _rebase(self, fragment: int, old_base: Tensor, new_base: Tensor, own: Sequence[Tensor | Coded]) -> None:
+        """On the host in one pass over the model's own memory, where that is as the exchange has it."""
         if not self.place.is_host:
-            self.write(fragment, rebase(self.local(fragment), old_base, new_base, own))
+            self.write(fragment, rebase(self.local(fragment), old_base, new_base, [values_of(each) for each in own]))
             return
-        if len(flat) < len(whole.pieces):
-            values = self.local(fragment)
-            rebase_into(values, old_base, new_base, own, values)
-            self.write(fragment, values)
+        merged, pieces = [coded(each) for each in own], self._pieces(fragment)
+        if pieces is not None:
+            rebase_pieces(pieces, old_base, new_base, merged)
             return
-        at = 0
-        for piece, parameter in zip(whole.pieces, flat, strict=True):
-            part = slice(at, at + piece.stop - piece.start)
-            here = parameter[piece.start : piece.stop]
-            rebase_into(here, old_base[part], new_base[part], [each[part] for each in own], here)
-            at = part.stop
+        values = self.local(fragment)
+        rebase_pieces([values], old_base, new_base, merged)
+        self.write(fragment, values)
+
+    def _pieces(self, fragment: int) -> list[Tensor] | None:
+        """The fragment's values where they lie in the model; None where one of them is not plain memory."""
+        pieces = self.layout.fragments[fragment].pieces
+        flat = [self._flat(piece.name) for piece in pieces]
+        found = [each[piece.start : piece.stop] for each, piece in zip(flat, pieces, strict=True) if each is not None]
+        return found if len(found) == len(pieces) else None
 
     def _flat(self, name: str) -> Tensor | None:
         """The parameter's own memory as flat fp32 on the CPU; None where it is anything else."""
@@ -139,7 +142,7 @@ class SiteTensors:
         if self.adopt_rule == "rebase":
             # What is in flight is progress that the version lacks; a d points uphill, so it is subtracted.
             for sequence in keep:
-                values = torch.sub(values, self.sent[fragment, sequence])
+                values = torch.sub(values, values_of(self.sent[fragment, sequence]))
         for held in [key for key in self.sent if key[0] == fragment and key[1] not in keep]:
             del self.sent[held]
         self.residuals.drop(fragment)
@@ -150,16 +153,23 @@ class SiteTensors:
         self.write(fragment, values)
         return values
 
-    def measure(self, fragment: int, in_flight: Sequence[int]) -> SealInputs:
-        """What the next pseudo-gradient is made of, copied or referred to at this instant."""
+    def measure(self, fragment: int, in_flight: Sequence[int], *, at_rest: bool = False) -> SealInputs:
+        """What the next pseudo-gradient is made of, at this instant: the model's values copied, the rest referred to.
+
+        ``at_rest``: they stay as they are until what is made of them is ``read``, so that they need not be copied.
+        """
         reference = self.reference[fragment]
         assert reference is not None
         sent = [self.sent[fragment, sequence] for sequence in in_flight]
-        return SealInputs(reference, self.local(fragment), sent, self.residuals.carried(fragment))
+        carried = self.residuals.carried(fragment)
+        pieces = self._pieces(fragment) if at_rest and carried is None and self.place.is_host else None
+        if pieces is not None:
+            return SealInputs(reference, pieces, sent, in_place=True)
+        return SealInputs(reference, [self.local(fragment)], sent, carried)
 
-    def sealed(self, fragment: int, sequence: int, decoded: Tensor, fed: Fed | None) -> None:
+    def sealed(self, fragment: int, sequence: int, sent: Tensor | Coded, fed: Fed | None) -> None:
         """An update is durable."""
-        self.sent[fragment, sequence] = decoded if fed is None else fed.fresh
+        self.sent[fragment, sequence] = sent if fed is None else fed.fresh
         if fed is not None:
             self.residuals.sealed(fragment, sequence, fed)
 
@@ -182,8 +192,8 @@ class SiteTensors:
                 found[f"base.{index}"] = base
                 if reference is not self.place.of(base):
                     found[f"reference.{index}"] = reference
-        for (fragment, sequence), values in self.sent.items():
-            found[f"sent.{fragment}.{sequence}"] = values
+        for (fragment, sequence), sent in self.sent.items():
+            found[f"sent.{fragment}.{sequence}"] = values_of(sent)
         return found | self.residuals.tensors()
 
     def restore(
@@ -208,23 +218,35 @@ class SiteTensors:
 
 
 class SealInputs:
-    """The parts of one pseudo-gradient; the arithmetic is done beside training.
-
-    ``local`` is nobody else's: what comes of it may take its place.
-    """
+    """The parts of one pseudo-gradient; the arithmetic is done beside training."""
 
     def __init__(
-        self, reference: Tensor, local: Tensor, in_flight: Sequence[Tensor], carried: Carried | None = None
+        self,
+        reference: Tensor,
+        pieces: Sequence[Tensor],
+        in_flight: Sequence[Tensor | Coded],
+        carried: Carried | None = None,
+        *,
+        in_place: bool = False,
     ) -> None:
-        """``carried`` is the residual that goes out too, where feedback is on."""
+        """``pieces`` are the site's values, one behind the other: the model's own memory where they are ``in_place``,
+        else one that is nobody else's.  ``carried`` is the residual that goes out too, where feedback is on."""
         self.reference = reference
-        self.local = local
+        self.pieces = pieces
         self.in_flight = in_flight
         self.carried = carried
+        self.in_place = in_place
+
+    @property
+    def local(self) -> Tensor:
+        """The copy of the values: what comes of it may take its place."""
+        assert not self.in_place
+        (local,) = self.pieces
+        return local
 
     def pseudo_gradient(self) -> Tensor:
         """base − local − Σ d of the in-flight list."""
-        return pseudo_gradient(self.reference, self.local, self.in_flight)
+        return pseudo_gradient(self.reference, self.local, [values_of(each) for each in self.in_flight])
 
     def to_send(self) -> Tensor:
         """The pseudo-gradient, and what is carried."""

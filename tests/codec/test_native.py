@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from diloco.codec import native
-from diloco.codec.adopting import rebase
 from diloco.codec.contract import Add, Carry, DecodeError, NonFiniteError, Towards, payload_view
 from diloco.codec.native import Kernels, at_level, kernels, refuse
 from diloco.codec.ranged import RangedCodec
 from diloco.codec.registry import make_codec
-from diloco.codec.structures import SUM_BLOCK, TILE_MAX, MeasureJob, Status
+from diloco.codec.structures import SUM_BLOCK, MeasureJob, Status
 from diloco.codec.sums import sum_plain
 from tests.codec.pseudo_gradients import trained
 from tests.codec.test_contract import samples
@@ -168,14 +167,6 @@ def test_sums(fast: Kernels, name: str) -> None:
         assert float(job.squares).hex() == sum_plain(expected, expected).hex()
         assert float(job.products).hex() == sum_plain(expected, against).hex()
         assert float(job.against_squares).hex() == sum_plain(against, against).hex()
-
-
-@every_level
-def test_rebase(fast: Kernels) -> None:
-    for numel in (1, 17, TILE_MAX, TILE_MAX + 1, 10_001):
-        terms = [torch.randn(numel, generator=torch.Generator().manual_seed(numel + index)) for index in range(5)]
-        fast.rebase(terms[0], terms[1], terms[2], terms[3:], out := torch.empty(numel))
-        assert same(out, rebase(terms[0], terms[1], terms[2], terms[3:]))
 
 
 def test_blocks_larger_than_a_tile_stay_on_torch() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from diloco.codec.coded import values_of
 from diloco.codec.contract import NonFiniteError, digest
 from diloco.codec.digests import digest_of
 from diloco.codec.registry import make_codec
@@ -35,7 +36,7 @@ def encoder(codec: str) -> Encoder:
 
 
 def inputs() -> SealInputs:
-    return SealInputs(dice("base", 0), dice("local", 0), [dice("d5", 0), dice("d6", 0)])
+    return SealInputs(dice("base", 0), [dice("local", 0)], [dice("d5", 0), dice("d6", 0)])
 
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4:32+zstd1"])
@@ -49,9 +50,9 @@ def test_the_header_is_that_of_the_payload_and_decoded_is_what_the_syncer_reads(
     assert (header.encoding, header.numel) == (codec, measured.numel())
     assert (header.payload_bytes, header.digest) == (len(sealed.payload), digest_of(sealed.payload))
     assert header.values_digest == digest(make_codec(codec).decode(sealed.payload, measured.numel()))
-    assert torch.equal(sealed.decoded, make_codec(codec).decode(sealed.payload, measured.numel()))
+    assert torch.equal(values_of(sealed.sent), make_codec(codec).decode(sealed.payload, measured.numel()))
     assert bytes(sealed.payload) == make_codec(codec).encode(measured)
-    assert sealed.norm == pytest.approx(float(sealed.decoded.norm()))
+    assert sealed.norm == pytest.approx(float(values_of(sealed.sent).norm()))
 
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
@@ -78,7 +79,7 @@ def test_an_update_is_in_the_outbox_before_it_is_told_and_out_of_it_when_it_is_d
         lambda name, facts: None,
         threading.Event(),
     )
-    ruined = SealInputs(dice("base", 0), dice("local", 0) / 0.0, [])
+    ruined = SealInputs(dice("base", 0), [dice("local", 0) / 0.0], [])
     for order in (SealJob(EFFECT, inputs(), "fp32"), SealJob(replace(EFFECT, sequence=8), ruined, "fp32"), None):
         sealer.queue.put(order)
     sealer.run()
@@ -146,7 +147,7 @@ def test_what_became_of_the_entropy_stage_is_said(tmp_path: Path, codec: str, st
         lambda name, facts: said.append(facts),
         threading.Event(),
     )
-    even = SealInputs(torch.ones(4096), torch.zeros(4096), [])
+    even = SealInputs(torch.ones(4096), [torch.zeros(4096)], [])
     for order in (SealJob(EFFECT, inputs() if stage == "raw" else even, codec), None):
         sealer.queue.put(order)
     sealer.run()

@@ -57,12 +57,41 @@ enum Fold : int32_t { WRITE = 0, ADD = 1, TOWARDS = 2 };
 enum Place : int32_t { IN_MEAN = 1, OPENS_SITE = 2, ENDS_SITE = 4 };
 enum Rule : int32_t { WITHOUT_MOMENTUM = 0, HEAVY_BALL = 1, NESTEROV = 2 };
 
+// Of XXH3: its secret, what the lanes begin with, and primes.
+constexpr int64_t STRIPE_BYTES = 64, BLOCK_BYTES = 1024, SECRET_BYTES = 192;
+constexpr uint64_t PRIME_32[] = {0x9E3779B1u, 0x85EBCA77u, 0xC2B2AE3Du};
+constexpr uint64_t PRIME_64[] = {0x9E3779B185EBCA87u, 0xC2B2AE3D27D4EB4Fu, 0x165667B19E3779F9u, 0x85EBCA77C2B2AE63u,
+                                 0x27D4EB2F165667C5u};
+constexpr uint64_t FIRST_LANES[] = {PRIME_32[2], PRIME_64[0], PRIME_64[1], PRIME_64[2],
+                                    PRIME_64[3], PRIME_32[1], PRIME_64[4], PRIME_32[0]};
+constexpr uint8_t SECRET[SECRET_BYTES] = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
+    0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
+    0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
+    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c,
+    0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3,
+    0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
+    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d,
+    0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64,
+    0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
+    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
+    0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
+    0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
+};
+
 }  // namespace
 
 // A payload's format: of `numel` values, in blocks of `block` (1 for casts), of which top-k keeps `kept` values each.
 struct Format {
     int32_t kind, block;
     int64_t numel, kept;
+};
+
+// In the making over `total` bytes, of which `done` are in; `high` and `low` are it when all are.
+struct Digest {
+    int64_t total, done;
+    uint64_t lanes[8], high, low;
+    uint8_t tail[64];
 };
 
 // values - less[0] - less[1] ... + beta residual -> payload; residual <- that less what was decoded.
@@ -89,7 +118,7 @@ struct Decode {
     float share;
 };
 
-// Sums over the decoded values, which `out` receives unless it is null.
+// Sums over the decoded values, which `out` and `digest` receive unless they are null.
 struct Measure {
     Format format;
     int64_t start, count, tile;
@@ -97,6 +126,7 @@ struct Measure {
     const float *against;
     float *out;
     double squares, products, against_squares;
+    Digest *digest;
     float largest;
 };
 
@@ -122,12 +152,45 @@ struct Outer {
     int64_t culprit;
 };
 
-struct Rebase {
+// A fragment's values where they lie, one piece behind the other; `ends` are how many values there are up to each end.
+struct Pieces {
+    float *const *values;
+    const int64_t *ends;
     int64_t count;
-    const float *local, *old_base, *new_base;
-    const float *const *merged;
-    int64_t merged_count;
+};
+
+// base - local - sent... -> payload, for values from `start` to `stop`; digest and squares of what it decodes to, unless
+// `digest` is null.
+struct Seal {
+    Format format;
+    int64_t start, stop, tile;
+    Pieces local;
+    const float *base;
+    const Update *sent;
+    int64_t sent_count;
+    uint8_t *payload;
+    Digest *digest;
+    double squares;
+};
+
+// held + parts... -> out, or the last of the parts by itself where each is `whole`; digest of that.
+struct Follow {
+    int64_t start, stop, tile;
+    const float *held;
+    const Update *parts;
+    int64_t parts_count;
     float *out;
+    Digest *digest;
+    int32_t whole;
+};
+
+// new_base - (old_base - local - merged...) -> local
+struct Take {
+    int64_t start, stop, tile;
+    Pieces local;
+    const float *old_base, *new_base;
+    const Update *merged;
+    int64_t merged_count;
 };
 
 namespace {
@@ -177,7 +240,7 @@ namespace avx512 {
 #endif
 
 // Raised with every change of a structure or a meaning: native.py uses no library with another number.
-EXPORT int32_t diloco_interface() { return 3; }
+EXPORT int32_t diloco_interface() { return 4; }
 
 // The best level that this processor has; all below it work too.
 EXPORT int32_t diloco_level() {
@@ -199,7 +262,15 @@ EXPORT int32_t diloco_measure(int32_t level, Measure *job) { return AT_LEVEL(lev
 
 EXPORT int32_t diloco_outer(int32_t level, Outer *job) { return AT_LEVEL(level, outer(job)); }
 
-EXPORT void diloco_rebase(int32_t level, const Rebase *job) { AT_LEVEL(level, rebase(job)); }
+EXPORT int32_t diloco_seal(int32_t level, Seal *job) { return AT_LEVEL(level, seal(job)); }
+
+EXPORT int32_t diloco_follow(int32_t level, Follow *job) { return AT_LEVEL(level, follow(job)); }
+
+EXPORT int32_t diloco_take(int32_t level, const Take *job) { return AT_LEVEL(level, take(job)); }
+
+EXPORT void diloco_digest(int32_t level, Digest *digest, const uint8_t *data, int64_t count) {
+    AT_LEVEL(level, take_bytes(digest, data, count));
+}
 
 EXPORT double diloco_sum_products(int32_t level, const float *a, const float *b, int64_t count, double total) {
     return AT_LEVEL(level, sum_products(a, b, count, total));
@@ -208,6 +279,7 @@ EXPORT double diloco_sum_products(int32_t level, const float *a, const float *b,
 // What native.py takes a structure's size to be must be what it is here.
 EXPORT int64_t diloco_size(int32_t which) {
     const int64_t sizes[] = {sizeof(Format), sizeof(Encode), sizeof(Decode), sizeof(Measure),
-                             sizeof(Update), sizeof(Outer),  sizeof(Rebase)};
-    return which >= 0 && which < 7 ? sizes[which] : -1;
+                             sizeof(Update), sizeof(Outer),  sizeof(Digest), sizeof(Pieces),
+                             sizeof(Seal),   sizeof(Follow), sizeof(Take)};
+    return which >= 0 && which < 11 ? sizes[which] : -1;
 }

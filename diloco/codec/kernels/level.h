@@ -339,4 +339,6 @@ static inline void written_out() {
 #endif
 }
 
+#include "digest.h"
 #include "passes.h"
+#include "site.h"

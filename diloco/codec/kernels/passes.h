@@ -75,6 +75,7 @@ static int measure(Measure *job) {
         const uint32_t bits = largest_bits(x, count);
         largest = bits > largest ? bits : largest;
         if (largest >= INFINITE) return NOT_FINITE;
+        take_bytes(job->digest, (const uint8_t *)x, 4 * count);
         job->squares = sum_products(x, x, count, job->squares);
         if (job->against) {
             const float *m = job->against + at;
@@ -163,19 +164,4 @@ static int outer(Outer *job) {
     }
     written_out();
     return DONE;
-}
-
-static void rebase(const Rebase *job) {
-    alignas(64) float unsent[TILE];
-    for (int64_t at = 0; at < job->count; at += TILE) {
-        const int64_t count = job->count - at < TILE ? job->count - at : TILE;
-        const float *base = job->old_base + at, *local = job->local + at, *fresh = job->new_base + at;
-        for (int64_t i = 0; i < count; i++) unsent[i] = base[i] - local[i];
-        for (int64_t k = 0; k < job->merged_count; k++) {
-            const float *merged = job->merged[k] + at;
-            for (int64_t i = 0; i < count; i++) unsent[i] -= merged[i];
-        }
-        float *out = job->out + at;
-        for (int64_t i = 0; i < count; i++) out[i] = fresh[i] - unsent[i];
-    }
 }
