@@ -102,13 +102,13 @@ def outer_pass(
     return Stepped(new, codec.closed(payload), sqrt(squares))
 
 
-def ranges(numel: int, codecs: Iterable[Codec]) -> list[Range]:
-    """Cut ``numel`` values where each of the codecs can be cut, about every ``RANGE_VALUES``.
+def ranges(numel: int, codecs: Iterable[Codec], about: int | None = None) -> list[Range]:
+    """Cut ``numel`` values where each of the codecs can be cut, about every ``about``, by default ``RANGE_VALUES``.
 
     Blocks whose sizes share no factor make the ranges longer, up to the whole.
     """
     step = lcm(SUM_BLOCK, *(codec.granule for codec in codecs))
-    step *= max(1, RANGE_VALUES // step)
+    step *= max(1, (about or RANGE_VALUES) // step)
     return [(start, min(start + step, numel)) for start in range(0, numel, step)]
 
 

@@ -127,14 +127,14 @@ class Kernels:
         numel: int,
         start: int,
         payload: bytes | memoryview,
-        out: Tensor,
+        count: int,
         against: Tensor | None,
         job: MeasureJob,
     ) -> Status:
-        """Decode as many values as ``out`` has, and go on with the sums of ``job`` in the order of ``sums``."""
-        job.format, job.start, job.count = layout.format(numel), start, out.numel()
+        """Decode ``count`` values, and go on with the sums of ``job`` in the order of ``sums``."""
+        job.format, job.start, job.count = layout.format(numel), start, count
         job.tile = tile(layout.block, SUM_BLOCK)
-        job.payload, job.out = address(payload), out.data_ptr()
+        job.payload = address(payload)
         job.against = None if against is None else against.data_ptr()
         return Status(self.library.diloco_measure(self.level, byref(job)))
 

@@ -73,8 +73,8 @@ def decode_and_sum(
     check_values(out)
     check_place(codec, out.numel(), start, numel)
     assert against is None or against.shape == out.shape
-    job = MeasureJob()
-    refuse(fast.measure(layout, numel, start, payload, out, against, job), codec.name, layout)
+    job = MeasureJob(out=out.data_ptr())
+    refuse(fast.measure(layout, numel, start, payload, out.numel(), against, job), codec.name, layout)
     return Sums(job.largest, job.squares, job.products, job.against_squares)
 
 

@@ -4,8 +4,8 @@ What has come is read back from the disk by ranges and decoded, so that a commit
 no update is ever whole in memory.  One with an entropy stage has no ranges: once all of it is here, it is unpacked on
 the disk and then looked at like the others.
 
-Memory: for each of the ``checks`` that look at the same time one range of values, its payload and the sums' temporaries
-(``wire.options.CHECK_BYTES_MAX``), and what it takes to unpack a frame.
+Memory: for each of the ``checks`` that look at the same time the payload of one range, and on plain torch its values
+and the sums' temporaries (``wire.options.CHECK_BYTES_MAX``), and what it takes to unpack a frame.
 """
 
 from __future__ import annotations
@@ -14,14 +14,10 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
-from diloco.codec.contract import DecodeError, NonFinitePayload, bytes_of
-from diloco.codec.digests import hasher
+from diloco.codec.contract import DecodeError, NonFinitePayload
 from diloco.codec.entropy import RAW
-from diloco.codec.fused import ranges
+from diloco.codec.reading import Reading
 from diloco.codec.registry import make_codec
-from diloco.codec.sums import decode_and_sum
 from diloco.syncer.payloads import opened, read_part
 from diloco.syncer.vitals import Measuring, Vitals
 
@@ -32,8 +28,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from diloco.codec.contract import Codec
-    from diloco.codec.digests import Hasher
     from diloco.wire.messages import PushHeader
 
 
@@ -64,12 +58,13 @@ class Inspection:
         self._checks = checks
         self._begins = begins
         self._codec = make_codec(header.encoding)
-        self._ranges = iter(ranges(header.numel, [self._codec.plain]))
+        self._reading = Reading(self._codec.plain, header.numel, header.values_digest)
+        self._ranges = iter(self._reading.ranges())
         self._next = next(self._ranges, None)
         self._begin: int | None = 0 if self._codec.plain is self._codec else None
         """Where the payload of the plain codec begins; None: that is not known, or it lies nowhere as it is."""
         self._measuring = Measuring()
-        self._digest: Hasher | None = hasher(header.values_digest) if header.values_digest else None
+        self._has_digest = bool(header.values_digest)
         self._malformed: DecodeError | None = None
         self._file: int | None = None
 
@@ -83,7 +78,7 @@ class Inspection:
                 assert self._begin is not None
                 count = bounds[1] - bounds[0]
                 part = read_part(self._file, self._codec.plain, self._header.numel, *bounds, self._begin)
-                self._look(self._codec.plain, part, count, 0, bounds)
+                self._look(part, count, 0, bounds)
 
     def finish(self) -> Found:
         """All is here: ``DecodeError`` unless it is what the codec makes."""
@@ -95,7 +90,7 @@ class Inspection:
         if self._malformed is not None:
             raise self._malformed
         found = self._measuring.vitals()
-        return Found(found, self._digest is None or self._digest.text() == header.values_digest)
+        return Found(found, not self._has_digest or self._reading.digest() == header.values_digest)
 
     def close(self) -> None:
         """Nothing more will be looked at."""
@@ -122,29 +117,26 @@ class Inspection:
         """A frame of the entropy stage, or nothing that could be one."""
         header = self._header
         try:
-            codec, mapped = opened(self._path, self._codec, header.numel)
+            _, mapped = opened(self._path, self._codec, header.numel)
         except DecodeError as error:
             self._malformed = error
             return
         while (bounds := self._next) is not None and self._malformed is None:
-            self._look(codec, mapped.payload, header.numel, bounds[0], bounds)
+            self._look(mapped.payload, header.numel, bounds[0], bounds)
             mapped.let_go()
 
-    def _look(self, codec: Codec, payload: memoryview, numel: int, start: int, bounds: tuple[int, int]) -> None:
-        """Decode the values of ``bounds``, which begin at ``start`` of a ``payload`` of ``numel``, and measure them."""
-        values = torch.empty(bounds[1] - bounds[0])
+    def _look(self, payload: memoryview, numel: int, start: int, bounds: tuple[int, int]) -> None:
+        """Read the values of ``bounds``, which begin at ``start`` of a ``payload`` of ``numel``."""
         momentum = self._momentum(self._header.fragment)
         against = momentum[slice(*bounds)] if momentum is not None else None
         try:
-            sums = decode_and_sum(codec, payload, numel, values, start, against)
+            sums = self._reading.read(payload, numel, start, bounds[1] - bounds[0], against)
         except NonFinitePayload:  # What comes behind it may still be no payload at all.
             self._measuring.not_finite()
-            self._digest = None
+            self._has_digest = False
         except DecodeError as error:
             self._malformed = error
             return
         else:
             self._measuring.add(sums)
-            if self._digest is not None:
-                self._digest.update(bytes_of(values))
         self._next = next(self._ranges, None)

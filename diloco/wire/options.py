@@ -27,7 +27,8 @@ from diloco.wire.messages import (
 MBPS_MIN = 0.1
 MBPS_MAX = 1e6
 CHECK_BYTES_MAX = 4 * MIB
-"""Of a range of 128 Ki values: themselves, their payload, and the fp64 of the sums where there are no kernels."""
+"""Of a range of values: the payload of 512 Ki where there are kernels; without them 128 Ki, their payload, and the fp64
+of the sums."""
 STANDARD_STREAMS_MAX = 8
 """Streams of the health and reflection services open at once."""
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from diloco.codec import native
-from diloco.codec.contract import Add, Carry, DecodeError, NonFiniteError, Towards, payload_view
+from diloco.codec.contract import Add, Carry, DecodeError, NonFiniteError, Towards, digest, payload_view
+from diloco.codec.kernel_digest import kernel_digest
 from diloco.codec.native import Kernels, at_level, kernels, refuse
 from diloco.codec.ranged import RangedCodec
 from diloco.codec.registry import make_codec
@@ -160,9 +161,11 @@ def test_sums(fast: Kernels, name: str) -> None:
         payload = codec.encode(values)
         expected, out = codec.decode(payload, numel), torch.empty(numel)
         assert fast.sum_of_products(values, against).hex() == sum_plain(values, against).hex()
-        job = MeasureJob()
-        assert fast.measure(layout, numel, 0, payload, out, against, job) is Status.DONE
+        made = kernel_digest(4 * numel)
+        job = MeasureJob(out=out.data_ptr(), digest=None if made is None else made.address)
+        assert fast.measure(layout, numel, 0, payload, numel, against, job) is Status.DONE
         assert same(out, expected)
+        assert made is None or made.text() == digest(expected)
         assert job.largest == float(expected.abs().max())
         assert float(job.squares).hex() == sum_plain(expected, expected).hex()
         assert float(job.products).hex() == sum_plain(expected, against).hex()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.codec import fused
+from diloco.codec import fused, reading
 from diloco.codec.contract import DecodeError, digest
 from diloco.codec.registry import make_codec
 from diloco.syncer.inspecting import Found, Inspection
@@ -25,6 +25,7 @@ NAMES = ("fp32", "bf16", "int8", "int4:32", "int4+zstd1", "fp32+zstd1")
 @pytest.fixture(autouse=True)
 def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "RANGE_VALUES", 1024)
+    monkeypatch.setattr(reading, "READ_VALUES", 1024)
 
 
 def dice(seed: int) -> torch.Tensor:

@@ -300,15 +300,39 @@ static inline double halves(double *lanes) {
     return lanes[0];
 }
 
+#ifdef AVX512
+static inline __m512d wide(const float *x) { return _mm512_cvtps_pd(_mm256_loadu_ps(x)); }
+
+// Two blocks of 1024, a row of each at a time.  The product of two fp32 is exact in fp64, so that a fused addition rounds
+// where the plain one does.
+static inline void add_two_blocks(const float *a, const float *b, double *lanes, double *others) {
+    __m512d low = _mm512_setzero_pd(), high = low, other_low = low, other_high = low;
+    for (int64_t i = 0; i < SUM_BLOCK; i += SUM_LANES) {
+        low = _mm512_fmadd_pd(wide(a + i), wide(b + i), low);
+        high = _mm512_fmadd_pd(wide(a + i + 8), wide(b + i + 8), high);
+        other_low = _mm512_fmadd_pd(wide(a + i + SUM_BLOCK), wide(b + i + SUM_BLOCK), other_low);
+        other_high = _mm512_fmadd_pd(wide(a + i + SUM_BLOCK + 8), wide(b + i + SUM_BLOCK + 8), other_high);
+    }
+    _mm512_store_pd(lanes, low);
+    _mm512_store_pd(lanes + 8, high);
+    _mm512_store_pd(others, other_low);
+    _mm512_store_pd(others + 8, other_high);
+}
+#else
+static inline void add_two_blocks(const float *a, const float *b, double *lanes, double *others) {
+    for (int64_t i = 0; i < SUM_BLOCK; i += SUM_LANES) {
+        add_rows(lanes, a + i, b + i);
+        add_rows(others, a + i + SUM_BLOCK, b + i + SUM_BLOCK);
+    }
+}
+#endif
+
 // sums.py: lanes, rows, halves.  `total` goes on from block to block; two blocks at a time, because each waits for itself.
 static double sum_products(const float *a, const float *b, int64_t count, double total) {
     int64_t start = 0;
     for (; start + 2 * SUM_BLOCK <= count; start += 2 * SUM_BLOCK) {
         alignas(64) double lanes[SUM_LANES] = {}, others[SUM_LANES] = {};
-        for (int64_t i = start; i < start + SUM_BLOCK; i += SUM_LANES) {
-            add_rows(lanes, a + i, b + i);
-            add_rows(others, a + i + SUM_BLOCK, b + i + SUM_BLOCK);
-        }
+        add_two_blocks(a + start, b + start, lanes, others);
         total += halves(lanes);
         total += halves(others);
     }
