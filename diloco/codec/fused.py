@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import lcm, sqrt
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,14 +24,20 @@ from diloco.outer.merge import shares
 from diloco.outer.optimizer import OuterOptimizerOptions, outer_step
 from diloco.outer.pseudo_gradient import is_finite
 
+if TYPE_CHECKING:
+    import ctypes
+
 RANGE_VALUES = 128 * 1024
+RANGES_AT_ONCE = 4
+"""That a thread is given where there are kernels: to hand it one takes as long as a part of its arithmetic."""
 THETA = "theta is not finite after the outer step"
 PUBLISHED = "what would be published is not finite"
 
 Payload = tuple[Codec, bytes | memoryview]
 """An update as it came, and the codec that reads it."""
 Range = tuple[int, int]
-Spread = Callable[[Callable[[Range], float], Iterable[Range]], Iterable[float]]
+Ranges = Sequence[Range]
+Spread = Callable[[Callable[[Ranges], list[float]], Iterable[Ranges]], Iterable[list[float]]]
 """``map`` or one that uses threads, as ``ThreadPoolExecutor.map``: it keeps the order and passes an error on."""
 
 
@@ -93,12 +100,13 @@ def outer_pass(
     assert payload.numel() == size, f"{codec.name} is lossless and does not send the values as they are"
     work = _Work(sites, state, new, optimizer, codec.plain, payload)
     found, codecs = fast(), work.codecs()
-    one_range = work.plain_range
+    some_ranges, at_once, cut = work.plain_ranges, 1, ranges(numel, codecs)
     if found is not None and found.fits(*(each.layout for each in codecs), granule=SUM_BLOCK):
-        one_range = functools.partial(work.native_range, found)
+        some_ranges, at_once = functools.partial(work.native_ranges, found, work.native_updates()), RANGES_AT_ONCE
     squares = 0.0
-    for part in spread(one_range, ranges(numel, codecs)):
-        squares += part
+    for parts in spread(some_ranges, [cut[at : at + at_once] for at in range(0, len(cut), at_once)]):
+        for part in parts:
+            squares += part
     return Stepped(new, codec.closed(payload), sqrt(squares))
 
 
@@ -127,8 +135,11 @@ class _Work:
         """All that are read or written."""
         return [self.codec, *(codec for _, updates in self.sites for codec, _ in updates)]
 
-    def plain_range(self, bounds: Range) -> float:
-        """One range on torch, the definition; the sum of the squares of its merged pseudo-gradient."""
+    def plain_ranges(self, some: Ranges) -> list[float]:
+        """Ranges on torch, the definition; of each the sum of the squares of its merged pseudo-gradient."""
+        return [self._plain_range(bounds) for bounds in some]
+
+    def _plain_range(self, bounds: Range) -> float:
         state, new, part = self.state, self.new, slice(*bounds)
         merged = self._mean(bounds)
         momentum = None if state.momentum is None else state.momentum[part]
@@ -166,8 +177,8 @@ class _Work:
         assert mean is not None
         return mean
 
-    def native_range(self, fast: Kernels, bounds: Range) -> float:
-        """The same in one pass of the kernels."""
+    def native_updates(self) -> ctypes.Array[Update]:
+        """The updates as the kernels take them."""
         numel = self.state.theta.numel()
         updates = [
             Update(
@@ -181,10 +192,16 @@ class _Work:
             for site, (share, parts) in enumerate(self.sites)
             for index, (codec, payload) in enumerate(parts)
         ]
+        return (Update * len(updates))(*updates)
+
+    def native_ranges(self, fast: Kernels, updates: ctypes.Array[Update], some: Ranges) -> list[float]:
+        """The same in one pass of the kernels for each."""
+        numel = self.state.theta.numel()
         job = OuterJob(
-            *bounds,
+            0,
+            0,
             tile(SUM_BLOCK, *(codec.granule for codec in self.codecs())),
-            (Update * len(updates))(*updates),
+            updates,
             len(updates),
             *(pointer(each) for each in (self.state.theta, self.state.published, self.state.momentum)),
             *(pointer(each) for each in (self.new.theta, self.new.published, self.new.momentum)),
@@ -196,6 +213,10 @@ class _Work:
             -self.optimizer.lr,
             self.optimizer.momentum,
         )
+        return [self._native_range(fast, job, bounds) for bounds in some]
+
+    def _native_range(self, fast: Kernels, job: OuterJob, bounds: Range) -> float:
+        (job.start, job.stop), job.squares = bounds, 0.0
         status = fast.outer(job)
         if job.culprit >= 0:
             codec = [codec for _, parts in self.sites for codec, _ in parts][job.culprit]

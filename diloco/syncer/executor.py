@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from diloco.codec.buffers import Buffers
-    from diloco.codec.fused import Range, Spread
+    from diloco.codec.fused import Ranges, Spread
     from diloco.outer.optimizer import OuterOptimizerOptions
     from diloco.sync.effects import StartOuterStep
     from diloco.syncer.payloads import Mapped
@@ -122,19 +122,19 @@ def run_outer_step(
 
 
 def _spread(payloads: list[Mapped], threads: int, stack: ExitStack) -> Spread:
-    """Ranges in turn, or by several ``threads``, which end with ``stack``; after each the payloads are let go of."""
+    """Ranges in turn, or by several ``threads``, which end with ``stack``; after some the payloads are let go of."""
 
-    def spread(work: Callable[[Range], float], ranges: Iterable[Range]) -> Iterable[float]:
-        def one(bounds: Range) -> float:
+    def spread(work: Callable[[Ranges], list[float]], ranges: Iterable[Ranges]) -> Iterable[list[float]]:
+        def some(bounds: Ranges) -> list[float]:
             done = work(bounds)
             for payload in payloads:
                 payload.let_go()
             return done
 
         if threads == 1:
-            return map(one, ranges)
+            return map(some, ranges)
         pool = ThreadPoolExecutor(threads, thread_name_prefix="fold")
         stack.callback(pool.shutdown, cancel_futures=True)  # The other ranges of one that is not finite are not made.
-        return pool.map(one, ranges)
+        return pool.map(some, ranges)
 
     return spread

@@ -357,6 +357,15 @@ static inline void write_out(float *out, const float *values, int64_t count) {
     for (; i < count; i++) out[i] = values[i];
 }
 
+// Brings values on their way that a pass wants next, while it computes on what does not come from memory.
+static inline void fetch_ahead(const float *values, int64_t count) {
+#ifdef X86_LEVELS
+    for (int64_t i = 0; i < count; i += 16) _mm_prefetch((const char *)(values + i), _MM_HINT_T0);
+#else
+    (void)values, (void)count;
+#endif
+}
+
 static inline void written_out() {
 #ifdef AVX512
     _mm_sfence();
