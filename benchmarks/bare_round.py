@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.rounds import OPTIMIZER, Case, in_processes, values_digest
+from benchmarks.rounds import OPTIMIZER, Case, in_processes, settle, values_digest
 from diloco.codec.buffers import Buffers
 from diloco.codec.coded import Coded
 from diloco.codec.contract import bytes_of
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 def run_middle(case: Case, port: int, pipe: Any) -> None:
     """The process in the middle; it has the same threads for the outer step as a syncer."""
-    torch.set_num_threads(1)
+    settle()
     task, codec = case.task, make_codec(case.codec)
     optimizer = OuterOptimizerOptions(**OPTIMIZER)  # type: ignore[arg-type]
     buffers, state = Buffers(4), State(torch.zeros(task.numel), torch.zeros(task.numel), None)
@@ -53,7 +53,7 @@ def run_middle(case: Case, port: int, pipe: Any) -> None:
 
 def run_site(case: Case, index: int, port: int, pipe: Any) -> None:
     """A site's process; answers as ``rounds.run_site`` does."""
-    torch.set_num_threads(1)
+    settle()
     task, codec, fast, buffers = case.task, make_codec(case.codec), kernels(), Buffers(1)
     assert fast is not None, "no compiled kernels here"
     pieces = [torch.zeros(shape) for _, shape in task.shapes()]

@@ -34,6 +34,7 @@ from benchmarks.rounds import (
     error_max,
     in_processes,
     measure_ours,
+    settle,
     spread,
     tls_files,
     values_digest,
@@ -51,7 +52,7 @@ DEFINED_NUMEL_MAX = 10_000_000
 
 
 def run_gloo(task: Task, rank: int, port: int, step_too: bool, pipe: Any) -> None:
-    torch.set_num_threads(1)
+    settle()
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://127.0.0.1:{port}",

@@ -27,6 +27,7 @@ from diloco.durable import PLAIN_DISK, Disk
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo
 from diloco.launch.certificates import issue, make_authority
+from diloco.launch.lasting import keep_what_is_loaded
 from diloco.learner.agent import Agent
 from diloco.learner.options import AgentOptions
 from diloco.outer.fragments import plan_layout
@@ -280,8 +281,14 @@ def spread(sites: list[dict[str, Any]]) -> dict[str, float]:
     return {"round_s_p50": percentile(rounds, 50), "round_s_p95": percentile(rounds, 95)}
 
 
-def _settle(case: Case, who: str) -> None:
+def settle() -> None:
+    """As our programs begin, and for every system of a comparison alike: one thread, and the modules stay."""
     torch.set_num_threads(1)
+    keep_what_is_loaded()
+
+
+def _settle(case: Case, who: str) -> None:
+    settle()
     if who in case.places:
         enter(case.places[who])
 

@@ -21,6 +21,7 @@ from diloco.launch.canary import Canaries, command
 from diloco.launch.console import SiteLines, quietly
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import EventLog
+from diloco.launch.lasting import keep_what_is_loaded
 from diloco.launch.placing import BETWEEN
 from diloco.launch.run_dir import held, run_dir_of
 from diloco.launch.stopping import Stopping
@@ -137,6 +138,7 @@ def _run(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
             agents.append(agent)
             canary = command(folder.root, config.site.canary_steps)
             stack.enter_context(Canaries(canary, config.site.canary_every_s, emit))
+            keep_what_is_loaded()
             return _lead(agent, trainer, config, stopping, resumed, emit)
         _follow(config, trainer, model, stopping)
         return ExitCode.OK, ""

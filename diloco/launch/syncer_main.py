@@ -14,6 +14,7 @@ from diloco.launch.arenas import limit_arenas
 from diloco.launch.arguments import limit_threads, load_config, settings_parser
 from diloco.launch.arming import disk_from_environment
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.launch.lasting import keep_what_is_loaded
 from diloco.launch.placing import BETWEEN, at, has_several, syncer_dir
 from diloco.launch.run_dir import RunDir, name_run, run_dir_of
 from diloco.launch.stopping import Stopping
@@ -124,6 +125,7 @@ def serve(
     from diloco.syncer.store import StoreError
 
     torch.set_num_threads(1)
+    keep_what_is_loaded()
     layout, disk = build.layout_of(config), disk_from_environment()
     syncer = Syncer(
         build.syncer_options(config, run_dir),
