@@ -209,9 +209,22 @@ class Disk:
         """Replace ``path`` by ``data``, in the same way."""
         self.keep(path, lambda beside: beside.write_bytes(data), step)
 
-    def write_parts(self, path: Path, parts: Iterable[bytes | memoryview], step: Step) -> None:
-        """The same with ``parts``, one behind the other: a large file is never whole in memory."""
-        self.keep(path, lambda beside: _write_all(beside, parts), step)
+    def write_parts(
+        self, path: Path, parts: Iterable[bytes | memoryview], step: Step, over: Path | None = None
+    ) -> None:
+        """The same with ``parts``, one behind the other: a large file is never whole in memory.
+
+        The file ``over``, which nobody needs, is written over where it is there: to ask the system for new room, and to
+        hand the old back, takes longer than to write.
+        """
+
+        def write(beside: Path) -> None:
+            if over is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    over.replace(beside)
+            _write_all(beside, parts)
+
+        self.keep(path, write, step)
 
 
 PLAIN_DISK = Disk()
@@ -277,11 +290,12 @@ def write_file(path: Path, data: bytes | memoryview) -> None:
 
 
 def _write_all(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    with path.open("wb", buffering=0) as file:
+    with path.open("r+b" if path.exists() else "wb", buffering=0) as file:
         for part in parts:
             left = memoryview(part)
             while left:  # A file without a buffer takes what fits, and one call takes no more than 2 GiB.
                 left = left[file.write(left) :]
+        file.truncate()
 
 
 def _sync(path: Path, flags: int) -> None:

@@ -191,3 +191,15 @@ def test_a_file_of_parts_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         Disk().write_parts(tmp_path / "a", breaks(), Step.FILE)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert (tmp_path / "a").read_bytes() == b"one two"
+
+
+def test_parts_are_written_over_a_file_that_nobody_needs(tmp_path: Path) -> None:
+    spare = tmp_path / "spare"
+    spare.write_bytes(b"much longer than what comes")
+    room = spare.stat().st_ino
+    Disk().write_parts(tmp_path / "a", [b"one ", b"two"], Step.FILE, over=spare)
+    assert (tmp_path / "a").read_bytes() == b"one two"
+    assert (tmp_path / "a").stat().st_ino == room
+    Disk().write_parts(tmp_path / "b", [b"three"], Step.FILE, over=spare)
+    assert (tmp_path / "b").read_bytes() == b"three", "it was not there any more"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]

@@ -3,6 +3,9 @@
 One file an update, ``<fragment>-<sequence>.update``: a line, then the payload.  The line is the CRC-32 of the rest of
 it, eight hexadecimal digits, and the header's fields as JSON; the header holds the digest of the payload.
 
+A file that is needed no more is kept for a while, under a name that is no update's, and written over by the next.  If
+a power cut brings its old name back, it is damaged, which counts as being gone.
+
 What was put here last is in memory as well until it is asked for (``fresh``), so that its first sending reads no file.
 """
 
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
 FRESH_MAX = 4
 """Updates that are in memory as well, at most."""
+SPARE_MAX = 4
+"""Files of updates that are needed no more, at most; the next ones are written over them."""
 
 
 class OutboxError(ValueError):
@@ -41,6 +46,8 @@ class Outbox:
         self._disk = disk
         self._fresh: dict[tuple[int, int], tuple[PushHeader, memoryview]] = {}
         self._fresh_lock = threading.Lock()
+        self._spare: list[Path] = []
+        self._reading = threading.Lock()  # Held while a file is read by its name, and while it loses that.
         disk.settle(folder, Step.OUTBOX_FOLDER)
         for leftover in folder.glob(".*.tmp"):
             disk.remove(leftover, Step.OUTBOX_DROP)
@@ -54,7 +61,8 @@ class Outbox:
         line = b"%08x %b\n" % (zlib.crc32(fields), fields)
         key, view = (header.fragment, header.sequence), memoryview(payload)
         self._forget(key)
-        self._disk.write_parts(self._path(*key), (line, view), Step.OUTBOX_PUT)
+        spare = self._spare.pop() if self._spare else None
+        self._disk.write_parts(self._path(*key), (line, view), Step.OUTBOX_PUT, over=spare)
         with self._fresh_lock:
             self._fresh[key] = (header, view)
             while len(self._fresh) > FRESH_MAX:
@@ -75,7 +83,8 @@ class Outbox:
         ``OutboxError`` if damaged, ``FileNotFoundError`` if it was dropped.
         """
         path = self._path(fragment, sequence)
-        header, payload = _read(path)
+        with self._reading:
+            header, payload = _read(path)
         if digest_of(payload, header.digest) != header.digest:
             raise OutboxError(f"{path} is damaged: its digest is not the one it was sealed with")
         return replace(header, incarnation=incarnation), payload
@@ -83,7 +92,14 @@ class Outbox:
     def drop(self, fragment: int, sequence: int) -> None:
         """The update is needed no more."""
         self._forget((fragment, sequence))
-        self._disk.remove(self._path(fragment, sequence), Step.OUTBOX_DROP)
+        path = self._path(fragment, sequence)
+        if len(self._spare) >= SPARE_MAX or not path.exists():
+            self._disk.remove(path, Step.OUTBOX_DROP)
+            return
+        spare = path.with_name(f".{path.name}.tmp")
+        with self._reading:
+            self._disk.rename(path, spare, Step.OUTBOX_DROP)
+        self._spare.append(spare)
 
     def digests(self) -> dict[tuple[int, int], str]:
         """The digest of every whole update here, by (fragment, sequence); what is damaged is left out."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.learner.outbox import FRESH_MAX, Outbox, OutboxError
+from diloco.learner.outbox import FRESH_MAX, SPARE_MAX, Outbox, OutboxError
 from tests.syncer.building import update
 
 
@@ -107,3 +107,51 @@ def test_what_is_not_kept_is_cleared_and_leftovers_too(tmp_path: Path) -> None:
     again = Outbox(tmp_path)
     again.clear({(0, 2), (1, 3)})
     assert [path.name for path in tmp_path.iterdir()] == ["0-2.update"]
+
+
+def test_a_file_that_is_needed_no_more_is_written_over(tmp_path: Path) -> None:
+    outbox, room = Outbox(tmp_path), set()
+    for sequence, kind in enumerate(("fp32", "int8", "fp32", "bf16"), 1):
+        header, payload = update(sequence=sequence, encoding=kind)
+        outbox.put(header, payload)
+        room.add((tmp_path / f"0-{sequence}.update").stat().st_ino)
+        found, view = outbox.get(0, sequence, header.incarnation)
+        assert (found, bytes(view)) == (header, payload), "shorter or longer than what was there"
+        outbox.drop(0, sequence)
+        assert outbox.digests() == {}
+        with pytest.raises(FileNotFoundError):
+            outbox.get(0, sequence, 1)
+    assert len(room) == 1
+    assert len(list(tmp_path.iterdir())) == 1
+    Outbox(tmp_path)
+    assert not list(tmp_path.iterdir()), "another process starts without"
+
+
+def test_no_more_than_a_few_are_kept_for_that(tmp_path: Path) -> None:
+    outbox = Outbox(tmp_path)
+    for sequence in range(SPARE_MAX + 2):
+        outbox.put(*update(sequence=sequence + 1))
+    for sequence in range(SPARE_MAX + 2):
+        outbox.drop(0, sequence + 1)
+    assert len(list(tmp_path.iterdir())) == SPARE_MAX
+    for path in tmp_path.iterdir():
+        path.unlink()  # Somebody tidied up.
+    outbox.put(*update(sequence=9))
+    assert outbox.get(0, 9, 1) is not None
+
+
+def test_a_full_disk_takes_the_spare_file_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outbox = Outbox(tmp_path)
+    outbox.put(*update(sequence=1))
+    outbox.drop(0, 1)
+
+    def full(handle: int) -> None:
+        raise OSError(28, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="full"):
+            outbox.put(*update(sequence=2))
+    assert not list(tmp_path.iterdir()), "what it took is free for others"
+    outbox.put(*update(sequence=2))
+    assert outbox.get(0, 2, 1) is not None
