@@ -318,6 +318,22 @@ static inline void add_two_blocks(const float *a, const float *b, double *lanes,
     _mm512_store_pd(others, other_low);
     _mm512_store_pd(others + 8, other_high);
 }
+
+// The same of x x, x m and m m; the lanes of one block stand before those of the other.
+static inline void add_two_blocks_of_both(const float *x, const float *m, double lanes[3][2 * SUM_LANES]) {
+    __m512d sums[3][4] = {};
+    for (int64_t i = 0; i < SUM_BLOCK; i += SUM_LANES) {
+        for (int k = 0; k < 4; k++) {
+            const int64_t at = i + (k & 1) * 8 + (k >> 1) * SUM_BLOCK;
+            const __m512d a = wide(x + at), b = wide(m + at);
+            sums[0][k] = _mm512_fmadd_pd(a, a, sums[0][k]);
+            sums[1][k] = _mm512_fmadd_pd(a, b, sums[1][k]);
+            sums[2][k] = _mm512_fmadd_pd(b, b, sums[2][k]);
+        }
+    }
+    for (int k = 0; k < 3; k++)
+        for (int part = 0; part < 4; part++) _mm512_store_pd(lanes[k] + 8 * part, sums[k][part]);
+}
 #else
 static inline void add_two_blocks(const float *a, const float *b, double *lanes, double *others) {
     for (int64_t i = 0; i < SUM_BLOCK; i += SUM_LANES) {
