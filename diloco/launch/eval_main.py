@@ -11,7 +11,7 @@ from diloco.launch import config as configs
 from diloco.launch.arguments import limit_threads, settings_parser
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import EventLog, read_events
-from diloco.launch.placing import BETWEEN, below, has_several, in_whole_order, placement_of
+from diloco.launch.placing import BETWEEN, in_whole_order, placement_of, syncer_dirs
 from diloco.launch.run_dir import RunDir, existing_run
 from diloco.launch.stopping import Stopping
 
@@ -127,7 +127,7 @@ class _Evaluation:
     def _connected(self, address: str) -> Observed | None:
         """A connection to the syncer, or None while nobody knows where it is."""
         if not address and self._run_dir is not None:
-            files = [each.address for each in self._dirs(self._run_dir)]
+            files = [each.address for each in syncer_dirs(self._config, self._run_dir)]
             if all(file.is_file() for file in files):
                 address = BETWEEN.join(file.read_text().strip() for file in files)
         from diloco.launch.observed import Observed
@@ -161,14 +161,11 @@ class _Evaluation:
         self._emit(in_whole_order(placement, told), whole=True)
         return True
 
-    def _dirs(self, run_dir: RunDir) -> list[RunDir]:
-        """The run folder of each syncer."""
-        several = has_several(self._config)
-        return [below(run_dir, index) for index in range(self._config.outer.num_syncers)] if several else [run_dir]
-
     def _finals(self) -> list[Path]:
         """The file of the final version of each syncer; none before all are there."""
-        found = [each.final_model for each in self._dirs(self._run_dir)] if self._run_dir is not None else []
+        found = (
+            [each.final_model for each in syncer_dirs(self._config, self._run_dir)] if self._run_dir is not None else []
+        )
         return found if all((final.parent / "final.json").is_file() for final in found) else []
 
     def _emit(self, versions: list[int], *, whole: bool) -> None:

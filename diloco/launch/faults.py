@@ -6,6 +6,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from diloco.launch.scenario import LINK, Play, Step
+from diloco.launch.up_syncers import site_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -82,24 +83,30 @@ class Faults:
     def _begin_on_link(self, step: Step) -> str:
         if self._relay is None:
             return "network.emulate is false: there is no link to break"
-        if step.do == "partition":
-            self._relay.partition(step.site)
-        elif step.do == "half_open":
-            self._relay.partition(step.site, step.direction)
-        elif step.do == "reset":
-            self._relay.reset(step.site)
-        else:
-            try:
-                self._relay.set(step.site, **step.changes)
-            except ValueError as error:
-                return str(error)
+        for link in self._links_of(step.site):
+            if step.do == "partition":
+                self._relay.partition(link)
+            elif step.do == "half_open":
+                self._relay.partition(link, step.direction)
+            elif step.do == "reset":
+                self._relay.reset(link)
+            else:
+                try:
+                    self._relay.set(link, **step.changes)
+                except ValueError as error:
+                    return str(error)
         return ""
+
+    def _links_of(self, site: str) -> list[str]:
+        """Its links to all syncers."""
+        return [link for link in self._links if site_of(link) == site] or [site]
 
     def _heal_link(self, step: Step) -> str:
         if self._relay is None:
             return "there is no link"
-        if step.do == "set":
-            self._relay.set(step.site, **{name: self._links[step.site][name] for name in step.changes})
-        else:
-            self._relay.heal(step.site)
+        for link in self._links_of(step.site):
+            if step.do == "set":
+                self._relay.set(link, **{name: self._links[link][name] for name in step.changes})
+            else:
+                self._relay.heal(link)
         return ""

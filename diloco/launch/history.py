@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from diloco.launch.placing import is_syncer
 from diloco.launch.records import Evaluation, Fault, Round, Series, SiteHistory, Span
 from diloco.launch.story import sentence
 
@@ -37,6 +38,7 @@ class RunHistory:
         self.epoch = 0
         self.syncer_spans: list[Span] = []
         self.syncer_up = False
+        """Whether all of them are."""
         self.run_tokens = 0
         self.progress = 0.0
         self.rounds: deque[Round] = deque(maxlen=ROUNDS_MAX)
@@ -63,6 +65,7 @@ class RunHistory:
         self._session = 0
         self._stands_still = False
         self._met: dict[int, float] = {}
+        self._syncers_up: set[str] = set()
         self._last_rounds: set[str] = set()
         self._ended: dict[str, str] = {}
         """By syncer: how the run ended there."""
@@ -165,9 +168,12 @@ class RunHistory:
 
     def _on_process(self, who: str, event: Event, now_s: float) -> None:
         name, state = str(event.get("name")), str(event.get("state"))
-        if name == "syncer":
+        if is_syncer(name) and not event.get("site"):
+            (self._syncers_up.add if state == "started" else self._syncers_up.discard)(name)
+            self.syncer_up = len(self._syncers_up) >= self.num_syncers
+            if name != "syncer":
+                return
             spans = self.syncer_spans
-            self.syncer_up = state == "started"
         elif name in self.sites or event.get("site"):
             site = self.site(name)
             spans = site.spans
@@ -208,7 +214,7 @@ class RunHistory:
 
     def _hit_by(self, fault: Fault) -> list[SiteHistory]:
         """The sites that a fault cuts off, stops or ends: all of them when the syncer is its target."""
-        if fault.target == "syncer":
+        if is_syncer(fault.target):
             return list(self.sites.values())
         return [site for name, site in self.sites.items() if fault.target in (name, f"link:{name}")]
 

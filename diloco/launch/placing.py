@@ -101,15 +101,20 @@ def syncer_name(index: int) -> str:
     return f"syncer-{index}" if index else "syncer"
 
 
+def is_syncer(name: str) -> bool:
+    """Whether a process of that name is one of the run's syncers."""
+    return name == syncer_name(0) or name.startswith(f"{syncer_name(0)}-")
+
+
 def syncer_dir(config: RunConfig) -> RunDir:
     """The syncer's own run folder: the run's, or the one below it where there are several."""
     run_dir = run_dir_of(config)
     return below(run_dir, config.cluster.syncer.index) if has_several(config) else run_dir
 
 
-def syncer_dirs(config: RunConfig) -> list[RunDir]:
-    """Those of all syncers."""
-    return [syncer_dir(part) for part in each(config)]
+def syncer_dirs(config: RunConfig, run_dir: RunDir) -> list[RunDir]:
+    """Those of all syncers of the run in ``run_dir``."""
+    return [below(run_dir, index) for index in range(config.outer.num_syncers)] if has_several(config) else [run_dir]
 
 
 def below(run_dir: RunDir, index: int) -> RunDir:

@@ -16,7 +16,8 @@ that must fit slow machines and fast ones.  Kinds:
     start      site             it is not there before (a late joiner)
     leave      site             SIGTERM: it leaves for good
 
-Reading a file and playing it are pure; ``up`` carries out what ``Schedule.due`` returns.
+Of several syncers the first is ``syncer``, the others are ``syncer-1`` and so on; a fault on a site's link is on its
+links to all of them.  Reading a file and playing it are pure; ``up`` carries out what ``Schedule.due`` returns.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING
 import yaml  # type: ignore[import-untyped]
 
 from diloco.launch.errors import ConfigError
+from diloco.launch.placing import is_syncer
 from diloco.wan.link import LinkOptions
 
 if TYPE_CHECKING:
@@ -72,7 +74,7 @@ class Step:
     @property
     def site(self) -> str:
         """The site that it is about, "" for the syncer."""
-        return "" if self.target == SYNCER else self.target.removeprefix(LINK)
+        return "" if is_syncer(self.target) else self.target.removeprefix(LINK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ def late_sites(steps: Sequence[Step]) -> set[str]:
     return {step.target for step in steps if step.do == "start"}
 
 
-def load_scenario(text: str, file: str, sites: Sequence[str]) -> list[Step]:
+def load_scenario(text: str, file: str, sites: Sequence[str], syncers: Sequence[str] = (SYNCER,)) -> list[Step]:
     """Read a scenario for a run with these ``sites``; ``ScenarioError`` names ``file``, line and value."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -149,7 +151,7 @@ def load_scenario(text: str, file: str, sites: Sequence[str]) -> list[Step]:
         return []
     if not isinstance(root, yaml.SequenceNode):
         raise ScenarioError(f"{file}:{root.start_mark.line + 1}: a scenario is a list of steps, each with a dash")
-    steps = [_Reader(file, node, sites).step() for node in root.value]
+    steps = [_Reader(file, node, sites, syncers).step() for node in root.value]
     _check_together(file, steps)
     return steps
 
@@ -157,11 +159,11 @@ def load_scenario(text: str, file: str, sites: Sequence[str]) -> list[Step]:
 class _Reader:
     """Reads one step and complains about it with its line."""
 
-    def __init__(self, file: str, node: yaml.Node, sites: Sequence[str]) -> None:
+    def __init__(self, file: str, node: yaml.Node, sites: Sequence[str], syncers: Sequence[str]) -> None:
         self._file = file
         self._where = f"{file}:{node.start_mark.line + 1}"
         self._line = node.start_mark.line + 1
-        self._sites = list(sites)
+        self._sites, self._syncers = list(sites), list(syncers)
         self._values = self._mapping(node)
 
     def _mapping(self, node: yaml.Node) -> dict[str, object]:
@@ -191,8 +193,8 @@ class _Reader:
             raise self._wrong(f"{do} needs for_s: how many seconds it lasts")
         if lasts == "never" and for_s is not None:
             raise self._wrong(f"{do} takes no for_s")
-        if do == "kill" and target == SYNCER and for_s is None:
-            raise self._wrong("kill syncer needs for_s: without a syncer the run cannot end")
+        if do == "kill" and is_syncer(target) and for_s is None:
+            raise self._wrong(f"kill {target} needs for_s: without a syncer the run cannot end")
         own = {"set": LINK_FIELDS, "half_open": ("direction",)}.get(do, ())
         self._only(do, (*COMMON_FIELDS, "for_s", *own))
         at_s, at_progress = self._when()
@@ -232,7 +234,7 @@ class _Reader:
     def _target(self, do: str, takes: str) -> str:
         target = str(self._values.get("target", ""))
         links = [LINK + site for site in self._sites]
-        allowed = {"link": links, "site": self._sites, "process": [*self._sites, SYNCER]}[takes]
+        allowed = {"link": links, "site": self._sites, "process": [*self._sites, *self._syncers]}[takes]
         if target not in allowed:
             raise self._wrong(f"target of {do} is {target!r}: one of {', '.join(allowed)}")
         return target

@@ -3,18 +3,98 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diloco.wire.client import AdminClient
 from diloco.wire.messages import Refused, Unreachable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from diloco.wire.security import SecurityOptions
 
 Status = dict[str, object]
 EVERY_S = 1.0
 EVERY_S_AT_THE_END = 0.15
 CLOSE_WAIT_S = 15.0
+MEANS = ("tokens_merged", "tokens_in_flight")
+
+
+class StatusWatches:
+    """One for each of several syncers; ``latest`` is what they say together, as one syncer would."""
+
+    def __init__(self, watches: Sequence[StatusWatch]) -> None:
+        self._watches = watches
+
+    @property
+    def latest(self) -> Status | None:
+        """None where nobody has answered yet."""
+        return together([watch.latest for watch in self._watches if watch.latest is not None])
+
+    @property
+    def drain_accepted(self) -> bool:
+        """Whether all have heard it."""
+        return all(watch.drain_accepted for watch in self._watches)
+
+    @property
+    def drain_refused(self) -> str:
+        """What the first says that refuses."""
+        return next((watch.drain_refused for watch in self._watches if watch.drain_refused), "")
+
+    @drain_refused.setter
+    def drain_refused(self, text: str) -> None:
+        for watch in self._watches:
+            watch.drain_refused = text
+
+    def hurry(self) -> None:
+        """The end is near."""
+        for watch in self._watches:
+            watch.hurry()
+
+    def drain(self) -> None:
+        """Ask all for the last round."""
+        for watch in self._watches:
+            watch.drain()
+
+    def close(self) -> None:
+        """End the threads."""
+        for watch in self._watches:
+            watch.close()
+
+
+def together(told: Sequence[Status]) -> Status | None:
+    """Each site's counts as one syncer with all their fragments has them: tokens are means over the fragments.
+
+    Each syncer counts every token that its own fragments have, so that a sum over syncers would count it twice.
+    """
+    if not told:
+        return None
+    counts = [len(_list(each, "fragments")) for each in told]
+    sites: dict[str, dict[str, object]] = {}
+    for name in sorted({name for each in told for name in _sites(each)}):
+        known = [(count, _sites(each)[name]) for count, each in zip(counts, told, strict=True) if name in _sites(each)]
+        refused: dict[str, int] = {}
+        for _, site in known:
+            for reason, number in site.get("updates_refused", {}).items():
+                refused[reason] = refused.get(reason, 0) + number
+        sites[name] = {
+            **{field: sum(n * (s.get(field) or 0) for n, s in known) // sum(counts) for field in MEANS},
+            "tokens_processed": max(site.get("tokens_processed") or 0 for _, site in known),
+            "updates_merged": sum(site.get("updates_merged") or 0 for _, site in known),
+            "undecided": sum(site.get("undecided") or 0 for _, site in known),
+            "updates_refused": refused,
+        }
+    return {"sites": sites}
+
+
+def _sites(status: Status) -> dict[str, Any]:
+    sites = status.get("sites")
+    return sites if isinstance(sites, dict) else {}
+
+
+def _list(status: Status, name: str) -> list[object]:
+    value = status.get(name)
+    return value if isinstance(value, list) else []
 
 
 class StatusWatch:

@@ -17,12 +17,13 @@ from diloco.launch.eventlog import EventLog, read_events
 from diloco.launch.faults import Faults
 from diloco.launch.scenario import SYNCER, Schedule, Step, late_sites, not_yet_played
 from diloco.launch.supervise import Child, end_all, verb
+from diloco.launch.up_syncers import OneSyncer, site_of
 from diloco.wan.process import RelayDiedError
 
 if TYPE_CHECKING:
     from diloco.launch.history import RunHistory
     from diloco.launch.run_dir import RunDir
-    from diloco.launch.status_watch import StatusWatch
+    from diloco.launch.status_watch import StatusWatch, StatusWatches
     from diloco.launch.supervise import Interrupts
     from diloco.launch.view import LiveView, PlainView
     from diloco.wan.process import RelayProcess
@@ -47,7 +48,7 @@ class UpOptions:
     sites: Mapping[str, Sequence[str]]
     """The command line of each site behind ``diloco site``."""
     address: str
-    """Where the syncer will listen."""
+    """Where the syncer will listen; of several, with / between."""
     steps: Sequence[Step]
     links: Mapping[str, Mapping[str, float]]
     """The options of each site's link."""
@@ -59,6 +60,12 @@ class UpOptions:
     """From the last round to the end of the last process, at most."""
     restore: str = "diloco restore"
     """What to type when the syncer has lost its folder."""
+    several: Sequence[OneSyncer] = ()
+    """The syncers, where there is more than one."""
+
+    def syncers(self, run_dir: RunDir) -> Sequence[OneSyncer]:
+        """All of them, or the one."""
+        return self.several or [OneSyncer(SYNCER, self.address, run_dir, self.restore)]
 
 
 @dataclass(slots=True)
@@ -73,14 +80,17 @@ class Outcome:
 def children_of(options: UpOptions, run_dir: RunDir) -> dict[str, Child]:
     """The processes of a run, none of them started, in the order in which they are."""
     config, logs = ["--config", str(run_dir.config)], run_dir.root / "logs"
-    syncer = Child(SYNCER, verb("syncer", *config, f"cluster.syncer.listen={options.address}"), logs / "syncer.log")
+    syncers = []
+    for index, each in enumerate(options.syncers(run_dir)):
+        own = [f"cluster.syncer.index={index}", f"cluster.syncer.listen={each.address}"]
+        syncers.append(Child(each.name, verb("syncer", *config, *own), logs / f"{each.name}.log"))
     follow = verb("eval", str(run_dir.root), "--syncer", options.address, "--follow", "--every", EVAL_EVERY_S)
     evaluator = Child(EVAL, follow, logs / "eval.log", niceness=5)
     sites = [
         Child(name, verb("site", *config, *settings), logs / f"{name}.log", is_site=True)
         for name, settings in options.sites.items()
     ]
-    return {child.name: child for child in [syncer, *sites, evaluator]}
+    return {child.name: child for child in [*syncers, *sites, evaluator]}
 
 
 class Up:
@@ -104,7 +114,8 @@ class Up:
         self._draining = False
         self._syncer_gone_s: float | None = None
         self._told_stragglers = False
-        self._lost = False
+        self._syncers = {each.name: each for each in options.syncers(run_dir)}
+        self._lost: set[str] = set()
         self._first_step_s: float | None = None
         self._alive_since: dict[str, float] = {}
         self.children = children
@@ -124,7 +135,7 @@ class Up:
 
     # --- the loop ----------------------------------------------------------------------------------------------
 
-    def run(self, view: LiveView | PlainView, watch: StatusWatch, interrupts: Interrupts) -> Outcome:
+    def run(self, view: LiveView | PlainView, watch: StatusWatch | StatusWatches, interrupts: Interrupts) -> Outcome:
         """Start everything, keep it going until the run has ended, and leave no process behind."""
         try:
             self._begin()
@@ -134,8 +145,9 @@ class Up:
         except RelayDiedError as error:
             raise VerbError(ExitCode.FAILED, str(error)) from error
         finally:
-            if self._lost:
-                self.outcome.wrong.append(f"the syncer's data are gone: {self.options.restore}, and the same command")
+            for name in sorted(self._lost):
+                how = self._syncers[name].restore
+                self.outcome.wrong.append(f"the {name}'s data are gone: {how}, and the same command")
             end_all(self.children.values(), 0.0 if interrupts.count > 1 else END_GRACE_S)
             self.read()
             view.update()
@@ -148,7 +160,8 @@ class Up:
     def _begin(self) -> None:
         # A site that has come late in an earlier part of the run is there from the beginning now.
         late = late_sites(self.schedule.not_begun())
-        self.log.emit("run", {"state": "started", "sites": list(self.options.sites), "name": self.run_dir.root.name})
+        facts: dict[str, object] = {"state": "started", "name": self.run_dir.root.name}
+        self.log.emit("run", {**facts, "sites": list(self.options.sites), "syncers": len(self._syncers)})
         self.log.emit("layout", {"fragments": list(self.options.layout)})
         if self.options.references:
             self.log.emit("reference", {"bits_per_byte": dict(self.options.references)})
@@ -156,7 +169,7 @@ class Up:
             if child.name not in late:
                 self.start(child)
 
-    def _turn(self, view: LiveView | PlainView, watch: StatusWatch, interrupts: Interrupts) -> None:
+    def _turn(self, view: LiveView | PlainView, watch: StatusWatch | StatusWatches, interrupts: Interrupts) -> None:
         now_s = time.monotonic()
         self.read()
         for child in self.children.values():
@@ -188,13 +201,14 @@ class Up:
 
     def _may_start(self, child: Child, view: LiveView | PlainView) -> bool:
         """Not a syncer that has nothing to go on from: the sites train on until somebody has restored it."""
-        if child.name != SYNCER or self._winding_up():
+        if child.name not in self._syncers or self._winding_up():
             return not self._winding_up()
-        lost = self.run_dir.has_lost(self.run_dir.syncer)
-        if lost and not self._lost:
-            self.log.emit("lost", {"folder": str(self.run_dir.syncer)})
-            view.say(f"to take the run up again, and have the syncer started, type:  {self.options.restore}")
-        self._lost = lost
+        syncer = self._syncers[child.name]
+        lost = syncer.run_dir.has_lost(syncer.run_dir.syncer)
+        if lost and child.name not in self._lost:
+            self.log.emit("lost", {"folder": str(syncer.run_dir.syncer)})
+            view.say(f"to take the run up again, and have the syncer started, type:  {syncer.restore}")
+        (self._lost.add if lost else self._lost.discard)(child.name)
         return not lost
 
     # --- children ----------------------------------------------------------------------------------------------
@@ -232,8 +246,8 @@ class Up:
         if child.deaths > DEATHS_MAX:
             child.wanted = False
             self.outcome.wrong.append(f"{told}, for the {child.deaths}th time in a row")
-            if child.name == SYNCER:
-                self._fail(child, f"gave up on the syncer: {told}")
+            if child.name in self._syncers:
+                self._fail(child, f"gave up on the {child.name}: {told}")
 
     def _fail(self, child: Child, why: str) -> None:
         known = [ExitCode.FAILED, ExitCode.USAGE, ExitCode.UNREACHABLE, ExitCode.MISMATCH]
@@ -245,14 +259,14 @@ class Up:
         """Whether the run has its final versions, so that nobody needs to be started again."""
         return self.history.ending is not None
 
-    def _drain(self, watch: StatusWatch, now_s: float) -> None:
+    def _drain(self, watch: StatusWatch | StatusWatches, now_s: float) -> None:
         self._draining = True
         self._faults.play(self.schedule.heal_all())
         watch.drain()
         watch.hurry()
         self._ends_at_s = self._ends_at_s or now_s + self.options.ending_s_max
 
-    def _watch_the_end(self, watch: StatusWatch, now_s: float) -> None:
+    def _watch_the_end(self, watch: StatusWatch | StatusWatches, now_s: float) -> None:
         ending = self._draining or self._winding_up() or self.history.last_round
         nobody = not any(site.wanted or site.running for site in self.sites)
         if nobody and not ending and not self.schedule.healing and not late_sites(self.schedule.not_begun()):
@@ -260,12 +274,14 @@ class Up:
             self._drain(watch, now_s)
         if self._draining and watch.drain_refused and not watch.drain_accepted:
             # An administrator's token is asked for, and we have none; but the syncer is our own child.
-            self.children[SYNCER].signal(signal.SIGTERM)
+            for name in self._syncers:
+                self.children[name].signal(signal.SIGTERM)
             watch.drain_refused = ""
         if (self._winding_up() or self.history.last_round) and self._ends_at_s is None:
             watch.hurry()
             self._ends_at_s = now_s + self.options.ending_s_max
-        if self._winding_up() and not self.children[SYNCER].running and self._syncer_gone_s is None:
+        gone = not any(self.children[name].running for name in self._syncers)
+        if self._winding_up() and gone and self._syncer_gone_s is None:
             self._syncer_gone_s = now_s
         if self._syncer_gone_s is not None and now_s >= self._syncer_gone_s + FAREWELL_S and not self._told_stragglers:
             # Cut off while the run ended, they would wait for a syncer that does not come back; and so would the
@@ -288,8 +304,13 @@ class Up:
         if self.relay is None or now_s < self._next_links_s:
             return
         self._next_links_s = now_s + LINKS_EVERY_S
-        for site, stats in self.relay.stats().items():
-            self.log.emit("link", {"site": site, "bytes_up": stats["bytes_up"], "bytes_down": stats["bytes_down"]})
+        total: dict[str, dict[str, float]] = {}
+        for link, stats in self.relay.stats().items():
+            site = total.setdefault(site_of(link), dict.fromkeys(("bytes_up", "bytes_down"), 0))
+            for name in site:
+                site[name] += stats[name]
+        for name, counts in total.items():
+            self.log.emit("link", {"site": name, **counts})
 
 
 def shortened(words: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,13 +15,16 @@ from diloco.launch.closing import closing_lines
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import EventLog
 from diloco.launch.history import RunHistory
+from diloco.launch.placing import BETWEEN, is_syncer, syncer_dirs, syncer_name
 from diloco.launch.report import rebuild
 from diloco.launch.run_dir import LATEST, RunDir, name_run, point_latest, run_dir_of
 from diloco.launch.scenario import LINK, SYNCER, Step, load_scenario
-from diloco.launch.schema import SiteSection, SyncerSection
+from diloco.launch.schema import SiteSection
 from diloco.launch.summary import summarize, write_summary
 from diloco.launch.supervise import Interrupts, child_environment
 from diloco.launch.up import EVAL, Outcome, Up, UpOptions, children_of, not_played
+from diloco.launch.up_syncers import OneSyncer, link_name, syncers_of
+from diloco.launch.up_syncers import check as check_syncers
 from diloco.launch.view import Facts, make_view
 from diloco.wan.process import RelayProcess
 
@@ -64,12 +66,11 @@ def check(config: RunConfig) -> None:
     """Refuse what the other verbs take and ``up`` decides by itself, and sites whose names cannot be."""
     if not config.cluster.sites:
         raise ConfigError("cluster.sites is empty: diloco up needs at least one site")
-    if config.outer.num_syncers > 1:
-        raise ConfigError(f"outer.num_syncers is {config.outer.num_syncers}: diloco up starts one syncer")
+    check_syncers(config)
     for name in config.cluster.sites:
         if not configs.is_name(name):
             raise ConfigError(f"cluster.sites has {name!r}: letters, digits, '.', '_' and '-', at most 64")
-        if name in RESERVED:
+        if name in RESERVED or is_syncer(name):
             raise ConfigError(f"cluster.sites has {name!r}: that is the name of another process of the run")
     for key in ("id", "syncer", "index", "num_sites"):
         value = getattr(config.site, key)
@@ -95,7 +96,8 @@ def scenario_of(config: RunConfig) -> list[Step]:
         known = ", ".join(sorted(path.stem for path in ours.parent.glob("*.yaml")))
         raise ConfigError(f"scenario is {chosen!r}: neither a file that can be read nor one of {known}") from error
     if config.scenario is not None:
-        steps = load_scenario(text, str(file), sites)
+        names = [syncer_name(index) for index in range(config.outer.num_syncers)]
+        steps = load_scenario(text, str(file), sites, names)
     else:
         steps = [step for step in load_scenario(text, str(file), [*sites, *DEMO_SITES]) if step.site in ["", *sites]]
     if not config.network.emulate:
@@ -162,7 +164,7 @@ def _settled(config: RunConfig, run_dir: RunDir) -> RunDir:
 
 
 def _finished(run_dir: RunDir) -> bool:
-    return run_dir.final_model.is_file()
+    return all(each.final_model.is_file() for each in syncer_dirs(configs.read(run_dir.config), run_dir))
 
 
 def _unfinished_latest(config: RunConfig) -> RunDir | None:
@@ -170,15 +172,15 @@ def _unfinished_latest(config: RunConfig) -> RunDir | None:
     link = Path(config.run.dir) / LATEST
     run_dir = RunDir(Path(config.run.dir) / os.readlink(link)) if link.is_symlink() else None
     # A run of `diloco train` has no events of ours: it is not a run of sites.
-    if run_dir is None or not run_dir.config.is_file() or _finished(run_dir):
-        return None
-    if not (run_dir.syncer.is_dir() or run_dir.has_lost(run_dir.syncer)):
+    if run_dir is None or not run_dir.config.is_file():
         return None
     try:
-        configs.read(run_dir.config)
+        dirs = syncer_dirs(configs.read(run_dir.config), run_dir)
     except ConfigError:
         return None  # Written by another version of this program; not ours to go on with.
-    return run_dir
+    if _finished(run_dir):
+        return None
+    return run_dir if any(each.syncer.is_dir() or each.has_lost(each.syncer) for each in dirs) else None
 
 
 def _differences(config: RunConfig, run_dir: RunDir) -> list[str]:
@@ -228,7 +230,7 @@ def _run(
     from diloco.inner.corpus import DataError
     from diloco.launch import build
     from diloco.launch.references import reference_bits
-    from diloco.launch.status_watch import StatusWatch
+    from diloco.launch.status_watch import StatusWatch, StatusWatches
 
     if not Path(config.data.cache).is_dir():
         print("preparing the text, once for all runs", flush=True)
@@ -242,12 +244,13 @@ def _run(
     with ExitStack() as stack:
         log = EventLog(run_dir.events, "up")
         stack.callback(log.close)
-        address = syncer_address(config)
+        syncers = syncers_of(config)
         relay = stack.enter_context(RelayProcess()) if config.network.emulate else None
-        options = up_options(config, address, relay, steps, references)
+        options = up_options(config, syncers, relay, steps, references)
         children = children_of(options, run_dir)
         up = Up(options, children, run_dir, log, history, relay, environment)
-        watch = StatusWatch(address, build.site_security(config))
+        watches = [StatusWatch(each.address, build.site_security(config)) for each in syncers]
+        watch = watches[0] if len(watches) == 1 else StatusWatches(watches)
         stack.callback(watch.close)
         try:
             with make_view(history, facts_of(config, sum(options.layout)), os.environ) as view:
@@ -281,29 +284,27 @@ def exit_code(history: RunHistory, outcome: Outcome, status: str) -> ExitCode:
     return ExitCode.OK if status == "ok" else ExitCode.FAILED
 
 
-def syncer_address(config: RunConfig) -> str:
-    """Where the syncer listens: as configured, or at any free port where nothing was said."""
-    if config.cluster.syncer.listen != SyncerSection().listen:
-        return config.cluster.syncer.listen
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
-
-
 def up_options(
-    config: RunConfig, address: str, relay: RelayProcess | None, steps: list[Step], references: dict[str, float]
+    config: RunConfig,
+    syncers: Sequence[OneSyncer],
+    relay: RelayProcess | None,
+    steps: list[Step],
+    references: dict[str, float],
 ) -> UpOptions:
-    """What ``Up`` is told; makes the links."""
+    """What ``Up`` is told; makes the links, each site's own to each syncer."""
     from diloco.launch import build
 
     links, sites = {}, {}
     num_sites = len(config.cluster.sites)
     for index, (name, site) in enumerate(config.cluster.sites.items()):
         link = build.link_options(config, name)
-        links[name] = {key: float(value) for key, value in asdict(link).items()}
-        dial = relay.add(name, link, address) if relay is not None else address
+        dials = []
+        for number, syncer in enumerate(syncers):
+            own = link_name(name, number)
+            links[own] = {key: float(value) for key, value in asdict(link).items()}
+            dials.append(relay.add(own, link, syncer.address) if relay is not None else syncer.address)
         # Counted here, once for all: no two sites may take the same share of the text.
-        place = {"id": name, "index": index, "num_sites": num_sites, "syncer": dial}
+        place = {"id": name, "index": index, "num_sites": num_sites, "syncer": BETWEEN.join(dials)}
         settings = {**place, "slowdown": site.slowdown, "nproc": site.nproc}
         build.trainer_options(replace(config, site=replace(config.site, slowdown=site.slowdown)))
         sites[name] = [f"site.{key}={value}" for key, value in settings.items()]
@@ -311,20 +312,14 @@ def up_options(
     return UpOptions(
         sites=sites,
         links=links,
-        address=address,
+        address=BETWEEN.join(each.address for each in syncers),
+        several=syncers if len(syncers) > 1 else (),
         steps=steps,
-        layout=[fragment.numel for fragment in build.layout_of(config).fragments],
+        layout=[fragment.numel for fragment in build.whole_layout(config).fragments],
         references=references,
         ending_s_max=waits + EVALUATION_S_MAX,
-        restore=restore_line(config),
+        restore=syncers[0].restore,
     )
-
-
-def restore_line(config: RunConfig) -> str:
-    """What takes the run up again when the syncer's folder is lost: its backups if it makes any, or else a site."""
-    run, backup = run_dir_of(config), config.cluster.syncer.backup
-    source = f"--from {backup}" if backup else f"--from-site {run.site(next(iter(config.cluster.sites))).root}"
-    return f"diloco restore {run.root} {source}"
 
 
 EVALUATION_S_MAX = 60.0

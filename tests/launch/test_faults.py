@@ -99,3 +99,24 @@ def test_links_are_broken_and_mended(tmp_path: Path) -> None:
         what, facts = stage.play(do="set", target="link:site-a", changes={"jitter_ms": 500.0})
         assert what == "skipped"
         assert "jitter_ms is 500.0" in str(facts["why"])
+
+
+def test_a_fault_on_a_sites_link_is_on_its_links_to_all_syncers() -> None:
+    class Told:
+        def __init__(self) -> None:
+            self.calls: list[tuple[object, ...]] = []
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *names, **changes: self.calls.append((name, *names, *changes.items()))
+
+    relay: Any = Told()
+    links = {"site-a": {"mbps": 50.0}, "site-a@1": {"mbps": 60.0}, "site-b": {"mbps": 1.0}}
+    faults = Faults({}, relay, links, lambda child: None, lambda what, fields: None)
+    faults.play([Play(Step(do="partition", target="link:site-a", at_s=0, for_s=1))])
+    faults.play([Play(Step(do="set", target="link:site-a", at_s=0, for_s=1, changes={"mbps": 2.0}), heals=True)])
+    assert relay.calls == [
+        ("partition", "site-a"),
+        ("partition", "site-a@1"),
+        ("set", "site-a", ("mbps", 50.0)),
+        ("set", "site-a@1", ("mbps", 60.0)),
+    ]

@@ -172,6 +172,12 @@ def test_a_run_of_two_syncers_ends_when_both_have() -> None:
     assert not history.site("site-a").connected
     take("site-a", "connected", of_syncer=1)
     assert history.site("site-a").connected
+    take("up", "process", name="syncer", state="started")
+    assert not history.syncer_up
+    take("up", "process", name="syncer-1", state="started")
+    assert history.syncer_up
+    take("up", "process", name="syncer-1", state="ended")
+    assert not history.syncer_up
     take("syncer", "last_round", why="tokens")
     assert not history.last_round
     take("syncer", "final", ending="finished")

@@ -23,6 +23,7 @@ from diloco.launch.placing import (
     syncer_name,
     towards,
 )
+from diloco.launch.run_dir import RunDir
 from diloco.sync.agreement import disagreement
 
 TWO = ["outer.num_fragments=4", "outer.num_syncers=2", "run.name=otter"]
@@ -61,7 +62,7 @@ def test_each_of_two_has_its_own_fragments_at_their_own_times() -> None:
         assert plan.agreement.shared["cluster.syncer.index"] == str(index)
         assert number_of(part) == index
         assert backup_of(part) == f"vault/syncer-{index}"
-    assert [run_dir.root for run_dir in syncer_dirs(config)] == [
+    assert [run_dir.root for run_dir in syncer_dirs(config, RunDir(Path("runs/otter")))] == [
         Path(f"runs/otter/syncers/{index}") for index in (0, 1)
     ]
     assert [syncer_name(index) for index in range(2)] == ["syncer", "syncer-1"]

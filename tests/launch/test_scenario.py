@@ -143,3 +143,13 @@ def test_what_an_earlier_part_of_the_run_played_is_not_left() -> None:
     assert not_yet_played(steps, [], -1.0) == steps
     assert not_yet_played(steps, [("kill", "site-a")], 0.2) == [second, other, passed]
     assert not_yet_played(steps, [("kill", "site-b")], 0.3) == [first, second]
+
+
+def test_each_of_several_syncers_can_be_a_target() -> None:
+    text = "- {at_s: 1, do: kill, target: syncer-1, for_s: 2}"
+    (step,) = load_scenario(text, "faults.yaml", SITES, ["syncer", "syncer-1"])
+    assert (step.target, step.site) == ("syncer-1", "")
+    with pytest.raises(ScenarioError, match=r"target of kill is 'syncer-1': one of site-a, site-b, site-c, syncer$"):
+        load(text)
+    with pytest.raises(ScenarioError, match="kill syncer-1 needs for_s"):
+        load_scenario("- {at_s: 1, do: kill, target: syncer-1}", "faults.yaml", SITES, ["syncer", "syncer-1"])

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
-from diloco.launch.status_watch import StatusWatch
+from diloco.launch.status_watch import StatusWatch, StatusWatches, together
 from diloco.wire.messages import Refusal, Status
 from diloco.wire.options import ServerOptions
 from diloco.wire.security import SecurityOptions
@@ -70,3 +71,54 @@ def test_a_syncer_that_is_not_there_holds_nobody_up() -> None:
     began = time.monotonic()
     watch.close()
     assert time.monotonic() - began < 5
+
+
+def test_what_two_syncers_say_is_what_one_would() -> None:
+    site = {"tokens_merged": 100, "tokens_in_flight": 10, "tokens_processed": 150, "updates_merged": 4, "undecided": 1}
+    first = {"fragments": [{}] * 3, "sites": {"a": {**site, "updates_refused": {"stale": 1}}}}
+    late = {**site, "tokens_merged": 60, "tokens_processed": None, "updates_refused": {"stale": 2}}
+    other = {"fragments": [{}], "sites": {"a": late, "b": site}}
+    told = together([first, other])
+    assert told is not None
+    sites: Any = told["sites"]
+    assert sites["a"] == {
+        "tokens_merged": (3 * 100 + 60) // 4,
+        "tokens_in_flight": 10,
+        "tokens_processed": 150,
+        "updates_merged": 8,
+        "undecided": 2,
+        "updates_refused": {"stale": 3},
+    }
+    assert sites["b"]["tokens_merged"] == 25, "one that the other syncer does not know has merged nothing there"
+    assert together([]) is None
+
+
+class Heard:
+    """A watch that has heard what it was told."""
+
+    def __init__(self) -> None:
+        self.latest: dict[str, object] | None = None
+        self.drain_accepted, self.drain_refused = False, ""
+
+    def hurry(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def drain(self) -> None:
+        self.drain_accepted = True
+
+
+def test_all_syncers_are_drained() -> None:
+    pair: Any = [Heard(), Heard()]
+    watches = StatusWatches(pair)
+    assert watches.latest is None
+    pair[0].drain()
+    assert not watches.drain_accepted
+    watches.drain()
+    assert watches.drain_accepted
+    pair[1].drain_refused = "an admin's token, please"
+    assert watches.drain_refused == "an admin's token, please"
+    watches.drain_refused = ""
+    assert not watches.drain_refused
+    watches.hurry()
+    watches.close()

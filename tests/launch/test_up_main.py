@@ -12,6 +12,7 @@ from diloco.launch import config as configs
 from diloco.launch.config import compose
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.history import RunHistory
+from diloco.launch.placing import below
 from diloco.launch.run_dir import RunDir
 from diloco.launch.scenario import ScenarioError
 from diloco.launch.schema import ClusterSite, RunConfig
@@ -22,11 +23,10 @@ from diloco.launch.up_main import (
     exit_code,
     facts_of,
     main,
-    restore_line,
     scenario_of,
-    syncer_address,
     up_options,
 )
+from diloco.launch.up_syncers import OneSyncer, syncers_of
 
 
 def config_in(path: Path, *overrides: str) -> RunConfig:
@@ -70,16 +70,6 @@ def test_the_latest_run_goes_on_though_its_syncers_folder_is_gone(tmp_path: Path
     first.events.write_text('{"at": 1, "who": "syncer", "what": "published", "version": 1}\n')
     first.syncer.rmdir()
     assert chosen(config_in(tmp_path)) == (first, True)
-
-
-@pytest.mark.parametrize(
-    ("setting", "source"),
-    [("cluster.syncer.backup=s3://bucket/x", "--from s3://bucket/x"), ("seed=1", "--from-site {}/sites/site-a")],
-)
-def test_who_loses_the_syncers_folder_is_told_what_to_type(tmp_path: Path, setting: str, source: str) -> None:
-    config = config_in(tmp_path, "run.name=x", setting)
-    root = tmp_path / "runs" / "x"
-    assert restore_line(config) == f"diloco restore {root} {source.format(root)}"
 
 
 def test_the_latest_run_goes_on_when_it_is_the_same_and_unfinished(tmp_path: Path) -> None:
@@ -173,16 +163,10 @@ def test_a_users_scenario_is_checked(tmp_path: Path) -> None:
         scenario_of(config_in(tmp_path, "scenario=nothing.yaml"))
 
 
-def test_the_address_is_free_unless_it_was_chosen(tmp_path: Path) -> None:
-    first = syncer_address(config_in(tmp_path))
-    assert first.startswith("127.0.0.1:")
-    assert first != "127.0.0.1:7077"
-    assert syncer_address(config_in(tmp_path, "cluster.syncer.listen=127.0.0.1:7123")) == "127.0.0.1:7123"
-
-
 def test_every_site_gets_its_link_and_its_speed(tmp_path: Path) -> None:
     config = config_in(tmp_path, "run.name=otter", "cluster.sites.site-b.link.rtt_ms=200")
-    options = up_options(config, "127.0.0.1:7001", None, [], {})
+    one = OneSyncer("syncer", "127.0.0.1:7001", RunDir(tmp_path), "diloco restore")
+    options = up_options(config, [one], None, [], {})
     assert list(options.sites) == ["site-a", "site-b", "site-c"]
     assert "site.slowdown=1.25" in options.sites["site-b"]
     assert {"site.id=site-b", "site.index=1", "site.num_sites=3"} <= set(options.sites["site-b"])
@@ -190,6 +174,30 @@ def test_every_site_gets_its_link_and_its_speed(tmp_path: Path) -> None:
     assert [options.links[name]["rtt_ms"] for name in options.sites] == [80.0, 200.0, 80.0]
     assert sum(options.layout) > 1_000_000
     assert options.ending_s_max > 60
+
+
+def test_every_site_gets_a_link_to_each_syncer(tmp_path: Path) -> None:
+    two = ["outer.num_fragments=2", "outer.num_syncers=2"]
+    config = config_in(tmp_path, "run.name=otter", "cluster.sites.site-b.link.rtt_ms=200", *two)
+    syncers = syncers_of(config)
+    options = up_options(config, syncers, None, [], {})
+    assert options.address == "/".join(each.address for each in syncers)
+    assert f"site.syncer={options.address}" in options.sites["site-c"]
+    assert sorted(options.links) == [f"site-{name}{at}" for name in "abc" for at in ("", "@1")]
+    assert options.links["site-b@1"]["rtt_ms"] == 200.0
+    assert [each.name for each in options.syncers(RunDir(tmp_path))] == ["syncer", "syncer-1"]
+
+
+def test_a_run_of_two_syncers_goes_on_until_both_have_finished(tmp_path: Path) -> None:
+    two = ["outer.num_fragments=2", "outer.num_syncers=2"]
+    run_dir, again = chosen(config_in(tmp_path, *two))
+    assert not again
+    for index in range(2):
+        below(run_dir, index).syncer.mkdir(parents=True)
+    finish(below(run_dir, 0))
+    assert chosen(config_in(tmp_path, *two))[0].root == run_dir.root
+    finish(below(run_dir, 1))
+    assert chosen(config_in(tmp_path, *two))[0].root != run_dir.root
 
 
 @pytest.mark.parametrize(

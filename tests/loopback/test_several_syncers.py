@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,3 +128,24 @@ def test_whoever_mixes_the_syncers_up_is_told_so(place: Place) -> None:
     assert code == 3, said
     assert f"DOES NOT ANSWER: {one}" in said
     assert "holds fragments" in said
+
+
+@pytest.mark.slow
+def test_up_runs_two_syncers_and_one_that_is_killed_comes_back(place: Place) -> None:
+    (place.folder / "faults.yaml").write_text("- {at_s: 2, do: kill, target: syncer-1, for_s: 3}")
+    sites = ["cluster=one", "cluster.sites.site-b.slowdown=1.3", "network.rtt_ms=20"]
+    settings = [*TINY, *sites, *SYNCERS, "run.name=otter", "run.seconds=12", "scenario=faults.yaml"]
+    code, text = place.run("up", *settings, bound_s=120.0)
+    assert code == 0, text
+    assert "otter: ok" in text
+    summary = json.loads((place.folder / "runs/otter/summary.json").read_text())
+    assert summary["status"] == "ok"
+    assert len(summary["versions"]) == 4
+    assert min(summary["versions"]) > 0
+    assert summary["global"]["val_loss"] < summary["global"]["val_loss_start"]
+    assert [fault["target"] for fault in summary["faults"]] == ["syncer-1"]
+    for index in range(2):
+        assert (place.folder / f"runs/otter/syncers/{index}/syncer/final/model.safetensors").is_file()
+    for site in summary["sites"].values():
+        assert site["tokens_merged"] > 0
+        assert site["bytes_up"] > 0
