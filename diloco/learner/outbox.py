@@ -4,7 +4,7 @@ One file an update, ``<fragment>-<sequence>.update``: a line, then the payload. 
 it, eight hexadecimal digits, and the header's fields as JSON; the header holds the digest of the payload.
 
 A file that is needed no more is kept for a while, under a name that is no update's, and written over by the next.  If
-a power cut brings its old name back, it is damaged, which counts as being gone.
+a power cut brings its old name back, what is in it is damaged or of another name, and either counts as being gone.
 
 What was put here last is in memory as well until it is asked for (``fresh``), so that its first sending reads no file.
 """
@@ -53,7 +53,7 @@ class Outbox:
             disk.remove(leftover, Step.OUTBOX_DROP)
 
     def _path(self, fragment: int, sequence: int) -> Path:
-        return self.folder / f"{fragment}-{sequence}.update"
+        return self.folder / _name(fragment, sequence)
 
     def put(self, header: PushHeader, payload: bytes | memoryview) -> None:
         """Make an update durable, in place of an earlier one of the same number.  ``payload`` must not change."""
@@ -123,12 +123,19 @@ class Outbox:
                 self._disk.remove(path, Step.OUTBOX_DROP)
 
 
+def _name(fragment: int, sequence: int) -> str:
+    return f"{fragment}-{sequence}.update"
+
+
 def _read(path: Path) -> tuple[PushHeader, memoryview]:
     data = path.read_bytes()
     line, newline, _ = data.partition(b"\n")
     try:
         if not newline or line[:9] != b"%08x " % zlib.crc32(line[9:]):
             raise ValueError("its header is not what was written")
-        return PushHeader(**parse_json(line[9:])), memoryview(data)[len(line) + 1 :]
+        header = PushHeader(**parse_json(line[9:]))
+        if path.name != _name(header.fragment, header.sequence):
+            raise ValueError("it was written under another name")
+        return header, memoryview(data)[len(line) + 1 :]
     except (ValueError, TypeError) as error:
         raise OutboxError(f"{path} is damaged: {error}") from error

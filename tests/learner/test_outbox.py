@@ -127,6 +127,15 @@ def test_a_file_that_is_needed_no_more_is_written_over(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "another process starts without"
 
 
+def test_a_name_that_a_power_cut_brought_back_has_nothing_behind_it(tmp_path: Path) -> None:
+    Outbox(tmp_path).put(*update(sequence=2))
+    (tmp_path / "0-2.update").rename(tmp_path / "0-1.update")
+    again = Outbox(tmp_path)
+    assert again.digests() == {}
+    with pytest.raises(OutboxError, match="another name"):
+        again.get(0, 1, 1)
+
+
 def test_no_more_than_a_few_are_kept_for_that(tmp_path: Path) -> None:
     outbox = Outbox(tmp_path)
     for sequence in range(SPARE_MAX + 2):
