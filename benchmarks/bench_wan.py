@@ -11,7 +11,8 @@ orders.  Where the emulator was late there is no row.
 Two ratios of bytes stand beside the speedup.  ``bytes_ratio`` counts what crosses a link in both directions together.
 ``bytes_in_turn_ratio`` counts what must cross one thing after the other, which is what takes time: gloo's all_reduce
 sends and receives at once, so that of its bytes only those of one direction count, while a round of one fragment goes
-up and then comes down, so that all of ours do.  On a link without loss the second is the most that any speedup can be.
+up and then comes down, so that all of ours do.  Where both fill the link, the second is what the speedup is; gloo's
+one connection does not where the link's rate x round trip is more than a socket's buffer, or anything is lost.
 
 Sites know their link's rate (``site.up_mbps``, ``site.down_mbps``), and pace their bulk by it: short transfers never
 let BBR see that the link is full, and several connections that go on probing lose one byte in twenty to its queue
@@ -38,6 +39,7 @@ from benchmarks.bench_round import checked
 from benchmarks.peers.task import Task, reports_in, round_seconds
 from benchmarks.record import ROOT, add_arguments, finish, percentile, record
 from benchmarks.rounds import Case, measure_ours
+from diloco.codec import native
 from diloco.sync.links import channels_for
 from diloco.wan.netns import SYNCER, Netns, UnfaithfulError, available_congestions, unavailable
 from diloco.wan.pipe import PipeOptions
@@ -247,6 +249,7 @@ def row(link: Link, congestion: str, kernel: str, task: Task, found: dict[str, l
         "link": link.name,
         "congestion": congestion,
         "kernel": kernel,
+        "kernels": native.description(),
         "numel": task.numel,
         "sites": task.sites,
         "rate_fraction_up": median([each.mbps()[0] / link.mbps for each in crossings]),
