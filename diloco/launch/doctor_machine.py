@@ -129,7 +129,8 @@ def _windows(link: LinkFigures | None, sends: int, takes: int) -> Finding:
     most = 64 * MIB
     remedy = (
         f"on both machines: sysctl -w net.ipv4.tcp_wmem='4096 65536 {most}' net.ipv4.tcp_rmem='4096 131072 {most}'; "
-        f"where that may not be: site.data_channels={max(needed, 2)}, or site.adapt=true, which finds how many it takes"
+        f"where that may not be: site.data_channels={max(needed, 2)}, or site.adapt=true, which finds how many it "
+        "takes, and the link's rate as site.up_mbps and site.down_mbps, past which several connections probe and lose"
     )
     return warn("windows", f"{told}: that is what bounds this link", remedy, channels=needed, **figures)
 

@@ -243,7 +243,8 @@ class SiteSection:
     """Connections that one transfer goes over side by side: 1 to 6; a long fast link needs more than one to be filled,
     and `diloco doctor` says how many."""
     up_mbps: float | None = None
-    """What this site's link has in 10^6 bits a second: its updates leave 5 % of that to heartbeats; null: no bound."""
+    """What this site's link has in 10^6 bits a second: its updates leave 5 % of that to heartbeats, and lose nothing by
+    going past it; null: no bound."""
     down_mbps: float | None = None
     """The same for the versions that it takes."""
     metrics: str = ""
