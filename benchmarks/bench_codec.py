@@ -1,14 +1,15 @@
 """How fast are the codecs on one core, beside memcpy?
 
 GB/s of fp32 (4 bytes for each value of the fragment, whatever else a call reads or writes) and times memcpy, which is
-``Tensor.copy_`` of the same values in the same run.  All memory is made before and used again.  ``encode`` makes the
-payload of ``base - local``; ``ef_encode`` does so with error feedback, and reads and writes the residual as well;
-``decode`` writes the values, and ``accumulate`` moves a running mean towards them.  Times are CPU seconds of the one
-thread that works, because the question is about a core and the machine's cores are shared.  All calls go in turns,
-forwards and backwards; the first turn is not counted.  Before each call, memcpy's too, a tensor larger than the caches
-is read: no call finds its input there, nor pays for writing out what the one before it left there, which made a tenth
-and more of difference with the order.  Every payload and every decoded value is compared with the plain
-torch version first.  Bits a value and the relative L2 error are those of the difference, which is Gaussian.
+``Tensor.copy_`` of the same values in the same run.  All memory, memcpy's too, is that of ``codec.buffers``, where the
+fragments of a run live; it is made before and used again.  ``encode`` makes the payload of ``base - local``;
+``ef_encode`` does so with error feedback, and reads and writes the residual as well; ``decode`` writes the values, and
+``accumulate`` moves a running mean towards them.  Times are CPU seconds of the one thread that works, because the
+question is about a core and the machine's cores are shared.  All calls go in turns, forwards and backwards; the first
+turn is not counted.  Before each call, memcpy's too, a tensor larger than the caches is read: no call finds its input
+there, nor pays for writing out what the one before it left there, which made a tenth and more of difference with the
+order.  Every payload and every decoded value is compared with the plain torch version first.  Bits a value and the
+relative L2 error are those of the difference, which is Gaussian.
 
 The last line has ``x_memcpy`` and ``topk_gb_per_s`` from the medians.  Run as ``python -m benchmarks.bench_codec``.
 """
@@ -23,6 +24,7 @@ import torch
 
 from benchmarks.record import add_arguments, finish, percentile, record
 from diloco.codec import native
+from diloco.codec.buffers import Buffers
 from diloco.codec.contract import Carry, Towards, payload_view
 from diloco.codec.ranged import RangedCodec
 from diloco.codec.registry import make_codec
@@ -47,11 +49,12 @@ class Bench:
     def __init__(self, name: str, base: torch.Tensor, local: torch.Tensor, out: torch.Tensor) -> None:
         """``out`` is written to and shared by all."""
         self.codec: Codec = make_codec(name)
+        room = Buffers(0)
         self.base, self.local, self.out = base, local, out
-        self.payload = torch.empty(self.codec.payload_bytes_max(base.numel()), dtype=torch.uint8)
+        self.payload = room.raw(self.codec.payload_bytes_max(base.numel()))
         self.length = self.codec.encode_difference(base, local, self.payload)
         self.sent = bytes(payload_view(self.payload[: self.length]))
-        self.carry = Carry(torch.zeros_like(base), BETA)
+        self.carry = Carry(room.like(base).zero_(), BETA)
 
     def check(self) -> float:
         """Compare with the plain version and return the relative L2 error."""
@@ -127,9 +130,10 @@ def main() -> None:
     numel, repeats = (200_000, 3) if options.quick else (options.values, options.repeats)
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(options.seed)
-    base = torch.randn(numel, generator=generator)
-    local = base - torch.randn(numel, generator=generator) * 1e-3
-    out = torch.empty_like(base)
+    room = Buffers(0)
+    base = room.values(numel).copy_(torch.randn(numel, generator=generator))
+    local = room.values(numel).copy_(base - torch.randn(numel, generator=generator) * 1e-3)
+    out = room.values(numel).zero_()
     print(f"{numel:,} values, {repeats} repeats, kernels {native.description()}; GB/s of fp32 on one core, x memcpy")
     print(f"{'codec':11}{'memcpy':>8}" + "".join(f"{name:>15} " for name in OPERATIONS) + f"{'bits':>7}{'rel. L2':>10}")
     rows = []
