@@ -53,21 +53,64 @@ def _store(pointer: tl.tensor, offsets: tl.tensor, value: tl.tensor, inside: tl.
 @triton.jit
 def _remainder(
     first: tl.tensor,
-    second: tl.tensor,
-    sent_a: tl.tensor,
-    sent_b: tl.tensor,
+    less_a: tl.tensor,
+    less_b: tl.tensor,
+    less_c: tl.tensor,
     offsets: tl.tensor,
     inside: tl.tensor,
-    num_sent: tl.constexpr,
+    num_less: tl.constexpr,
     masked: tl.constexpr,
 ) -> tl.tensor:
-    """``first - second - sent_a - sent_b``, the last two where they are, in this order."""
-    found = _load(first, offsets, inside, masked) - _load(second, offsets, inside, masked)
-    if num_sent > 0:
-        found = found - _load(sent_a, offsets, inside, masked)
-    if num_sent > 1:
-        found = found - _load(sent_b, offsets, inside, masked)
+    """``first - less_a - less_b - less_c``, as many of them as there are, in this order."""
+    found = _load(first, offsets, inside, masked)
+    if num_less > 0:
+        found = found - _load(less_a, offsets, inside, masked)
+    if num_less > 1:
+        found = found - _load(less_b, offsets, inside, masked)
+    if num_less > 2:
+        found = found - _load(less_c, offsets, inside, masked)
     return found
+
+
+@triton.jit
+def measured(
+    values: tl.tensor,
+    local: tl.tensor,
+    sent_a: tl.tensor,
+    sent_b: tl.tensor,
+    residual: tl.tensor,
+    start: tl.tensor,
+    decay: tl.tensor,
+    offsets: tl.tensor,
+    inside: tl.tensor,
+    num_less: tl.constexpr,
+    has_residual: tl.constexpr,
+    masked: tl.constexpr,
+) -> tl.tensor:
+    """``values`` [- ``local`` - sent...] [+ ``decay * residual``]; 0 where there is no value."""
+    x = _remainder(values + start, local + start, sent_a + start, sent_b + start, offsets, inside, num_less, masked)
+    if has_residual:
+        x = x + _load(residual + start, offsets, inside, masked) * decay
+    return x
+
+
+@triton.jit
+def tell(
+    decoded: tl.tensor,
+    left: tl.tensor,
+    offsets: tl.tensor,
+    x: tl.tensor,
+    sent: tl.tensor,
+    inside: tl.tensor,
+    has_decoded: tl.constexpr,
+    has_residual: tl.constexpr,
+    masked: tl.constexpr,
+) -> None:
+    """Store what was sent, and what is left of ``x``, where they are wanted."""
+    if has_decoded:
+        _store(decoded, offsets, sent, inside, masked)
+    if has_residual:
+        _store(left, offsets, x - sent, inside, masked)
 
 
 @triton.jit
@@ -125,8 +168,7 @@ def encode(
     block: tl.constexpr,
     width: tl.constexpr,
     rows: tl.constexpr,
-    has_local: tl.constexpr,
-    num_sent: tl.constexpr,
+    num_less: tl.constexpr,
     has_residual: tl.constexpr,
     has_decoded: tl.constexpr,
     masked: tl.constexpr,
@@ -142,12 +184,7 @@ def encode(
     column = tl.arange(0, width)
     offsets = row[:, None] * block + column[None, :]
     inside = (offsets + start < numel) & (column[None, :] < block)
-    if has_local:
-        x = _remainder(values + start, local + start, sent_a + start, sent_b + start, offsets, inside, num_sent, masked)
-    else:
-        x = _load(values + start, offsets, inside, masked)
-    if has_residual:
-        x = x + _load(residual + start, offsets, inside, masked) * decay
+    x = measured(values, local, sent_a, sent_b, residual, start, decay, offsets, inside, num_less, has_residual, masked)
     peaks = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     worst = tl.max(peaks, axis=0)
     tl.atomic_or(fault, NON_FINITE, mask=worst >= INFINITY, sem="relaxed")
@@ -165,12 +202,8 @@ def encode(
     rounded = quotient + ROUNDER
     code = rounded.to(tl.int32, bitcast=True) - ROUNDER_BITS
     _store_codes(codes, code, start, numel, offsets, inside, code_max, block, width, rows, masked)
-    if has_decoded or has_residual:
-        sent = (rounded - ROUNDER) * scale[:, None]
-        if has_decoded:
-            _store(decoded + start, offsets, sent, inside, masked)
-        if has_residual:
-            _store(left + start, offsets, x - sent, inside, masked)
+    sent = (rounded - ROUNDER) * scale[:, None]
+    tell(decoded + start, left + start, offsets, x, sent, inside, has_decoded, has_residual, masked)
 
 
 @triton.jit
@@ -256,7 +289,7 @@ def decode(
         found = found + _load(held + start, offsets, inside, masked)
     if rebases:
         unsent = _remainder(
-            base + start, local + start, merged_a + start, merged_b + start, offsets, inside, num_merged, masked
+            base + start, local + start, merged_a + start, merged_b + start, offsets, inside, num_merged + 1, masked
         )
         _store(adopted + start, offsets, found - unsent, inside, masked)
     _store(out + start, offsets, found, inside, masked)

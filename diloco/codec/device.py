@@ -125,8 +125,7 @@ class Measured:
     def chosen(self, decoded: Tensor | None) -> dict[str, Any]:
         """What an encoding kernel is built for."""
         return {
-            "has_local": self.local is not None,
-            "num_sent": len(self.sent),
+            "num_less": len(self.sent) + (self.local is not None),
             "has_residual": self.residual is not None,
             "has_decoded": decoded is not None,
         }

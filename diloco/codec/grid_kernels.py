@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from diloco.codec.block_kernels import INFINITY, NON_FINITE, _load, _remainder, _store
+from diloco.codec.block_kernels import INFINITY, NON_FINITE, _store, measured, tell
 
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 SIGNIFICAND = tl.constexpr(0x007FFFFF)
@@ -19,32 +19,6 @@ EXPONENT_MAX = tl.constexpr(254)
 SCALE_MIN_BITS = tl.constexpr(0x0080)
 BIG = tl.constexpr(1)
 NEGATIVE = tl.constexpr(2)
-
-
-@triton.jit
-def measured(
-    values: tl.tensor,
-    local: tl.tensor,
-    sent_a: tl.tensor,
-    sent_b: tl.tensor,
-    residual: tl.tensor,
-    start: tl.tensor,
-    decay: tl.tensor,
-    offsets: tl.tensor,
-    inside: tl.tensor,
-    has_local: tl.constexpr,
-    num_sent: tl.constexpr,
-    has_residual: tl.constexpr,
-    masked: tl.constexpr,
-) -> tl.tensor:
-    """``values`` [- ``local`` - sent...] [+ ``decay * residual``]; 0 where there is no value."""
-    if has_local:
-        x = _remainder(values + start, local + start, sent_a + start, sent_b + start, offsets, inside, num_sent, masked)
-    else:
-        x = _load(values + start, offsets, inside, masked)
-    if has_residual:
-        x = x + _load(residual + start, offsets, inside, masked) * decay
-    return x
 
 
 @triton.jit
@@ -121,25 +95,6 @@ def two_levels(found: tl.tensor, counts: tl.tensor, top: tl.tensor, negative: tl
     return both, two_fields(is_big, negative, both)
 
 
-@triton.jit
-def tell(
-    decoded: tl.tensor,
-    left: tl.tensor,
-    offsets: tl.tensor,
-    x: tl.tensor,
-    sent: tl.tensor,
-    inside: tl.tensor,
-    has_decoded: tl.constexpr,
-    has_residual: tl.constexpr,
-    masked: tl.constexpr,
-) -> None:
-    """Store what was sent, and what is left of ``x``, where they are wanted."""
-    if has_decoded:
-        _store(decoded, offsets, sent, inside, masked)
-    if has_residual:
-        _store(left, offsets, x - sent, inside, masked)
-
-
 @triton.jit(do_not_specialize=["numel", "first_program", "decay"])
 def encode(
     values: tl.tensor,
@@ -159,8 +114,7 @@ def encode(
     block: tl.constexpr,
     width: tl.constexpr,
     rows: tl.constexpr,
-    has_local: tl.constexpr,
-    num_sent: tl.constexpr,
+    num_less: tl.constexpr,
     has_residual: tl.constexpr,
     has_decoded: tl.constexpr,
     masked: tl.constexpr,
@@ -172,21 +126,7 @@ def encode(
     column = tl.arange(0, width)
     offsets = row[:, None] * block + column[None, :]
     inside = (offsets + start < numel) & (column[None, :] < block)
-    x = measured(
-        values,
-        local,
-        sent_a,
-        sent_b,
-        residual,
-        start,
-        decay,
-        offsets,
-        inside,
-        has_local,
-        num_sent,
-        has_residual,
-        masked,
-    )
+    x = measured(values, local, sent_a, sent_b, residual, start, decay, offsets, inside, num_less, has_residual, masked)
     found = x.to(tl.int32, bitcast=True) & MAGNITUDE
     peaks = tl.max(found, axis=1)
     tl.atomic_or(fault, NON_FINITE, mask=tl.max(peaks, axis=0) >= INFINITY, sem="relaxed")

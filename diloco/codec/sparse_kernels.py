@@ -9,17 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from diloco.codec.block_kernels import INFINITY, NON_FINITE, _store
-from diloco.codec.grid_kernels import (
-    MAGNITUDE,
-    is_negative,
-    levels_of,
-    measured,
-    tell,
-    two_fields,
-    two_values,
-    units,
-)
+from diloco.codec.block_kernels import INFINITY, NON_FINITE, _store, measured, tell
+from diloco.codec.grid_kernels import MAGNITUDE, is_negative, levels_of, two_fields, two_values, units
 
 
 @triton.jit
@@ -62,8 +53,7 @@ def encode(
     k: tl.constexpr,
     block: tl.constexpr,
     rows: tl.constexpr,
-    has_local: tl.constexpr,
-    num_sent: tl.constexpr,
+    num_less: tl.constexpr,
     has_residual: tl.constexpr,
     has_decoded: tl.constexpr,
     masked: tl.constexpr,
@@ -75,21 +65,7 @@ def encode(
     column = tl.arange(0, block)
     offsets = row[:, None] * block + column[None, :]
     inside = offsets + start < numel
-    x = measured(
-        values,
-        local,
-        sent_a,
-        sent_b,
-        residual,
-        start,
-        decay,
-        offsets,
-        inside,
-        has_local,
-        num_sent,
-        has_residual,
-        masked,
-    )
+    x = measured(values, local, sent_a, sent_b, residual, start, decay, offsets, inside, num_less, has_residual, masked)
     magnitudes = x.to(tl.int32, bitcast=True) & MAGNITUDE
     peaks = tl.max(magnitudes, axis=1)
     tl.atomic_or(fault, NON_FINITE, mask=tl.max(peaks, axis=0) >= INFINITY, sem="relaxed")

@@ -26,7 +26,7 @@ from diloco.codec.device import DeviceCodec, Launch
 
 TYPES = {"scales": "*i16", "levels": "*i16", "indices": "*i16", "fields": "*u8", "codes": "*u8", "fault": "*i32"}
 TYPES |= {"numel": "i64", "first_program": "i32", "decay": "fp32"}
-ENCODING = dict(has_local=True, num_sent=2, has_residual=True, has_decoded=True)
+ENCODING = dict(num_less=3, has_residual=True, has_decoded=True)
 DECODING = dict(follows=True, rebases=True, num_merged=2)
 
 
