@@ -325,6 +325,7 @@ static inline void add_two_blocks_of_both(const float *x, const float *m, double
     for (int64_t i = 0; i < SUM_BLOCK; i += SUM_LANES) {
         for (int k = 0; k < 4; k++) {
             const int64_t at = i + (k & 1) * 8 + (k >> 1) * SUM_BLOCK;
+            if (k % 2 == 0) ask_for(m + at + AHEAD_DECODE);
             const __m512d a = wide(x + at), b = wide(m + at);
             sums[0][k] = _mm512_fmadd_pd(a, a, sums[0][k]);
             sums[1][k] = _mm512_fmadd_pd(a, b, sums[1][k]);
@@ -371,15 +372,6 @@ static inline void write_out(float *out, const float *values, int64_t count) {
         for (; i + 16 <= count; i += 16) _mm512_stream_ps(out + i, _mm512_loadu_ps(values + i));
 #endif
     for (; i < count; i++) out[i] = values[i];
-}
-
-// Brings values on their way that a pass wants next, while it computes on what does not come from memory.
-static inline void fetch_ahead(const float *values, int64_t count) {
-#ifdef X86_LEVELS
-    for (int64_t i = 0; i < count; i += 16) _mm_prefetch((const char *)(values + i), _MM_HINT_T0);
-#else
-    (void)values, (void)count;
-#endif
 }
 
 static inline void written_out() {

@@ -89,7 +89,6 @@ static int measure(Measure *job) {
     for (int64_t at = 0; at < job->count; at += step) {
         const int64_t count = job->count - at < step ? job->count - at : step;
         float *x = job->out ? job->out + at : room;
-        if (job->against && at + 2 * step <= job->count) fetch_ahead(job->against + at + step, step);
         const int status = fold_tile(&job->format, job->payload, job->start + at, count, WRITE, 0.0f, x, x, x);
         if (status != DONE) return status;
         const uint32_t bits = largest_bits(x, count);
