@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from diloco.launch.arguments import settings_parser
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.findings import Finding, Level, bounded, fail
+from diloco.launch.placing import BETWEEN, towards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ DOES = """What is wrong between this machine and a syncer, and what to change.
   diloco doctor                                                this machine alone
   diloco doctor server=syncer.example.org:7077                 and the way to a syncer, or to it and its standby
   diloco doctor server=... run=nimble-otter site.id=fra site.token_file=... site.tls_ca=...    as that site
+  diloco doctor server=a:7077/b:7077 outer.num_syncers=2 ...   and the way to each of several syncers
   diloco doctor --config site.yaml                             as the site of this file
 
 Nothing of the run is touched; bandwidth is measured with filler, at most 64 MiB each way.
@@ -126,6 +128,16 @@ class Examination:
                 self._said(finding)
 
     def _links(self, server: str) -> tuple[bool, LinkFigures | None]:
+        """The same for each of several syncers, as the one that its address should be; every one must be reached."""
+        if BETWEEN not in server:
+            return self._links_to(server)
+        found = []
+        for part in towards(self._config):
+            self._config = part
+            found.append(self._links_to(part.site.syncer))
+        return all(reached for reached, _ in found), next((link for _, link in found if link is not None), None)
+
+    def _links_to(self, server: str) -> tuple[bool, LinkFigures | None]:
         """Whether anybody said anything, and the figures of the link to the first syncer that answered."""
         from diloco.launch.doctor_link import own_files
         from diloco.launch.doctor_machine import LinkFigures

@@ -36,6 +36,8 @@ class SiteMetrics:
         self._canaries: dict[str, int] = {}
         self._raw = {"up": 0, "down": 0}
         self._connected = False
+        self._out_of_reach: set[object] = set()
+        """Of several syncers: those that it has lost."""
         self._disconnects = 0
         self._norm: float | None = None
 
@@ -54,8 +56,10 @@ class SiteMetrics:
                 case "fetched":
                     self._raw["down"] += self._fp32_bytes(event)
                 case "connected":
-                    self._connected = True
+                    self._out_of_reach.discard(event.get("of_syncer"))
+                    self._connected = not self._out_of_reach
                 case "disconnected":
+                    self._out_of_reach.add(event.get("of_syncer"))
                     self._connected = False
                     self._disconnects += 1
                 case "canary":

@@ -118,3 +118,28 @@ def test_a_real_syncer_is_examined_and_what_differs_is_named_without_a_join(
         assert "model.dim is 64 at the site and" in capsys.readouterr().out
         assert main(["status", there, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["sites"] == {}
+
+
+def test_each_of_several_syncers_is_examined_as_the_one_that_it_should_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = [*TINY, f"run.dir={tmp_path}", "run.name=small", "outer.num_fragments=2", "outer.num_syncers=2"]
+    asked: list[str] = []
+
+    class Telling(FakeSyncer):
+        def probe(self, ask: Any, identity: Any) -> Any:
+            asked.extend([ask.shared_config["cluster.syncer.index"]] if ask.shared_config else [])
+            return super().probe(ask, identity)
+
+    servers = [serve(Telling(), ServerOptions(run_id=RUN)) for _ in range(2)]
+    try:
+        where = "/".join(each.address for each in servers)
+        main(["doctor", f"server={where}", *two])
+    finally:
+        for each in servers:
+            each.stop(0.2)
+    assert sorted(set(asked)) == ["0", "1"]
+    assert asked == sorted(asked)
+    assert main(["doctor", f"server={where}", *two]) == 3
+    assert main(["doctor", f"server={where}", *TINY, f"run.dir={tmp_path}"]) == 2
+    assert "one address, since outer.num_syncers=1" in capsys.readouterr().err

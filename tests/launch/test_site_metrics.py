@@ -62,3 +62,17 @@ def test_a_site_that_has_just_begun(tmp_path: Path) -> None:
     found = values(list(SiteMetrics(compose(["run.name=x", "site.id=a"]), [1], tmp_path / "none").families()))
     assert found["site_connected", "a"] == 0
     assert not [key for key in found if key[0] in ("checkpoint_bytes", "site_grad_norm", "wan_bytes_total")]
+
+
+def test_a_site_is_connected_when_it_hears_every_syncer(tmp_path: Path) -> None:
+    metrics = SiteMetrics(compose(["run.name=x", "site.id=a"]), [10, 30], tmp_path)
+
+    def after(what: str, syncer: int) -> float:
+        metrics.take({"at": 1.0, "who": "a", "what": what, "of_syncer": syncer})
+        return values(list(metrics.families()))["site_connected", "a"]
+
+    assert after("connected", 0) == 1
+    assert after("disconnected", 0) == 0
+    assert after("disconnected", 1) == 0
+    assert after("connected", 0) == 0, "the other is still away"
+    assert after("connected", 1) == 1
