@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.events import Reason
-from diloco.sync.progress import ledger_of
+from diloco.sync.progress import ledger_of, site_ledger
 from tests.sync.driving import notes, of, only
 from tests.sync.driving_site import Site, known
 
@@ -124,3 +126,30 @@ def test_what_an_outrun_update_was_measured_from_is_let_go_of_when_its_seal_fail
     site.train(15)
     site.join(known(version=1, watermark=1, fates=(told(1, 1, None, "of another process"),)))
     assert site.handle(ev.SealFailed(0, 2)) == [fx.Release(0, 2)]
+
+
+@pytest.mark.parametrize("outrun", [False, True])
+def test_a_site_that_trains_on_before_its_new_process_has_joined_loses_only_what_an_earlier_one_had_sent(
+    outrun: bool,
+) -> None:
+    site = Site(inner_steps=15)
+    site.train(5)
+    plain = site.machine.snapshot()
+    processed = 50
+    if outrun:
+        site.send(1, steps=10)
+        processed = 150
+    site.restart(plain, processed=processed)
+    assert site.machine.ready()
+    assert site.train(30) == [], "nothing is decided before it is known what an earlier process has sent"
+    if not outrun:
+        site.join(incarnation=2)
+        (seal,) = of(fx.Seal, site.boundary())
+        assert (seal.sequence, seal.tokens) == (1, 350), "all of it goes out"
+        return
+    site.join(known(version=0, watermark=1, undecided=((1, 150),)), incarnation=2)
+    assert not of(fx.Seal, site.boundary())
+    ledger = site_ledger(site.machine.state)
+    assert ledger.in_flight == 150, "the earlier process' update is still to be decided"
+    assert ledger.unsent == 0
+    assert ledger.lost == ledger.processed - 150
