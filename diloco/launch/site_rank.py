@@ -202,9 +202,10 @@ def join_group(config: RunConfig, place: Place) -> SiteGroup:
     from diloco.inner.parallel import SiteGroup
     from diloco.learner.options import AgentOptions
 
-    bound_s = RANKS_WAIT_S + config.site.join_timeout_s
+    each_s = config.site.join_timeout_s
     if config.outer.lock_step:
-        bound_s += AgentOptions(folder="").lock_step_timeout_s
+        each_s += AgentOptions(folder="").lock_step_timeout_s
+    bound_s = RANKS_WAIT_S + each_s * config.outer.num_syncers  # One syncer is waited for after the other.
     try:
         return SiteGroup(
             place.rank, place.local_rank, place.world, place.master_addr, place.master_port, config.site.device, bound_s
