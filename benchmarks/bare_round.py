@@ -1,8 +1,9 @@
 """The same rounds without a runtime: our kernels over raw sockets, for ``bench_round`` to stand beside.
 
-A star of M sites and one process in the middle.  The same bytes, and the same passes over memory: copy out, difference
-and encode, mean and outer step and encode, follow, rebase.  No names, no checks, no digests, no admission, no journal,
-no outbox, nothing on a disk; a peer that sends too little hangs it.  What comes out must have the bits of ours.
+A star of M sites and one process in the middle.  The same bytes, and the passes over memory that a round cannot do
+without, by the same kernels: encode the difference where the values lie; mean, outer step and encode; follow; rebase.
+No names, no checks, no digests, no admission, no journal, no outbox, nothing on a disk; a peer that sends too little
+hangs it.  What comes out must have the bits of ours.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Outer rounds of the real programs, for the benchmarks that time them: a syncer process and sites in lock-step.
 
-A round is: copy the values out, pseudo-gradient, encode, outbox, push, spool, fsync, merge, outer Nesterov step, encode
-the down-link, pull, decode, adopt; measured at the sites as the time inside ``after_step``.  Nothing trains; in every
-round each site's values change as ``peers.task`` says, and at the end they are held against what it expects.
+A round is: pseudo-gradient, encode, outbox, push, spool, check, fsync, merge, outer Nesterov step, encode the
+down-link, pull, decode, adopt; measured at the sites as the time inside ``after_step``.  Nothing trains; in every round
+each site's values change as ``peers.task`` says, and at the end they are held against what it expects.
 """
 
 from __future__ import annotations
