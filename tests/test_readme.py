@@ -40,6 +40,13 @@ STANDBY = [
     f"diloco site {SECOND} site.id=fra site.index=0 site.num_sites=1 site.syncer=127.0.0.1:7077,127.0.0.1:7078",
     "diloco standby promote 127.0.0.1:7078",
 ]
+TWO = "run.name=two run.tokens=2e9 outer.num_fragments=4 outer.num_syncers=2"
+SEVERAL = [
+    f"diloco syncer {TWO} cluster.syncer.index=0 cluster.syncer.listen=127.0.0.1:7077",
+    f"diloco syncer {TWO} cluster.syncer.index=1 cluster.syncer.listen=127.0.0.1:7078",
+    f"diloco site {TWO} site.id=fra site.index=0 site.num_sites=1 site.syncer=127.0.0.1:7077/127.0.0.1:7078",
+    "diloco status 127.0.0.1:7077/127.0.0.1:7078",
+]
 SHORT: dict[str, list[str]] = {
     "diloco up": UP,
     "diloco up run.seconds=60 run.seed=3 network=transatlantic": UP,
@@ -59,6 +66,8 @@ SHORT: dict[str, list[str]] = {
     **{line: [*LONG, "cluster.replication.mode=sync"] for line in STANDBY[:2]},
     STANDBY[2]: LONG,
     STANDBY[3]: [],
+    **{line: [*REAL, "run.tokens=60000", "outer.num_fragments=4"] for line in SEVERAL[:3]},
+    SEVERAL[3]: [],
 }
 
 
@@ -126,10 +135,24 @@ def test_a_standby_takes_over(place: Place) -> None:
         assert verb.end(120.0) == 0, verb.text()
 
 
+@pytest.mark.slow
+def test_several_syncers_hold_one_model(place: Place) -> None:
+    ports = {":7077": f":{free_port()}", ":7078": f":{free_port()}"}
+    syncers = [start(place, line, ports) for line in SEVERAL[:2]]
+    for syncer in syncers:
+        wait_for(lambda syncer=syncer: "listening on" in syncer.text(), "a syncer", syncer.text)  # type: ignore[misc]
+    site = start(place, SEVERAL[2], ports)
+    status = start(place, SEVERAL[3], ports)
+    assert status.end(60.0) == 0, status.text()
+    assert "two" in status.text()
+    for verb in (site, *syncers):
+        assert verb.end(120.0) == 0, verb.text()
+
+
 def test_real_sites_by_hand_and_status(place: Place) -> None:
     ports = {":7077": f":{free_port()}"}
-    lines = [line for line in SHORT if line.startswith(("diloco syncer", "diloco site")) and line not in STANDBY]
-    syncer_line, *site_lines = lines
+    by_hand = ("diloco syncer run.name=first", SITE)
+    syncer_line, *site_lines = [line for line in SHORT if line.startswith(by_hand)]
     syncer = start(place, syncer_line, ports)
     wait_for(lambda: "listening on" in syncer.text(), "the syncer", syncer.text)
     sites = [start(place, line, ports) for line in site_lines]
