@@ -26,7 +26,10 @@ class Etcd:
         self.endpoint = endpoint
 
     def send(self, number: signal.Signals) -> None:
+        """Returns from a SIGSTOP when all of its threads stand: until then one may still answer."""
         os.kill(self._process.pid, number)
+        if number == signal.SIGSTOP:
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
 
 @contextmanager

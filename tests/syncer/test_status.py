@@ -14,6 +14,7 @@ from tests.syncer.building import ANYONE, RUN, join, push, report, serving, upda
 TOP = {
     "kernels",
     "run_id",
+    "held",
     "lineage",
     "up_seconds",
     "refused_at_the_door",
@@ -91,6 +92,7 @@ def test_it_is_complete_before_and_after_a_site_has_reported(tmp_path: Path) -> 
     assert (found["sites"]["a"]["link"], found["sites"]["b"]["link"]["rtt_ns"]) == (None, 80_000_000)
     assert found["fragments"][0]["arrived"] == ["a"]
     assert found["fragments"][0]["members"] == ["a", "b"]
+    assert found["held"] == [], "this syncer has the whole model"
     assert (found["phase"], found["epoch"], found["ending"], found["progress"]) == ("running", 1, None, 0.0)
 
 
