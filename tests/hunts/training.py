@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from diloco.inner.parallel import SiteGroup
 from diloco.launch import build
@@ -34,15 +33,10 @@ from diloco.wire.client import SyncClient
 BOUND_S = 600.0
 
 
-class Poison(SealInputs):
+def poison(truth: SealInputs, strength: float) -> SealInputs:
     """The pseudo-gradient of ``truth``, turned around and ``strength`` times as long."""
-
-    def __init__(self, truth: SealInputs, strength: float) -> None:
-        super().__init__(truth.reference, truth.local, truth.in_flight)
-        self._strength = strength
-
-    def pseudo_gradient(self) -> Tensor:
-        return super().pseudo_gradient().mul_(-self._strength)
+    turned = truth.pseudo_gradient().mul_(-strength)
+    return SealInputs(turned, [torch.zeros_like(turned)], [])
 
 
 class Poisoner(Agent):
@@ -64,7 +58,7 @@ class Poisoner(Agent):
                 honest(job)
                 return
             truth = job.inputs.pseudo_gradient()
-            honest(replace(job, inputs=Poison(job.inputs, self.strength)))
+            honest(replace(job, inputs=poison(job.inputs, self.strength)))
             with self._changed:
                 self._tensors.sent[effect.fragment, effect.sequence] = truth
                 self.sent.add(effect.sequence)
