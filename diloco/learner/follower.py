@@ -51,21 +51,12 @@ class Follower:
             self._tensors.write(told[1], values)
 
 
-class Followers:
+class Followers(Follower):
     """The same where a site has an agent for each syncer: rank 0 tells of each one's fragments, then of the site."""
 
     def __init__(self, layouts: Sequence[Layout], parameters: Mapping[str, Tensor], group: SiteGroup) -> None:
         self._followers = [Follower(layout, parameters, group) for layout in layouts]
         self._group = group
-
-    def start(self) -> None:
-        """Take the first versions."""
-        self._follow()
-
-    def after_step(self, info: StepInfo) -> Verdict:
-        """Adopt what rank 0 has adopted."""
-        del info
-        return Verdict(self._follow(), "rank 0 stops")
 
     def _follow(self) -> bool:
         for follower in self._followers:
