@@ -26,6 +26,7 @@ from tests.loopback.guard import Guard, Waited, guarding
 from tests.loopback.toy import RUN, Toy, Twin
 
 BOUND_S = 40.0
+TRIES = 5
 
 OFFENCES: dict[str, Callable[[Path], object]] = {
     "open": lambda folder: open(folder / "file", "w"),  # noqa: SIM115
@@ -163,14 +164,20 @@ def test_invariant_14_with_quorum_1_no_site_waits_for_another(tmp_path: Path) ->
     toy = Toy(folder=str(tmp_path), outer={"grace": "fixed", "grace_ns": grace_ns}, snapshot_every=10_000)
     with serving(toy) as (_, address, _), Twin(0.01) as twin, SiteThread(toy, "a", address, step_s=0.01) as fast:
         fast.log.wait_for("adopted", 2, BOUND_S)
-        alone = shares(fast, twin, 6, 0.5)
+        alone = statistics.median(shares(fast, twin, 6, 0.5))
         with SiteThread(toy, "b", address, step_s=1.0) as slow:
             eventually(lambda: slow.toy_site.trained > 0, BOUND_S, "the slow peer trains")
-            beside = shares(fast, twin, 6, 0.5)
-        meter = fast.log.of("meter")[-1]
+            # Who waits for the peer waits always; what else the machine does passes.
+            for _ in range(TRIES):
+                before = fast.log.of("meter")[-1]
+                beside = statistics.median(shares(fast, twin, 6, 0.5))
+                meter = fast.log.of("meter")[-1]
+                stall_s, train_s = (float(str(meter[key])) - float(str(before[key])) for key in ("stall_s", "train_s"))
+                if beside >= 0.95 * alone and stall_s < 0.02 * train_s:
+                    break
+            else:
+                pytest.fail(f"steps {beside} beside the peer and {alone} alone, {stall_s} s of {train_s} s stalled")
     delays_ns = waits(toy)
-    assert statistics.median(beside) >= 0.95 * statistics.median(alone), (alone, beside)
-    assert float(str(meter["stall_s"])) < 0.02 * float(str(meter["train_s"])), meter
     assert len(delays_ns) > 20
     # The machine is told of the instant it asked for; how late that is under load is no matter of the bound.
     assert statistics.median(delays_ns) < grace_ns + 30_000_000, delays_ns
