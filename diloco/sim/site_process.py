@@ -34,6 +34,7 @@ from diloco.sync.events import (
     BoundaryReached,
     LearnerEvent,
     LeaveAsked,
+    OverlapChosen,
     Sealed,
     SealFailed,
     StepDone,
@@ -72,6 +73,7 @@ class SitePlan:
     checkpoint_steps: int
     checkpoint_ns: int
     report_ns: int
+    overlap_steps: int = 0
 
 
 @dataclass(slots=True)
@@ -184,6 +186,7 @@ class SiteProcess(Process):
             self.training = True
         self._tidy()
         self.checkers.process_started(self)
+        self.handle(OverlapChosen(self.plan.overlap_steps))
         self.courier.join(BACKOFF_FIRST_NS)
         if kept is not None:
             self.handle(StepDone(kept.step, kept.step_tokens, kept.step_ns, self.cursor))

@@ -39,10 +39,16 @@ def boundary(turn: SiteTurn) -> None:
             here = max(part.fetched, part.base_version) >= max(part.retaking.version, 0)
             if here and not part.encoding():  # What is kept is subtracted, so it must be known.
                 _retake(turn, index, part, part.retaking)
-        elif part.fetched > part.base_version:
+        elif part.fetched > part.base_version and not _is_held(turn, part):
             _adopt(turn, index, part)
         if may_seal(turn, part):
             _seal(turn, index, part)
+
+
+def _is_held(turn: SiteTurn, part: FragmentProgress) -> bool:
+    """Whether the exchange of the last update may take longer still, and nothing hangs on the version that is here."""
+    needed = part.base_version <= part.stale_base  # -1, or too old to measure anything from.
+    return turn.state.step < part.held_until and not needed and not turn.state.stopping
 
 
 def _adopt(turn: SiteTurn, index: int, part: FragmentProgress) -> None:
@@ -90,5 +96,6 @@ def _seal(turn: SiteTurn, index: int, part: FragmentProgress) -> None:
     part.unsent_tokens = part.unsent_steps = 0
     part.due = False
     site = turn.state
+    part.held_until = site.step + site.overlap_steps
     where = (index, sent.sequence, sent.base_version, subtract)
     turn.effects.append(Seal(*where, sent.tokens, sent.steps, site.step_ns, site.cursor, final=site.stopping))

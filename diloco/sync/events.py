@@ -334,6 +334,13 @@ class BoundaryReached:
 
 
 @dataclass(frozen=True, slots=True)
+class OverlapChosen:
+    """From the next update of each fragment on, its version is adopted ``steps`` inner steps after it, or later."""
+
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
 class Sealed:
     """The pseudo-gradient is encoded and durable in the outbox; it may now be sent."""
 
@@ -424,6 +431,7 @@ LearnerEvent = (
     JoinAnswered
     | StepDone
     | BoundaryReached
+    | OverlapChosen
     | Sealed
     | SealFailed
     | PushAnswered

@@ -33,6 +33,7 @@ from diloco.sync.events import (
     JoinAnswered,
     LearnerEvent,
     LeaveAsked,
+    OverlapChosen,
     PushAnswered,
     Sealed,
     SealFailed,
@@ -73,6 +74,7 @@ class LearnerSync:
         machine = cls(options, from_plain(LearnerState, plain, "state"))
         machine.state.tokens_processed = max(machine.state.tokens_processed, tokens_processed)
         machine.state.ending = None
+        machine.state.overlap_steps = 0  # A new process finds for itself what its link asks for.
         machine.state.stopping = machine.state.at_rest = machine.state.closed = machine.state.left = False
         machine.state.incarnation = 0  # Until the syncer says what an earlier process sent, no number is ours to give.
         for index, part in enumerate(machine.state.fragments):
@@ -104,6 +106,10 @@ class LearnerSync:
                 step_done(turn, event)
             case BoundaryReached():
                 boundary(turn)
+            case OverlapChosen():
+                assert 0 <= event.steps < self.options.inner_steps, event
+                assert not (event.steps and self.options.lock_step), "lock-step adopts before it goes on"
+                self.state.overlap_steps = event.steps
             case Sealed():
                 sealed(turn, event)
             case SealFailed():

@@ -107,7 +107,7 @@ class FragmentProgress:
     """A site's place in one fragment.
 
     ``base_version`` is -1 until the first version of the lineage is here; an update measured from ``stale_base`` was
-    too old.
+    too old.  ``held_until`` is the inner step before which no version is adopted, because an exchange may take so long.
     """
 
     base_version: int = -1
@@ -130,6 +130,7 @@ class FragmentProgress:
     doubt: Doubt | None = None
     in_flight: list[Sent] = field(default_factory=list)
     orphans: list[Orphan] = field(default_factory=list)
+    held_until: int = 0
 
     def undecided(self) -> list[Sent]:
         """The updates without a known fate, in sequence order."""
@@ -165,7 +166,8 @@ class LearnerState:
 
     ``stopping``: the training loop was told to end; ``at_rest``: it has been at a boundary since, so that no step is
     under way any more; ``closed``: the syncer takes nothing any more; ``left``: goodbye is said; ``keep``: the syncer
-    acknowledges what its standby may lack, so that bytes are kept until their fate is known.
+    acknowledges what its standby may lack, so that bytes are kept until their fate is known; ``overlap_steps``: inner
+    steps from an update to the adoption of its version, at least, from the next seal on.
     """
 
     fragments: list[FragmentProgress]
@@ -184,6 +186,7 @@ class LearnerState:
     closed: bool = False
     left: bool = False
     keep: bool = False
+    overlap_steps: int = 0
 
 
 def ledger_of(state: LearnerState, index: int) -> Ledger:

@@ -23,6 +23,9 @@ def test_every_choice_is_drawn_by_some_seed() -> None:
     assert {bool(each.token_budget) for each in options} == {True, False}
     assert {len(plan.sites) for plan in PLANS} == {1, 2, 3, 4, 5}
     assert any(len(set(plan.starts_ns)) > 1 for plan in PLANS), "nobody joins late"
+    overlaps = {site.overlap_steps for plan in PLANS for site in plan.sites}
+    assert overlaps >= {0, 1, 2, 3}
+    assert any(plan.conserving and plan.sites[0].overlap_steps for plan in PLANS)
     pairs = [plan for plan in PLANS if plan.outer.replication is not None]
     assert len(PLANS) / 5 < len(pairs) < len(PLANS) / 2
     assert {kind for plan in pairs for kind in plan.faults} > set(PAIR)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from diloco.sync import effects as fx
@@ -31,3 +33,95 @@ def test_what_was_trained_before_a_restored_version_came_is_overwritten() -> Non
     assert (retake.version, retake.keep) == (5, ())
     assert ledger_of(site.machine.state, 0).overwritten == 230
     assert only(fx.Seal, site.train(15)).base_version == 5
+
+
+def overlapping(steps: int = 4, **options: Any) -> Site:
+    site = Site(inner_steps=15, **options)
+    site.handle(ev.OverlapChosen(steps))
+    return site
+
+
+def merged(site: Site, sequence: int, version: int) -> None:
+    """The version that contains the update is here."""
+    site.handle(ev.VersionFetched(0, version, (ev.Fate(0, sequence, version, 150, f"u{sequence}"),)))
+
+
+def test_a_version_is_adopted_when_the_steps_of_the_overlap_have_passed() -> None:
+    site = overlapping()
+    site.send(1)
+    merged(site, 1, 1)
+    assert not of(fx.Adopt, site.boundary() + site.train(3))
+    assert only(fx.Adopt, site.train()).merged == (1,)
+
+
+def test_versions_that_come_meanwhile_are_adopted_as_one() -> None:
+    site = overlapping()
+    site.send(1)
+    merged(site, 1, 1)
+    site.train(2)
+    site.handle(ev.VersionFetched(0, 2, ()))
+    assert not of(fx.Adopt, site.train())
+    assert only(fx.Adopt, site.train(9)).version == 2
+
+
+def test_a_version_that_comes_later_is_adopted_when_it_is_here() -> None:
+    site = overlapping()
+    site.send(1)
+    assert not of(fx.Adopt, site.train(6))
+    merged(site, 1, 1)
+    assert only(fx.Adopt, site.boundary()).version == 1
+
+
+def test_a_choice_counts_from_the_next_update_on() -> None:
+    site = overlapping(0)
+    site.send(1)
+    site.handle(ev.OverlapChosen(6))
+    merged(site, 1, 1)
+    assert of(fx.Adopt, site.boundary()), "what was sealed before is exchanged as it was"
+    site.send(2)
+    site.handle(ev.OverlapChosen(0))
+    merged(site, 2, 2)
+    assert not of(fx.Adopt, site.train(5))
+    assert of(fx.Adopt, site.train())
+
+
+def test_each_fragment_waits_for_its_own_steps() -> None:
+    site = overlapping(3, num_fragments=2)  # The one is due at 7, the other at 0, modulo 15.
+    assert only(fx.Seal, site.train(7)).fragment == 0
+    for index in (0, 1):
+        site.handle(ev.VersionFetched(index, 1, ()))
+    assert [effect.fragment for effect in of(fx.Adopt, site.boundary())] == [1]
+    assert not of(fx.Adopt, site.train(2))
+    assert [effect.fragment for effect in of(fx.Adopt, site.train())] == [0]
+
+
+@pytest.mark.parametrize("event", [ev.FinalAnnounced(ev.Ending.FINISHED), ev.LeaveAsked()])
+def test_who_stops_holds_nothing_back(event: ev.LearnerEvent) -> None:
+    site = overlapping()
+    site.send(1)
+    merged(site, 1, 1)
+    site.handle(event)
+    assert of(fx.Adopt, site.boundary())
+
+
+def test_a_version_that_the_next_update_needs_is_adopted_at_once() -> None:
+    site = overlapping()
+    site.send(1)
+    site.fate(1, 1, ev.Reason.STALE)
+    site.handle(ev.VersionFetched(0, 1, ()))
+    assert of(fx.Adopt, site.boundary())
+
+
+def test_a_new_process_begins_without_an_overlap() -> None:
+    site = overlapping()
+    site.restart(site.machine.snapshot())
+    assert site.machine.state.overlap_steps == 0
+
+
+def test_lock_step_knows_no_overlap() -> None:
+    site = Site(inner_steps=15, lock_step=True)
+    site.handle(ev.OverlapChosen(0))
+    with pytest.raises(AssertionError, match="lock-step"):
+        site.handle(ev.OverlapChosen(1))
+    with pytest.raises(AssertionError):
+        Site(inner_steps=15).handle(ev.OverlapChosen(15))

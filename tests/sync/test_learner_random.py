@@ -75,6 +75,8 @@ def strange(world: World) -> None:
         events.append(ev.PushAnswered(index, number, ev.Outcome.REFUSED, draw.choice(list(Reason))))
     if all(sent.state != "sealing" for sent in part.in_flight):
         events += [ev.Sealed(index, number, "late"), ev.SealFailed(index, number)]
+    if not world.options.lock_step:
+        events.append(ev.OverlapChosen(draw.randrange(world.options.inner_steps)))
     if part.fetching or part.base_version >= 0:
         events.append(ev.FetchFailed(index))
     world.tell(draw.choice(events))
