@@ -237,8 +237,13 @@ class SiteSection:
     insecure_non_loopback: bool = False
     """Permit a token over an unencrypted link."""
     adapt: bool = False
-    """Choose by what the link carries: among codec.up and codec.up_allowed, and how many connections, which
-    data_channels begins with."""
+    """Choose by what the link carries: among codec.up and codec.up_allowed, how many connections, which data_channels
+    begins with, and how many inner steps an exchange may take, from overlap_steps to overlap_steps_max."""
+    overlap_steps: int = 0
+    """τ: a version is adopted so many inner steps after the site's update, or later, with all that came meanwhile;
+    under adapt the fewest."""
+    overlap_steps_max: int | None = None
+    """The most of them under adapt; null: a tenth of outer.inner_steps."""
     data_channels: int = 1
     """Connections that one transfer goes over side by side: 1 to 6; a long fast link needs more than one to be filled,
     and `diloco doctor` says how many."""

@@ -281,7 +281,8 @@ def _link(link: Mapping[str, Any] | None) -> str:
         return "-"
     rates = [f"{link[key] * 8 / 1e6:,.3g}" if link[key] else "?" for key in ("up_bytes_per_s", "down_bytes_per_s")]
     chosen = f" {link['up_codec']}" if link["why"] else ""
-    return f"{link['rtt_ns'] / 1e6:.0f} ms {'/'.join(rates)} Mbit/s{chosen}"
+    overlap = f" overlap {link['overlap_steps']}" if link.get("overlap_steps") else ""
+    return f"{link['rtt_ns'] / 1e6:.0f} ms {'/'.join(rates)} Mbit/s{chosen}{overlap}"
 
 
 def _number(value: object) -> str:

@@ -101,10 +101,11 @@ class Agent:
         self._odometer = Odometer(Path(options.folder) / "odometer", disk)
         place = place_of(parameters.values())
         self._tensors = SiteTensors(layout, parameters, learner.adopt, options.adopt_alpha, place, options.feedback)
-        self._meter, self._use = Meter(), LinkUse(client, options.choices(), emit)
+        self._meter, self._use = Meter(), LinkUse(client, options.choices(), emit, self._tell)
         self._changed = threading.Condition(threading.RLock())
         self._redo = redo
         self._machine = restored_machine(learner, restored, redo, self._outbox, self._odometer, self._tensors)
+        self._use.begin()
         self._stopping = threading.Event()
         self._stop: StopTraining | None = None
         self._has_ended = False
@@ -422,6 +423,7 @@ class Agent:
     def _tell(self, event: LearnerEvent) -> None:
         """Hand an event to the machine from a thread beside training."""
         with self._changed:
+            self._use.heard(event)
             adopted = self._carry_out(self._machine.handle(event, time.monotonic_ns()))
             assert not adopted, "values may change at a boundary only"
 

@@ -1,4 +1,5 @@
-"""What a site sends by, chosen from what its link carries: the codec of its updates, and over how many connections.
+"""What a site sends by, chosen from what its link carries: the codec of its updates, over how many connections they go,
+and how many inner steps their exchange may take before the version is adopted (``sync/overlap.py``).
 
 The link is busy with updates for some share of the time in which a site makes them.  Above ``BUSY_PERCENT_MAX`` updates
 come late, and grow staler with every one that waits: then the largest codec that fits is taken, or the smallest.  Where
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from diloco.sync.links import SECOND_NS, WINDOW_SHARE_PERCENT, channels_for
 from diloco.sync.options import require
+from diloco.sync.overlap import exchange_ns, overlap_for, steps_of
 
 if TYPE_CHECKING:
     from diloco.sync.links import LinkEstimate
@@ -28,7 +30,6 @@ ROOM_PERCENT = 50
 AGREEING = 2
 FULL_PERCENT = 70
 """Of what the windows of all connections hold: from there on one more is tried."""
-STEPS_MAX = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptOptions:
-    """What may be chosen from.  One way and one channel: nothing."""
+    """What may be chosen from.  One way, one channel and one number of steps: nothing."""
 
     ways: tuple[Way, ...]
     """The first is the configured one."""
@@ -55,6 +56,9 @@ class AdaptOptions:
     channels_max: int = 1
     window_bytes: int = 4 << 20
     """The largest buffer that the kernel gives a socket that sends."""
+    overlap_steps: int = 0
+    """That one begins with, and the fewest."""
+    overlap_steps_max: int = 0
 
     def __post_init__(self) -> None:
         require(len(self.ways) >= 1, "ways", self.ways, "at least one")
@@ -64,6 +68,10 @@ class AdaptOptions:
             require(getattr(self, field) >= 1, field, getattr(self, field), "at least 1")
         wanted = f"1 to channels_max={self.channels_max}"
         require(1 <= self.channels <= self.channels_max, "channels", self.channels, wanted)
+        most = self.overlap_steps_max
+        require(0 <= self.overlap_steps <= most, "overlap_steps", self.overlap_steps, f"0 to overlap_steps_max={most}")
+        # Else the next update would be measured before the version that answers this one may be adopted.
+        require(most < self.inner_steps, "overlap_steps_max", most, f"below inner_steps={self.inner_steps}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,7 @@ class Choice:
 
     codec: str
     channels: int
+    overlap_steps: int = 0
     why: str = ""
 
 
@@ -82,11 +91,14 @@ class Adapter:
         self._options = options
         self._ways = sorted(options.ways, key=lambda way: (-way.update_bytes, way.codec))
         self._at = self._ways.index(options.ways[0])
-        self._codecs, self._channels = _Agreement(), _Agreement()
-        self.choice = Choice(options.ways[0].codec, options.channels)
+        self._codecs, self._channels, self._overlaps = _Agreement(), _Agreement(), _Agreement()
+        self.choice = Choice(options.ways[0].codec, options.channels, options.overlap_steps)
 
-    def choose(self, link: LinkEstimate, step_ns: int) -> Choice:
-        """The choice for an update that is sealed now; ``step_ns`` is what an inner step takes."""
+    def choose(self, link: LinkEstimate, step_ns: int, round_ns: int = 0) -> Choice:
+        """The choice for an update that is sealed now.
+
+        ``step_ns`` is what an inner step takes, ``round_ns`` what a round at the syncer does; 0: not known.
+        """
         before, whys = self.choice, []
         if step_ns and link.up_bytes_per_s:
             at = self._wanted(link, step_ns)
@@ -98,21 +110,38 @@ class Adapter:
             whys.append(f"{channels} connections for {_rate(link)} over {link.rtt_min_ns / 1e6:.0f} ms")
         else:
             channels = before.channels
+        exchange = self._exchange_ns(link, round_ns)
+        overlap = overlap_for(exchange, step_ns, before.overlap_steps, *self._overlap_range())
+        if self._overlaps.reached(overlap - before.overlap_steps):
+            whys.append(self._why_overlap(overlap, exchange, round_ns, step_ns))
+        else:
+            overlap = before.overlap_steps
         if whys:
-            self.choice = Choice(self._ways[self._at].codec, channels, "; ".join(whys))
+            self.choice = Choice(self._ways[self._at].codec, channels, overlap, "; ".join(whys))
         return self.choice
 
-    def exchange_steps(self, link: LinkEstimate, step_ns: int) -> int:
-        """Inner steps that pass while one update goes up and one version comes down; 0 where that is not known.
+    def exchange_steps(self, link: LinkEstimate, step_ns: int, round_ns: int = 0) -> int:
+        """Inner steps that pass while one update goes up, is merged, and its version comes down; 0: not known.
 
         What a site trains in that time it trains on values that others have moved on from: τ of Streaming DiLoCo.
         """
-        if not (step_ns and link.up_bytes_per_s and link.down_bytes_per_s):
-            return 0
-        up_ns = self._ways[self._at].update_bytes * SECOND_NS // link.up_bytes_per_s
-        down_ns = self._options.version_bytes * SECOND_NS // link.down_bytes_per_s
-        one_ns = (up_ns + down_ns) // self._options.num_fragments + 3 * link.rtt_min_ns
-        return min(-(-one_ns // step_ns), STEPS_MAX)
+        return steps_of(self._exchange_ns(link, round_ns), step_ns)
+
+    def _exchange_ns(self, link: LinkEstimate, round_ns: int) -> int:
+        """Of one fragment of the usual size."""
+        options, up_bytes = self._options, self._ways[self._at].update_bytes
+        count = options.num_fragments
+        return exchange_ns(link, up_bytes // count, options.version_bytes // count, round_ns)
+
+    def _overlap_range(self) -> tuple[int, int]:
+        return self._options.overlap_steps, self._options.overlap_steps_max
+
+    def _why_overlap(self, overlap: int, exchange: int, round_ns: int, step_ns: int) -> str:
+        least, most = self._overlap_range()
+        return (
+            f"an exchange takes {exchange / 1e9:.3g} s, {round_ns / 1e9:.3g} of it at the syncer, and an inner step "
+            f"{step_ns / 1e9:.3g} s: a version is adopted {overlap} steps after its update ({least} to {most} allowed)"
+        )
 
     def _wanted(self, link: LinkEstimate, step_ns: int) -> int:
         busy = [self._busy_percent(way, link, step_ns) for way in self._ways]

@@ -286,6 +286,8 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "channels": _NUMBER,
         "exchange_steps": _NUMBER,
         "why": _text,
+        "round_ns": _NUMBER,
+        "overlap_steps": _NUMBER,
     },
     m.ReportInfo: {
         "run_id": _ID,

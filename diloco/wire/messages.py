@@ -399,8 +399,9 @@ class LinkInfo:
 
     ``rtt_ns`` (of control calls, smoothed) and the rates at which updates and versions were carried lately are 0 before
     anything was measured.  ``up_codec`` and ``channels`` are those of the next update, ``why`` says what they were
-    chosen for ("": as configured); ``exchange_steps`` is how many inner steps pass while an update goes up and a
-    version comes down.
+    chosen for ("": as configured); ``exchange_steps`` is how many inner steps pass while an update goes up, waits
+    ``round_ns`` at the syncer, and its version comes down; ``overlap_steps`` how many the site lets pass before it
+    adopts one.
     """
 
     rtt_ns: int = 0
@@ -410,6 +411,8 @@ class LinkInfo:
     channels: int = 0
     exchange_steps: int = 0
     why: str = ""
+    round_ns: int = 0
+    overlap_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)

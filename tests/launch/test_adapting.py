@@ -43,6 +43,24 @@ def test_with_it_a_way_has_the_bytes_of_all_fragments(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ([], (0, 0)),
+        (["site.overlap_steps=2"], (2, 2)),
+        (["site.overlap_steps=2", "site.overlap_steps_max=9"], (2, 2)),
+        (["site.adapt=true"], (0, 3)),
+        (["site.adapt=true", "site.overlap_steps=4"], (4, 4)),
+        (["site.adapt=true", "site.overlap_steps=1", "site.overlap_steps_max=29"], (1, 29)),
+        (["site.adapt=true", "site.overlap_steps_max=0"], (0, 0)),
+    ],
+)
+def test_the_overlap_is_fixed_or_has_a_range(settings: list[str], steps: tuple[int, int]) -> None:
+    config = compose([*TINY, "outer.inner_steps=30", *settings])
+    options = adapt_options(config, build.layout_of(config))
+    assert (options.overlap_steps, options.overlap_steps_max) == steps
+
+
+@pytest.mark.parametrize(
     ("told", "window"), [("4096\t16384\t4194304\n", 4194304), ("", WINDOW_BYTES), ("a b c", WINDOW_BYTES)]
 )
 def test_the_window_is_what_the_kernel_says(tmp_path: Path, told: str, window: int) -> None:
@@ -66,6 +84,14 @@ def test_what_is_allowed_is_shared_and_what_a_site_does_with_it_is_not() -> None
         (["codec.up_allowed=[fp32,fp32]"], "codec.up_allowed has 'fp32' twice"),
         (["site.adapt=true", "outer.lock_step=true"], "site.adapt is True: under outer.lock_step"),
         (["site.adapt=true", "outer.adopt=overwrite"], "site.adapt is True: with outer.adopt=overwrite"),
+        (["site.overlap_steps=-1"], "site.overlap_steps is -1: from 0 to less than outer.inner_steps="),
+        (["site.overlap_steps=30", "outer.inner_steps=30"], "site.overlap_steps is 30: from 0 to less than"),
+        (["site.overlap_steps=1", "outer.lock_step=true"], "site.overlap_steps is 1: under outer.lock_step"),
+        (
+            ["site.overlap_steps=3", "site.overlap_steps_max=2", "outer.inner_steps=30"],
+            "site.overlap_steps_max is 2: from site.overlap_steps=3 to less than outer.inner_steps=30",
+        ),
+        (["site.overlap_steps_max=30", "outer.inner_steps=30"], "site.overlap_steps_max is 30: from"),
     ],
 )
 def test_what_cannot_work_is_refused_in_words(settings: list[str], words: str) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from diloco.learner.link_use import LinkUse
 from diloco.sync.adapting import AdaptOptions, Way
+from diloco.sync.events import Fate, FateTold, LearnerEvent, Outcome, OverlapChosen, PushAnswered
 from diloco.wire.messages import LinkInfo
 
 STEP_NS = 100_000_000
@@ -22,7 +23,8 @@ class Traffic:
 def using(ways: tuple[Way, ...] = WAYS) -> tuple[LinkUse, list[tuple[str, dict[str, object]]]]:
     said: list[tuple[str, dict[str, object]]] = []
     options = AdaptOptions(ways=ways, version_bytes=4_000_000, inner_steps=20)
-    return LinkUse(Traffic(), options, lambda name, facts: said.append((name, facts))), said  # type: ignore[arg-type]
+    use = LinkUse(Traffic(), options, lambda name, facts: said.append((name, facts)), lambda event: None)  # type: ignore[arg-type]
+    return use, said
 
 
 def carried(use: LinkUse, up: int) -> None:
@@ -57,12 +59,44 @@ def test_a_change_is_told_once_with_its_reason_and_stays_to_be_seen() -> None:
 def test_connections_are_opened_where_their_windows_bound_the_link() -> None:
     traffic, said = Traffic(), []
     options = AdaptOptions(ways=WAYS[:1], inner_steps=20, channels_max=6, window_bytes=100_000)
-    use = LinkUse(traffic, options, lambda name, facts: said.append(facts["channels"]))  # type: ignore[arg-type]
+    use = LinkUse(traffic, options, lambda name, facts: said.append(facts["channels"]), lambda event: None)  # type: ignore[arg-type]
     carried(use, 6_000_000)  # 6 MB/s over 10 ms are 60 kB on the way, where one window has room for 65.
     for _ in range(6):
         use.codec(STEP_NS)
     assert traffic.channels == said == [2]
     assert use.info(STEP_NS).channels == 2
+
+
+def test_the_overlap_is_that_of_an_exchange_with_the_round_that_was_seen_and_the_machine_is_told() -> None:
+    said: list[object] = []
+    told: list[LearnerEvent] = []
+    options = AdaptOptions(
+        ways=WAYS[1:], version_bytes=4_000_000, inner_steps=20, overlap_steps=1, overlap_steps_max=12
+    )
+    use = LinkUse(Traffic(), options, lambda name, facts: said.append(facts["overlap_steps"]), told.append)  # type: ignore[arg-type]
+    use.begin()
+    carried(use, 10_000_000)  # 0.4 s up and 0.4 s down, and three times 10 ms.
+    assert [use.codec(STEP_NS) for _ in range(3)] == ["int4"] * 3
+    assert (said, told) == ([9], [OverlapChosen(1), OverlapChosen(9)])
+    use._rounds.heard(PushAnswered(0, 1, Outcome.ACCEPTED, None), 1_000_000_000)
+    use._rounds.heard(FateTold(Fate(0, 1, 1, 10, "d")), 1_200_000_000)
+    use.codec(STEP_NS)
+    use.codec(STEP_NS)
+    assert (said, told[2:]) == ([9, 11], [OverlapChosen(11)])
+    info = use.info(STEP_NS)
+    assert (info.overlap_steps, info.exchange_steps, info.round_ns) == (11, 11, 200_000_000)
+    assert info.why == (
+        "an exchange takes 1.03 s, 0.2 of it at the syncer, and an inner step 0.1 s: a version is adopted 11 steps "
+        "after its update (1 to 12 allowed)"
+    )
+
+
+def test_a_round_is_heard_of_by_the_sites_own_clock() -> None:
+    use, _ = using()
+    use.heard(PushAnswered(0, 1, Outcome.ACCEPTED, None))
+    assert use.info(STEP_NS).round_ns == 0
+    use.heard(FateTold(Fate(0, 1, 1, 10, "d")))
+    assert use.info(STEP_NS).round_ns > 0
 
 
 def test_without_a_choice_the_link_is_told_all_the_same() -> None:

@@ -126,6 +126,30 @@ def test_the_steps_of_an_exchange_are_those_of_one_fragment() -> None:
     assert adapter.exchange_steps(link(1), 1) == 1_000_000
 
 
+def test_an_overlap_follows_the_exchange_of_one_fragment_and_the_round() -> None:
+    adapter = Adapter(options(num_fragments=2, overlap_steps_max=15))
+    assert settled(adapter, link(4e6)).overlap_steps == 8  # In int4 by now: half of 1 s up and 0.4 down, and 30 ms.
+    for _ in range(3):
+        choice = adapter.choose(link(4e6), STEP_NS, round_ns=500 * MS)
+    assert (choice.codec, choice.overlap_steps) == ("int4", 13)
+    for _ in range(3):
+        choice = adapter.choose(link(4e6), STEP_NS, round_ns=60 * SECOND_NS)
+    assert choice.overlap_steps == 15
+    assert "(0 to 15 allowed)" in choice.why
+
+
+def test_without_a_range_the_overlap_stays_as_configured() -> None:
+    adapter = Adapter(options(overlap_steps=3, overlap_steps_max=3))
+    for up in (1e4, 1e9):
+        assert settled(adapter, link(up)).overlap_steps == 3
+
+
+def test_one_look_moves_no_overlap() -> None:
+    adapter, near, far = Adapter(options(ways=WAYS[:1], overlap_steps_max=9)), link(1e9), link(1e9, rtt_ms=200)
+    seen = [adapter.choose(found, STEP_NS).overlap_steps for found in (near, near, far, near, far, near, far, far)]
+    assert seen == [0, 5, 5, 5, 5, 5, 5, 9]
+
+
 def test_the_same_looks_give_the_same_choices() -> None:
     def run() -> list[Choice]:
         adapter = Adapter(options(channels_max=6))
@@ -137,7 +161,15 @@ def test_the_same_looks_give_the_same_choices() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("ways", ()), ("ways", (WAYS[0], WAYS[0])), ("inner_steps", 0), ("channels", 2), ("window_bytes", 0)],
+    [
+        ("ways", ()),
+        ("ways", (WAYS[0], WAYS[0])),
+        ("inner_steps", 0),
+        ("channels", 2),
+        ("window_bytes", 0),
+        ("overlap_steps", 1),
+        ("overlap_steps_max", 20),
+    ],
 )
 def test_what_cannot_be_is_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):

@@ -462,7 +462,7 @@ class ReportRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens_processed: _Optional[int] = ..., tokens_unsent: _Optional[int] = ..., tokens_in_flight: _Optional[int] = ..., tokens_overwritten: _Optional[int] = ..., tokens_lost: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., step_ns: _Optional[int] = ..., train_ns: _Optional[int] = ..., stall_ns: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., link: _Optional[_Union[LinkReport, _Mapping]] = ...) -> None: ...
 
 class LinkReport(_message.Message):
-    __slots__ = ("rtt_ns", "up_bytes_per_s", "down_bytes_per_s", "up_codec", "channels", "exchange_steps", "why")
+    __slots__ = ("rtt_ns", "up_bytes_per_s", "down_bytes_per_s", "up_codec", "channels", "exchange_steps", "why", "round_ns", "overlap_steps")
     RTT_NS_FIELD_NUMBER: _ClassVar[int]
     UP_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     DOWN_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
@@ -470,6 +470,8 @@ class LinkReport(_message.Message):
     CHANNELS_FIELD_NUMBER: _ClassVar[int]
     EXCHANGE_STEPS_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
+    ROUND_NS_FIELD_NUMBER: _ClassVar[int]
+    OVERLAP_STEPS_FIELD_NUMBER: _ClassVar[int]
     rtt_ns: int
     up_bytes_per_s: int
     down_bytes_per_s: int
@@ -477,7 +479,9 @@ class LinkReport(_message.Message):
     channels: int
     exchange_steps: int
     why: str
-    def __init__(self, rtt_ns: _Optional[int] = ..., up_bytes_per_s: _Optional[int] = ..., down_bytes_per_s: _Optional[int] = ..., up_codec: _Optional[str] = ..., channels: _Optional[int] = ..., exchange_steps: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
+    round_ns: int
+    overlap_steps: int
+    def __init__(self, rtt_ns: _Optional[int] = ..., up_bytes_per_s: _Optional[int] = ..., down_bytes_per_s: _Optional[int] = ..., up_codec: _Optional[str] = ..., channels: _Optional[int] = ..., exchange_steps: _Optional[int] = ..., why: _Optional[str] = ..., round_ns: _Optional[int] = ..., overlap_steps: _Optional[int] = ...) -> None: ...
 
 class ReportResponse(_message.Message):
     __slots__ = ("epoch", "run_tokens", "progress_ppm", "known", "ending", "retake")
