@@ -9,6 +9,8 @@ as a site that is offline does, while the others push and adopt.  What must be o
 - training ends when every syncer has said that the run is finished, or as soon as one is drained, the site is asked to
   leave, or a part has failed (evicted at one syncer, a site cannot train the rest of the model to any use): then the
   other parts leave in order.  What is trained after the end of one part is unsent there, and counted so;
+- a syncer that ended while no process of the site ran is not there to say so.  Its word to an earlier process counts;
+  without it, a finished part of the run bounds by ``join_timeout_s`` how long the others are waited for;
 - the ledger is the mean over all fragments, as with one syncer;
 - a site that goes on from a checkpoint begins to train when one syncer has taken it in; a new one needs them all.
 """
@@ -59,6 +61,8 @@ class Agents:
         self._join_timeout_s, self._redo = join_timeout_s, redo
         self._meter = voice.spent
         self._leave_asked = False  # Set by a signal handler, so a plain store.
+        self._given_up_at = 0.0  # When the site stops to wait for who never answered; 0 while there is nothing to end.
+        self._why = ""
 
     def start(self) -> int:
         """Join all syncers, or those that answer; returns the data cursor to go on from.
@@ -95,7 +99,7 @@ class Agents:
         if self._redo is None or info.step != self._redo.step:
             self._meter.step(info.step_ns, info.tokens, info.loss)
         self._meter.stalled(time.perf_counter_ns() - began_ns, 0)
-        why = self._why_to_stop()
+        self._why = why = self._why_to_stop()
         self._tell_ranks(stop=bool(why))
         return Verdict(bool(why), why)
 
@@ -104,8 +108,15 @@ class Agents:
         for syncer, (agent, stop) in enumerate(zip(self._agents, stops, strict=True)):
             if stop is not None and (stop.failed or agent.ending is Ending.DRAINED):
                 return f"{stop.why} (syncer {syncer})"
-        last = stops[-1]
-        return last.why if last is not None and all(stops) else ""
+        said = [stop.why for stop in stops if stop is not None]
+        waited = [syncer for syncer, agent in enumerate(self._agents) if agent.stop is None and not _is_over(agent)]
+        if not said or any(self._agents[syncer].has_joined for syncer in waited):
+            return ""
+        self._given_up_at = self._given_up_at or time.monotonic() + self._join_timeout_s
+        if waited and time.monotonic() < self._given_up_at:
+            return ""
+        missed = f", and syncer {waited[0]} did not answer for {self._join_timeout_s:g} s" if waited else ""
+        return said[-1] + missed
 
     def _tell_ranks(self, *, stop: bool) -> None:
         if self._group.world > 1:
@@ -129,20 +140,34 @@ class Agents:
         """After the loop: all agents at once send what is unsent and say goodbye; bounded.  Ends all threads."""
         self._meter.end()
         with ThreadPoolExecutor(len(self._agents)) as pool:
-            ended = list(pool.map(lambda agent: agent.finish(), self._agents))
+            ended = list(pool.map(_finished, self._agents))
         self._voice.meter()
         ledger = combined([ledger for agent in self._agents for ledger in agent.ledgers()])
         assert ledger.balanced(), ledger
         found = {field: getattr(ledger, field) for field in ledger.__slots__}
         decisive = _decisive(ended)
         told = {f"tokens_{field}": value for field, value in found.items()}
-        self._voice.say("site_done", {"ledger": told, "reason": decisive.why})
-        return Finished(decisive.ending, decisive.why, found)
+        why = self._why or decisive.why
+        self._voice.say("site_done", {"ledger": told, "reason": why})
+        return Finished(decisive.ending, why, found)
 
     def close(self) -> None:
         """End the threads."""
         for agent in self._agents:
             agent.close()
+
+
+def _is_over(agent: Agent) -> bool:
+    """Whether its syncer had told an earlier process that the run is finished, and has not answered this one."""
+    return agent.ending is Ending.FINISHED and not agent.has_joined
+
+
+def _finished(agent: Agent) -> Finished:
+    """The end of one part; what is over already has nobody to send to."""
+    if not _is_over(agent):
+        return agent.finish()
+    agent.close()
+    return Finished(Ending.FINISHED.value, "the run is finished", {})
 
 
 def _decisive(ended: Sequence[Finished]) -> Finished:

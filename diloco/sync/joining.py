@@ -24,6 +24,8 @@ def joined(turn: SiteTurn, event: JoinAnswered) -> None:
         turn.note("join_ignored", why)
         return
     restored = event.lineage > state.lineage
+    if state.incarnation == 0:
+        state.ending = None  # What an earlier process heard of an end: the run may go on, with more tokens to merge.
     state.lineage, state.epoch, state.incarnation = event.lineage, event.epoch, event.incarnation
     state.run_tokens, state.progress_ppm, state.keep = event.run_tokens, event.progress_ppm, event.keep
     state.closed = state.closed and event.ending is not None

@@ -73,7 +73,6 @@ class LearnerSync:
         far the last process really got, by the odometer: what the syncer does not have of it counts as lost."""
         machine = cls(options, from_plain(LearnerState, plain, "state"))
         machine.state.tokens_processed = max(machine.state.tokens_processed, tokens_processed)
-        machine.state.ending = None
         machine.state.overlap_steps = 0  # A new process finds for itself what its link asks for.
         machine.state.stopping = machine.state.at_rest = machine.state.closed = machine.state.left = False
         machine.state.incarnation = 0  # Until the syncer says what an earlier process sent, no number is ours to give.

@@ -23,7 +23,7 @@ from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.outer.placement import part_of
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.effects import StopTraining
-from diloco.sync.events import Ending
+from diloco.sync.events import Ending, FinalAnnounced
 from diloco.sync.options import HealthOptions, LearnerOptions, OuterOptions
 from diloco.sync.progress import Ledger
 from diloco.syncer.options import RunPlan, SyncerOptions
@@ -116,6 +116,42 @@ def test_every_agent_hears_of_every_step_and_all_ends_make_the_end() -> None:
     parts[1].stop, parts[1].ending = StopTraining(Ending.FINISHED, "the run is finished"), Ending.FINISHED
     assert agents.after_step(info_of(3)) == Verdict(True, "the run is finished")
     assert [part.steps for part in parts] == [[1, 2, 3]] * 2
+
+
+FINISHED = StopTraining(Ending.FINISHED, "the run is finished")
+
+
+def test_a_syncer_that_had_finished_before_is_not_waited_for() -> None:
+    parts = [Part(), Part(joins=False)]
+    parts[1].ending = Ending.FINISHED
+    agents = site_of(*parts, join_timeout_s=600.0)
+    agents.start()
+    assert not agents.after_step(info_of(1)).stop, "the other syncer's fragments go on"
+    parts[0].stop, parts[0].ending = FINISHED, Ending.FINISHED
+    assert agents.after_step(info_of(2)) == Verdict(True, "the run is finished")
+    assert agents.finish().ending == "finished"
+    assert [part.left for part in parts] == [True, False], "nobody is there to say goodbye to"
+    assert parts[1].closed
+
+
+def test_who_never_answers_is_waited_for_with_a_bound_once_the_run_is_finished() -> None:
+    parts = [Part(), Part(joins=False)]
+    agents = site_of(*parts, join_timeout_s=0.2)
+    agents.start()
+    threading.Event().wait(0.3)
+    assert not agents.after_step(info_of(1)).stop, "while the run goes on a site waits for it without a bound"
+    parts[0].stop, parts[0].ending = FINISHED, Ending.FINISHED
+    assert not agents.after_step(info_of(2)).stop
+    threading.Event().wait(0.3)
+    assert agents.after_step(info_of(3)) == Verdict(True, "the run is finished, and syncer 1 did not answer for 0.2 s")
+
+
+def test_who_has_joined_is_waited_for_without_a_bound() -> None:
+    parts = [Part(), Part()]
+    agents = site_of(*parts, join_timeout_s=0.0)
+    agents.start()
+    parts[0].stop, parts[0].ending = FINISHED, Ending.FINISHED
+    assert not any(agents.after_step(info_of(step)).stop for step in (1, 2, 3))
 
 
 @pytest.mark.parametrize(
@@ -322,6 +358,35 @@ def test_a_site_that_comes_back_trains_on_without_the_one_that_is_away(
         # A step between the join and the boundary at which the earlier process' later work is taken is thrown away.
         assert ledger["merged"] + ledger["lost"] + ledger["overwritten"] == ledger["processed"]
         assert ledger["lost"] <= read
+    finally:
+        two.stop()
+
+
+def test_a_site_that_comes_back_needs_no_word_from_a_syncer_that_had_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diloco.learner.agents.AWAY_S", 0.1)
+    two = TwoSyncers(tmp_path)
+    try:
+        agents = two.site()
+        agents.start()
+        two.train_until(agents, "adopted", 0, 1)
+        two.train_until(agents, "adopted", 1, 1)
+        agents._agents[1]._tell(FinalAnnounced(Ending.FINISHED))
+        two.train(agents, 1)
+        tensors, meta = agents.state()
+        saved = {name: value.clone() for name, value in tensors.items()}
+        agents.close()
+        again = two.site((saved, meta))
+        two.clients[1].down.set()
+        again.start()
+        (held,) = PLACEMENT[0]
+        two.train_until(again, "adopted", held, 3)
+        again._agents[0]._tell(FinalAnnounced(Ending.FINISHED))
+        assert again.after_step(info_of(two.steps + 1)) == Verdict(True, "the run is finished")
+        finished = again.finish()
+        assert finished.ending == "finished"
+        assert finished.ledger["unsent"] > 0, "what was trained since of the finished part"
     finally:
         two.stop()
 

@@ -37,6 +37,18 @@ def test_restarted_site_leaves_only_after_the_syncer_has_answered() -> None:
     assert of(fx.Leave, [*site.join(incarnation=2), *site.boundary()])
 
 
+def test_an_ending_is_remembered_until_the_syncer_says_how_it_stands_now() -> None:
+    site = Site()
+    site.handle(ev.FinalAnnounced(Ending.FINISHED))
+    checkpoint = site.machine.snapshot()
+    for standing in (None, Ending.DRAINED):
+        site.restart(checkpoint)
+        site.restart(site.machine.snapshot())
+        assert site.machine.state.ending is Ending.FINISHED, "its syncer may be no more"
+        site.join(incarnation=2, ending=standing)
+        assert site.machine.state.ending is standing
+
+
 def test_late_answer_to_a_join_is_no_proof_that_the_syncer_forgot() -> None:
     site = Site()
     site.send(1)
