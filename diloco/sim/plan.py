@@ -48,13 +48,13 @@ class SwarmPlan:
 
 def draw_plan(seed: int) -> SwarmPlan:
     """The plan of ``seed``, always the same."""
-    plan, random = _overlapping(_alone(seed), Random(f"{seed}/overlap")), Random(f"{seed}/replication")
+    plan, random = _overlapping(_alone(seed), Random(f"{seed}/overlapping")), Random(f"{seed}/replication")
     return _with_a_standby(plan, random) if random.random() < 0.3 else plan
 
 
 def _overlapping(plan: SwarmPlan, random: Random) -> SwarmPlan:
-    """In one run of three sites let steps pass before they adopt a version, each as many as its own."""
-    if plan.sites[0].options.lock_step or random.random() > 0.33:
+    """In three runs of ten the sites let steps pass before they adopt a version, each as many as its own."""
+    if plan.sites[0].options.lock_step or random.random() > 0.3:
         return plan
     sites = [replace(site, overlap_steps=random.randrange(site.options.inner_steps)) for site in plan.sites]
     return replace(plan, sites=tuple(sites))
