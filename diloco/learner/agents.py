@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from diloco.inner.checkpoint import CheckpointError
@@ -27,7 +26,7 @@ from diloco.inner.trainer import Verdict
 from diloco.learner.follower import GO_ON, STOP
 from diloco.learner.outcome import Finished, JoinFailed
 from diloco.sync.events import Ending
-from diloco.sync.progress import mean_ledger
+from diloco.sync.progress import combined
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from diloco.inner.trainer import StepInfo
     from diloco.learner.agent import Agent
     from diloco.learner.one_voice import OneVoice
-    from diloco.sync.progress import Ledger
 
 AWAY_S = 5.0
 """A site that has somewhere to go on from waits so long for each syncer before it trains on without it."""
@@ -174,18 +172,6 @@ def _decisive(ended: Sequence[Finished]) -> Finished:
     """The part that says how the site's whole part ended: the worst one."""
     order = ("failed", "drained", "left", "finished")
     return min(ended, key=lambda each: order.index(each.ending))
-
-
-def combined(ledgers: Sequence[Ledger]) -> Ledger:
-    """The site's ledger from those of all its fragments.
-
-    A part that had ended was not told of the steps after that: what it has not heard of is unsent there.
-    """
-    processed = max(ledger.processed for ledger in ledgers)
-    whole = [
-        replace(ledger, processed=processed, unsent=ledger.unsent + processed - ledger.processed) for ledger in ledgers
-    ]
-    return mean_ledger(whole)
 
 
 def part_restored(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -223,3 +223,15 @@ def mean_ledger(ledgers: Sequence[Ledger]) -> Ledger:
     for position in order[:missing]:
         parts[position] += 1
     return Ledger(ledgers[0].processed, *parts)
+
+
+def combined(ledgers: Sequence[Ledger]) -> Ledger:
+    """The ledger of a site that has several syncers, from those of all its fragments.
+
+    A part that had ended was not told of the steps after that: what it has not heard of is unsent there.
+    """
+    processed = max(ledger.processed for ledger in ledgers)
+    whole = [
+        replace(ledger, processed=processed, unsent=ledger.unsent + processed - ledger.processed) for ledger in ledgers
+    ]
+    return mean_ledger(whole)

@@ -14,7 +14,7 @@ from diloco.inner.checkpoint import CheckpointError
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo, Verdict
 from diloco.learner.agent import Agent
-from diloco.learner.agents import Agents, combined, part_restored
+from diloco.learner.agents import Agents, part_restored
 from diloco.learner.one_voice import OneVoice
 from diloco.learner.options import AgentOptions
 from diloco.learner.outcome import Finished, JoinFailed
@@ -191,7 +191,6 @@ def test_the_ledger_is_the_mean_and_what_an_ended_part_did_not_hear_of_is_unsent
     }
     (done,) = events.of("site_done")
     assert done["ledger"]["tokens_unsent"] == 10
-    assert combined([Ledger(3, 3, 0, 0, 0, 0, 0), Ledger(3, 0, 0, 0, 3, 0, 0)]).balanced()
 
 
 def test_a_failed_part_makes_a_failed_site() -> None:

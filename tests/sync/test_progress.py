@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import random
 
-from diloco.sync.progress import FragmentProgress, LearnerState, Ledger, Orphan, Sent, SentState, ledger_of, site_ledger
+from diloco.sync.progress import (
+    FragmentProgress,
+    LearnerState,
+    Ledger,
+    Orphan,
+    Sent,
+    SentState,
+    combined,
+    ledger_of,
+    site_ledger,
+)
 
 
 def a_state(draw: random.Random) -> LearnerState:
@@ -31,6 +41,11 @@ def test_invariant_10_the_sites_ledger_balances_in_whole_tokens() -> None:
             assert ledger_of(state, index).balanced(), f"seed {seed}"
         lost = sum(part.tokens_lost for part in state.fragments) / len(state.fragments)
         assert abs(ledger.lost - lost) <= 1, f"seed {seed}: no part is off by more than its rounding"
+
+
+def test_what_an_ended_part_did_not_hear_of_is_unsent_in_the_whole() -> None:
+    assert combined([Ledger(3, 3, 0, 0, 0, 0, 0), Ledger(3, 0, 0, 0, 3, 0, 0)]).balanced()
+    assert combined([Ledger(6, 6, 0, 0, 0, 0, 0), Ledger(4, 4, 0, 0, 0, 0, 0)]) == Ledger(6, 5, 0, 0, 1, 0, 0)
 
 
 def test_a_ledger_can_be_out_of_balance() -> None:
