@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 
+from diloco.sim.several import run_several
 from diloco.sim.swarm import run_seed
 
 
@@ -17,13 +18,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=200, help="how many seeds to run (default: 200)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (default: 0)")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--several", action="store_true", help="runs in which several syncers hold the model")
     asked = parser.parse_args(arguments)
     started_ns = time.perf_counter_ns()
     faults: Counter[str] = Counter()
     fates: Counter[str] = Counter()
     failures, events, simulated_ns, restarts, versions, staleness_worst = [], 0, 0, 0, 0, 0
     for seed in range(asked.first, asked.first + asked.seeds):
-        outcome = run_seed(seed)
+        outcome = run_several(seed) if asked.several else run_seed(seed)
         faults += outcome.faults
         fates += outcome.fates
         events += outcome.events
@@ -33,7 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
         staleness_worst = max(staleness_worst, outcome.staleness_worst)
         if outcome.failure:
             failures.append(seed)
-            sys.stdout.write(f"python -m diloco.sim --first {seed} --seeds 1  # {outcome.failure}\n")
+            which = " --several" if asked.several else ""
+            sys.stdout.write(f"python -m diloco.sim --first {seed} --seeds 1{which}  # {outcome.failure}\n")
             sys.stdout.flush()
     seconds = (time.perf_counter_ns() - started_ns) / 1e9
     summary = {

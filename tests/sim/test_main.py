@@ -5,6 +5,7 @@ import json
 import pytest
 
 from diloco.sim.__main__ import main
+from diloco.sim.parts import Trainer
 from diloco.sync import ending
 
 
@@ -24,3 +25,12 @@ def test_failing_seed_is_one_line_with_the_command_that_replays_it(
     line, summary = capsys.readouterr().out.splitlines()
     assert line.startswith("python -m diloco.sim --first 3 --seeds 1  # liveness: ")
     assert summary.startswith("1 seeds, 1 failed")
+
+
+def test_runs_of_several_syncers_are_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trainer, "complete", lambda self, ready: False)
+    assert main(["--seeds", "1", "--first", "3", "--several"]) == 1
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.startswith("python -m diloco.sim --first 3 --seeds 1 --several  # liveness: versions stand at ")

@@ -1,0 +1,403 @@
+"""One model held by several syncers, in the simulator: each with its own faults, the sites with theirs.
+
+Over each outer machine stand the same checkers as in a run that has one, with the site processes that talk to it.
+``Across`` stands over all of them: a site's steps and books are one, and who is down stops nobody else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from random import Random
+from typing import TYPE_CHECKING
+
+from diloco.sim.checking import Checkers, Violation
+from diloco.sim.network import MILLISECOND_NS, Direction, Heap, Link, Weather
+from diloco.sim.outer_process import CrashPoint, OuterPlan
+from diloco.sim.parts import PartProcess, Trainer
+from diloco.sim.plan import GENTLE, SwarmPlan, draw_plan
+from diloco.sim.site_checkers import CHECKERS, History
+from diloco.sim.site_process import SiteDisk, SitePlan, Trouble
+from diloco.sim.swarm import END_NS, EVENTS_MAX, RISE_NS, Outcome
+from diloco.sim.syncers import RESTART_NS, Syncers
+from diloco.sync.options import SECOND_NS
+from diloco.sync.progress import combined, ledger_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from diloco.sim.checking import Checker
+    from diloco.sync.progress import Ledger
+    from diloco.sync.syncer import OuterSync
+
+FAULTS = (*GENTLE, "kill")
+DOWNS_MS = (50, 400, 2000, 6000)
+EVENTS_EACH_MAX = 2 * EVENTS_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class SeveralPlan:
+    """What a seed decides: a run of one syncer, and how many of the fragments each of several has."""
+
+    whole: SwarmPlan
+    outers: tuple[OuterPlan, ...]
+    sites: tuple[tuple[SitePlan, ...], ...]
+    """For each site its plan towards each syncer."""
+    faults: tuple[str, ...]
+
+
+def draw_several(seed: int) -> SeveralPlan:
+    """The plan of ``seed``, always the same: never in lock-step, without standbys, and without an end of its own."""
+    whole, random = draw_plan(seed), Random(f"{seed}/several")
+    sizes = [random.randint(1, 2) for _ in range(random.choice((2, 2, 3)))]
+    total = sum(sizes)
+    options = dataclasses.replace(whole.outer.options, token_budget=0, run_ns=0)
+    outers = [
+        dataclasses.replace(whole.outer, options=dataclasses.replace(options, num_fragments=size), replication=None)
+        for size in sizes
+    ]
+    return SeveralPlan(
+        whole,
+        tuple(outers),
+        tuple(_site(site, sizes, total) for site in whole.sites),
+        tuple(kind for kind in whole.faults if kind in FAULTS) or ("outer_crash",),
+    )
+
+
+def _site(site: SitePlan, sizes: Sequence[int], total: int) -> tuple[SitePlan, ...]:
+    steps = max(site.options.inner_steps, total)
+    all_of_them = dataclasses.replace(site.options, num_fragments=total, inner_steps=steps, lock_step=False)
+    found, first = [], 0
+    for size in sizes:
+        offsets = tuple(all_of_them.offset(index) for index in range(first, first + size))
+        first += size
+        part = dataclasses.replace(all_of_them, num_fragments=size, offsets=offsets)
+        found.append(dataclasses.replace(site, options=part))
+    return tuple(found)
+
+
+@dataclass(slots=True)
+class Machine:
+    """One of the syncers, and who watches it."""
+
+    syncers: Syncers
+    checkers: Checkers
+    history: History
+
+
+@dataclass(slots=True)
+class Place:
+    """A site: towards each syncer its plan, link and disk, and the processes that live there now."""
+
+    name: str
+    plans: tuple[SitePlan, ...]
+    links: list[Link]
+    randoms: list[Random]
+    disks: list[SiteDisk]
+    trouble: Trouble = field(default_factory=Trouble)
+    processes: list[PartProcess] = field(default_factory=list)
+    lives: int = 0
+    wanted: bool = True
+
+    def running(self) -> bool:
+        """Whether anything lives here."""
+        return any(process.alive for process in self.processes)
+
+
+class Across:
+    """What must hold over all the syncers of a run."""
+
+    name = "across"
+    mutation = "a step is told only to the parts that are connected"
+
+    def require(self, holds: bool, *parts: object) -> None:
+        """Raise ``Violation`` with ``parts`` unless it ``holds``."""
+        if not holds:
+            raise Violation(self.name, " ".join(str(part) for part in parts))
+
+    def stepped(self, takers: Sequence[PartProcess]) -> None:
+        """All parts of a site have made the same steps and were told of them, whomever of the syncers they reach."""
+        there = [part for part in takers[0].trainer.parts if part.alive and not part.frozen and not part.stopping]
+        made = {(part.step, part.machine.state.step) for part in there}
+        self.require(len(made) <= 1, takers[0].site, "has parts that made other steps:", sorted(made))
+
+    def at_end(self, place: Place, machines: Sequence[OuterSync]) -> None:
+        """What a site counts as merged, over all its fragments, is what the syncers have merged of it."""
+        ledgers: list[Ledger] = []
+        merged = there = 0
+        for process, machine in zip(place.processes, machines, strict=True):
+            for index, part in enumerate(process.machine.state.fragments):
+                line = machine.state.sites[place.name].lines[index]
+                fates = {fate.sequence: fate for fate in line.fates if fate.merged}
+                waiting = [s.sequence for s in part.in_flight if s.merged_version is None and not s.outrun]
+                waiting += [orphan.sequence for orphan in part.orphans]
+                merged += part.tokens_merged + sum(fates[each].tokens for each in waiting if each in fates)
+                there += line.tokens_merged
+                ledgers.append(ledger_of(process.machine.state, index))
+        whole = combined(ledgers)
+        self.require(merged == there, place.name, "counts", merged, "merged tokens, the syncers", there)
+        self.require(whole.balanced(), place.name, "has the ledger", whole)
+        spread = abs(whole.merged * len(ledgers) - sum(ledger.merged for ledger in ledgers))
+        self.require(spread <= len(ledgers), place.name, "counts", whole.merged, "as the mean of", ledgers)
+
+
+class Several:
+    """A run under way."""
+
+    def __init__(self, plan: SeveralPlan, only: Sequence[type[Checker]] = CHECKERS) -> None:
+        seed = plan.whole.seed
+        self.plan, self.random, self.heap = plan, Random(f"{seed}/faults"), Heap()
+        self.across, self.outcome, self.calm = Across(), Outcome(seed), False
+        self.machines = [self._machine(outer, f"{seed}/disk/{at}", only) for at, outer in enumerate(plan.outers)]
+        self.places: dict[str, Place] = {}
+        for index, plans in enumerate(plan.sites):
+            name = "abcdefgh"[index]
+            randoms = [Random(f"{seed}/{name}/{at}") for at, _ in enumerate(plans)]
+            weather = plan.whole.weathers[index]
+            links = [Link(self.heap, random, dataclasses.replace(weather)) for random in randoms]
+            self.places[name] = Place(name, plans, links, randoms, [SiteDisk() for _ in plans])
+
+    def _machine(self, outer: OuterPlan, disk: str, only: Sequence[type[Checker]]) -> Machine:
+        history = History(outer)
+        found = [kind(outer, conserving=self.plan.whole.conserving) for kind in only]
+        checkers = Checkers([*found, history])
+        return Machine(Syncers(self.heap, outer, checkers, Random(disk)), checkers, history)
+
+    def run(self) -> Outcome:
+        """Faults, then one machine after the other down while the others must go on, then the end."""
+        outcome = self.outcome
+        try:
+            self._safety()
+            self._alone()
+            self._end()
+        except Violation as violation:
+            outcome.failure, outcome.checker = str(violation), violation.checker
+        if outcome.failure:
+            outcome.failure = f"{outcome.failure} (at {self.heap.now_ns / 1e9:.3f} s)"
+        outcome.digest = "".join(machine.history.hexdigest() for machine in self.machines)
+        outcome.events, outcome.simulated_ns = self.heap.events, self.heap.now_ns
+        for machine in self.machines:
+            outcome.restarts += machine.syncers.restarts
+            outcome.power_cuts += machine.syncers.power_cuts
+            outcome.versions += sum(machine.syncers.versions())
+            outcome.fates.update(machine.history.fates)
+        return outcome
+
+    # --- the phases --------------------------------------------------------------------------------------------
+
+    def _safety(self) -> None:
+        for machine in self.machines:
+            machine.syncers.start()
+        for name, start_ns in zip(self.places, self.plan.whole.starts_ns, strict=True):
+            self.heap.at(start_ns, lambda name=name: self._start(name))  # type: ignore[misc]
+        self.heap.after(self._pause_ns(), self._trouble)
+        self.heap.run_until(self.plan.whole.safety_ns, self._too_much)
+
+    def _alone(self) -> None:
+        """Nothing goes wrong any more, but that one machine is switched off at a time."""
+        self.calm = True
+        for place in self.places.values():
+            for link in place.links:
+                link.calm()
+            for process in place.processes:
+                process.thaw()
+        for machine in self.machines:
+            machine.syncers.heal()
+        for name in self.places:
+            self._start(name)
+        self._rise(self.machines, "after the heal")
+        for down in self.machines:
+            (seat,) = down.syncers.seats
+            seat.up = False
+            down.syncers.kill(seat)
+            self._rise([each for each in self.machines if each is not down], "while another machine is down")
+            down.syncers.bring_up(seat)
+        self._rise(self.machines, "when all are up again")
+
+    def _rise(self, machines: Sequence[Machine], when: str) -> None:
+        before = [machine.syncers.versions() for machine in machines]
+
+        def rose() -> bool:
+            pairs = [
+                pair
+                for machine, was in zip(machines, before, strict=True)
+                for pair in zip(machine.syncers.versions(), was, strict=True)
+            ]
+            return all(version > was for version, was in pairs)
+
+        self.heap.run_until(self.heap.now_ns + RISE_NS, lambda: self._too_much() or rose())
+        if not rose():
+            raise Violation("liveness", f"versions stand at {before} {when}: {self._why()}")
+
+    def _end(self) -> None:
+        """An operator has them all drained; then everything is counted."""
+        self._ask_for_the_end()
+        self.heap.run_until(self.heap.now_ns + END_NS, lambda: self._too_much() or self._gone())
+        if not self._gone():
+            raise Violation("liveness", f"the run does not end: {self._why()}")
+        ended = [machine.syncers.outer.machine for machine in self.machines if machine.syncers.outer is not None]
+        places = [place for place in self.places.values() if place.processes]
+        for at, (machine, state) in enumerate(zip(self.machines, ended, strict=True)):
+            machine.checkers.at_end(state, [place.processes[at] for place in places])
+        for place in places:
+            self.across.at_end(place, ended)
+
+    def _ask_for_the_end(self) -> None:
+        for machine in self.machines:
+            outer = machine.syncers.outer
+            if outer is not None and not machine.syncers.ended():
+                outer.ask(outer.drain)
+        self.heap.after(2 * SECOND_NS, self._ask_for_the_end)
+
+    def _gone(self) -> bool:
+        return all(machine.syncers.ended() for machine in self.machines) and not any(
+            place.running() or (place.wanted and place.lives) for place in self.places.values()
+        )
+
+    def _too_much(self) -> bool:
+        if self.heap.events > EVENTS_EACH_MAX:
+            raise Violation("liveness", f"more than {EVENTS_EACH_MAX} events: {self._why()}")
+        return False
+
+    def _why(self) -> str:
+        versions = [machine.syncers.versions() for machine in self.machines]
+        sites = {
+            name: [(process.alive, process.stopping, process.step) for process in place.processes]
+            for name, place in self.places.items()
+        }
+        return f"versions {versions}, sites {sites}, {[machine.syncers.why() for machine in self.machines]}"
+
+    # --- the sites ---------------------------------------------------------------------------------------------
+
+    def _start(self, name: str) -> None:
+        """A new process towards every syncer, where none lives."""
+        place = self.places[name]
+        if place.running() or not place.wanted:
+            return
+        place.lives += 1
+        trainer = Trainer(self.heap, place.randoms[0], self.across.stepped)
+        place.processes = []
+        for at, machine in enumerate(self.machines):
+            process = PartProcess(
+                name,
+                f"{name}-{place.lives}",
+                self.heap,
+                place.links[at],
+                place.disks[at],
+                place.plans[at],
+                place.trouble,
+                place.randoms[at],
+                machine.checkers,
+                machine.syncers.addresses(),
+                self._exited,
+            )
+            process.trainer = trainer
+            place.processes.append(process)
+        trainer.parts = list(place.processes)
+        for process in trainer.parts:
+            process.start()
+
+    def _end_life(self, place: Place, down_ns: int) -> None:
+        """All parts of a site die at one instant; the supervisor starts them again."""
+        for process in place.processes:
+            process.kill()
+        self.outcome.restarts += 1
+        self.heap.after(down_ns, lambda: self._start(place.name))
+
+    def _exited(self, part: object, why: str) -> None:
+        assert isinstance(part, PartProcess)
+        place = self.places[part.site]
+        if part not in place.processes:
+            return
+        if not why.startswith("left"):
+            self._end_life(place, RESTART_NS)  # A site that has failed at one syncer is of no use to the others.
+        elif not place.running():
+            place.wanted = False
+
+    # --- faults ------------------------------------------------------------------------------------------------
+
+    def _pause_ns(self) -> int:
+        return int(self.random.expovariate(1 / self.plan.whole.fault_interval_ns))
+
+    def _down_ns(self) -> int:
+        return self.random.choice(DOWNS_MS) * MILLISECOND_NS
+
+    def _trouble(self) -> None:
+        if self.calm:
+            return
+        kind = self.random.choice(self.plan.faults)
+        machine = self.random.choice(self.machines)
+        running = [place for place in self.places.values() if place.running()]
+        if running and getattr(self, f"_{kind}")(machine, self.random.choice(running)) is not False:
+            self.outcome.faults[kind] += 1
+        self.heap.after(self._pause_ns(), self._trouble)
+
+    def _outer_crash(self, machine: Machine, place: Place, *, power: bool = False) -> None:
+        del place
+        (seat,) = machine.syncers.seats
+        seat.restart_ns = self._down_ns()
+        point = self.random.choice((None, *CrashPoint))
+        if point is None:
+            machine.syncers.kill(seat, power=power)
+        else:
+            machine.syncers.doom(seat, point, power=power)
+
+    def _power_cut(self, machine: Machine, place: Place) -> None:
+        self._outer_crash(machine, place, power=True)
+
+    def _rot(self, machine: Machine, place: Place) -> bool:
+        del place
+        return machine.syncers.outer is not None and machine.syncers.disk.storage.rot(self.random)
+
+    def _outer_freeze(self, machine: Machine, place: Place) -> bool:
+        del place
+        outer = machine.syncers.outer
+        if outer is None:
+            return False
+        outer.freeze()
+        self.heap.after(self._down_ns(), outer.thaw)
+        return True
+
+    def _freeze(self, machine: Machine, place: Place) -> None:
+        """All parts of a site are one process of its machine."""
+        del machine
+        frozen = list(place.processes)
+        for process in frozen:
+            process.freeze()
+
+        def thaw() -> None:
+            for process in frozen:
+                process.thaw()
+
+        self.heap.after(self._down_ns(), thaw)
+
+    def _kill(self, machine: Machine, place: Place) -> None:
+        del machine
+        self._end_life(place, self._down_ns())
+
+    def _partition(self, machine: Machine, place: Place) -> None:
+        self._cut(machine, place, tuple(Direction))
+
+    def _half_partition(self, machine: Machine, place: Place) -> None:
+        self._cut(machine, place, (self.random.choice(tuple(Direction)),))
+
+    def _cut(self, machine: Machine, place: Place, directions: tuple[Direction, ...]) -> None:
+        link = place.links[self.machines.index(machine)]
+        link.cut(*directions)
+        self.heap.after(self._down_ns(), link.heal)
+
+    def _storm(self, machine: Machine, place: Place) -> None:
+        link = place.links[self.machines.index(machine)]
+        usual = self.plan.whole.weathers[list(self.places).index(place.name)]
+        link.weather = Weather(usual.latency_ns, usual.jitter_ns + SECOND_NS, 0.5, 0.3)
+
+        def clear() -> None:
+            if not self.calm:
+                link.weather = dataclasses.replace(usual)
+
+        self.heap.after(self._down_ns(), clear)
+
+
+def run_several(seed: int, only: Sequence[type[Checker]] = CHECKERS) -> Outcome:
+    """Run ``seed`` to its end or to the first thing that must not happen."""
+    return Several(draw_several(seed), only).run()
