@@ -252,6 +252,9 @@ class RunHistory:
             self._at(places(event, versions), versions)
         self.ending = None
         self._ended.pop(who, None)
+        if event.get("ending") is not None:  # It had ended before it started, and has no more to say.
+            self._on_last_round(who, event, now_s)
+            self._on_final(who, event, now_s)
 
     def _at(self, fragments: Sequence[int], versions: Sequence[int]) -> None:
         """The fragments are at these versions: all of them, or those of one of several syncers."""

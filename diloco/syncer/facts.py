@@ -20,7 +20,9 @@ def start_facts(machine: OuterSync) -> tuple[dict[str, object], Ending | None]:
     """What is said at the start, and the ending of a run that is over."""
     state = machine.state
     versions = [fragment.version for fragment in state.fragments]
-    return {"epoch": state.epoch, "versions": versions}, state.ending if state.phase is Phase.ENDED else None
+    ended = state.ending if state.phase is Phase.ENDED else None
+    over: dict[str, object] = {"ending": ended.value} if ended is not None else {}
+    return {"epoch": state.epoch, "versions": versions, **over}, ended
 
 
 def refusal_facts(effect: TellFate) -> dict[str, object]:

@@ -188,5 +188,8 @@ def test_a_run_of_two_syncers_ends_when_both_have() -> None:
     assert history.ending == "drained"
     take("syncer-1", "syncer_started", epoch=2, versions=[5], fragments=[1], of_syncer=1)
     assert history.ending is None
+    take("syncer-1", "final", ending="finished")  # Read again from its journal as it starts.
+    take("syncer-1", "syncer_started", epoch=3, versions=[5], fragments=[1], of_syncer=1, ending="finished")
+    assert history.ending == "finished"
     take("syncer-1", "final", ending="finished")
     assert history.ending == "finished"

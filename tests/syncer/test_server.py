@@ -423,8 +423,10 @@ def test_the_final_version_is_exported_whole_and_again_after_a_death_in_between(
     assert json.loads((folder / "final.json").read_bytes()) == {"versions": [1, 1], "digests": digests}
     (folder / "model.safetensors").write_bytes(b"half")
     (folder / "final.json").unlink()
-    with serving(tmp_path, outer={"token_budget": 100, "final_wait_ns": 100_000_000}) as again:
+    events = Events()
+    with serving(tmp_path, events, outer={"token_budget": 100, "final_wait_ns": 100_000_000}) as again:
         assert again.wait(5.0) is Ending.FINISHED
+        assert events.of("syncer_started")[0]["ending"] == "finished", "whoever counts from its start knows of the end"
         assert all(torch.equal(load_file(folder / "model.safetensors")[name], wanted[name]) for name in wanted)
 
 
@@ -435,8 +437,10 @@ def test_a_drained_run_goes_on_with_the_next_process(tmp_path: Path) -> None:
         syncer.drain()
         assert syncer.wait(20.0) is Ending.DRAINED
         assert not (tmp_path / "final").exists()
-    with serving(tmp_path) as again:
+    events = Events()
+    with serving(tmp_path, events) as again:
         assert again.wait(0.05) is None
+        assert "ending" not in events.of("syncer_started")[0]
         merged(again, 1, begin=2)
 
 
