@@ -56,23 +56,53 @@ def follow_into(
     the others, and holds nothing of use after an error.
     """
     numel = published.numel()
-    opened = [codec.opened(payload, numel) for payload in payloads]
-    fast, made = kernels(), kernel_digest(4 * numel, like)
-    if fast is not None and made is not None and fast.fits(codec.plain.layout, granule=SUM_BLOCK):
+    following = Following(published, [codec.opened(payload, numel) for payload in payloads], codec, out, like)
+    following.go_on(numel)
+    return following.digest()
+
+
+class Following:
+    """What :func:`follow_into` does, range after range."""
+
+    def __init__(
+        self, published: Tensor, opened: Sequence[tuple[Codec, memoryview]], codec: Codec, out: Tensor, like: str = ""
+    ) -> None:
+        """``opened`` are the payloads without the entropy stage; bytes of ranges that are not reached may change."""
+        self._published, self._opened, self._codec, self._out = published, opened, codec, out
+        self._numel = numel = published.numel()
         for each in (published, out):
             check_values(each)
             assert each.shape == (numel,), (each.shape, numel)
-        parts = updates([Coded(plain, payload, numel) for plain, payload in opened])
-        size = tile(SUM_BLOCK, codec.plain.granule)
-        places = (published.data_ptr(), parts, len(opened), out.data_ptr(), made.address)
-        refuse(fast.follow(FollowJob(0, numel, size, *places, codec.lossless)), codec.name, layout_of(codec.plain))
-        return made.text()
-    found = hasher(like)
-    for start, stop in ranges(numel, [codec.plain]):
-        part = out[start:stop]
-        if not (codec.lossless and opened):
-            part.copy_(published[start:stop])
-        for plain, payload in opened:
-            plain.decode_into(payload, numel, part, start, None if codec.lossless else Add())
-        found.update(bytes_of(part))
-    return found.text()
+        self._at = 0
+        fast, made = kernels(), kernel_digest(4 * numel, like)
+        fits = fast is not None and made is not None and fast.fits(codec.plain.layout, granule=SUM_BLOCK)
+        self._fast, self._made = (fast, made) if fits else (None, None)
+        self._parts = updates([Coded(plain, payload, numel) for plain, payload in opened]) if fits else None
+        self._hasher = hasher(like)
+
+    def go_on(self, stop: int) -> None:
+        """The values up to ``stop``, which is the border of a range or their number; ``DecodeError``."""
+        codec, plain = self._codec, self._codec.plain
+        if self._fast is not None and self._made is not None:
+            size = tile(SUM_BLOCK, plain.granule)
+            places = (self._published.data_ptr(), self._parts, len(self._opened))
+            job = FollowJob(self._at, stop, size, *places, self._out.data_ptr(), self._made.address, codec.lossless)
+            refuse(self._fast.follow(job), codec.name, layout_of(plain))
+        else:
+            for start, end in ranges(self._numel, [plain]):
+                if self._at <= start < stop:
+                    self._go_on_plain(start, min(end, stop))
+        self._at = max(self._at, stop)
+
+    def _go_on_plain(self, start: int, stop: int) -> None:
+        part, lossless = self._out[start:stop], self._codec.lossless
+        if not (lossless and self._opened):
+            part.copy_(self._published[start:stop])
+        for plain, payload in self._opened:
+            plain.decode_into(payload, self._numel, part, start, None if lossless else Add())
+        self._hasher.update(bytes_of(part))
+
+    def digest(self) -> str:
+        """Of all values, once they are there."""
+        assert self._at == self._numel, (self._at, self._numel)
+        return self._made.text() if self._made is not None else self._hasher.text()

@@ -14,10 +14,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from diloco.codec.contract import DecodeError
-from diloco.codec.feedback import follow_into
-from diloco.codec.registry import make_codec
 from diloco.learner.ahead import Ahead
+from diloco.learner.incoming import Incoming
 from diloco.sync.events import (
     FateTold,
     FinalAnnounced,
@@ -29,7 +27,6 @@ from diloco.sync.events import (
 )
 from diloco.wire.backoff import Backoff
 from diloco.wire.messages import Dropped, Published, PullAsk, Refused, Status, Unreachable
-from diloco.wire.pulled import PullSink
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +39,7 @@ if TYPE_CHECKING:
     from diloco.sync.events import LearnerEvent
     from diloco.wire.client import SyncClient, WatchStream
     from diloco.wire.messages import PullHeader, PushHeader, PushResult, WatchEvent
-    from diloco.wire.pulled import PulledVersion
+    from diloco.wire.pulled import PulledVersion, PullSink
 
 LOOK_S = 0.1
 MALFORMED_MAX = 3
@@ -221,7 +218,7 @@ class Fetcher:
         self._deliver = deliver
         self._emit = emit
         self._stopping = stopping
-        self._sinks: dict[int, tuple[int, PullSink]] = {}
+        self._incoming: dict[int, tuple[int, Incoming]] = {}
         self._lock = threading.Lock()
         self._ahead: tuple[int, Ahead] | None = None  # With its lineage.
         self._at: int | None = None
@@ -246,7 +243,7 @@ class Fetcher:
             if waits or latest is None or self._at == fragment or not self._client.has_patience:
                 return
             ask = PullAsk(self._run_id, self._site_id, fragment, latest[0])
-            self._ahead = (lineage, Ahead(self._client, ask, self._sink(fragment, lineage)))
+            self._ahead = (lineage, Ahead(self._client, ask, self._of(fragment, lineage).sink))
 
     def _expected(self, fragment: int, lineage: int, have: int) -> PulledVersion | None:
         """What was asked for ahead, if it is this."""
@@ -255,7 +252,7 @@ class Fetcher:
                 return None
             (of, ahead), self._ahead = self._ahead, None
             if of != lineage or ahead.ask.have_version != have:
-                self._sinks.pop(fragment, None)  # It writes to it.
+                self._incoming.pop(fragment, None)  # It writes to it.
                 return None
         if (pulled := ahead.take()) is not None:
             self._link.came(pulled.header.payload_bytes, ahead.carried_s)
@@ -267,17 +264,17 @@ class Fetcher:
         latest = self._tensors.latest[fragment]
         have = latest[0] if latest is not None else -1
         here = self._expected(fragment, lineage, have)
-        sink = self._sink(fragment, lineage)
+        incoming = self._of(fragment, lineage)
         # Once the run was restored another order is in the queue, and this one leads nowhere.
         while not self._stopping.is_set() and self._lineage() == lineage:
             ask = PullAsk(self._run_id, self._site_id, fragment, have)
             try:
-                pulled, here = here or self._pull(ask, sink), None
+                pulled, here = here or self._pull(ask, incoming.sink), None
             except (Unreachable, Refused) as error:
                 pause.wait(getattr(error, "retry_after_s", None))
                 continue
-            values = self._values(fragment, pulled)
-            sink.give_back(pulled)
+            values = incoming.values(pulled)
+            incoming.sink.give_back(pulled)
             if values is None:
                 # Whatever went wrong on the way here or there, the whole fragment puts it right, and it is said.
                 why = f"fragment {fragment}: what came is not version {pulled.header.version}"
@@ -298,30 +295,12 @@ class Fetcher:
         with self._link.down():
             return self._client.pull(ask, sink)
 
-    def _sink(self, fragment: int, lineage: int) -> PullSink:
+    def _of(self, fragment: int, lineage: int) -> Incoming:
         """What has arrived of a pull that broke off, if it is of this lineage."""
-        known = self._sinks.get(fragment)
+        known = self._incoming.get(fragment)
         if known is None or known[0] != lineage:
-            known = self._sinks[fragment] = (lineage, PullSink())
+            known = self._incoming[fragment] = (lineage, Incoming(fragment, self._tensors))
         return known[1]
-
-    def _values(self, fragment: int, pulled: PulledVersion) -> Tensor | None:
-        """The values that were pulled; None when these bytes do not give the ones whose digest was told."""
-        numel, header = self._tensors.layout.fragments[fragment].numel, pulled.header
-        if header.numel != numel:
-            return None
-        values = before = self._tensors.buffers.values(numel)
-        if not header.whole:
-            latest = self._tensors.latest[fragment]
-            if latest is None or latest[0] != header.from_version:
-                return None
-            before = latest[1]
-        try:
-            codec = make_codec("fp32" if header.whole else header.encoding)
-            found = follow_into(before, pulled.parts, codec, values, header.digest)
-        except DecodeError:
-            return None
-        return values if found == header.digest else None
 
 
 class Listener:

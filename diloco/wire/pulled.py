@@ -10,6 +10,8 @@ from diloco.wire.chunks import Assembler, ChunkError, DamagedChunk, Holes, check
 from diloco.wire.messages import PAYLOAD_BYTES_MAX, Chunk, Frame, MalformedMessage, PullHeader
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from diloco.wire.chunks import Span
 
 
@@ -30,12 +32,21 @@ class PullSink:
     ``payload_bytes_max`` bounds what the other end may make us allocate.  ``accept`` may be called by several threads.
     """
 
-    def __init__(self, payload_bytes_max: int = PAYLOAD_BYTES_MAX) -> None:
+    def __init__(
+        self,
+        payload_bytes_max: int = PAYLOAD_BYTES_MAX,
+        begun: Callable[[PullHeader, memoryview], Callable[[int], None] | None] | None = None,
+    ) -> None:
+        """``begun`` is told of each payload that begins, with the memory that it will fill, and may return what wants
+        to be told how many bytes from the first one on have come, by the threads that bring them, in any order."""
         self.payload_bytes_max = payload_bytes_max
+        self._begun = begun
+        self._come: Callable[[int], None] | None = None
         self._buffer = bytearray()
         self._view = memoryview(self._buffer)
         self._spare: bytearray | None = None
         self._holes = Holes(0)
+        self._unwritten = Holes(0)
         self._lock = threading.Lock()
         self.header: PullHeader | None = None
         self.breaks = 0
@@ -71,6 +82,8 @@ class PullSink:
         self._buffer = bytearray()
         self._view = memoryview(self._buffer)
         self._holes = Holes(0)
+        self._unwritten = Holes(0)
+        self._come = None
         self.header = None
         self.breaks = 0
 
@@ -89,6 +102,9 @@ class PullSink:
         self._buffer = self._memory(header.payload_bytes)
         self._view = memoryview(self._buffer)
         self._holes = Holes(header.payload_bytes)
+        self._unwritten = Holes(header.payload_bytes)
+        if self._begun is not None:
+            self._come = self._begun(header, self._view[: header.payload_bytes].toreadonly())
         return False
 
     def belongs(self, header: PullHeader) -> bool:
@@ -122,6 +138,11 @@ class PullSink:
             if not self._holes.fill(offset, end):
                 raise ChunkError(f"chunk at offset {offset} has {len(data)} bytes that are not missing")
         self._view[offset:end] = data
+        if (come := self._come) is not None:
+            with self._lock:
+                self._unwritten.fill(offset, end)
+                held = self._unwritten.spans[0][0] if self._unwritten.spans else self._payload_bytes
+            come(held)
 
     def finish(self) -> PulledVersion:
         """Everything came.  ``DamagedChunk`` when bytes are missing or the checksum of the whole differs."""

@@ -210,7 +210,7 @@ def test_what_was_waited_for_as_of_another_base_is_not_taken_and_its_memory_left
         shelf.site_tensors.latest[0] = (5, old)
     shelf.fetch(lambda: shelf.delivered)
     assert [event.version for _, event in shelf.delivered] == [9]
-    assert shelf.fetcher._sink(0, shelf.lineage) is not shelf.sinks[0]
+    assert shelf.fetcher._of(0, shelf.lineage).sink is not shelf.sinks[0]
     shelf.made.set()
 
 

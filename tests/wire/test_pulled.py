@@ -157,3 +157,25 @@ def test_memory_of_about_the_same_length_is_used_again(length: int) -> None:
     pulled = sink.finish()
     assert bytes(pulled.parts[0]) == payload
     assert (pulled.parts[0].obj is memory) == (11 <= length <= 21)
+
+
+def test_whoever_wants_to_know_is_told_how_many_bytes_from_the_first_on_are_there() -> None:
+    told: list[tuple[int, bytes]] = []
+    begun: list[PullHeader] = []
+
+    def begin(header: PullHeader, payload: memoryview) -> object:
+        begun.append(header)
+        assert payload.readonly
+        assert len(payload) == len(PAYLOAD)
+        return lambda count: told.append((count, bytes(payload[:count])))
+
+    sink = PullSink(begun=begin)  # type: ignore[arg-type]
+    sink.begin(HEADER)
+    for start, stop in ((8, 12), (0, 4), (12, 21), (4, 8)):
+        sink.accept(Frame(start, memoryview(PAYLOAD)[start:stop]))
+    assert told == [(count, PAYLOAD[:count]) for count in (0, 4, 4, 21)]
+    sink.begin(HEADER)
+    assert begun == [HEADER], "it goes on with what it has"
+    sink.finish()
+    sink.begin(HEADER)
+    assert begun == [HEADER, HEADER]

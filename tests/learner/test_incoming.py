@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from diloco.codec.contract import digest
+from diloco.codec.feedback import publish
+from diloco.codec.registry import make_codec
+from diloco.learner.incoming import Incoming
+from diloco.learner.site_tensors import SiteTensors
+from diloco.wire.messages import Frame, PullHeader
+from tests.syncer.building import LAYOUT, dice
+
+
+def tensors(held: torch.Tensor) -> SiteTensors:
+    found = SiteTensors(LAYOUT, {name: torch.zeros(shape) for name, shape in LAYOUT.parameters}, "rebase", 0.5)
+    found.latest[0] = (3, held)
+    return found
+
+
+def pulled(incoming: Incoming, header: PullHeader, payload: bytes) -> torch.Tensor | None:
+    """What comes of a pull that brings the last bytes first, and then the others."""
+    incoming.sink.begin(header)
+    middle = len(payload) // 2
+    for offset, stop in ((middle, len(payload)), (0, middle)):
+        incoming.sink.accept(Frame(offset, memoryview(payload)[offset:stop]))
+    return incoming.values(incoming.sink.finish())
+
+
+def header_of(after: torch.Tensor, *parts: bytes, encoding: str = "int4:32", version: int = 4) -> PullHeader:
+    lengths = tuple(map(len, parts))
+    return PullHeader(0, 3, version, False, encoding, after.numel(), sum(lengths), lengths, digest(after), 0, ())
+
+
+@pytest.mark.parametrize("encoding", ["int4:32", "int4:32+zstd1", "fp32"])
+def test_one_down_link_and_several_give_the_version(encoding: str) -> None:
+    held, codec = dice("held", 0), make_codec(encoding)
+    one, after = publish(dice("one", 0), held, codec)
+    two, later = publish(dice("two", 0), after, codec)
+    for header, payload, wanted in (
+        (header_of(after, one, encoding=encoding), one, after),
+        (header_of(later, one, two, encoding=encoding, version=5), one + two, later),
+    ):
+        found = pulled(Incoming(0, tensors(held)), header, payload)
+        assert found is not None
+        assert torch.equal(found, wanted)
+
+
+def test_a_whole_version_needs_none_before_it() -> None:
+    after, site = dice("after", 0), tensors(dice("held", 0))
+    site.latest[0] = None
+    payload = after.numpy().tobytes()
+    header = replace(header_of(after, payload, encoding="fp32"), whole=True)
+    found = pulled(Incoming(0, site), header, payload)
+    assert found is not None
+    assert torch.equal(found, after)
+
+
+def test_other_bytes_than_were_told_are_nothing() -> None:
+    held, codec = dice("held", 0), make_codec("int4:32")
+    payload, after = publish(dice("one", 0), held, codec)
+    other, _ = publish(dice("two", 0), held, codec)
+    header = header_of(after, payload)
+    assert pulled(Incoming(0, tensors(held)), header, other) is None
+    assert pulled(Incoming(0, tensors(held)), replace(header, numel=header.numel - 1), payload) is None
+    assert pulled(Incoming(0, tensors(held)), replace(header, from_version=2), payload) is None
+
+
+def test_a_difference_to_a_version_that_was_left_meanwhile_is_nothing() -> None:
+    held, site = dice("held", 0), tensors(dice("held", 0))
+    payload, after = publish(dice("one", 0), held, make_codec("int4:32"))
+    incoming = Incoming(0, site)
+    incoming.sink.begin(header_of(after, payload))
+    incoming.sink.accept(Frame(0, memoryview(payload)))
+    site.latest[0] = (4, after)
+    assert incoming.values(incoming.sink.finish()) is None
+
+
+def test_one_that_breaks_off_for_a_newer_one_is_forgotten() -> None:
+    held, codec = dice("held", 0), make_codec("int4:32")
+    old, old_after = publish(dice("one", 0), held, codec)
+    new, new_after = publish(dice("two", 0), held, codec)
+    incoming = Incoming(0, tensors(held))
+    incoming.sink.begin(header_of(old_after, old))
+    incoming.sink.accept(Frame(0, memoryview(old)[:9]))
+    found = pulled(incoming, header_of(new_after, new, version=5), new)
+    assert found is not None
+    assert torch.equal(found, new_after)
+
+
+def test_its_memory_is_used_again() -> None:
+    held, codec = dice("held", 0), make_codec("int4:32")
+    payload, after = publish(dice("one", 0), held, codec)
+    incoming = Incoming(0, tensors(held))
+    incoming.sink.begin(header_of(after, payload))
+    incoming.sink.accept(Frame(0, memoryview(payload)))
+    taken = incoming.sink.finish()
+    memory = taken.parts[0].obj
+    assert incoming.values(taken) is not None
+    incoming.sink.give_back(taken)
+    incoming.sink.begin(header_of(after, payload))
+    incoming.sink.accept(Frame(0, memoryview(payload)))
+    assert incoming.sink.finish().parts[0].obj is memory
+
+
+def test_streams_of_several_threads_bring_it() -> None:
+    numel = LAYOUT.fragments[0].numel
+    held, codec = dice("held", 0), make_codec("int4:32")
+    payload, after = publish(dice("one", 0), held, codec)
+    places = list(range(0, len(payload), max(1, len(payload) // 40)))
+    incoming = Incoming(0, tensors(held))
+    for _ in range(5):
+        incoming.sink.begin(header_of(after, payload))
+        with ThreadPoolExecutor(4) as pool:
+            frames = [Frame(at, memoryview(payload)[at : at + places[1]]) for at in places]
+            list(pool.map(incoming.sink.accept, frames))
+        found = incoming.values(incoming.sink.finish())
+        assert found is not None
+        assert found.numel() == numel
+        assert torch.equal(found, after)
