@@ -206,6 +206,10 @@ class Several:
         for name in self.places:
             self._start(name)
         self._rise(self.machines, "after the heal")
+        # A site that has never begun needs the values of all syncers, and where all sites count they wait for it.
+        self.heap.run_until(self.heap.now_ns + RISE_NS, lambda: self._too_much() or self._begun())
+        if not self._begun():
+            raise Violation("liveness", f"a site does not begin to train: {self._why()}")
         for down in self.machines:
             (seat,) = down.syncers.seats
             seat.up = False
@@ -213,6 +217,9 @@ class Several:
             self._rise([each for each in self.machines if each is not down], "while another machine is down")
             down.syncers.bring_up(seat)
         self._rise(self.machines, "when all are up again")
+
+    def _begun(self) -> bool:
+        return all(process.step > 0 for place in self.places.values() for process in place.processes)
 
     def _rise(self, machines: Sequence[Machine], when: str) -> None:
         before = [machine.syncers.versions() for machine in machines]

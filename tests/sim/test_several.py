@@ -40,6 +40,11 @@ def test_many_seeds() -> None:
     assert set(check(MANY)) == set(FAULTS)
 
 
+def test_new_sites_begin_before_a_machine_is_switched_off() -> None:
+    """Two of the sites had just appeared, and their first step needs the values of all syncers."""
+    assert run_several(2090).failure == ""
+
+
 def test_a_seed_is_always_the_same_run() -> None:
     assert draw_several(1) == draw_several(1)
     assert run_several(1).digest == run_several(1).digest
