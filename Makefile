@@ -46,6 +46,10 @@ bench-billion: .venv/.ready
 bench-round: .venv/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.bench_round $(ARGS)
 
+.PHONY: bench-several
+bench-several: .venv/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.bench_several $(ARGS)
+
 .PHONY: bench-trainer
 bench-trainer: .venv/.ready
 	$(BIN)/python -m benchmarks.bench_trainer $(ARGS)

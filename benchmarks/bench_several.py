@@ -1,0 +1,255 @@
+"""What does a round cost with two syncers that hold half of the model each, beside one that holds all of it?
+
+The programs of ``rounds``, not in lock-step: two sites, each with one agent or with one for each syncer, and in every
+round all fragments due at the same step, whose exchange is waited for.  Once on the loopback, where both syncers share
+this machine, and once over emulated links, where each site has one of its own to each syncer: what is placed over two
+links has two links' time.  Both ways in one run and in both orders; the sites' values are held against what they
+should be, and with two syncers against those with one, to the bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.peers.task import Task
+from benchmarks.record import add_arguments, finish, record
+from benchmarks.rounds import (
+    CHUNK_BYTES,
+    OPTIMIZER,
+    UnsyncedDisk,
+    error_max,
+    in_processes,
+    quiet,
+    settle,
+    spread,
+    values_digest,
+)
+from diloco.codec import native
+from diloco.inner.parallel import SiteGroup
+from diloco.inner.trainer import StepInfo
+from diloco.learner.agent import Agent
+from diloco.learner.agents import Agents
+from diloco.learner.one_voice import OneVoice
+from diloco.learner.options import AgentOptions
+from diloco.outer.fragments import Layout, plan_layout
+from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.outer.placement import part_of, place
+from diloco.sync.agreement import PROTOCOL, Agreement
+from diloco.sync.options import LearnerOptions, OuterOptions
+from diloco.syncer.options import RunPlan, SyncerOptions
+from diloco.syncer.server import Syncer
+from diloco.wan.link import LinkOptions
+from diloco.wan.process import RelayProcess
+from diloco.wire.client import SyncClient
+from diloco.wire.options import ClientOptions, ServerOptions
+from diloco.wire.security import SecurityOptions
+
+FRAGMENTS = 4
+PERIOD = 1 << 20
+"""Inner steps from one round to the next, so many that none of those that are waited through is another's."""
+WAIT_S = 0.0005
+SITES = 2
+RTT_MS, MBPS = 20.0, 100.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Several:
+    """The task, over so many syncers."""
+
+    task: Task
+    codec: str
+    syncers: int
+    link: LinkOptions | None = None
+    """Between each site and each syncer; None: nothing stands between."""
+    bound_s: float = 300.0
+
+    @property
+    def placement(self) -> tuple[tuple[int, ...], ...]:
+        """The fragments of each syncer."""
+        whole = plan_layout(self.task.shapes(), FRAGMENTS)
+        return place([fragment.numel for fragment in whole.fragments], [1.0] * self.syncers)
+
+    def layout(self, syncer: int) -> Layout:
+        """What ``syncer`` holds."""
+        return part_of(plan_layout(self.task.shapes(), FRAGMENTS), self.placement[syncer])
+
+    def agreement(self, syncer: int) -> Agreement:
+        """What its sites have agreed on with it."""
+        return Agreement(PROTOCOL, "bench", 1, self.layout(syncer).fingerprint, {"codec": self.codec})
+
+
+def run_syncer(case: Several, syncer: int, folder: str, pipe: Any) -> None:
+    """One syncer's process: tells its address, and ends when told."""
+    settle()
+    layout = case.layout(syncer)
+    outer = OuterOptions(
+        num_fragments=len(layout.fragments),
+        quorum="all",
+        quorum_min=case.task.sites,
+        grace="fixed",
+        grace_ns=0,
+        weights="uniform",
+    )
+    plan = RunPlan(case.agreement(syncer), layout, "bench", outer, OuterOptimizerOptions(**OPTIMIZER))  # type: ignore[arg-type]
+    options = SyncerOptions(
+        folder=folder, up_codecs=[case.codec], down_codec=case.codec, snapshot_every=1 << 30, linger_s=0.0
+    )
+    network = ServerOptions(run_id="bench", address="127.0.0.1:0", chunk_bytes=CHUNK_BYTES)
+    zeros = lambda: [torch.zeros(fragment.numel) for fragment in layout.fragments]  # noqa: E731
+    process = Syncer(options, plan, zeros, network, SecurityOptions(), quiet, UnsyncedDisk())
+    pipe.send(process.start())
+    pipe.recv()
+
+
+@dataclass
+class Adopted:
+    """Which version of each fragment of the model a site has, by its events."""
+
+    versions: dict[int, int] = field(default_factory=dict)
+
+    def emit(self, what: str, fields: dict[str, object]) -> None:
+        """Take an event."""
+        if what == "adopted":
+            self.versions[int(str(fields["fragment"]))] = int(str(fields["version"]))
+
+    def all_at(self, version: int) -> bool:
+        """Whether every fragment is there."""
+        return all(self.versions.get(index, 0) >= version for index in range(FRAGMENTS))
+
+
+def outer_of(case: Several, folder: str, addresses: list[str], site: str, seen: Adopted, parameters: Any) -> Any:
+    """A site's agent, or one for each of several syncers."""
+    voice = OneVoice(case.placement, seen.emit)
+    agents = []
+    for syncer, address in enumerate(addresses):
+        layout = case.layout(syncer)
+        count = len(layout.fragments)
+        agents.append(
+            Agent(
+                AgentOptions(folder=f"{folder}/{syncer}", up_codec=case.codec, finish_timeout_s=1.0),
+                LearnerOptions(num_fragments=count, inner_steps=PERIOD, offsets=(0,) * count),
+                layout,
+                parameters,
+                case.agreement(syncer),
+                SyncClient(address, site, "bench", options=ClientOptions()),
+                site,
+                voice.of(syncer) if case.syncers > 1 else seen.emit,
+                SiteGroup(),
+                disk=UnsyncedDisk(),
+            )
+        )
+    return agents[0] if case.syncers == 1 else Agents(agents, voice, SiteGroup(), 60.0)
+
+
+def run_site(case: Several, folder: str, addresses: list[str], index: int, pipe: Any) -> None:
+    """A site's process: does all rounds, then tells what it measured."""
+    settle()
+    task, seen = case.task, Adopted()
+    parameters = {name: torch.zeros(shape) for name, shape in task.shapes()}
+    values = [tensor.numpy() for tensor in parameters.values()]
+    outer = outer_of(case, folder, addresses, f"site-{index}", seen, parameters)
+    outer.start()
+    spans = []
+    for number in range(task.rounds_in_all):
+        task.disturb(values, index, number)
+        began, step = time.monotonic(), (number + 1) * PERIOD
+        outer.after_step(StepInfo(step, 1.0, 1, 0, 1_000_000, step, 1.0, 1.0, applied=True))
+        while not seen.all_at(number + 1):
+            if time.monotonic() > began + case.bound_s:
+                raise TimeoutError(f"round {number} is not over in {case.bound_s} s: {seen.versions}")
+            time.sleep(WAIT_S)
+            step += 1
+            outer.after_step(StepInfo(step, 1.0, 0, 0, 1_000_000, step, 1.0, 1.0, applied=True))
+        spans.append((began, time.monotonic()))
+    error = task.error(values, "nesterov")
+    pipe.send({"spans": spans[task.warm_up :], "error": error, "digest": values_digest(values)})
+    pipe.recv()
+
+
+def measure(case: Several) -> list[dict[str, Any]]:
+    """What the sites of ``case`` found."""
+    context = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        addresses, ends = [], []
+        for syncer in range(case.syncers):
+            ours, theirs = context.Pipe()
+            arguments = (case, syncer, str(folder / f"syncer-{syncer}"), theirs)
+            process = context.Process(target=run_syncer, args=arguments, daemon=True)
+            process.start()
+            stack.callback(process.join, 30.0)
+            stack.callback(process.kill)
+            ends.append(ours)
+        for ours in ends:
+            if not ours.poll(case.bound_s):
+                raise TimeoutError(f"a syncer did not start in {case.bound_s} s")
+            addresses.append(ours.recv())
+        relay = stack.enter_context(RelayProcess()) if case.link is not None else None
+        jobs = []
+        for index in range(case.task.sites):
+            there = addresses
+            if relay is not None and case.link is not None:
+                there = [relay.add(f"{index}-{at}", case.link, address) for at, address in enumerate(addresses)]
+            jobs.append((run_site, (case, str(folder / f"site-{index}"), there, index)))
+        return in_processes(jobs, case.bound_s)
+
+
+def rows_of(task: Task, codec: str, links: str, link: LinkOptions | None, *, both: bool) -> list[dict[str, Any]]:
+    """One syncer and two, in both orders, once their values are known to be right and the same."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for order in ((1, 2), (2, 1)) if both else ((1, 2),):
+        for syncers in order:
+            sites = measure(Several(task=task, codec=codec, syncers=syncers, link=link))
+            worst = max(site["error"] for site in sites)
+            if not worst <= error_max(codec):
+                raise ValueError(f"a site's values are {worst:g} of the way from what they should be")
+            before = found.setdefault(syncers, sites)
+            if before is not sites:
+                for mine, more in zip(before, sites, strict=True):
+                    mine["spans"] = [*mine["spans"], *more["spans"]]
+                    assert mine["digest"] == more["digest"], "two runs of one seed differ"
+    digests = [[site["digest"] for site in found[syncers]] for syncers in (1, 2)]
+    assert digests[0] == digests[1], "two syncers give other bits than one"
+    rows = [
+        {"links": links, "numel": task.numel, "sites": task.sites, "syncers": syncers, **spread(sites)}
+        for syncers, sites in found.items()
+    ]
+    rows[-1]["ratio_to_one_syncer"] = rows[-1]["round_s_p50"] / rows[0]["round_s_p50"]
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    add_arguments(parser)
+    parser.add_argument("--rounds", type=int, default=7, help="of each order, after those that warm up (default 7)")
+    parser.add_argument("--codec", default="int4:32", help="of both directions")
+    parser.add_argument("--numel", type=int, default=10_000_000)
+    options = parser.parse_args()
+    numel, rounds = (200_000, 2) if options.quick else (options.numel, options.rounds)
+    task = Task(numel=numel, sites=SITES, rounds=rounds, seed=options.seed)
+    rows: list[dict[str, Any]] = []
+    ratio: dict[str, float] = {}
+    for links, link in (("loopback", None), (f"{MBPS:g} Mbit/s", LinkOptions(rtt_ms=RTT_MS, mbps=MBPS))):
+        found = rows_of(task, options.codec, links, link, both=not options.quick)
+        for row in found:
+            print(json.dumps(row), flush=True)
+        rows += found
+        ratio[links] = found[-1]["ratio_to_one_syncer"]
+    config = {"fragments": FRAGMENTS, "rounds_of_each_order": rounds, "codec": options.codec, "rtt_ms": RTT_MS}
+    config["kernels"] = native.description()
+    result = record("several", config, rows, options.seed, repeats=rounds)
+    finish({**result, "two_syncers_to_one": ratio}, save=options.save)
+
+
+if __name__ == "__main__":
+    main()
