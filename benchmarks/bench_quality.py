@@ -5,9 +5,14 @@ Two answers, both with the demo's model (1.07 M parameters), text and inner opti
 - ``gradient`` rows: bits a value, cosine and relative L2 error of what each codec makes of real pseudo-gradients (one
   site, the demo's batch and inner steps), at several ages, with and without the entropy stage.
 - ``loss`` rows: the loss on a fixed part of the validation split after a fixed number of tokens, for each codec and
-  seed, and its ratio to fp32 with the same seed.  Lock-step DiLoCo of two sites in this process, with the product's own
-  mathematics: from a warm start, ``adopt=overwrite``, outer SGD of lr 1 (SparseLoCo's), the up-link encoded, the
-  down-link fp32; ``+ef`` says that the residual is fed back, by SparseLoCo's .95 for topk and 1 for the others.
+  seed, and its ratio to fp32 with the same seed.  Lock-step DiLoCo in this process, with the product's own mathematics:
+  from a warm start, ``adopt=overwrite``, the up-link encoded, the down-link fp32; ``+ef`` says that the residual is fed
+  back, by SparseLoCo's .95 for topk and 1 for the others.  Two sites, Muon, outer SGD of lr 1; and ``8 sites``:
+
+SparseLoCo (arXiv 2508.15706) was made for eight sites with AdamW and without outer momentum, and its code takes of each
+coordinate the mean over those who sent it, where ours is over all.  Of 64 in 4096 few are sent by two, so theirs is up
+to 8 times ours, and topk has an outer lr of half as many as there are sites; fp32 beside it has the better of the plain
+mean, which is there too, and Nesterov.
 
 A run takes long, so everything that is finished is kept in ``--folder`` and taken from there the next time; each piece
 says at which commit it was made.  ``--pieces N`` trains at most N more pieces, ``--pieces 0`` only puts together.
@@ -21,7 +26,7 @@ import hashlib
 import json
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +49,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PLAIN = ("bf16", "int8", "int4", "e3m0", "int2", "topk", "sign")
-OUTER = OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0)
-SITES = 2
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Who trains, and how, where a setting of :class:`Size` does not say it; None there for the size's."""
+
+    mark: str
+    """In the names of its pieces."""
+    sites: int
+    inner: InnerOptions
+    batch: int | None = None
+    inner_steps: int | None = None
+
+
+PLAIN_MEAN = OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0)
+NESTEROV = OuterOptimizerOptions(kind="nesterov", lr=0.7, momentum=0.6)
+SPARSE = OuterOptimizerOptions(kind="sgd", lr=4.0, momentum=0.0)
+DEMO = Recipe("", 2, InnerOptions(optimizer="muon"))
+SPARSELOCO = Recipe("sparseloco-", 8, InnerOptions(optimizer="adamw", lr=0.006), batch=2, inner_steps=5)
 
 
 @dataclass(frozen=True)
@@ -56,6 +78,10 @@ class Arm:
     up: str
     beta: float | None = None
     down: str = "fp32"
+    recipe: Recipe = DEMO
+    outer: OuterOptimizerOptions = field(default_factory=lambda: PLAIN_MEAN)
+    beside: str = "fp32"
+    """The arm that its loss is compared with."""
 
 
 ARMS = (
@@ -70,6 +96,10 @@ ARMS = (
     Arm("sign", "sign"),
     Arm("int8", "int8"),
     Arm("int4 both ways", "int4", None, "int4"),
+    Arm("8 sites fp32", "fp32", recipe=SPARSELOCO, outer=NESTEROV, beside="8 sites fp32"),
+    Arm("8 sites topk+ef", "topk", 0.95, recipe=SPARSELOCO, outer=SPARSE, beside="8 sites fp32"),
+    Arm("8 sites topk", "topk", recipe=SPARSELOCO, outer=SPARSE, beside="8 sites fp32"),
+    Arm("8 sites fp32 mean", "fp32", recipe=SPARSELOCO, beside="8 sites fp32"),
 )
 
 
@@ -102,7 +132,6 @@ class Bench:
     def __init__(self, size: Size, folder: Path, pieces: int | None) -> None:
         torch.set_num_threads(1)
         self.size, self.folder, self.left = size, folder, pieces
-        self.options = InnerOptions(optimizer="muon")
         folder.mkdir(parents=True, exist_ok=True)
         self.mark = hashlib.sha256(json.dumps(asdict(size), sort_keys=True).encode()).hexdigest()[:8]
         self._manifest: CorpusManifest | None = None
@@ -133,7 +162,7 @@ class Bench:
         return found
 
     def _train_gradients(self, seed: int) -> dict[int, Tensor]:
-        site = Site(self, seed, 0, 1, self.size.gradient_batch)
+        site = Site(self, DEMO.inner, seed, 0, 1, self.size.gradient_batch)
         found, before = {}, site.values()
         for step in range(1, max(self.size.ages) + 1):
             site.step(0.0)
@@ -189,11 +218,11 @@ class Bench:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return found
 
-    def _warm(self, seed: int) -> tuple[Tensor, dict[str, Tensor], dict[str, float | int | bool]]:
+    def _warm(self, recipe: Recipe, seed: int) -> tuple[Tensor, dict[str, Tensor], dict[str, float | int | bool]]:
         """The values after a short phase of one site with the batch of all, and its optimizer's state."""
-        path = self.folder / f"warm-{self.mark}-{seed}.pt"
+        path = self.folder / f"warm-{self.mark}-{recipe.mark}{seed}.pt"
         if not path.exists():
-            site = Site(self, seed, 0, 1, SITES * self.size.batch)
+            site = Site(self, recipe.inner, seed, 0, 1, recipe.sites * (recipe.batch or self.size.batch))
             for _ in range(self.size.warm_steps):
                 site.step(0.0)
             torch.save((site.values(), *site.inner.state_dict()), path)
@@ -201,8 +230,10 @@ class Bench:
         return found
 
     def _train_loss(self, arm: Arm, seed: int) -> float:
-        theta, tensors, numbers = self._warm(seed)
-        sites = [Site(self, seed, index, SITES, self.size.batch) for index in range(SITES)]
+        recipe, momentum = arm.recipe, None
+        theta, tensors, numbers = self._warm(recipe, seed)
+        batch = recipe.batch or self.size.batch
+        sites = [Site(self, recipe.inner, seed, index, recipe.sites, batch) for index in range(recipe.sites)]
         for site in sites:
             site.inner.load_state_dict({name: value.clone() for name, value in tensors.items()}, numbers)
             site.steps = self.size.warm_steps
@@ -214,13 +245,13 @@ class Bench:
             sent = []
             for site, residual in zip(sites, residuals, strict=True):
                 site.take(published)
-                for _ in range(self.size.inner_steps):
+                for _ in range(recipe.inner_steps or self.size.inner_steps):
                     site.step(turn / self.size.rounds)
                 decoded = torch.empty_like(theta)
                 carry = None if arm.beta is None else Carry(residual, arm.beta)
                 up.encode_difference(published, site.values(), payload, decoded, carry=carry)
                 sent.append((1.0, [decoded]))
-            theta, _ = outer_step(theta, merge_mean(sent), None, OUTER)
+            theta, momentum = outer_step(theta, merge_mean(sent), momentum, arm.outer)
             _, published = publish(theta, published, down)
         sites[0].take(theta)
         context = int(self.size.model["context"])
@@ -231,12 +262,12 @@ class Bench:
 class Site:
     """A model that trains by itself."""
 
-    def __init__(self, bench: Bench, seed: int, index: int, sites: int, batch: int) -> None:
+    def __init__(self, bench: Bench, options: InnerOptions, seed: int, index: int, sites: int, batch: int) -> None:
         self.model = Transformer(ModelOptions(**bench.size.model), seed)
         self.parameters = named_parameters_once(self.model)
         shapes = [(name, tuple(value.shape)) for name, value in self.parameters.items()]
         self.fragment: Fragment = plan_layout(shapes, 1).fragments[0]
-        self.options = bench.options
+        self.options = options
         self.inner: InnerOptimizers = build_optimizers(self.model, self.options)
         context = int(bench.size.model["context"])
         self.stream = TokenStream(bench.manifest, "train", context, batch, site_index=index, num_sites=sites, seed=seed)
@@ -263,17 +294,22 @@ class Site:
 
 
 def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The losses of each arm over those of fp32, by seed."""
-    beside = {row["seed"]: row["val_loss"] for row in rows if row["arm"] == "fp32"}
+    """The losses of each arm over those of the arm beside it, by seed."""
+    losses = {(row["arm"], row["seed"]): row["val_loss"] for row in rows}
     found = []
-    for arm in ARMS[1:]:
+    for arm in ARMS:
         mine = [
-            row["val_loss"] / beside[row["seed"]] for row in rows if row["arm"] == arm.name and row["seed"] in beside
+            loss / losses[arm.beside, seed]
+            for (name, seed), loss in losses.items()
+            if name == arm.name != arm.beside and (arm.beside, seed) in losses
         ]
         if mine:
-            facts = {"kind": "loss ratio", "arm": arm.name, "seeds": len(mine), "ratios": [round(x, 5) for x in mine]}
+            facts = {"kind": "loss ratio", "arm": arm.name, "beside": arm.beside, "seeds": len(mine)}
+            facts |= {"ratios": [round(x, 5) for x in mine]}
             found.append({**facts, "ratio_p50": round(percentile(mine, 50), 5), "ratio_max": round(max(mine), 5)})
-            print(f"{arm.name:15} / fp32: {found[-1]['ratio_p50']:.4f} at the median of {len(mine)}", flush=True)
+            print(
+                f"{arm.name:20} / {arm.beside}: {found[-1]['ratio_p50']:.4f} at the median of {len(mine)}", flush=True
+            )
     return found
 
 
@@ -303,7 +339,7 @@ def run(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
     losses: list[dict[str, Any]] = []
     for seed in range(options.seed, options.seed + options.seeds):
         losses += [row for arm in arms if (row := bench.loss(arm, seed)) is not None]
-    config = {**asdict(bench.size), "sites": SITES, "quick": options.quick}
+    config = {**asdict(bench.size), "arms": [asdict(arm) for arm in arms], "quick": options.quick}
     result = record("quality", config, rows + losses + ratios(losses), options.seed, repeats=options.seeds)
     return {**result, "pieces": f"{len(losses)} of {len(arms) * options.seeds} losses"}
 
