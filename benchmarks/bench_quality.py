@@ -53,7 +53,7 @@ PLAIN = ("bf16", "int8", "int4", "e3m0", "int2", "topk", "sign")
 
 @dataclass(frozen=True)
 class Recipe:
-    """Who trains, and how, where a setting of :class:`Size` does not say it; None there for the size's."""
+    """Who trains, and how, in as many rounds as make the same tokens; None for what the size says."""
 
     mark: str
     """In the names of its pieces."""
@@ -68,6 +68,7 @@ NESTEROV = OuterOptimizerOptions(kind="nesterov", lr=0.7, momentum=0.6)
 SPARSE = OuterOptimizerOptions(kind="sgd", lr=4.0, momentum=0.0)
 DEMO = Recipe("", 2, InnerOptions(optimizer="muon"))
 SPARSELOCO = Recipe("sparseloco-", 8, InnerOptions(optimizer="adamw", lr=0.006), batch=2, inner_steps=5)
+OFTEN = replace(SPARSELOCO, inner_steps=2)
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,10 @@ ARMS = (
     Arm("8 sites topk+ef", "topk", 0.95, recipe=SPARSELOCO, outer=SPARSE, beside="8 sites fp32"),
     Arm("8 sites topk", "topk", recipe=SPARSELOCO, outer=SPARSE, beside="8 sites fp32"),
     Arm("8 sites fp32 mean", "fp32", recipe=SPARSELOCO, beside="8 sites fp32"),
+    Arm("8 sites H2 fp32", "fp32", recipe=OFTEN, outer=NESTEROV, beside="8 sites H2 fp32"),
+    Arm("8 sites H2 topk+ef", "topk", 0.95, recipe=OFTEN, outer=SPARSE, beside="8 sites H2 fp32"),
+    Arm("8 sites H2 topk", "topk", recipe=OFTEN, outer=SPARSE, beside="8 sites H2 fp32"),
+    Arm("8 sites H2 fp32 mean", "fp32", recipe=OFTEN, beside="8 sites H2 fp32"),
 )
 
 
@@ -241,12 +246,15 @@ class Bench:
         residuals = [torch.zeros_like(theta) for _ in sites]
         published = theta.clone()
         payload = torch.empty(up.payload_bytes_max(theta.numel()), dtype=torch.uint8)
-        for turn in range(self.size.rounds):
+        inner_steps = recipe.inner_steps or self.size.inner_steps
+        of_all = DEMO.sites * self.size.batch * self.size.inner_steps * self.size.rounds
+        rounds = of_all // (recipe.sites * batch * inner_steps)
+        for turn in range(rounds):
             sent = []
             for site, residual in zip(sites, residuals, strict=True):
                 site.take(published)
-                for _ in range(recipe.inner_steps or self.size.inner_steps):
-                    site.step(turn / self.size.rounds)
+                for _ in range(inner_steps):
+                    site.step(turn / rounds)
                 decoded = torch.empty_like(theta)
                 carry = None if arm.beta is None else Carry(residual, arm.beta)
                 up.encode_difference(published, site.values(), payload, decoded, carry=carry)
