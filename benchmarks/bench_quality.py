@@ -126,6 +126,7 @@ class Size:
 
 
 FULL = Size({"vocab_size": 1025, "layers": 4, "dim": 128, "heads": 4, "context": 128})
+SMALL = Size({"vocab_size": 257, "layers": 2, "dim": 64, "heads": 2, "context": 64}, "bytes", validation=256)
 QUICK = Size(
     {"vocab_size": 257, "layers": 1, "dim": 32, "heads": 2, "context": 32}, "bytes", (4, 8), 4, 4, 2, 10, 2, 4, 8
 )
@@ -328,6 +329,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/.quality"), help="where finished pieces are kept")
     parser.add_argument("--pieces", type=int, default=None, help="train at most so many more pieces")
     parser.add_argument("--rounds", type=int, default=FULL.rounds, help=f"of each loss (default {FULL.rounds})")
+    parser.add_argument("--small", action="store_true", help="with a model of .1 M parameters on bytes")
     parser.add_argument("--arms", nargs="*", default=[], help="only these arms, fp32 among them")
     options = parser.parse_args()
     if options.quick:
@@ -335,9 +337,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             finish(run(Bench(QUICK, Path(folder), None), options), save=options.save)
     else:
-        finish(
-            run(Bench(replace(FULL, rounds=options.rounds), options.folder, options.pieces), options), save=options.save
-        )
+        size = replace(SMALL if options.small else FULL, rounds=options.rounds)
+        finish(run(Bench(size, options.folder, options.pieces), options), save=options.save)
 
 
 def run(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
