@@ -89,6 +89,7 @@ def test_a_value_that_cannot_work_is_named_with_its_section(setting: str, words:
     [
         (["codec=topk"], 0.0),
         (["codec=topk", "outer=decoupled"], 0.95),
+        (["experiment=sparseloco"], 0.95),
         (["codec=int2", "outer=streaming"], 1.0),
         (["codec=sign", "outer=streaming", "codec.feedback=0.5"], 0.5),
         (["codec=sign", "outer=streaming", "codec.feedback=0"], 0.0),
