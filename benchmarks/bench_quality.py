@@ -88,6 +88,7 @@ class Arm:
 ARMS = (
     Arm("fp32", "fp32"),
     Arm("topk+ef", "topk", 0.95),
+    Arm("topk 256+ef", "topk:4096x256", 0.95),
     Arm("int2+ef", "int2", 1.0),
     Arm("int4", "int4"),
     Arm("e3m0", "e3m0"),
