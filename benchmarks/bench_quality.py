@@ -1,6 +1,6 @@
 """What does a codec cost in quality?
 
-Two answers, both with the demo's model (1.07 M parameters), text and inner optimizer:
+Two answers, with the demo's model (1.07 M parameters) and text:
 
 - ``gradient`` rows: bits a value, cosine and relative L2 error of what each codec makes of real pseudo-gradients (one
   site, the demo's batch and inner steps), at several ages, with and without the entropy stage.
@@ -9,14 +9,17 @@ Two answers, both with the demo's model (1.07 M parameters), text and inner opti
   from a warm start, ``adopt=overwrite``, the up-link encoded, the down-link fp32; ``+ef`` says that the residual is fed
   back, by SparseLoCo's .95 for topk and 1 for the others.  Two sites, Muon, outer SGD of lr 1; and ``8 sites``:
 
-SparseLoCo (arXiv 2508.15706) was made for eight sites with AdamW and without outer momentum, and its code takes of each
-coordinate the mean over those who sent it, where ours is over all.  Of 64 in 4096 few are sent by two, so theirs is up
-to 8 times ours, and topk has an outer lr of half as many as there are sites; fp32 beside it has the better of the plain
-mean, which is there too, and Nesterov.
+SparseLoCo (arXiv 2508.15706) is eight sites with AdamW and no outer momentum, and its code takes of each value the mean
+over those who sent it, where ours is over all.  Of 64 in 4096 few are sent by two, so its steps are up to 8 times ours,
+and topk gets an outer lr of 4, with which it did better than by a mean over senders.  fp32 beside it has Nesterov with
+.7 and .6, which does better than the plain mean, which is SparseLoCo without topk (``fp32 mean``).
+
+Topk sends a value in one round of 64 on average and forgets a twentieth in each, so it takes many rounds: ``H2`` makes
+2.5 times as many of the same tokens, ``--rounds`` more of both.  ``--small`` is a tenth of the demo's model, on bytes,
+to which as many rounds are more: it shows topk closer to fp32.
 
 A run takes long, so everything that is finished is kept in ``--folder`` and taken from there the next time; each piece
 says at which commit it was made.  ``--pieces N`` trains at most N more pieces, ``--pieces 0`` only puts together.
-Top-k sends a value of 64 in each round, so what its feedback is worth shows after many: ``--rounds``.
 """
 
 from __future__ import annotations
