@@ -1,4 +1,5 @@
-"""``make swarm SEEDS=2000``: the two machines under seeds of simulated faults, on every core.
+"""``make swarm SEEDS=2000``: the two machines under seeds of simulated faults, on every core; with
+``ARGS="--syncers several"`` runs in which several syncers hold the model.
 
 Asks for a number of seeds, or (``--minutes``) goes on drawing new ones until the time is up: the soak of the simulator.
 """
@@ -13,10 +14,12 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 
+from diloco.sim.several import run_several
 from diloco.sim.swarm import Outcome, run_seed
 from tests.hunts.reporting import Hunt
 
 CHUNK = 50
+RUNS = {"one": run_seed, "several": run_several}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,7 +29,9 @@ def main(arguments: list[str] | None = None) -> int:
     hunt.parser.add_argument(
         "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (default: cores)"
     )
+    hunt.parser.add_argument("--syncers", choices=RUNS, default="one", help="that hold the model (default: one)")
     asked = hunt.asked(arguments)
+    which = {} if asked.syncers == "one" else {"syncers": asked.syncers}
     wanted: Iterable[range] = (
         itertools.takewhile(
             lambda _: hunt.seconds() < 60 * asked.minutes,
@@ -39,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     faults: Counter[str] = Counter()
     fates: Counter[str] = Counter()
     staleness_worst = 0
-    for outcome in outcomes(wanted, asked.jobs):
+    for outcome in outcomes(wanted, asked.jobs, asked.syncers):
         totals += Counter(
             seeds=1,
             events=outcome.events,
@@ -52,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         fates += outcome.fates
         staleness_worst = max(staleness_worst, outcome.staleness_worst)
         if outcome.failure:
-            hunt.violated(outcome.failure, seed=outcome.seed, seeds=1)
+            hunt.violated(outcome.failure, seed=outcome.seed, seeds=1, **which)
     counts: dict[str, object] = {"ran": dict(totals), "faults": dict(sorted(faults.items()))}
     return hunt.finish({**counts, "updates": dict(sorted(fates.items())), "staleness_worst": staleness_worst})
 
@@ -63,23 +68,23 @@ def pieces(first: int, count: int) -> Iterator[range]:
         yield range(start, min(start + CHUNK, first + count))
 
 
-def outcomes(wanted: Iterable[range], jobs: int) -> Iterator[Outcome]:
+def outcomes(wanted: Iterable[range], jobs: int, syncers: str) -> Iterator[Outcome]:
     """Run every piece, ``jobs`` at a time, and never more of them ahead than that."""
     with ProcessPoolExecutor(jobs) as pool:
         waiting = iter(wanted)
-        running = {pool.submit(run_piece, piece) for piece in itertools.islice(waiting, jobs)}
+        running = {pool.submit(run_piece, piece, syncers) for piece in itertools.islice(waiting, jobs)}
         while running:
             done = next(as_completed(running))
             running.discard(done)
-            running |= {pool.submit(run_piece, piece) for piece in itertools.islice(waiting, 1)}
+            running |= {pool.submit(run_piece, piece, syncers) for piece in itertools.islice(waiting, 1)}
             try:
                 yield from done.result()
             except BrokenProcessPool as error:
                 raise SystemExit(f"a process of the hunt died: {error}") from error
 
 
-def run_piece(seeds: range) -> list[Outcome]:
-    return [run_seed(seed) for seed in seeds]
+def run_piece(seeds: range, syncers: str) -> list[Outcome]:
+    return [RUNS[syncers](seed) for seed in seeds]
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from diloco.sim.parts import Trainer
 from diloco.sync import ending
 from tests.hunts.reporting import Hunt
 from tests.hunts.swarm import main, pieces
@@ -25,6 +26,15 @@ def test_a_violation_is_one_line_with_the_command_that_replays_it(
     line, last = capsys.readouterr().out.splitlines()
     assert line.startswith("python -m tests.hunts.swarm --seed 3 --seeds 1  # liveness: ")
     assert json.loads(last)["violations"] == 1
+
+
+def test_a_violation_among_several_syncers_is_replayed_among_several(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trainer, "complete", lambda self, ready: False)
+    assert main(["--seeds", "1", "--seed", "3", "--jobs", "1", "--syncers", "several"]) == 1
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.startswith("python -m tests.hunts.swarm --seed 3 --seeds 1 --syncers several  # liveness: ")
 
 
 def test_options_are_named_as_they_are_typed() -> None:
