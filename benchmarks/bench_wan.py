@@ -15,10 +15,10 @@ up and then comes down, so that all of ours do.  Where both fill the link, the s
 one connection does not where the link's rate x round trip is more than a socket's buffer, or anything is lost.
 
 Sites know their link's rate (``site.up_mbps``, ``site.down_mbps``), and pace their bulk by it: short transfers never
-let BBR see that the link is full, and several connections that go on probing lose one byte in twenty to its queue
-(``--untold``).  Files are not synced and nothing is encrypted, as in the rounds on loopback (``--synced``).  While
-rounds go on every site sends heartbeats: ``heartbeat_s_p99`` is what they took, beside a bound of two round trips and
-0.2 s.
+let BBR see that the link is full, and connections that go on probing lose one byte in twenty to its queue.  Sites that
+are not told learn it in their first rounds (``--untold``, which wants more of them: ``--warm-up``).  Files are not
+synced and nothing is encrypted, as in the rounds on loopback (``--synced``).  While rounds go on every site sends
+heartbeats: ``heartbeat_s_p99`` is what they took, beside a bound of two round trips and 0.2 s.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def measure(link: Link, congestion: str, kernel: str, arguments: argparse.Namesp
     """One row: ours, theirs, theirs, ours."""
     numel = arguments.numel or (2_000_000 if arguments.quick else link.numel)
     rounds = 2 if arguments.quick else -(-arguments.rounds // 2)
-    task = Task(numel=numel, sites=SITES, rounds=rounds, warm_up=2, seed=arguments.seed)
+    task = Task(numel=numel, sites=SITES, rounds=rounds, warm_up=arguments.warm_up, seed=arguments.seed)
     options = PipeOptions(rtt_ms=link.rtt_ms, mbps=link.mbps, loss_percent=link.loss_percent, seed=arguments.seed)
     bytes_per_s = link.mbps * 125_000
     channels = arguments.channels or channels_for(link.rtt_ms / 1e3, bytes_per_s, window_bytes(kernel))
@@ -304,7 +304,8 @@ def main() -> None:
     parser.add_argument("--numel", type=int, default=0, help="parameters; 0: so many that a round is seconds")
     parser.add_argument("--codec", default="int4:32", help="of both directions")
     parser.add_argument("--channels", type=int, default=0, help="connections for bulk; 0: those that fill it")
-    parser.add_argument("--untold", action="store_true", help="sites do not know their link's rate, and pace nothing")
+    parser.add_argument("--untold", action="store_true", help="sites do not know their link's rate, and learn it")
+    parser.add_argument("--warm-up", type=int, default=2, help="rounds before those that count")
     parser.add_argument("--synced", action="store_true", help="every file is synced, as in a run")
     parser.add_argument("--congestions", nargs="+", default=["bbr", "cubic"], help="torchft runs under the first")
     parser.add_argument("--kernels", nargs="+", choices=tuple(KERNELS), default=["stock"])

@@ -249,7 +249,7 @@ class SiteSection:
     and `diloco doctor` says how many."""
     up_mbps: float | None = None
     """What this site's link has in 10^6 bits a second: its updates leave 5 % of that to heartbeats, and lose nothing by
-    going past it; null: no bound."""
+    going past it; null: what is learned of a far link in its first rounds, and no bound on a near one."""
     down_mbps: float | None = None
     """The same for the versions that it takes."""
     metrics: str = ""

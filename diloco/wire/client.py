@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
+from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
 from diloco.sync.events import Outcome
+from diloco.sync.links import ROUND_TRIPS_KEPT
 from diloco.wire import convert
 from diloco.wire.calls import ADMIN_SERVICE, SYNC_SERVICE, Calls
 from diloco.wire.chunks import PIECE_BYTES_MIN
+from diloco.wire.learned import Learned
 from diloco.wire.lines import Line, check_address, split_addresses
 from diloco.wire.messages import (
     FRAMES_SINCE,
@@ -40,7 +44,7 @@ from diloco.wire.messages import (
     WatchEvent,
 )
 from diloco.wire.options import ClientOptions
-from diloco.wire.pacing import Pacer, bulk_bytes_per_s
+from diloco.wire.pacing import Pacer
 from diloco.wire.pulling import Patience, Pulling
 from diloco.wire.pushing import Pushing
 from diloco.wire.security import SecurityOptions
@@ -103,7 +107,9 @@ class SyncClient:
         self._protocol = 0  # That both speak, as the join said.
         self._welcome = False  # The last push was let in, as the next one will be.
         self._lengths: dict[int, int] = {}  # Of the last payload that was pulled of each fragment.
-        self._pacer = Pacer(bulk_bytes_per_s(self._options.up_mbps))
+        self._up, self._down = Learned(self._options.up_mbps), Learned(self._options.down_mbps)
+        self._pacer = Pacer(self._up.bytes_per_s)
+        self._round_trips_s: deque[float] = deque(maxlen=ROUND_TRIPS_KEPT)
         self._bytes = threading.Lock()
         self._bytes_up = 0
         self._bytes_down = 0
@@ -189,7 +195,9 @@ class SyncClient:
 
     def report(self, report: ReportInfo) -> ReportReply:
         """The heartbeat."""
+        began_s = time.monotonic()
         raw = self._control.unary("Report", convert.pack_report(report), self._options.control_timeout_s)
+        self._round_trips_s.append(time.monotonic() - began_s)
         reply = _parsed("Report", convert.unpack_report_reply, raw)
         self._check_epoch("Report", reply.epoch)
         return reply
@@ -223,6 +231,7 @@ class SyncClient:
             raise MalformedMessage(f"payload_bytes is {header.payload_bytes}: the payload has {len(view)}")
         breaks, known = self._breaks.pop(header.digest, None), self._protocol >= FRAMES_SINCE
         at_once, self._welcome = known and self._welcome and breaks is None, False
+        arrival = self._up.begin(self._rtt_s)
         pushing = Pushing(
             self._in_turn(),
             header,
@@ -234,6 +243,7 @@ class SyncClient:
             breaks or 0,
             known=known,
             at_once=at_once,
+            arrived=arrival.held if arrival is not None else None,
         )
         try:
             result = pushing.run()
@@ -243,6 +253,8 @@ class SyncClient:
                 del self._breaks[next(iter(self._breaks))]
             raise
         self._check_epoch("Push", result.epoch)
+        self._up.over(arrival)
+        self._pacer.keep_to(self._up.bytes_per_s)
         self._welcome = result.outcome is Outcome.ACCEPTED
         return result
 
@@ -254,7 +266,16 @@ class SyncClient:
         bulk, at_once = self._in_turn(), max(1, self._lengths.get(ask.fragment, 0) // PIECE_BYTES_MIN)
         if not self.has_patience:
             at_once, patience = 1, None
-        pulled = Pulling(bulk, ask, sink, self._options, self._stalls, self._count_down, at_once, patience).run()
+        arrival, options = self._down.begin(self._rtt_s), self._options
+
+        def received(count: int) -> None:
+            self._count_down(count)
+            if arrival is not None:
+                arrival.more(count)
+
+        by = (options, self._stalls, received, at_once, patience, self._down.bytes_per_s)
+        pulled = Pulling(bulk, ask, sink, *by).run()
+        self._down.over(arrival)
         self._check_epoch("Pull", pulled.header.epoch)
         if pulled.parts:
             self._lengths[ask.fragment] = pulled.header.payload_bytes
@@ -263,6 +284,11 @@ class SyncClient:
     def use_channels(self, count: int) -> None:
         """From the next transfer on go over ``count`` connections, as far as there may be so many."""
         self._streams = max(1, min(count, STREAMS_MAX))
+
+    @property
+    def _rtt_s(self) -> float:
+        """The shortest round trip lately; 0: none was made yet."""
+        return min(tuple(self._round_trips_s), default=0.0)
 
     def _in_turn(self) -> Sequence[Calls]:
         """The bulk channels in use, another one first each time."""

@@ -174,7 +174,8 @@ class ClientOptions:
     """Connections for bulk.  One transfer goes over all of them at once: a long path with small TCP buffers needs
     several to be filled (``channels_for``)."""
     up_mbps: float = 0.0
-    """What a site's link has, in 10^6 bits a second: pushes stay below, so that heartbeats find room; 0: no bound."""
+    """What a site's link has, in 10^6 bits a second: pushes stay below, so that heartbeats find room; 0: what is
+    learned of a far one (``learned``), and no bound otherwise."""
     down_mbps: float = 0.0
     """The same for pulls."""
     keepalive_time_ms: int = 10_000

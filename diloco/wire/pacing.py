@@ -37,15 +37,19 @@ class Pacer:
         self._rates = Rates(burst_s=BURST_S, least=1.0, callers_max=1)
         self._ended = threading.Event()
 
+    def keep_to(self, bytes_per_s: int) -> None:
+        """From now on."""
+        self._per_s = bytes_per_s
+
     def chunk_bytes(self, bytes_max: int) -> int:
         """The longest chunk that goes at this rate without more of a burst than ``BURST_S`` allows."""
         return max(CHUNK_BYTES_MIN, min(bytes_max, int(self._per_s * BURST_S))) if self._per_s else bytes_max
 
     def wait(self, count: int, guard: Guard) -> None:
         """Until ``count`` bytes may go; ``guard`` is told that whoever waits here is not stuck."""
-        if not self._per_s:
+        if not (per_s := self._per_s):
             return
-        wait_s = self._rates.reserve("", count, self._per_s, time.monotonic(), WAIT_MAX_S)
+        wait_s = self._rates.reserve("", count, per_s, time.monotonic(), WAIT_MAX_S)
         left_s = WAIT_MAX_S if wait_s is None else wait_s
         while left_s > 0 and not self._ended.wait(min(left_s, _LOOK_S)):
             left_s -= _LOOK_S

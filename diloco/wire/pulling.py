@@ -25,7 +25,6 @@ from diloco.wire.messages import (
     Unreachable,
     WireError,
 )
-from diloco.wire.pacing import bulk_bytes_per_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -93,8 +92,12 @@ class Pulling:
         received: Callable[[int], None],
         at_once: int = 1,
         patience: Patience | None = None,
+        bytes_per_s: int = 0,
     ) -> None:
-        """``at_once``: so many of ``bulk`` ask without waiting for the first; with ``patience`` for what is to come."""
+        """``at_once``: so many of ``bulk`` ask without waiting for the first; with ``patience`` for what is to come.
+
+        ``bytes_per_s`` is what all streams together ask to be sent; 0: as fast as can be."""
+        self._bytes_per_s = bytes_per_s
         self._bulk = bulk
         self._at_once = min(at_once, len(bulk))
         self._patience = patience
@@ -205,7 +208,7 @@ class Pulling:
     ) -> None:
         """One stream of several at once; where it fails it ends the others and says why in ``_failed``."""
         each_of = 1 if ask.deal else streams  # What a deal may carry is all its streams' together.
-        ask = replace(ask, bytes_per_s=bulk_bytes_per_s(self._options.down_mbps, each_of))
+        ask = replace(ask, bytes_per_s=self._bytes_per_s // each_of)
         with self._stalls.guard(self._options.stall_s) as guard:
             call: Any = None
             try:

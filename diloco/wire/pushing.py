@@ -39,13 +39,16 @@ class Pushing:
         *,
         known: bool = False,
         at_once: bool = False,
+        arrived: Callable[[int], None] | None = None,
     ) -> None:
         """``breaks``: attempts of this very push that were broken off before; ``known``: the syncer understands
-        how many streams there will be; ``at_once``: and will hardly refuse, so that nothing waits to be admitted."""
+        how many streams there will be; ``at_once``: and will hardly refuse, so that nothing waits to be admitted;
+        ``arrived`` is told now and then how much the syncer holds."""
         self._bulk = bulk
         others = min(len(bulk) - 1, header.payload_bytes // PIECE_BYTES_MIN) if known else 0
         self._header = replace(header, others=others)
         self._at_once = at_once
+        self._arrived = arrived
         self._payload = payload
         self._options = options
         self._stalls = stalls
@@ -63,7 +66,7 @@ class Pushing:
         """Until its answer.  ``Refused`` or ``Unreachable``; where one stream breaks off, all do."""
         with self._stalls.guard(self._options.stall_s) as guard:
             of_bulk = (self._payload, self._options, guard, self._sent, self._pacer, self._breaks)
-            sending = Sending(self._header, *of_bulk, at_once=self._at_once)
+            sending = Sending(self._header, *of_bulk, at_once=self._at_once, arrived=self._arrived)
             call = self._bulk[0].exchange("Push", sending.requests())
             guard.arm(call.cancel)
             try:
@@ -133,7 +136,9 @@ class Pushing:
                 for raw in call:
                     reply = convert_bulk.unpack_push_reply(raw)
                     guard.touch()
-                    if not isinstance(reply, PushResult):
+                    if isinstance(reply, PushAdmitted):
+                        sending.held(reply.offset)  # Only the first stream's word says from where on it is wanted.
+                    elif isinstance(reply, PushAgain):
                         self._heard(reply, sending)
             except MalformedMessage as error:
                 self._break_off(Unreachable(f"Push: the syncer's answer cannot be: {error}"), call, first)

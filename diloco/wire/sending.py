@@ -53,10 +53,12 @@ class Sending:
         breaks: int = 0,
         *,
         at_once: bool = False,
+        arrived: Callable[[int], None] | None = None,
     ) -> None:
         """``breaks``: connections that have broken under this payload before.  ``at_once``: without waiting to be
-        admitted."""
-        self._header = replace(header, frames=True, progress=breaks > 0)
+        admitted.  ``arrived`` wants to be told, time and again, how many bytes the syncer holds."""
+        self._header = replace(header, frames=True, progress=breaks > 0 or arrived is not None)
+        self._arrived = arrived
         self._breaks = breaks
         self._began = self._held = 0
         self._payload = payload
@@ -91,6 +93,8 @@ class Sending:
         """The syncer holds so many bytes by now."""
         with self._changed:
             self._held = max(self._held, offset)
+            if self._arrived is not None:
+                self._arrived(self._held)
             self._changed.notify_all()
 
     def again(self, wanted: PushAgain) -> None:
