@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from diloco.codec.buffers import Buffers
-from diloco.codec.contract import Add, Codec, NonFiniteError, Towards, accumulate_into, check_values
+from diloco.codec.contract import Add, Codec, NonFiniteError, Towards, accumulate_into, bytes_of, check_values
+from diloco.codec.digests import hasher
 from diloco.codec.native import Kernels, address, kernels, refuse, tile
 from diloco.codec.structures import SUM_BLOCK, Layout, OuterJob, Place, Rule, Status, Update
 from diloco.codec.sums import sum_of_products
@@ -52,11 +53,15 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """The next version; ``payload`` is its down-link, ``norm`` the L2 norm of the merged pseudo-gradient."""
+    """The next version; ``payload`` is its down-link, ``norm`` the L2 norm of the merged pseudo-gradient.
+
+    ``digest`` is that of what is published, where it was asked for.
+    """
 
     state: State
     payload: memoryview
     norm: float
+    digest: str
 
 
 def outer_pass(
@@ -67,6 +72,7 @@ def outer_pass(
     spread: Spread = map,
     fast: Callable[[], Kernels | None] = kernels,
     buffers: Buffers | None = None,
+    like: str | None = None,
 ) -> Stepped:
     """Return the version after ``state``, in tensors of its own out of ``buffers``; ``state`` stays as it is.
 
@@ -74,6 +80,8 @@ def outer_pass(
     of the down-link.  ``NonFiniteError`` when the new theta or what would be published is not finite, ``DecodeError``
     for a payload that nobody encoded, ``ValueError`` for weights that make no mean.  ``spread`` may give ranges to
     several threads; no bit, of the norm neither, depends on it, nor on ``fast``, which says where the kernels are.
+    The digest is in the form of ``like``, made here of what is ready while those threads make the rest; None: there is
+    none.
 
     What a lossless codec sends is theta itself: theta, what is published and the payload are then the same memory.
 
@@ -103,11 +111,14 @@ def outer_pass(
     some_ranges, at_once, cut = work.plain_ranges, 1, ranges(numel, codecs)
     if found is not None and found.fits(*(each.layout for each in codecs), granule=SUM_BLOCK):
         some_ranges, at_once = functools.partial(work.native_ranges, found, work.native_updates()), RANGES_AT_ONCE
-    squares = 0.0
-    for parts in spread(some_ranges, [cut[at : at + at_once] for at in range(0, len(cut), at_once)]):
+    squares, told = 0.0, None if like is None else hasher(like)
+    some = [cut[at : at + at_once] for at in range(0, len(cut), at_once)]
+    for ready, parts in zip(some, spread(some_ranges, some), strict=True):
         for part in parts:
             squares += part
-    return Stepped(new, codec.closed(payload), sqrt(squares))
+        if told is not None:
+            told.update(bytes_of(new.published[ready[0][0] : ready[-1][1]]))
+    return Stepped(new, codec.closed(payload), sqrt(squares), "" if told is None else told.text())
 
 
 def ranges(numel: int, codecs: Iterable[Codec], about: int | None = None) -> list[Range]:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from diloco.codec import native
+from diloco.codec.buffers import Buffers
 from diloco.codec.digests import is_sha256
 from diloco.codec.registry import make_codec
 from diloco.sync.agreement import PROTOCOL, Agreement
@@ -88,6 +89,7 @@ class Api:
         self._protocols: dict[str, int] = {}
         self._earlier = protocols.EarlierDigests(len(syncer.plan.layout.fragments))
         self._checks = threading.BoundedSemaphore(syncer.network.checks_max)
+        self._buffers = Buffers(syncer.network.checks_max)  # What is looked at lies there, one update's range in each.
 
     def join(self, request: JoinAsk, identity: Identity) -> JoinReply:
         """Take a learner process in, if it agrees with us on everything that is shared."""
@@ -185,6 +187,7 @@ class Api:
             self._protocol(header.site_id),
             epoch,
             self._checks,
+            self._buffers,
             self._syncer.costs.received,
         )
 

@@ -12,22 +12,23 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
-from diloco.codec.contract import NonFiniteError, digest
+from diloco.codec.contract import NonFiniteError
 from diloco.codec.digests import digest_of
 from diloco.codec.fused import State, outer_pass
 from diloco.codec.registry import make_codec
 from diloco.syncer.snapshots import FragmentValues
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from diloco.codec.buffers import Buffers
-    from diloco.codec.fused import Ranges, Spread
+    from diloco.codec.contract import Codec
+    from diloco.codec.fused import Payload, Ranges, Spread
     from diloco.outer.optimizer import OuterOptimizerOptions
-    from diloco.sync.effects import StartOuterStep
+    from diloco.sync.effects import StartOuterStep, UpdateRef
     from diloco.syncer.payloads import Mapped
     from diloco.syncer.spool import Spool
 
@@ -46,7 +47,8 @@ class Costs:
     """Seconds that the stages of an outer step took.
 
     ``read_s`` is for finding the payloads on the disk to be what was acknowledged, and unpacking them, ``fused_s`` for
-    the one pass that decodes, merges, steps and encodes, ``digest_s`` for the digests of the new version.
+    the one pass that decodes, merges, steps and encodes, and beside it makes the digest of what is published,
+    ``digest_s`` for that of the down-link.
     """
 
     read_s: float = 0.0
@@ -90,39 +92,47 @@ def run_outer_step(
     """
     assert command.version == values.version + 1, (command.version, values.version)
     times = [time.perf_counter()]
-    payloads: list[Mapped] = []
-    contributions = []
-    for part in command.contributions:
-        found = [
-            spool.opened(update.payload, update.digest, make_codec(update.encoding), values.theta.numel())
-            for update in part.updates
-        ]
-        payloads += [mapped for _, mapped in found]
-        contributions.append((part.weight, [(codec, mapped.payload) for codec, mapped in found]))
-    times.append(time.perf_counter())
     before = State(values.theta, values.published, values.momentum)
-    try:
-        with ExitStack() as stack:
-            spread = _spread(payloads, threads, stack)
-            stepped = outer_pass(contributions, before, optimizer, make_codec(down_codec), spread, buffers=buffers)
-    except NonFiniteError:
-        return None  # Of Θ itself, or because Θ and Θ̂ are too far apart for fp32.
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(threads, "fold")) if threads > 1 else None
+        contributions, payloads = _opened(command, spool, before.theta.numel(), pool)
+        times.append(time.perf_counter())
+        spread, down = _spread(payloads, pool, stack), make_codec(down_codec)
+        try:
+            stepped = outer_pass(contributions, before, optimizer, down, spread, buffers=buffers, like=like)
+        except NonFiniteError:
+            return None  # Of Θ itself, or because Θ and Θ̂ are too far apart for fp32.
     times.append(time.perf_counter())
-    new = stepped.state
-    told = digest(new.published, like), digest_of(stepped.payload, like)
+    new, downlink_digest = stepped.state, digest_of(stepped.payload, like)
     times.append(time.perf_counter())
     return OuterResult(
-        FragmentValues(command.version, new.theta, new.published, new.momentum, told[0]),
+        FragmentValues(command.version, new.theta, new.published, new.momentum, stepped.digest),
         stepped.payload,
-        told[1],
+        downlink_digest,
         stepped.norm,
         times[-1] - times[0],
         Costs(*(later - sooner for sooner, later in pairwise(times))),
     )
 
 
-def _spread(payloads: list[Mapped], threads: int, stack: ExitStack) -> Spread:
-    """Ranges in turn, or by several ``threads``, which end with ``stack``; after some the payloads are let go of."""
+def _opened(
+    command: StartOuterStep, spool: Spool, numel: int, pool: ThreadPoolExecutor | None
+) -> tuple[list[tuple[float, list[Payload]]], list[Mapped]]:
+    """The contributions as ``outer_pass`` takes them, each update found to be what was acknowledged; several at once
+    where there is a ``pool``."""
+
+    def found(update: UpdateRef) -> tuple[Codec, Mapped]:
+        return spool.opened(update.payload, update.digest, make_codec(update.encoding), numel)
+
+    updates = [update for part in command.contributions for update in part.updates]
+    here = list(map(found, updates) if pool is None else pool.map(found, updates))
+    payloads: Iterator[Payload] = ((codec, mapped.payload) for codec, mapped in here)
+    contributions = [(part.weight, list(islice(payloads, len(part.updates)))) for part in command.contributions]
+    return contributions, [mapped for _, mapped in here]
+
+
+def _spread(payloads: list[Mapped], pool: ThreadPoolExecutor | None, stack: ExitStack) -> Spread:
+    """Ranges in turn, or by the threads of ``pool`` until ``stack`` ends; after some the payloads are let go of."""
 
     def spread(work: Callable[[Ranges], list[float]], ranges: Iterable[Ranges]) -> Iterable[list[float]]:
         def some(bounds: Ranges) -> list[float]:
@@ -131,9 +141,8 @@ def _spread(payloads: list[Mapped], threads: int, stack: ExitStack) -> Spread:
                 payload.let_go()
             return done
 
-        if threads == 1:
+        if pool is None:
             return map(some, ranges)
-        pool = ThreadPoolExecutor(threads, thread_name_prefix="fold")
         stack.callback(pool.shutdown, cancel_futures=True)  # The other ranges of one that is not finite are not made.
         return pool.map(some, ranges)
 

@@ -14,6 +14,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from diloco.codec.buffers import Buffers
 from diloco.codec.contract import DecodeError, NonFinitePayload
 from diloco.codec.entropy import RAW
 from diloco.codec.reading import Reading
@@ -49,14 +50,16 @@ class Inspection:
         momentum: Callable[[int], Tensor | None],
         checks: AbstractContextManager[object],
         begins: Callable[[], None],
+        buffers: Buffers | None = None,
     ) -> None:
         """``momentum`` gives the fragment's own as it is now; ``checks`` is entered while values are in memory;
-        ``begins`` is told before a codec reads the first byte."""
+        ``begins`` is told before a codec reads the first byte; ``buffers`` has memory for a range's payload."""
         self._path = path
         self._header = header
         self._momentum = momentum
         self._checks = checks
         self._begins = begins
+        self._buffers = buffers if buffers is not None else Buffers(1)
         self._codec = make_codec(header.encoding)
         self._reading = Reading(self._codec.plain, header.numel, header.values_digest)
         self._ranges = iter(self._reading.ranges())
@@ -77,7 +80,7 @@ class Inspection:
                 assert self._file is not None
                 assert self._begin is not None
                 count = bounds[1] - bounds[0]
-                part = read_part(self._file, self._codec.plain, self._header.numel, *bounds, self._begin)
+                part = read_part(self._file, self._codec.plain, self._header.numel, *bounds, self._begin, self._buffers)
                 self._look(part, count, 0, bounds)
 
     def finish(self) -> Found:

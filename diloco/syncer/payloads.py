@@ -13,8 +13,7 @@ import os
 import tempfile
 from typing import TYPE_CHECKING
 
-import torch
-
+from diloco.codec.buffers import Buffers
 from diloco.codec.contract import payload_view
 from diloco.codec.entropy import RAW, EntropyCodec
 
@@ -29,13 +28,16 @@ class CutShortError(OSError):
     """A file ends before the bytes that are known to be in it."""
 
 
-def read_part(file: int, codec: Codec, numel: int, start: int, stop: int, begin: int = 0) -> memoryview:
-    """The payload of the values from ``start`` to ``stop`` by themselves.
+def read_part(
+    file: int, codec: Codec, numel: int, start: int, stop: int, begin: int = 0, buffers: Buffers | None = None
+) -> memoryview:
+    """The payload of the values from ``start`` to ``stop`` by themselves, in memory out of ``buffers``.
 
     ``file`` is open, and from ``begin`` on a payload of ``numel`` values lies in it, as far as it has come.
     """
     sections = codec.sections(numel, start, stop)
-    room = payload_view(torch.empty(sum(length for _, length in sections), dtype=torch.uint8))
+    size, rooms = sum(length for _, length in sections), buffers if buffers is not None else Buffers(0)
+    room = payload_view(rooms.raw(size))
     at = 0
     for offset, length in sections:
         _fill(file, room[at : at + length], begin + offset)

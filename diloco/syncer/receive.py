@@ -23,12 +23,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from diloco.codec.buffers import Buffers
     from diloco.syncer.core import Answer, Core
     from diloco.syncer.spool import PartialUpdate
     from diloco.syncer.store import Store
     from diloco.syncer.tally import Tally
     from diloco.syncer.vitals import Vitals
     from diloco.wire.messages import PushHeader
+
+
+HEARD_EVERY_S = 0.05
+"""A push that moves is a sign of life so often: each wakes the decision loop, which knows that the site is there."""
 
 
 class Reception:
@@ -45,12 +50,13 @@ class Reception:
         protocol: int = PROTOCOL,
         epoch: int = 0,
         checks: AbstractContextManager[object] | None = None,
+        buffers: Buffers | None = None,
         took: Callable[[str, float], None] = lambda reference, seconds: None,
     ) -> None:
         """``tally`` counts what comes in; ``momentum`` gives a fragment's own as it is now; ``refused`` is told why a
         whole update was not accepted; ``protocol`` is the site's, ``epoch`` ours; ``checks`` is entered while some of
-        its values are in memory, and lets in as many as there is room for; ``took`` hears, of an update that is
-        accepted, how long this process was busy with taking it in."""
+        its values are in memory, and lets in as many as there is room for; ``buffers`` has the memory for these;
+        ``took`` hears, of an update that is accepted, how long this process was busy with taking it in."""
         self._core = core
         self._store = store
         self._spool = store.spool
@@ -61,12 +67,13 @@ class Reception:
         self._epoch = epoch
         self._took = took
         self._busy_s = 0.0
+        self._heard_s = -HEARD_EVERY_S
         try:
             self._partial = self._spool.open_partial(header)
         except OSError as error:
             raise _refusal(error) from error
         room = checks if checks is not None else nullcontext()
-        self._inspection = Inspection(self._partial.path, header, momentum, room, tally.decoded)
+        self._inspection = Inspection(self._partial.path, header, momentum, room, tally.decoded, buffers)
         self._advance()  # Over what an earlier attempt has brought, once.
 
     @property
@@ -83,9 +90,12 @@ class Reception:
         except OSError as error:
             raise self._no_room(error) from error
         self._advance()
-        self._busy_s += time.perf_counter() - began_s
+        ended_s = time.perf_counter()
+        self._busy_s += ended_s - began_s
         self._tally.received(self._header.site_id, len(data))
-        self._core.heard(self._header.site_id)
+        if ended_s - self._heard_s >= HEARD_EVERY_S:
+            self._heard_s = ended_s
+            self._core.heard(self._header.site_id)
 
     def commit(self, digest: str) -> PushResult:
         """Look at the last of it, make it durable, and have the machine decide."""

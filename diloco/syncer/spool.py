@@ -17,15 +17,16 @@ from diloco.durable import PLAIN_DISK, Step
 from diloco.syncer.payloads import Mapped, opened
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
+    from io import RawIOBase
     from pathlib import Path
 
     from diloco.codec.contract import Codec
     from diloco.durable import Disk
     from diloco.wire.messages import PushHeader
 
-BLOCK_BYTES = 1 << 20
-"""Of what an earlier attempt has brought, so much is in memory at once."""
+BLOCK_BYTES = 256 * 1024
+"""Of what lies here, so much is in memory at once: little enough to stay in the cache until it is hashed."""
 
 
 class SpoolError(ValueError):
@@ -154,9 +155,9 @@ class Spool:
         """The same without keeping the payload: a block at a time is in memory."""
         path = self.folder / reference
         try:
-            with path.open("rb") as file:
+            with path.open("rb", buffering=0) as file:
                 found = hasher(digest)
-                while block := file.read(BLOCK_BYTES):
+                for block in _blocks(file):
                     found.update(block)
         except FileNotFoundError:
             raise SpoolError(f"{path} is missing: the journal names it") from None
@@ -189,8 +190,8 @@ class PartialUpdate:
         self._hash = hasher(like)
         self.offset = 0
         if path.exists() and path.stat().st_size <= payload_bytes:
-            with path.open("rb") as held:
-                while block := held.read(BLOCK_BYTES):
+            with path.open("rb", buffering=0) as held:
+                for block in _blocks(held):
                     self._hash.update(block)
                     self.offset += len(block)
         self._file = disk.open(path, "r+b" if self.offset else "wb", Step.SPOOL_WRITE, buffering=0)
@@ -217,3 +218,10 @@ class PartialUpdate:
         with contextlib.suppress(OSError):  # Closing writes what is still in memory, and nobody wants that any more.
             self._file.close()
         self._disk.remove(self.path, Step.SPOOL_DISCARD)
+
+
+def _blocks(file: RawIOBase) -> Iterator[memoryview]:
+    """What is in ``file``, a block after the other in the same memory: new memory costs more than the reading."""
+    room = memoryview(bytearray(BLOCK_BYTES))
+    while count := file.readinto(room):
+        yield room[:count]

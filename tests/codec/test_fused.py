@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from diloco.codec.contract import DecodeError, NonFiniteError
+from diloco.codec.contract import DecodeError, NonFiniteError, digest
 from diloco.codec.feedback import publish
 from diloco.codec.fused import RANGE_VALUES, State, outer_pass, ranges
 from diloco.codec.native import Kernels, at_level, kernels
@@ -41,7 +41,8 @@ def check(contributions: Contributions, state: State, optimizer: OuterOptimizerO
     norms = set()
     with ThreadPoolExecutor(3) as pool:
         for spread, fast in ((map, None), (pool.map, None), *((pool.map, each) for each in LEVELS)):
-            stepped = outer_pass(sent, state, optimizer, make_codec(down), spread, lambda fast=fast: fast)
+            stepped = outer_pass(sent, state, optimizer, make_codec(down), spread, lambda fast=fast: fast, like="")
+            assert stepped.digest == digest(published)
             assert same(stepped.state.theta, theta)
             assert same(stepped.state.published, published)
             assert stepped.payload == payload
@@ -78,6 +79,15 @@ def test_versions_are_those_of_the_stages(down: str, optimizer: OuterOptimizerOp
         if version == 2:  # Before that all codecs have kernels, and the pass is theirs.
             contributions += [(0.5, [("sign", draw(numel, 27)), ("e3m0:24", draw(numel, 28))])]
         state = check(contributions, state, optimizer, down)
+
+
+@pytest.mark.parametrize(("like", "form"), [(None, ""), ("", "xxh3:"), ("0" * 64, "")])
+def test_the_digest_has_the_form_that_is_asked_for(like: str | None, form: str) -> None:
+    values = draw(5000, 3)
+    sent = [(1.0, [(make_codec("int8"), make_codec("int8").encode(values))])]
+    stepped = outer_pass(sent, State(values, values, None), NESTEROV, make_codec("int4"), like=like)
+    assert stepped.digest == ("" if like is None else digest(stepped.state.published, like))
+    assert stepped.digest.startswith(form)
 
 
 @pytest.mark.parametrize("down", ["fp32", "fp32+zstd1"])

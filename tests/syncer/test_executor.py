@@ -164,10 +164,12 @@ def test_values_too_far_from_what_was_published_are_no_version(tmp_path: Path, c
     assert step(spool, [part], holding(torch.zeros_like(huge), published=-huge), codec, SGD) is None
 
 
-def test_a_payload_that_changed_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_payload_that_changed_is_named(tmp_path: Path, threads: int) -> None:
     spool = Spool(tmp_path)
-    reference = stored(spool, "a", 1, dice("d", 0))
-    path = tmp_path / reference.payload
+    parts = [Contribution(site, 0.5, 3, (stored(spool, site, 1, dice("d", 0)),)) for site in ("a", "b", "c")]
+    path = tmp_path / parts[1].updates[0].payload
     path.write_bytes(path.read_bytes()[:-1] + b"!")
+    command = StartOuterStep(0, 5, tuple(parts))
     with pytest.raises(SpoolError, match=str(path)):
-        step(spool, [Contribution("a", 1.0, 4, (reference,))], holding(dice("theta", 0)), "fp32", SGD)
+        run_outer_step(command, holding(dice("theta", 0)), spool, SGD, "fp32", threads=threads)

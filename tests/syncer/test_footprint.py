@@ -49,6 +49,8 @@ def test_threads_and_an_entropy_stage_cost_what_they_hold(tmp_path: Path) -> Non
     checks = ServerOptions(run_id=RUN).checks_max
     more = bound(tmp_path, up_codecs=["fp32+zstd"]) - bound(tmp_path, up_codecs=["fp32"])
     assert (1 + checks) * UNPACK_BYTES_MAX <= more < (1 + checks) * UNPACK_BYTES_MAX + 1000
+    packed = {"up_codecs": ["fp32+zstd"]}
+    assert bound(tmp_path, threads=3, **packed) - bound(tmp_path, **packed) == 2 * (FOLD + UNPACK_BYTES_MAX)
 
 
 def test_it_is_said_at_the_start(tmp_path: Path) -> None:

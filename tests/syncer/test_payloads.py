@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from diloco.codec.buffers import Buffers
 from diloco.codec.registry import make_codec
 from diloco.syncer.payloads import CutShortError, Mapped, opened, read_part
 
@@ -24,6 +26,18 @@ def test_a_part_is_the_payload_of_its_values(tmp_path: Path, name: str, begin: i
         rest = read_part(file.fileno(), codec, 1000, 768, 1000, begin)
     assert bytes(part) == codec.encode(VALUES[128:768])
     assert bytes(rest) == codec.encode(VALUES[768:])
+
+
+def test_a_part_lies_in_memory_that_is_used_again(tmp_path: Path) -> None:
+    codec, buffers, seen = make_codec("int8"), Buffers(1), set()
+    (tmp_path / "file").write_bytes(codec.encode(VALUES))
+    with (tmp_path / "file").open("rb") as file:
+        for start in (0, 256, 512):
+            part = read_part(file.fileno(), codec, 1000, start, start + 256, buffers=buffers)
+            assert bytes(part) == codec.encode(VALUES[start : start + 256])
+            seen.add(np.frombuffer(part, dtype=np.uint8).ctypes.data)
+            del part
+    assert len(seen) == 1
 
 
 def test_a_file_that_ends_too_early_is_said_to(tmp_path: Path) -> None:

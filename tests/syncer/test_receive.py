@@ -16,6 +16,7 @@ from diloco.codec.contract import digest
 from diloco.codec.registry import make_codec
 from diloco.durable import DiskFullError, Step
 from diloco.sync.events import Outcome, Reason
+from diloco.syncer import receive
 from diloco.syncer.receive import Reception
 from diloco.syncer.tally import Tally
 from diloco.syncer.verifying import verify
@@ -260,6 +261,24 @@ def test_values_are_in_memory_only_where_there_is_room_for_them(tmp_path: Path) 
         assert (done, tally.payloads_decoded()) == ([PushResult(Outcome.ACCEPTED, 0)], 1)
         session.close()
         assert checks.acquire(blocking=False), "there is room again"
+
+
+@pytest.mark.parametrize(("every_s", "wanted"), [(0.0, 4), (1e9, 1)])
+def test_a_push_that_moves_is_a_sign_of_life_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_s: float, wanted: int
+) -> None:
+    header, payload = update()
+    monkeypatch.setattr(receive, "HEARD_EVERY_S", every_s)
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer)
+        heard: list[str] = []
+        monkeypatch.setattr(syncer.core, "heard", heard.append)
+        session = Reception(syncer.core, syncer.store, header, Tally(), lambda _: None)
+        for at in range(0, len(payload), -(-len(payload) // 4)):
+            session.write(at, memoryview(payload)[at : at + -(-len(payload) // 4)])
+        assert session.commit(header.digest).outcome is Outcome.ACCEPTED
+        session.close()
+    assert heard == [header.site_id] * wanted
 
 
 def test_an_update_that_was_decided_when_nobody_waited_any_more_is_kept_once(
