@@ -38,9 +38,11 @@ from diloco.wire.messages import (
     Refusal,
     Status,
 )
+from diloco.wire.options import FRAMES_KEPT
 from diloco.wire.pacing import Pacer
 from diloco.wire.probe_handler import ProbeHandler
 from diloco.wire.receiving import Receivings
+from diloco.wire.repeats import Repeats
 
 if TYPE_CHECKING:
     import threading
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
     from diloco.wire.dealing import Deal
     from diloco.wire.door import Door
     from diloco.wire.identity import Identity
-    from diloco.wire.messages import PullAsk, WatchEvent
+    from diloco.wire.messages import PullAsk, PullHeader, WatchEvent
     from diloco.wire.options import ServerOptions
     from diloco.wire.receiving import Receiving
     from diloco.wire.service import PullSource, PushSession, SyncerApi, WatchFeed
@@ -91,6 +93,7 @@ class SyncHandlers:
         self._probing = ProbeHandler(api, options, arrivals, door, stalls)
         self._receivings = Receivings()
         self._deals = Deals()
+        self._repeats = Repeats(FRAMES_KEPT * options.chunk_bytes)
 
     def generic_handler(self) -> Any:
         """What gRPC's server takes."""
@@ -320,16 +323,23 @@ class SyncHandlers:
                 with self._stalls.guard(self._options.stall_s, context.cancel) as guard:
                     frames = ask.protocol >= FRAMES_SINCE
                     yield convert_bulk.pack_pull_part(replace(source.header, frames=frames))
+                    # Bytes that are asked for once more are looked at once more: they were damaged, perhaps here.
+                    name = None if ask.want_version else replace(source.header, fates=(), epoch=0)
                     for offset, data in pieces:
                         self._door.sends(len(data), identity)
                         pacer.wait(len(data), guard)
                         began_s = time.monotonic()
-                        part = Frame(offset, data) if frames else Chunk.of(offset, data)
-                        yield convert_bulk.pack_pull_part(part)
+                        yield self._part(name, offset, data, frames=frames)
                         size.took(time.monotonic() - began_s)
                         guard.touch()
             finally:
                 source.close()
+
+    def _part(self, name: PullHeader | None, offset: int, data: memoryview, *, frames: bool) -> bytes:
+        """One piece of what ``name`` describes, which several sites are sent."""
+        if frames and name is not None:
+            return self._repeats.frame(name, offset, data)
+        return convert_bulk.pack_pull_part(Frame(offset, data) if frames else Chunk.of(offset, data))
 
     def _await(self, ask: PullAsk, context: Any) -> None:
         """Where nothing is there yet that the asker does not have: until it is, or it is waited for no longer.

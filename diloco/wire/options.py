@@ -29,6 +29,8 @@ MBPS_MAX = 1e6
 CHECK_BYTES_MAX = 4 * MIB
 """Of a range of values: the payload of 512 Ki where there are kernels; without them 128 Ki, their payload, and the fp64
 of the sums."""
+FRAMES_KEPT = 8
+"""Of a version that sites pull: each is made for the first that wants it, and is there for those right behind."""
 STANDARD_STREAMS_MAX = 8
 """Streams of the health and reflection services open at once."""
 
@@ -101,19 +103,21 @@ class ServerOptions:
         """What sites can make the syncer take in memory, beside what it takes at rest and for the outer steps.
 
         ``checks_max * (4 MiB + unpack_bytes) + streams * (min(1.5 * payload_bytes, 16 MiB) + 44 * 64 KiB)
-        + push_credits * min(payload_bytes, 8 MiB)``
+        + push_credits * min(payload_bytes, 8 MiB) + 8 * chunk_bytes``
 
         The first term is what is being checked: one range of an update's values, what they lie in and what is computed
         of them; and where an encoding has an entropy stage, what it takes to unpack that (``unpack_bytes``).  The rest
         lies on disk, and costs what is on its way there: for each open stream gRPC's flow window, and one control
         message at the worst that parsing can make of it.  gRPC states no bound of the window, which grows with the
         path; the most that was seen is 12 MiB (``tests.hunts.crowd``).  ``streams`` are those that are open: no more
-        than ``calls_max`` are let in, and no more than ``push_credits`` begin a push.  The last term is what came
-        before its turn: over several streams, or behind a chunk that is sent again.
+        than ``calls_max`` are let in, and no more than ``push_credits`` begin a push.  The term behind that is what
+        came before its turn: over several streams, or behind a chunk that is sent again; the last one is frames that
+        were made for one site and may be what the next one wants.
         """
         window, parsed = min(3 * payload_bytes // 2, 16 * MIB), 44 * CONTROL_BYTES_MAX
         early = self.push_credits * min(payload_bytes, WINDOW_BYTES)
-        return self.checks_max * (CHECK_BYTES_MAX + unpack_bytes) + streams * (window + parsed) + early
+        kept = FRAMES_KEPT * self.chunk_bytes
+        return self.checks_max * (CHECK_BYTES_MAX + unpack_bytes) + streams * (window + parsed) + early + kept
 
     @property
     def push_credits(self) -> int:

@@ -60,6 +60,6 @@ def test_the_server_permits_the_clients_pings() -> None:
 def test_the_memory_that_sites_can_take_is_stated() -> None:
     options = ServerOptions(run_id="r", checks_max=2)
     large = options.memory_bytes_max(32 << 20, 64)
-    assert large == 2 * 4 * (1 << 20) + 64 * ((16 << 20) + 44 * 65536) + 32 * (8 << 20)
-    assert options.memory_bytes_max(1000, 1) == 2 * 4 * (1 << 20) + 1500 + 44 * 65536 + 32 * 1000
+    assert large == 2 * 4 * (1 << 20) + 64 * ((16 << 20) + 44 * 65536) + 32 * (8 << 20) + (8 << 20)
+    assert options.memory_bytes_max(1000, 1) == 2 * 4 * (1 << 20) + 1500 + 44 * 65536 + 32 * 1000 + (8 << 20)
     assert options.memory_bytes_max(1000, 1, 900) == options.memory_bytes_max(1000, 1) + 2 * 900
