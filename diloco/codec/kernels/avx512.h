@@ -153,7 +153,7 @@ static inline void decode_codes(const uint8_t *codes, int64_t blocks, const floa
                 const __m512i whole = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(codes + i)));
                 flow_out<FOLD>(into, b * BLOCK + i, _mm512_mul_ps(_mm512_cvtepi32_ps(whole), factor));
             } else {
-                ask_for(into->out + b * BLOCK + i + AHEAD_DECODE);
+                ask_for((FOLD == WRITE ? into->out : into->held) + b * BLOCK + i + AHEAD_DECODE);
                 const __m512i pairs = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i *)(codes + i / 2)));
                 const __m512i index = _mm512_or_si512(pairs, _mm512_slli_epi64(pairs, 28));
                 flow_out<FOLD>(into, b * BLOCK + i, _mm512_permutexvar_ps(index, table));
