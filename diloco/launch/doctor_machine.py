@@ -130,7 +130,8 @@ def _windows(link: LinkFigures | None, sends: int, takes: int) -> Finding:
     remedy = (
         f"on both machines: sysctl -w net.ipv4.tcp_wmem='4096 65536 {most}' net.ipv4.tcp_rmem='4096 131072 {most}'; "
         f"where that may not be: site.data_channels={max(needed, 2)}, or site.adapt=true, which finds how many it "
-        "takes, and the link's rate as site.up_mbps and site.down_mbps, past which several connections probe and lose"
+        "takes; a site learns the link's rate in its first rounds, and knows it from the first one on where it is told "
+        "(site.up_mbps, site.down_mbps)"
     )
     return warn("windows", f"{told}: that is what bounds this link", remedy, channels=needed, **figures)
 

@@ -43,7 +43,8 @@ def test_a_stock_kernel_bounds_a_long_link(tmp_path: Path) -> None:
     )
     assert "where that may not be: site.data_channels=2, or site.adapt=true" in windows
     assert windows.endswith(
-        "the link's rate as site.up_mbps and site.down_mbps, past which several connections probe and lose"
+        "a site learns the link's rate in its first rounds, and knows it from the first one on where it is told "
+        "(site.up_mbps, site.down_mbps)"
     )
     assert congestion == (
         "warn  congestion  congestion control cubic, tcp_slow_start_after_idle 1: it all but stops at 0.1 % of loss "
