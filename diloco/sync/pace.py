@@ -37,13 +37,13 @@ class Pace:
         self._left_alone = 0
         self._more_percent = MORE_AT_FIRST_PERCENT
 
-    def carried(self, bytes_per_s: int) -> None:
-        """A transfer, which was sent at ``self.bytes_per_s``, arrived at so many bytes a second."""
+    def carried(self, bytes_per_s: int, sent_at: int) -> None:
+        """A transfer that was sent at ``sent_at`` (0: unheld) arrived at so many bytes a second."""
         self._recent.append(max(1, bytes_per_s))
         best = max(self._recent)
         if best > RATE_MAX:
             self.bytes_per_s = self._left_alone = 0
-        elif 100 * best < ALL_PERCENT * self.bytes_per_s:
+        elif 100 * best < ALL_PERCENT * sent_at:
             self.bytes_per_s, self._left_alone = FOUND_PERCENT * best // 100, LEFT_ALONE
             self._more_percent = MORE_PERCENT
         elif self._left_alone:

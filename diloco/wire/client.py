@@ -168,6 +168,8 @@ class SyncClient:
                 except (Refused, Unreachable) as error:
                     failures.append(error)
                     continue
+                if at != self._at:
+                    self._elsewhere()
                 self._at = at
                 self._epoch, self._protocol = reply.epoch, reply.protocol
                 for line in self._lines[1:]:
@@ -175,6 +177,12 @@ class SyncClient:
                 return reply
             self._lines[0].lead_to(self.address)
             raise _worst(failures)
+
+    def _elsewhere(self) -> None:
+        """Another address: nothing that was measured holds for the link to it."""
+        self._round_trips_s.clear()
+        for way in (self._up, self._down):
+            way.forget()
 
     def _join(self, ask: JoinAsk, epoch: int) -> JoinReply:
         """One address; where another process speaks for the site, it is asked again with the ticket that it gives."""
@@ -232,6 +240,7 @@ class SyncClient:
         breaks, known = self._breaks.pop(header.digest, None), self._protocol >= FRAMES_SINCE
         at_once, self._welcome = known and self._welcome and breaks is None, False
         arrival = self._up.begin(self._rtt_s)
+        self._pacer.keep_to(self._up.bytes_per_s)
         pushing = Pushing(
             self._in_turn(),
             header,
@@ -254,7 +263,6 @@ class SyncClient:
             raise
         self._check_epoch("Push", result.epoch)
         self._up.over(arrival)
-        self._pacer.keep_to(self._up.bytes_per_s)
         self._welcome = result.outcome is Outcome.ACCEPTED
         return result
 
@@ -273,7 +281,8 @@ class SyncClient:
             if arrival is not None:
                 arrival.more(count)
 
-        by = (options, self._stalls, received, at_once, patience, self._down.bytes_per_s)
+        held_to = arrival.sent_at if arrival is not None else self._down.bytes_per_s
+        by = (options, self._stalls, received, at_once, patience, held_to)
         pulled = Pulling(bulk, ask, sink, *by).run()
         self._down.over(arrival)
         self._check_epoch("Pull", pulled.header.epoch)

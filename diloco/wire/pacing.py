@@ -1,7 +1,8 @@
 """How fast bulk may go, so that a link is left to others as well: what a site sets for itself.
 
-The rate is that of the link as its operator gives it; bulk gets it less ``CONTROL_SHARE``, which is what heartbeats and
-events find free however long a transfer takes.
+Of a link's rate as its operator gives it bulk gets all but ``CONTROL_SHARE``, which is what heartbeats and events find
+free however long a transfer takes.  A rate that was learned (``learned``) leaves them less, and in transfers that try
+for more nothing.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ WAIT_MAX_S = 3600.0
 _LOOK_S = 0.5
 
 
-def bulk_bytes_per_s(mbps: float, streams: int = 1) -> int:
-    """What each of ``streams`` may carry of a link of ``mbps``; 0 where the link has no bound."""
-    return int(mbps * 1e6 / 8 * (1.0 - CONTROL_SHARE) / streams)
+def bulk_bytes_per_s(mbps: float) -> int:
+    """What bulk may take of a link of ``mbps``; 0 where the link has no bound."""
+    return int(mbps * 1e6 / 8 * (1.0 - CONTROL_SHARE))
 
 
 class Pacer:

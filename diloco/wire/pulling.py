@@ -208,7 +208,8 @@ class Pulling:
     ) -> None:
         """One stream of several at once; where it fails it ends the others and says why in ``_failed``."""
         each_of = 1 if ask.deal else streams  # What a deal may carry is all its streams' together.
-        ask = replace(ask, bytes_per_s=self._bytes_per_s // each_of)
+        # 0 would be no bound at all.
+        ask = replace(ask, bytes_per_s=max(1, self._bytes_per_s // each_of) if self._bytes_per_s else 0)
         with self._stalls.guard(self._options.stall_s) as guard:
             call: Any = None
             try:

@@ -14,7 +14,7 @@ def sent(pace: Pace, transfers: int, link: int = LINK, at_first: float = 0.7) ->
     rates = []
     for _ in range(transfers):
         rates.append(pace.bytes_per_s)
-        pace.carried(min(link, pace.bytes_per_s) if pace.bytes_per_s else int(at_first * link))
+        pace.carried(min(link, rates[-1]) if rates[-1] else int(at_first * link), rates[-1])
     return rates
 
 
@@ -32,7 +32,7 @@ def test_one_slow_transfer_says_nothing() -> None:
     pace = Pace()
     sent(pace, 20)
     before = pace.bytes_per_s
-    pace.carried(LINK // 5)
+    pace.carried(LINK // 5, before)
     assert pace.bytes_per_s >= 0.9 * before
 
 
@@ -47,13 +47,23 @@ def test_a_link_that_has_slowed_down_is_followed_and_one_that_recovers_too() -> 
 
 def test_what_is_faster_than_machines_care_for_is_not_held_back() -> None:
     pace = Pace()
-    pace.carried(RATE_MAX + 1)
+    pace.carried(RATE_MAX + 1, 0)
     assert pace.bytes_per_s == 0
 
 
 def test_the_same_transfers_give_the_same_rate() -> None:
     one, other = Pace(), Pace()
     for rate in (5, 7, 7, 3, 9, 9, 9, 0):
-        one.carried(rate * 1_000_000)
-        other.carried(rate * 1_000_000)
+        one.carried(rate * 1_000_000, one.bytes_per_s)
+        other.carried(rate * 1_000_000, other.bytes_per_s)
     assert one.bytes_per_s == other.bytes_per_s > 0
+
+
+def test_a_transfer_is_judged_by_the_rate_that_it_was_sent_at() -> None:
+    pace = Pace()
+    pace.carried(LINK // 3, 0)
+    sent_at = pace.bytes_per_s
+    pace.carried(sent_at, sent_at)
+    faster = pace.bytes_per_s
+    pace.carried(sent_at, sent_at)  # Asked for before the rate rose.
+    assert pace.bytes_per_s >= faster > sent_at

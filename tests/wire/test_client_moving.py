@@ -45,6 +45,20 @@ def test_everything_goes_where_the_site_was_taken_in(start: Callable[..., Wired]
     assert (client.bytes_up, client.bytes_down) == (2 * up, 2 * down), "one count, wherever it goes"
 
 
+def test_what_was_learned_of_one_link_holds_for_no_other(start: Callable[..., Wired]) -> None:
+    one, _, client = two(start)
+    client.join(join_ask())
+    for way in (client._up, client._down):
+        way.bytes_per_s = 1_000_000
+    client.report(report_info())
+    client.join(join_ask())
+    assert client._rtt_s > 0
+    assert client._up.bytes_per_s == client._down.bytes_per_s == 1_000_000
+    one.syncer.join_fails = AWAY
+    client.join(join_ask())
+    assert client._rtt_s == client._up.bytes_per_s == client._down.bytes_per_s == 0
+
+
 def test_what_a_site_has_goes_nowhere_that_has_not_taken_it_in(start: Callable[..., Wired]) -> None:
     one, other, client = two(start)
     client.join(join_ask())

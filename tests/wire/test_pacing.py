@@ -13,7 +13,6 @@ GUARD = StallWatch("never started").guard(1.0)
 def test_bulk_gets_what_control_leaves() -> None:
     assert bulk_bytes_per_s(0.0) == 0
     assert bulk_bytes_per_s(80.0) == int(1e7 * (1 - CONTROL_SHARE))
-    assert bulk_bytes_per_s(80.0, 4) * 4 <= bulk_bytes_per_s(80.0)
 
 
 def test_no_bound_holds_nothing_back() -> None:
