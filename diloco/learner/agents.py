@@ -9,8 +9,9 @@ as a site that is offline does, while the others push and adopt.  What must be o
 - training ends when every syncer has said that the run is finished, or as soon as one is drained, the site is asked to
   leave, or a part has failed (evicted at one syncer, a site cannot train the rest of the model to any use): then the
   other parts leave in order.  What is trained after the end of one part is unsent there, and counted so;
-- a syncer that ended while no process of the site ran is not there to say so.  Its word to an earlier process counts;
-  without it, a finished part of the run bounds by ``join_timeout_s`` how long the others are waited for;
+- a syncer that ended while no process of the site ran is not there to say so.  Its word to an earlier process counts,
+  unless another that had said the same goes on now: then the run was given more tokens.  Without that word, a finished
+  part of the run bounds by ``join_timeout_s`` how long the others are waited for;
 - the ledger is the mean over all fragments, as with one syncer;
 - a site that goes on from a checkpoint begins to train when one syncer has taken it in; a new one needs them all.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from diloco.inner.checkpoint import CheckpointError
@@ -61,6 +63,8 @@ class Agents:
         self._leave_asked = False  # Set by a signal handler, so a plain store.
         self._given_up_at = 0.0  # When the site stops to wait for who never answered; 0 while there is nothing to end.
         self._why = ""
+        self._finished_before = tuple(agent for agent in self._agents if agent.ending is Ending.FINISHED)
+        """Whose syncers had said to an earlier process that the run is finished."""
 
     def start(self) -> int:
         """Join all syncers, or those that answer; returns the data cursor to go on from.
@@ -107,7 +111,9 @@ class Agents:
             if stop is not None and (stop.failed or agent.ending is Ending.DRAINED):
                 return f"{stop.why} (syncer {syncer})"
         said = [stop.why for stop in stops if stop is not None]
-        waited = [syncer for syncer, agent in enumerate(self._agents) if agent.stop is None and not _is_over(agent)]
+        if any(agent.has_joined and agent.ending is None for agent in self._finished_before):
+            self._finished_before = ()  # It goes on, with more tokens to merge.
+        waited = [syncer for syncer, agent in enumerate(self._agents) if not (agent.stop or self._is_over(agent))]
         if not said or any(self._agents[syncer].has_joined for syncer in waited):
             return ""
         self._given_up_at = self._given_up_at or time.monotonic() + self._join_timeout_s
@@ -138,7 +144,7 @@ class Agents:
         """After the loop: all agents at once send what is unsent and say goodbye; bounded.  Ends all threads."""
         self._meter.end()
         with ThreadPoolExecutor(len(self._agents)) as pool:
-            ended = list(pool.map(_finished, self._agents))
+            ended = list(pool.map(self._finished, self._agents))
         self._voice.meter()
         ledger = combined([ledger for agent in self._agents for ledger in agent.ledgers()])
         assert ledger.balanced(), ledger
@@ -149,23 +155,22 @@ class Agents:
         self._voice.say("site_done", {"ledger": told, "reason": why})
         return Finished(decisive.ending, why, found)
 
+    def _is_over(self, agent: Agent) -> bool:
+        """Whether its syncer had finished before, and has not answered this process."""
+        return agent in self._finished_before and not agent.has_joined
+
+    def _finished(self, agent: Agent) -> Finished:
+        """The end of one part.  What is over has nobody to send to; whom nobody took in cannot say that it is over."""
+        if self._is_over(agent):
+            agent.close()
+            return Finished(Ending.FINISHED.value, "the run is finished", {})
+        ended = agent.finish()
+        return replace(ended, ending="left") if ended.ending == "finished" and not agent.has_joined else ended
+
     def close(self) -> None:
         """End the threads."""
         for agent in self._agents:
             agent.close()
-
-
-def _is_over(agent: Agent) -> bool:
-    """Whether its syncer had told an earlier process that the run is finished, and has not answered this one."""
-    return agent.ending is Ending.FINISHED and not agent.has_joined
-
-
-def _finished(agent: Agent) -> Finished:
-    """The end of one part; what is over already has nobody to send to."""
-    if not _is_over(agent):
-        return agent.finish()
-    agent.close()
-    return Finished(Ending.FINISHED.value, "the run is finished", {})
 
 
 def _decisive(ended: Sequence[Finished]) -> Finished:

@@ -134,6 +134,19 @@ def test_a_syncer_that_had_finished_before_is_not_waited_for() -> None:
     assert parts[1].closed
 
 
+def test_an_earlier_end_says_nothing_of_a_run_that_was_given_more_tokens() -> None:
+    parts = [Part(), Part(joins=False)]
+    parts[0].ending = parts[1].ending = Ending.FINISHED
+    agents = site_of(*parts, join_timeout_s=600.0)
+    agents.start()
+    parts[0].ending = None  # As its syncer answered.
+    assert not agents.after_step(info_of(1)).stop
+    parts[0].stop, parts[0].ending = FINISHED, Ending.FINISHED
+    assert not agents.after_step(info_of(2)).stop, "syncer 1 may have as much to merge as syncer 0 had"
+    assert agents.finish().ending == "left", "what it would have merged is unsent"
+    assert parts[1].left
+
+
 def test_who_never_answers_is_waited_for_with_a_bound_once_the_run_is_finished() -> None:
     parts = [Part(), Part(joins=False)]
     agents = site_of(*parts, join_timeout_s=0.2)
