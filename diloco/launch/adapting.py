@@ -79,6 +79,10 @@ def _overlap(config: RunConfig) -> tuple[int, int]:
         raise ConfigError(
             f"site.overlap_steps is {least}: under outer.lock_step no step passes before a version is here"
         )
+    if most is not None and not config.site.adapt:
+        raise ConfigError(
+            f"site.overlap_steps_max is {most}: only under site.adapt=true; without it overlap_steps counts"
+        )
     if most is None:
         most = max(least, period // DEFAULT_PART)
     if not least <= most < period:

@@ -47,7 +47,6 @@ def test_with_it_a_way_has_the_bytes_of_all_fragments(tmp_path: Path) -> None:
     [
         ([], (0, 0)),
         (["site.overlap_steps=2"], (2, 2)),
-        (["site.overlap_steps=2", "site.overlap_steps_max=9"], (2, 2)),
         (["site.adapt=true"], (0, 3)),
         (["site.adapt=true", "site.overlap_steps=4"], (4, 4)),
         (["site.adapt=true", "site.overlap_steps=1", "site.overlap_steps_max=29"], (1, 29)),
@@ -88,10 +87,14 @@ def test_what_is_allowed_is_shared_and_what_a_site_does_with_it_is_not() -> None
         (["site.overlap_steps=30", "outer.inner_steps=30"], "site.overlap_steps is 30: from 0 to less than"),
         (["site.overlap_steps=1", "outer.lock_step=true"], "site.overlap_steps is 1: under outer.lock_step"),
         (
-            ["site.overlap_steps=3", "site.overlap_steps_max=2", "outer.inner_steps=30"],
+            ["site.adapt=true", "site.overlap_steps=3", "site.overlap_steps_max=2", "outer.inner_steps=30"],
             "site.overlap_steps_max is 2: from site.overlap_steps=3 to less than outer.inner_steps=30",
         ),
-        (["site.overlap_steps_max=30", "outer.inner_steps=30"], "site.overlap_steps_max is 30: from"),
+        (
+            ["site.adapt=true", "site.overlap_steps_max=30", "outer.inner_steps=30"],
+            "site.overlap_steps_max is 30: from",
+        ),
+        (["site.overlap_steps_max=9"], "site.overlap_steps_max is 9: only under site.adapt=true"),
     ],
 )
 def test_what_cannot_work_is_refused_in_words(settings: list[str], words: str) -> None:
