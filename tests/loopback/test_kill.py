@@ -20,6 +20,7 @@ from tests.loopback.toy import TOKENS_PER_STEP, Toy
 
 BOUND_S = 30.0
 STEP_S = 0.004
+BUDGET = 12_000
 
 # A process that begins a run writes its first snapshot at once, so that its passage number 1 is before version 0.
 # A snapshot of the toy has four files, each of four operations; odd passages are before an operation, even ones after.
@@ -41,7 +42,7 @@ SITE_DEATHS = {
 }
 
 
-def the_toy(folder: Path, seed: int, quorum: int = 1, token_budget: int = 12_000, **changes: object) -> Toy:
+def the_toy(folder: Path, seed: int, quorum: int = 1, token_budget: int = BUDGET, **changes: object) -> Toy:
     outer = {
         "quorum": quorum,
         "grace": "fixed",
@@ -66,15 +67,20 @@ def long_enough(folder: Path, play: Callable[[Path, int], None]) -> None:
 
     Sites train on while a process starts again, so how many tokens its deaths take depends on the machine.
     """
-    for budget in (12_000, 60_000):
+    for budget in (BUDGET, 3 * BUDGET):
         with suppress(EndedTooSoonError):
             return play(folder / str(budget), budget)
-    return play(folder / "300000", 300_000)
+    return play(folder / str(9 * BUDGET), 9 * BUDGET)
 
 
-def dies(life: Process, death: tuple[str, int] | None, seed: int) -> None:
+def bound_s(budget: int) -> float:
+    """How long a run of so many tokens may take."""
+    return BOUND_S * budget / BUDGET
+
+
+def dies(life: Process, death: tuple[str, int] | None, seed: int, budget: int) -> None:
     """Wait until ``life`` has ended, by its death where it has one."""
-    status = life.wait(BOUND_S)
+    status = life.wait(bound_s(budget))
     if death and status == 0:
         raise EndedTooSoonError(f"seed {seed}: the run was over before {death}")
     assert status == (-9 if death else 0), f"seed {seed}: {death} gave {status}; {life.errors}"
@@ -101,8 +107,8 @@ def the_syncer_dies(chapter: str, folder: Path, budget: int) -> None:
                     alive.enter_context(SiteThread(toy, name, address, step_s=pause))
                     for name, pause in (("a", STEP_S), ("b", 1.7 * STEP_S))
                 ]
-            dies(life, death, seed)
-        finished = {site.site: site.join(BOUND_S) for site in sites}
+            dies(life, death, seed, budget)
+        finished = {site.site: site.join(bound_s(budget)) for site in sites}
     told = audit(toy, logs, {site.site: [site.log] for site in sites}, finished)
     assert told.machine.state.run_tokens() >= budget
     for done in finished.values():
@@ -129,9 +135,9 @@ def a_site_dies(chapter: str, wiped: bool, folder: Path, budget: int) -> None:
                 shutil.rmtree(folder / "a")
             life = alive.enter_context(Process("site", toy, death, **mine))
             logs.append(life.log)
-            dies(life, death, seed)
+            dies(life, death, seed, budget)
         ledger = ended(logs[-1])
-        finished = {"b": other.join(BOUND_S)}
+        finished = {"b": other.join(bound_s(budget))}
     audit(toy, [log], {"a": logs, "b": [other.log]}, finished)
     trained = sum(len(life.of("trained")) for life in logs) * TOKENS_PER_STEP
     merged = sum(line.tokens_merged for line in syncer.core.machine.state.sites["a"].lines) // toy.fragments
