@@ -91,7 +91,8 @@ def start(place: Place, command: str, ports: Mapping[str, str] | None = None) ->
         verb = [word.replace(written, ours) for word in verb]
     assert verb[0] == "diloco", command
     short = SHORT[command]
-    return place.start(re.sub(r"\W+", "-", command)[:60], *verb[1:], *short)
+    name = re.sub(r"\W+", "-", command)[:60]  # Two commands may begin alike.
+    return place.start(f"{len(place.verbs)}-{name}", *verb[1:], *short)
 
 
 def test_every_command_is_run_here_or_by_ci() -> None:
