@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from diloco.sync.events import FateTold, Outcome, PushAnswered, VersionFetched
+from diloco.sync.events import FateTold, JoinAnswered, Outcome, PushAnswered, VersionFetched
 
 if TYPE_CHECKING:
     from diloco.sync.events import Fate, LearnerEvent
@@ -83,6 +83,8 @@ class RoundTimes:
         elif isinstance(event, VersionFetched):
             for fate in event.fates:
                 self._decided(fate, now_ns)
+        elif isinstance(event, JoinAnswered):
+            self._accepted.clear()  # A restored run gives the same numbers again.
 
     def _decided(self, fate: Fate, now_ns: int) -> None:
         sequence, since_ns = self._accepted.get(fate.fragment, (0, 0))

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from diloco.sync.events import Fate, FateTold, Outcome, PushAnswered, Reason, VersionFetched
+from diloco.sync.events import Fate, FateTold, JoinAnswered, Outcome, PushAnswered, Reason, VersionFetched
 from diloco.sync.links import SECOND_NS, LinkEstimate
 from diloco.sync.overlap import ROUNDS_KEPT, STEPS_MAX, RoundTimes, exchange_ns, overlap_for, steps_of
 
@@ -127,6 +127,19 @@ def test_what_was_not_merged_or_not_accepted_is_no_round() -> None:
     rounds.heard(PushAnswered(0, 2, Outcome.RETRY, None), 2000)
     rounds.heard(told(0, 2), 2500)
     assert rounds.usual_ns() == 0
+
+
+def test_what_was_accepted_before_a_join_is_no_round_of_what_is_told_after_it() -> None:
+    rounds = RoundTimes()
+    rounds.heard(PushAnswered(0, 1, ACCEPTED, None), 1000)
+    rounds.heard(PushAnswered(1, 1, ACCEPTED, None), 1000)
+    rounds.heard(JoinAnswered(3, 1, (), 0, 0, None, lineage=2), 60_000)
+    rounds.heard(told(0, 1), 70_000)
+    rounds.heard(VersionFetched(1, 1, (told(1, 1).fate,)), 70_000)
+    assert rounds.usual_ns() == 0
+    rounds.heard(PushAnswered(0, 1, ACCEPTED, None), 71_000)
+    rounds.heard(told(0, 1), 71_500)
+    assert rounds.usual_ns() == 500
 
 
 def test_the_usual_round_is_the_middle_one_of_the_last() -> None:
