@@ -59,6 +59,18 @@ def test_what_has_come_is_made_before_the_rest_is_here(name: str) -> None:
     assert out[3 * AT_ONCE :].isnan().all()
 
 
+def test_one_word_of_what_has_come_makes_no_more_than_so_many_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.codec.arriving.RANGES_MAX", 2)
+    held, payload, after = made("int4:32")
+    out = torch.full((NUMEL,), float("nan"))
+    arriving = Arriving(held, memoryview(payload), make_codec("int4:32"), out)
+    for stop in (2 * AT_ONCE, NUMEL):
+        arriving.come(len(payload))
+        assert torch.equal(out[:stop], after[:stop])
+        assert out[stop:].isnan().all()
+    assert arriving.finish() == digest(after)
+
+
 def test_nothing_said_is_all_said() -> None:
     for name in ("int4:32", "int4:32+zstd1"):
         held, payload, after = made(name)

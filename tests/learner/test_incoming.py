@@ -1,22 +1,64 @@
 from __future__ import annotations
 
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from diloco.codec.contract import digest
-from diloco.codec.feedback import publish
+from diloco.codec.feedback import Following, publish
 from diloco.codec.registry import make_codec
 from diloco.learner.incoming import Incoming
 from diloco.learner.site_tensors import SiteTensors
+from diloco.outer.fragments import plan_layout
 from diloco.wire.messages import Frame, PullHeader
 from tests.syncer.building import LAYOUT, dice
 
+if TYPE_CHECKING:
+    from diloco.outer.fragments import Layout
 
-def tensors(held: torch.Tensor) -> SiteTensors:
-    found = SiteTensors(LAYOUT, {name: torch.zeros(shape) for name, shape in LAYOUT.parameters}, "rebase", 0.5)
+RANGE = 1024
+"""Values that are made at once where a test says so."""
+LONG = plan_layout((("long", (24 * RANGE + 7,)),), 1)
+
+
+class Ranges:
+    """What is made, and when, in ranges so short that a small fragment has many."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, pause_s: float = 0.0) -> None:
+        self.stops: list[int] = []
+        self.crossed = 0
+        """Times at which two threads were at it."""
+        self._busy = threading.Lock()
+        go_on = Following.go_on
+
+        def watched(following: Following, stop: int) -> None:
+            alone = self._busy.acquire(blocking=False)
+            self.crossed += not alone
+            time.sleep(pause_s)
+            go_on(following, stop)
+            self.stops.append(stop)
+            if alone:
+                self._busy.release()
+
+        monkeypatch.setattr(Following, "go_on", watched)
+        monkeypatch.setattr("diloco.codec.arriving.AT_ONCE", RANGE)
+        monkeypatch.setattr("diloco.codec.fused.RANGE_VALUES", RANGE)
+
+
+def long_one() -> tuple[torch.Tensor, bytes, torch.Tensor]:
+    """What is held, a payload of many ranges, and what is held after it."""
+    generator = torch.Generator().manual_seed(8)
+    held, theta = (torch.randn(LONG.fragments[0].numel, generator=generator) for _ in range(2))
+    return held, *publish(theta, held, make_codec("int4:32"))
+
+
+def tensors(held: torch.Tensor, layout: Layout = LAYOUT) -> SiteTensors:
+    found = SiteTensors(layout, {name: torch.zeros(shape) for name, shape in layout.parameters}, "rebase", 0.5)
     found.latest[0] = (3, held)
     return found
 
@@ -106,18 +148,37 @@ def test_its_memory_is_used_again() -> None:
     assert incoming.sink.finish().parts[0].obj is memory
 
 
-def test_streams_of_several_threads_bring_it() -> None:
-    numel = LAYOUT.fragments[0].numel
-    held, codec = dice("held", 0), make_codec("int4:32")
-    payload, after = publish(dice("one", 0), held, codec)
-    places = list(range(0, len(payload), max(1, len(payload) // 40)))
-    incoming = Incoming(0, tensors(held))
-    for _ in range(5):
+def test_values_are_made_before_the_last_byte_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, payload, after = long_one()
+    ranges, incoming = Ranges(monkeypatch), Incoming(0, tensors(held, LONG))
+    incoming.sink.begin(header_of(after, payload))
+    ends = [len(payload) // 2, len(payload) - 1]
+    for begin, end in zip([0, *ends], ends, strict=False):
+        incoming.sink.accept(Frame(begin, memoryview(payload)[begin:end]))
+    assert ranges.stops == list(range(RANGE, 25 * RANGE, RANGE))
+    incoming.sink.accept(Frame(ends[1], memoryview(payload)[ends[1] :]))
+    found = incoming.values(incoming.sink.finish())
+    assert found is not None
+    assert torch.equal(found, after)
+
+
+def test_streams_of_several_threads_bring_it_and_one_at_a_time_makes_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, payload, after = long_one()
+    ranges, incoming = Ranges(monkeypatch, pause_s=0.001), Incoming(0, tensors(held, LONG))
+    more = len(payload) // 100
+    frames = [Frame(at, memoryview(payload)[at : at + more]) for at in range(0, len(payload), more)]
+
+    def bring(frame: Frame) -> None:
+        time.sleep(0.001)
+        incoming.sink.accept(frame)
+
+    for _ in range(3):
         incoming.sink.begin(header_of(after, payload))
         with ThreadPoolExecutor(4) as pool:
-            frames = [Frame(at, memoryview(payload)[at : at + places[1]]) for at in places]
-            list(pool.map(incoming.sink.accept, frames))
+            list(pool.map(bring, frames))
+        assert len(ranges.stops) > 1
         found = incoming.values(incoming.sink.finish())
         assert found is not None
-        assert found.numel() == numel
         assert torch.equal(found, after)
+        ranges.stops.clear()
+    assert not ranges.crossed
