@@ -26,7 +26,7 @@ class Incoming:
     """What comes into ``sink``, and nowhere else, by one pull at a time."""
 
     def __init__(self, fragment: int, tensors: SiteTensors) -> None:
-        self.sink = PullSink(begun=self._begun)
+        self.sink = PullSink(begun=self._begun, broken=self._broken)
         self._fragment = fragment
         self._tensors = tensors
         self._arriving: Arriving | None = None
@@ -52,6 +52,10 @@ class Incoming:
                     self._working.release()
 
         return come
+
+    def _broken(self) -> None:
+        """Until the pull is resumed only what came is kept, and no values: those are then made at its end."""
+        self._arriving = None
 
     def values(self, pulled: PulledVersion) -> Tensor | None:
         """The values that were pulled; None when these bytes do not give the ones whose digest was told."""

@@ -36,11 +36,15 @@ class PullSink:
         self,
         payload_bytes_max: int = PAYLOAD_BYTES_MAX,
         begun: Callable[[PullHeader, memoryview], Callable[[int], None] | None] | None = None,
+        broken: Callable[[], None] | None = None,
     ) -> None:
         """``begun`` is told of each payload that begins, with the memory that it will fill, and may return what wants
-        to be told how many bytes from the first one on have come, by the threads that bring them, in any order."""
+        to be told how many bytes from the first one on have come, by the threads that bring them, in any order.
+
+        It is told no more once ``broken`` is: an attempt broke off, and another may come late or never."""
         self.payload_bytes_max = payload_bytes_max
         self._begun = begun
+        self._broken = broken
         self._come: Callable[[int], None] | None = None
         self._buffer = bytearray()
         self._view = memoryview(self._buffer)
@@ -77,6 +81,12 @@ class PullSink:
         self._view.release()
         self._spare = self._buffer if self._buffer else self._spare
         self._forget()
+
+    def broke_off(self) -> None:
+        """An attempt is over, with no thread left that brings anything; what came stays."""
+        self._come = None
+        if self._broken is not None:
+            self._broken()
 
     def _forget(self) -> None:
         self._buffer = bytearray()

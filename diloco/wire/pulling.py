@@ -117,8 +117,9 @@ class Pulling:
         """Until everything is here.  ``Refused`` or ``Unreachable``; what came stays in the sink."""
         try:
             return self._run()
-        except Unreachable:
-            self._sink.breaks += 1
+        except (Refused, Unreachable) as error:
+            self._sink.broke_off()
+            self._sink.breaks += isinstance(error, Unreachable)
             raise
 
     def _run(self) -> PulledVersion:

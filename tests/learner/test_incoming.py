@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -182,3 +184,23 @@ def test_streams_of_several_threads_bring_it_and_one_at_a_time_makes_values(monk
         assert torch.equal(found, after)
         ranges.stops.clear()
     assert not ranges.crossed
+
+
+def test_one_that_broke_off_keeps_what_came_and_no_values_and_goes_on_from_there() -> None:
+    held, payload, after = long_one()
+    site, middle = tensors(held, LONG), len(payload) // 2
+    incoming, kept = Incoming(0, site), weakref.ref(held)
+    incoming.sink.begin(header_of(after, payload))
+    incoming.sink.accept(Frame(0, memoryview(payload)[:middle]))
+    incoming.sink.broke_off()
+    site.latest[0], again = None, held.clone()
+    del held
+    gc.collect()
+    assert kept() is None, "it would be kept until this fragment is pulled again"
+    assert incoming.sink.bytes_held == middle
+    site.latest[0] = (3, again)
+    assert incoming.sink.begin(header_of(after, payload))
+    incoming.sink.accept(Frame(middle, memoryview(payload)[middle:]))
+    found = incoming.values(incoming.sink.finish())
+    assert found is not None
+    assert torch.equal(found, after)

@@ -179,3 +179,15 @@ def test_whoever_wants_to_know_is_told_how_many_bytes_from_the_first_on_are_ther
     sink.finish()
     sink.begin(HEADER)
     assert begun == [HEADER, HEADER]
+
+
+def test_nobody_is_told_more_after_an_attempt_broke_off() -> None:
+    told: list[object] = []
+    sink = PullSink(begun=lambda header, payload: told.append, broken=lambda: told.append("broken"))
+    sink.begin(HEADER)
+    sink.accept(Frame(0, memoryview(PAYLOAD)[:4]))
+    sink.broke_off()
+    assert sink.begin(HEADER), "what came is kept"
+    sink.accept(Frame(4, memoryview(PAYLOAD)[4:]))
+    assert told == [4, "broken"]
+    assert b"".join(sink.finish().parts) == PAYLOAD

@@ -163,7 +163,9 @@ def test_a_path_that_damages_everything_is_given_up_and_keeps_the_rest(wired: Wi
 
 def test_what_several_streams_have_brought_is_not_fetched_again(wired: Wired, relay: Relay) -> None:
     wired.syncer.publish(PAYLOAD)
-    client, sink = wired.client(address=relay.address, data_channels=3), PullSink()
+    broken: list[int] = []
+    sink = PullSink(broken=lambda: broken.append(sink.bytes_held))
+    client = wired.client(address=relay.address, data_channels=3)
     relay.hold(1 * MIB)
     with ThreadPoolExecutor(1) as pool:
         pulled = pool.submit(client.pull, ASK, sink)
@@ -176,6 +178,7 @@ def test_what_several_streams_have_brought_is_not_fetched_again(wired: Wired, re
             pulled.result(20)
     held = sink.bytes_held
     assert held > MIB
+    assert broken == [held]
     before = client.bytes_down
     for _ in range(100):
         try:
