@@ -325,6 +325,8 @@ class SyncHandlers:
                     yield convert_bulk.pack_pull_part(replace(source.header, frames=frames))
                     # Bytes that are asked for once more are looked at once more: they were damaged, perhaps here.
                     name = None if ask.want_version else replace(source.header, fates=(), epoch=0)
+                    if name is not None and not ask.offset:
+                        self._repeats.asked(name, asker, ask.deal)
                     for offset, data in pieces:
                         self._door.sends(len(data), identity)
                         pacer.wait(len(data), guard)

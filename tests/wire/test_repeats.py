@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from diloco.wire.frames import FRAME_HEAD_BYTES, pack_frame
-from diloco.wire.messages import KIB, PullAsk
+from diloco.wire.messages import KIB, MIB, PullAsk, Unreachable
 from diloco.wire.options import FRAMES_KEPT
 from diloco.wire.pulled import PullSink
-from diloco.wire.repeats import Repeats
+from diloco.wire.repeats import ASKERS_KEPT, Repeats
 from tests.wire.fake_syncer import RUN
 from tests.wire.relay import Relay
 from tests.wire.test_pushing import MARK, MARKS, PAYLOAD
@@ -53,6 +53,48 @@ def test_the_oldest_make_room() -> None:
     assert alone.frame("v", 0, DATA[:10]) is not alone.frame("v", 0, DATA[:10]), "it has no room for one"
 
 
+def test_who_begins_once_more_and_whoever_comes_next_get_frames_that_are_made_anew() -> None:
+    repeats = Repeats(1000)
+
+    def frames() -> list[bytes]:
+        return [repeats.frame(name, at, DATA[at : at + 10]) for name, at in (("v3", 0), ("v3", 10), ("v4", 0))]
+
+    def are_kept(before: list[bytes]) -> list[bool]:
+        return [one is other for one, other in zip(before, frames(), strict=True)]
+
+    made = frames()
+    for asker, attempt in (("a", 7), ("a", 7), ("b", 0), ("c", 8), ("a", 7)):
+        repeats.asked("v3", asker, attempt)
+        assert are_kept(made) == [True] * 3, (asker, attempt)
+    repeats.asked("v4", "a", 9)
+    assert are_kept(made) == [True] * 3, "it had not begun with this one"
+    for asker, attempt in (("a", 9), ("b", 0), ("b", 0)):
+        made = frames()
+        repeats.asked("v3", asker, attempt)
+        assert are_kept(made) == [False, False, True], (asker, attempt)
+
+
+def test_what_is_forgotten_makes_room() -> None:
+    length = FRAME_HEAD_BYTES + 10
+    repeats = Repeats(2 * length)
+    for _ in range(3):
+        repeats.asked("v", "a", 0)
+        first, second = (repeats.frame("v", at, DATA[at : at + 10]) for at in (0, 10))
+    assert repeats.frame("v", 0, DATA[:10]) is first
+    assert repeats.frame("v", 10, DATA[10:20]) is second
+
+
+@pytest.mark.parametrize(("others", "kept"), [(ASKERS_KEPT - 1, False), (ASKERS_KEPT, True)])
+def test_so_many_are_known_to_have_begun(others: int, *, kept: bool) -> None:
+    repeats = Repeats(1000)
+    repeats.asked("v", "first", 0)
+    frame = repeats.frame("v", 0, DATA[:10])
+    for count in range(others):
+        repeats.asked("v", str(count), 0)
+    repeats.asked("v", "first", 0)
+    assert (repeats.frame("v", 0, DATA[:10]) is frame) == kept
+
+
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The offset of each frame that a server has made, in order."""
@@ -83,9 +125,9 @@ def relay(short: Wired) -> Iterator[Relay]:
     relay.close()
 
 
-def pull(wired: Wired, site: str, address: str = "") -> bytes:
+def pull(wired: Wired, site: str, address: str = "", sink: PullSink | None = None) -> bytes:
     client = wired.client(site, address)
-    return b"".join(client.pull(replace(ASK, site_id=site), PullSink()).parts)
+    return b"".join(client.pull(replace(ASK, site_id=site), sink or PullSink()).parts)
 
 
 def test_sites_that_pull_a_version_are_sent_the_same_frames(short: Wired, made: list[int]) -> None:
@@ -103,3 +145,27 @@ def test_a_frame_that_is_asked_for_again_is_made_again(short: Wired, relay: Rela
     assert pull(short, "site-b", relay.address) == SHORT
     assert relay.damaged == 1
     assert made == [*CUTS, 2 * CHUNK], "it may have been damaged here"
+
+
+def test_a_payload_that_was_read_wrong_is_read_again_for_whoever_asks_again(short: Wired, made: list[int]) -> None:
+    sink = PullSink()
+    short.syncer.parts = (SHORT[:-1] + bytes([SHORT[-1] ^ 1]),)
+    for site in ("site-a", "site-b"):
+        with pytest.raises(Unreachable, match="whole payload differs"):
+            pull(short, site, sink=sink)
+    assert made == CUTS
+    short.syncer.parts = (SHORT,)
+    assert pull(short, "site-a", sink=sink) == SHORT
+    assert pull(short, "site-c") == SHORT
+    assert made == 2 * CUTS
+
+
+def test_streams_that_bring_a_payload_together_are_one_attempt(wired: Wired, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[tuple[str, int]] = []
+    monkeypatch.setattr(Repeats, "asked", lambda repeats, name, asker, attempt: begun.append((asker, attempt)))
+    wired.syncer.publish(PAYLOAD[: 4 * MIB])
+    wired.client(data_channels=3).pull(ASK, PullSink())
+    assert len(begun) == 3
+    assert len(set(begun)) == 1
+    assert begun[0][0] == "site-a"
+    assert begun[0][1] != 0
