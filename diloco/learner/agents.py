@@ -151,7 +151,7 @@ class Agents:
         found = {field: getattr(ledger, field) for field in ledger.__slots__}
         decisive = _decisive(ended)
         told = {f"tokens_{field}": value for field, value in found.items()}
-        why = self._why or decisive.why
+        why = self._why if self._why and decisive.ending != "failed" else decisive.why
         self._voice.say("site_done", {"ledger": told, "reason": why})
         return Finished(decisive.ending, why, found)
 

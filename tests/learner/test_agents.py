@@ -206,6 +206,17 @@ def test_the_ledger_is_the_mean_and_what_an_ended_part_did_not_hear_of_is_unsent
     assert done["ledger"]["tokens_unsent"] == 10
 
 
+def test_a_failure_while_it_ends_is_not_hidden_behind_a_good_end() -> None:
+    parts = [Part(), Part()]
+    agents = site_of(*parts)
+    for part in parts:
+        part.stop, part.ending = FINISHED, Ending.FINISHED
+    assert agents.after_step(info_of(1)) == Verdict(True, "the run is finished")
+    parts[1].stop = StopTraining(None, "evicted", failed=True)
+    finished = agents.finish()
+    assert (finished.ending, finished.why) == ("failed", "it is over"), "as the part that failed says it"
+
+
 def test_a_failed_part_makes_a_failed_site() -> None:
     parts = [Part(), Part()]
     parts[1].stop = StopTraining(None, "evicted", failed=True)
@@ -286,6 +297,14 @@ class TwoSyncers:
         ]
         return Agents(agents, voice, SiteGroup(), 5.0)
 
+    def begun(self) -> Agents:
+        """The site, with a version of each fragment."""
+        agents = self.site()
+        agents.start()
+        for fragment in range(2):
+            self.train_until(agents, "adopted", fragment, 1)
+        return agents
+
     def train(self, agents: Agents, steps: int) -> None:
         for _ in range(steps):
             self.steps += 1
@@ -310,6 +329,11 @@ class TwoSyncers:
     def stop(self) -> None:
         for syncer in self.syncers:
             syncer.stop(0.1)
+
+
+def copied(state: tuple[dict[str, Tensor], dict[str, object]]) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """As a checkpoint has it, whatever becomes of the site's own tensors."""
+    return {name: value.clone() for name, value in state[0].items()}, state[1]
 
 
 def test_one_syncer_away_costs_the_others_fragments_nothing(tmp_path: Path) -> None:
@@ -347,16 +371,12 @@ def test_a_site_that_comes_back_trains_on_without_the_one_that_is_away(
     monkeypatch.setattr("diloco.learner.agents.AWAY_S", 0.1)
     two = TwoSyncers(tmp_path)
     try:
-        agents = two.site()
-        agents.start()
-        two.train_until(agents, "adopted", 0, 1)
-        two.train_until(agents, "adopted", 1, 1)
-        tensors, meta = agents.state()
-        saved = {name: value.clone() for name, value in tensors.items()}
+        agents = two.begun()
+        saved = copied(agents.state())
         two.train(agents, 8)
         agents.close()
         read = two.steps * TOKENS
-        again = two.site((saved, meta))
+        again = two.site(saved)
         two.clients[0].down.set()
         assert again.start() > 0
         assert "trains_on_without" in [event["note"] for event in two.events.of("note")]
@@ -380,16 +400,12 @@ def test_a_site_that_comes_back_needs_no_word_from_a_syncer_that_had_finished(
     monkeypatch.setattr("diloco.learner.agents.AWAY_S", 0.1)
     two = TwoSyncers(tmp_path)
     try:
-        agents = two.site()
-        agents.start()
-        two.train_until(agents, "adopted", 0, 1)
-        two.train_until(agents, "adopted", 1, 1)
+        agents = two.begun()
         agents._agents[1]._tell(FinalAnnounced(Ending.FINISHED))
         two.train(agents, 1)
-        tensors, meta = agents.state()
-        saved = {name: value.clone() for name, value in tensors.items()}
+        saved = copied(agents.state())
         agents.close()
-        again = two.site((saved, meta))
+        again = two.site(saved)
         two.clients[1].down.set()
         again.start()
         (held,) = PLACEMENT[0]
