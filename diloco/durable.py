@@ -306,6 +306,15 @@ def _sync(path: Path, flags: int) -> None:
         os.close(handle)
 
 
+def private_folder(folder: Path) -> None:
+    """Make ``folder`` in a place where others make theirs (/dev/shm); PermissionError unless it is ours alone."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    told = folder.lstat()
+    if not stat.S_ISDIR(told.st_mode) or told.st_uid != os.getuid() or stat.S_IMODE(told.st_mode) & 0o077:
+        raise PermissionError(errno.EPERM, "not a folder that is this user's alone", str(folder))
+
+
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold ``folder`` for this process; ``LockedError`` at once when another process has it.

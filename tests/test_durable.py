@@ -20,6 +20,7 @@ from diloco.durable import (
     Step,
     armed_disk,
     locked,
+    private_folder,
     write_file,
 )
 
@@ -167,6 +168,19 @@ def test_a_folder_that_is_held_is_its_owners_alone(tmp_path: Path) -> None:
     for name in ("old", "new"):
         with locked(tmp_path / name):
             assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o700
+
+
+def test_a_private_folder_is_refused_where_it_is_not_ours_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    for _ in range(2):
+        private_folder(folder)
+        assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o750)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "file").write_text("in the way")
+    for name in ("mine", "link", "file"):
+        with pytest.raises(PermissionError, match=f"not a folder that is this user's alone: '.*{name}'"):
+            private_folder(tmp_path / name)
 
 
 def test_a_settled_folder_is_durable_with_all_above_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

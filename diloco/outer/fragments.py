@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 EXCHANGE_DTYPE = "float32"
+WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Names that no model gives to a part of its own.  ``module`` is one that it may, and DDP's only where DDP is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,16 +184,25 @@ def scatter(fragment: Fragment, values: Tensor, parameters: Mapping[str, Tensor]
 def named_parameters_once(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters under their canonical names, tied ones once (under their first name), no buffers.
 
-    The names are those of the bare model: what DDP and ``torch.compile`` put in front is taken off, so that sites
-    which wrap the model differently agree.
+    The names are those of the bare model: what DDP, ``torch.compile``, FSDP and activation checkpointing put in front
+    is taken off, so that sites which wrap the model differently agree.  A parameter of which each rank holds a part (a
+    DTensor) is here with the shape of the whole.
     """
-    while isinstance(module, DistributedDataParallel) or "_orig_mod" in module._modules:
-        module = module.get_submodule("module" if isinstance(module, DistributedDataParallel) else "_orig_mod")
-    return {_without_compile(name): parameter for name, parameter in module.named_parameters()}
+    inside = {f"{name}.module".lstrip(".") for name, each in module.named_modules() if _is_replicated(each)}
+    return {_bare(name, inside): parameter for name, parameter in module.named_parameters()}
 
 
-def _without_compile(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+def _is_replicated(module: nn.Module) -> bool:
+    return isinstance(module, DistributedDataParallel)
+
+
+def _bare(name: str, inside: set[str]) -> str:
+    """``name`` without what wrappers have put in; ``inside`` are the paths of what DDP has wrapped."""
+    parts = name.split(".")
+    kept = [
+        part for at, part in enumerate(parts, start=1) if part not in WRAPPERS and ".".join(parts[:at]) not in inside
+    ]
+    return ".".join(kept)
 
 
 def _check_parameters(parameters: tuple[tuple[str, tuple[int, ...]], ...]) -> None:

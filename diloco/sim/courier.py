@@ -13,8 +13,17 @@ from diloco.sim import values
 from diloco.sim.messages import Feed, JoinReply, Pulled, Push, PushReply
 from diloco.sim.network import MILLISECOND_NS, Direction
 from diloco.sim.outer_process import OuterProcess
-from diloco.sync.effects import DropSite, Fetch
-from diloco.sync.events import FateTold, FetchFailed, LearnerEvent, Outcome, PushAnswered, Reason, VersionFetched
+from diloco.sync.effects import AnswerUnits, DropSite, Fetch
+from diloco.sync.events import (
+    FateTold,
+    FetchFailed,
+    LearnerEvent,
+    Outcome,
+    PushAnswered,
+    Reason,
+    UnitsTold,
+    VersionFetched,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -142,8 +151,9 @@ class Courier:
         self.session = Session(outer, reply.answered.incarnation)
         self._missed = 0
         self._tasks.clear()
-        self._report(self.session)
+        session = self.session
         self.process.handle(reply.answered)
+        self._report(session)
         early, self._early = self._early, []
         for there, what in early:
             if there is outer and self.process.alive:
@@ -172,9 +182,13 @@ class Courier:
     def _report(self, session: Session) -> None:
         """A sign of life every now and then; what is not answered twice means that the connection is broken."""
 
-        def answered(known: object) -> None:
+        def answered(answer: object) -> None:
             self._missed = 0
-            if known is not True and self.session is session:
+            assert isinstance(answer, tuple)
+            known, told = answer
+            if isinstance(told, AnswerUnits) and told.reason is None and self.session is session:
+                self.process.handle(UnitsTold(told.first, told.pieces))
+            elif not known and self.session is session:
                 self.break_off()
 
         def missed() -> None:
@@ -182,10 +196,10 @@ class Courier:
             if self._missed >= REPORTS_MISSED_MAX and self.session is session:
                 self.break_off()
 
-        if self.session is session:
-            outer = session.outer
+        if self.session is session and self.process.alive:
+            outer, ask = session.outer, self.process.units_wanted()
             self._ask(
-                lambda reply: outer.ask(lambda: outer.report(self.process.site, session.incarnation, reply)),
+                lambda reply: outer.ask(lambda: outer.report(self.process.site, session.incarnation, ask, reply)),
                 answered,
                 missed,
             )
@@ -220,6 +234,7 @@ class Courier:
             self.process.plan.transfer_ns,
             stored.norm,
             stored.cosine,
+            seal.spans,
         )
 
         def again() -> None:

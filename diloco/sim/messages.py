@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from diloco.sim.network import Direction
 from diloco.sim.values import Value
 from diloco.sync.events import Fate, JoinAnswered, Outcome, Reason
+from diloco.sync.spans import Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +38,7 @@ class Push:
     transfer_ns: int
     norm: float
     cosine: float
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

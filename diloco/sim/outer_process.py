@@ -23,6 +23,7 @@ from diloco.sync.effects import (
     AnswerDone,
     AnswerJoin,
     AnswerPush,
+    AnswerUnits,
     AskToConfirm,
     DropSite,
     MarkFinal,
@@ -49,6 +50,7 @@ from diloco.sync.events import (
     StandbyAttached,
     StandbyDetached,
     SyncerStarted,
+    UnitsAsked,
     UpdateAdmitted,
     UpdateArrived,
     UpdateWithdrawn,
@@ -58,6 +60,7 @@ from diloco.sync.journal import Record, digest_effects
 from diloco.sync.leases import Leases
 from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.sync.state import Phase, Status
+from diloco.sync.unit_leases import known_already
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,6 +69,7 @@ if TYPE_CHECKING:
     from diloco.sim.leadership import Leadership
     from diloco.sim.network import Heap
     from diloco.sim.outer_disk import OuterDisk
+    from diloco.sync.site_units import UnitAsk
 
 
 class CrashPoint(Enum):
@@ -305,6 +309,7 @@ class OuterProcess(Loop):
                 push.final,
                 push.norm,
                 push.cosine,
+                spans=push.spans,
             )
         )
 
@@ -333,12 +338,20 @@ class OuterProcess(Loop):
                 answer = Pulled(newest, True, (kept[newest].published,), fates)
         self._say(lambda: reply(answer))
 
-    def report(self, site: str, incarnation: int, reply: Callable[[object], None]) -> None:
-        """A sign of life; the answer says whether this process knows the sender's stream."""
+    def report(self, site: str, incarnation: int, ask: UnitAsk | None, reply: Callable[[object], None]) -> None:
+        """A sign of life, and an ask for units; the answer says whether this process knows the sender's stream."""
         self._heard(site, incarnation)
         feed = self.feeds.get(site)
         known = feed is not None and feed.incarnation == incarnation
-        self._say(lambda: reply(known))
+        if ask is None or not known:
+            self._say(lambda: reply((known, None)))
+            return
+        asked = UnitsAsked(0, site, incarnation, ask.known, ask.begin, ask.upto, ask.floor, ask.again)
+        told = known_already(self.plan.options, self.machine.state, asked)
+        if told is not None:
+            self._say(lambda: reply((known, told)))
+        else:
+            self._apply(replace(asked, call=self._expect(lambda answer: reply((known, answer)))))
 
     def leave(self, site: str, incarnation: int, reply: Callable[[object], None]) -> None:
         """A goodbye."""
@@ -393,6 +406,8 @@ class OuterProcess(Loop):
                 self._calls.pop(effect.call)(PushReply(effect.outcome, effect.reason, effect.fate))
             case AnswerDone():
                 self._calls.pop(effect.call)(effect.reason)
+            case AnswerUnits():
+                self._calls.pop(effect.call)(effect)
             case StartOuterStep():
                 self.heap.after(self.plan.merge_ns, lambda: self.own(lambda: self._step(effect)))
             case PublishVersion():

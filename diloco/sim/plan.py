@@ -49,6 +49,7 @@ class SwarmPlan:
 def draw_plan(seed: int) -> SwarmPlan:
     """The plan of ``seed``, always the same."""
     plan, random = _overlapping(_alone(seed), Random(f"{seed}/overlapping")), Random(f"{seed}/replication")
+    plan = _leasing(plan, Random(f"{seed}/units"))
     return _with_a_standby(plan, random) if random.random() < 0.3 else plan
 
 
@@ -58,6 +59,21 @@ def _overlapping(plan: SwarmPlan, random: Random) -> SwarmPlan:
         return plan
     sites = [replace(site, overlap_steps=random.randrange(site.options.inner_steps)) for site in plan.sites]
     return replace(plan, sites=tuple(sites))
+
+
+def _leasing(plan: SwarmPlan, random: Random) -> SwarmPlan:
+    """In half of the runs the sites draw units that the syncer leases; in some they run out of them."""
+    if random.random() < 0.5:
+        return plan
+    unit, ahead = random.choice((1, 2, 3, 5)), random.choice((1, 4, 16, 64))
+    options = replace(plan.outer.options, unit_sequences=unit, lease_ns=random.choice((1, 4, 15)) * SECOND_NS)
+    sites = [
+        replace(
+            site, options=replace(site.options, unit_sequences=unit, sequence_tokens=site.tokens, units_ahead=ahead)
+        )
+        for site in plan.sites
+    ]
+    return replace(plan, outer=replace(plan.outer, options=options), sites=tuple(sites))
 
 
 def _with_a_standby(plan: SwarmPlan, random: Random) -> SwarmPlan:

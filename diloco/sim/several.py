@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from diloco.sim.checking import Checker
+    from diloco.sync.options import OuterOptions
     from diloco.sync.progress import Ledger
     from diloco.sync.syncer import OuterSync
 
@@ -52,10 +53,7 @@ def draw_several(seed: int) -> SeveralPlan:
     sizes = [random.randint(1, 2) for _ in range(random.choice((2, 2, 3)))]
     total = sum(sizes)
     options = dataclasses.replace(whole.outer.options, token_budget=0, run_ns=0)
-    outers = [
-        dataclasses.replace(whole.outer, options=dataclasses.replace(options, num_fragments=size), replication=None)
-        for size in sizes
-    ]
+    outers = [_outer(whole.outer, options, size, leases=index == 0) for index, size in enumerate(sizes)]
     return SeveralPlan(
         whole,
         tuple(outers),
@@ -64,14 +62,22 @@ def draw_several(seed: int) -> SeveralPlan:
     )
 
 
+def _outer(plan: OuterPlan, options: OuterOptions, size: int, *, leases: bool) -> OuterPlan:
+    """One of the syncers; units of the data are leased by the first of them."""
+    unit = options.unit_sequences if leases else 0
+    own = dataclasses.replace(options, num_fragments=size, unit_sequences=unit)
+    return dataclasses.replace(plan, options=own, replication=None)
+
+
 def _site(site: SitePlan, sizes: Sequence[int], total: int) -> tuple[SitePlan, ...]:
     steps = max(site.options.inner_steps, total)
     all_of_them = dataclasses.replace(site.options, num_fragments=total, inner_steps=steps, lock_step=False)
-    found, first = [], 0
+    found, first = list[SitePlan](), 0
     for size in sizes:
         offsets = tuple(all_of_them.offset(index) for index in range(first, first + size))
         first += size
-        part = dataclasses.replace(all_of_them, num_fragments=size, offsets=offsets)
+        unit = 0 if found else all_of_them.unit_sequences
+        part = dataclasses.replace(all_of_them, num_fragments=size, offsets=offsets, unit_sequences=unit)
         found.append(dataclasses.replace(site, options=part))
     return tuple(found)
 

@@ -21,6 +21,7 @@ from diloco.sim.checkers import (
 )
 from diloco.sim.checking import Checker
 from diloco.sim.leader_checkers import OneLeader, Replicated
+from diloco.sim.unit_checkers import Balanced, CountedOnce
 from diloco.sync.effects import Leave, Release, Retake, Seal, StartOuterStep, StopTraining, TellFate
 from diloco.sync.events import (
     JoinAnswered,
@@ -348,4 +349,6 @@ CHECKERS: tuple[type[Checker], ...] = (
     Conservation,
     OneLeader,
     Replicated,
+    CountedOnce,
+    Balanced,
 )

@@ -42,6 +42,7 @@ from diloco.sync.events import (
 from diloco.sync.learner import LearnerSync
 from diloco.sync.options import LearnerOptions
 from diloco.sync.plain import canonical
+from diloco.sync.site_units import UnitAsk, ask_of, units_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,6 +57,8 @@ LOCK_STEP_WAIT_NS = 3000 * MILLISECOND_NS
 """A site in lock-step waits no longer than twice this for an answer, and then trains on."""
 
 Key = tuple[int, int]
+Drawn = tuple[int, bool]
+"""The unit that a sequence was of, and whether it was drawn over again because there was no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,7 @@ class Checkpoint:
     step_tokens: int
     step_ns: int
     cursor: int
+    drawn: dict[int, Drawn]
 
 
 @dataclass(slots=True)
@@ -161,6 +165,8 @@ class SiteProcess(Process):
         self.arrived: dict[int, tuple[int, Value]] = {}
         self.poisoned: set[int] = set()
         self.step = self.cursor = 0
+        self.drawn: dict[int, Drawn] = {}
+        """What each sequence was, where units are leased."""
         self.training = self.stopping = self.at_rest = False
         self.twin = False
         """Whether another process of this site was started while this one still runs."""
@@ -195,7 +201,7 @@ class SiteProcess(Process):
     def _load(self, kept: Checkpoint) -> None:
         self.theta, self.base, self.adopted = list(kept.theta), list(kept.base), list(kept.adopted)
         self.sent, self.poisoned = dict(kept.sent), set(kept.poisoned)
-        self.step, self.cursor = kept.step, kept.cursor
+        self.step, self.cursor, self.drawn = kept.step, kept.cursor, dict(kept.drawn)
 
     def _tidy(self) -> None:
         """Drop what the machine did not take over: updates that it counts as unsent again, and bytes of later ones."""
@@ -276,6 +282,7 @@ class SiteProcess(Process):
     def _step(self, step_ns: int) -> None:
         random, tokens = self.random, self.plan.tokens
         self.step += 1
+        self._draw()
         self.cursor += 1
         learned = [int(random.random() * 2000) - 900 for _ in self.theta]
         self.theta = [values.plus(theta, (gain, tokens, 0)) for theta, gain in zip(self.theta, learned, strict=True)]
@@ -289,6 +296,16 @@ class SiteProcess(Process):
         if self.alive:
             self._next_step()
 
+    def _draw(self) -> None:
+        unit = self.plan.options.unit_sequences
+        if unit:
+            found, repeats = units_from(self.machine.state, self.cursor // unit, 1)
+            self.drawn[self.cursor] = (found[0][0], repeats)
+
+    def units_wanted(self) -> UnitAsk | None:
+        """What is asked for with a report."""
+        return ask_of(self.plan.options, self.machine.state) if self.plan.options.unit_sequences else None
+
     def _checkpoint(self, step_ns: int) -> None:
         kept = Checkpoint(
             canonical(self.machine.snapshot()),
@@ -301,6 +318,7 @@ class SiteProcess(Process):
             self.plan.tokens,
             step_ns,
             self.cursor,
+            dict(self.drawn),
         )
         self.heap.after(self.plan.checkpoint_ns, lambda: self.deliver(lambda: self._keep(kept)))
 

@@ -41,7 +41,9 @@ def admit(
         return Verdict(Outcome.REFUSED, Reason.NOT_JOINED)
     if not 0 <= fragment < len(state.fragments):
         return Verdict(Outcome.REFUSED, Reason.BAD_BASE)
-    if not member.process:  # What the number meant before the run was restored says nothing about what it means now.
+    # What the number meant before the run was restored says nothing about what it means now.  The answer to a join may
+    # still be on its way to the very process that speaks for the site: that is no stranger, and must not be told so.
+    if not member.process or incarnation < member.since:
         return Verdict(Outcome.REFUSED, Reason.NOT_JOINED)
     line = member.lines[fragment]
     if sequence <= line.watermark:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 PROTOCOL = 3
 PROTOCOL_OLDEST = 2
 """A syncer serves the protocol before its own as well, so that a run can be upgraded while it goes on: it first."""
+CORPUS = "data.corpus"
+"""In what a site shares: the text that it draws from where units of it are leased.  No configuration knows that; the
+run's is that of the first site, so the machine compares it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ def disagreement(ours: Agreement, theirs: Agreement) -> str | None:
             f"lineage is {theirs.lineage} at the site and {ours.lineage} at the syncer: the run was restored, "
             "and this syncer is from before that"
         )
-    for name in sorted(set(ours.shared) | set(theirs.shared)):
+    for name in sorted((set(ours.shared) | set(theirs.shared)) - {CORPUS}):
         here, there = theirs.shared.get(name), ours.shared.get(name)
         if here != there:
             return f"{name} is {here or 'not set'} at the site and {there or 'not set'} at the syncer"

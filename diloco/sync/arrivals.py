@@ -55,6 +55,7 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
         event.digest,
         event.payload,
         event.encoding,
+        spans=list(event.spans),
     )
     line.undecided.append(pending)
     if finding.why and state.health.policy_of(event.site) == "hold":

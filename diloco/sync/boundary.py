@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from diloco.sync import site_units
 from diloco.sync.effects import Adopt, Retake, Seal
 from diloco.sync.progress import FragmentProgress, Retaking, Sent
 from diloco.sync.quorum import smoothed
@@ -22,6 +23,7 @@ def step_done(turn: SiteTurn, event: StepDone) -> None:
     state.step, state.cursor = event.step, event.cursor
     state.tokens_processed += event.tokens
     state.step_ns = smoothed(state.step_ns, event.step_ns)
+    site_units.drawn(turn, event)
     for index, part in enumerate(state.fragments):
         part.unsent_tokens += event.tokens
         part.unsent_steps += 1
@@ -72,6 +74,7 @@ def _retake(turn: SiteTurn, index: int, part: FragmentProgress, retaking: Retaki
         sent.since_adopt = False
     part.tokens_overwritten += part.unsent_tokens
     part.unsent_tokens = part.unsent_steps = 0
+    part.unsent_spans = []
     part.base_version, part.retaking, part.due = version, None, False
     turn.effects.append(Retake(index, version, tuple(s.sequence for s in part.in_flight), retaking.why))
 
@@ -89,13 +92,15 @@ def may_seal(turn: SiteTurn, part: FragmentProgress) -> bool:
 
 
 def _seal(turn: SiteTurn, index: int, part: FragmentProgress) -> None:
-    sent = Sent(part.next_sequence, part.base_version, part.unsent_tokens, part.unsent_steps)
+    sent = Sent(part.next_sequence, part.base_version, part.unsent_tokens, part.unsent_steps, spans=part.unsent_spans)
     subtract = tuple(other.sequence for other in part.in_flight if other.since_adopt or turn.options.adopt == "rebase")
     part.in_flight.append(sent)
     part.next_sequence += 1
     part.unsent_tokens = part.unsent_steps = 0
+    part.unsent_spans = []
     part.due = False
     site = turn.state
     part.held_until = site.step + site.overlap_steps
     where = (index, sent.sequence, sent.base_version, subtract)
-    turn.effects.append(Seal(*where, sent.tokens, sent.steps, site.step_ns, site.cursor, final=site.stopping))
+    numbers, spans = (sent.tokens, sent.steps, site.step_ns, site.cursor), tuple(sent.spans)
+    turn.effects.append(Seal(*where, *numbers, final=site.stopping, spans=spans))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diloco.sync.events import Ending, Fate, FragmentStanding, Outcome, Reason
+from diloco.sync.spans import Span
 
 # --- effects of the outer machine ------------------------------------------------------------------------------
 
@@ -49,6 +50,16 @@ class AnswerDone:
     """Answer a Leave, Evict or Drain: it took effect."""
 
     call: int
+    reason: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerUnits:
+    """Answer an ask for units: the site's list from place ``first`` on, as far as one answer carries it."""
+
+    call: int
+    first: int
+    pieces: tuple[tuple[int, int], ...]
     reason: Reason | None = None
 
 
@@ -142,6 +153,7 @@ OuterEffect = (
     | AskToConfirm
     | AnswerPush
     | AnswerDone
+    | AnswerUnits
     | StartOuterStep
     | PublishVersion
     | TellFate
@@ -167,7 +179,7 @@ class Seal:
     """At this step boundary: copy the fragment's values, then (beside training) encode and store the update.
 
     The pseudo-gradient is measured from the base and the in-flight list *as they are now*: ``in_flight`` names the
-    sequences to subtract, in order.
+    sequences to subtract, in order; ``spans`` those of the data whose progress the update carries.
     """
 
     fragment: int
@@ -179,6 +191,7 @@ class Seal:
     step_ns: int
     cursor: int
     final: bool
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

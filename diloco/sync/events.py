@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from diloco.sync.options import HealthOptions
+from diloco.sync.spans import Span
 
 
 class Reason(StrEnum):
@@ -31,6 +32,7 @@ class Reason(StrEnum):
     RESTORED = "restored"
     CORRUPT = "corrupt"
     WITHDRAWN = "withdrawn"
+    OTHER_DATA = "other_data"
 
 
 DISCARDING = frozenset(
@@ -105,12 +107,14 @@ class JoinRequested:
     """A learner process (``process`` is its random name) speaks for ``site``; agreement was already checked.
 
     ``ticket`` is what an earlier answer asked it to repeat, 0 when none did, and None where its protocol knows of none.
+    ``corpus`` is the text that it draws from, where units of it are leased.
     """
 
     call: int
     site: str
     process: str
     ticket: int | None = None
+    corpus: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +147,7 @@ class UpdateArrived:
     norm: float = 0.0
     cosine: float | None = None
     intact: bool = True
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +169,25 @@ class OuterStepFailed:
 
     fragment: int
     version: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitsAsked:
+    """``site`` asks for units of the data, at the places of its list up to ``upto``.
+
+    It knows those before ``known``, and will draw none that it has still to hear of before ``begin``.  Of what it drew
+    before the sequence ``floor`` nothing is to be merged any more but what the syncer has accepted.  ``again`` counts
+    the units that it has drawn over again so far, because it had no other.
+    """
+
+    call: int
+    site: str
+    incarnation: int
+    known: int
+    begin: int
+    upto: int
+    floor: int
+    again: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +286,7 @@ OuterEvent = (
     | UpdateArrived
     | OuterStepDone
     | OuterStepFailed
+    | UnitsAsked
     | SiteSilent
     | SiteHeard
     | SiteLeft
@@ -320,12 +345,14 @@ class JoinAnswered:
 @dataclass(frozen=True, slots=True)
 class StepDone:
     """The site finished inner step number ``step``: it took ``step_ns`` and read ``tokens``; the site has consumed
-    ``cursor`` batches.  It stands between two steps now."""
+    ``cursor`` batches.  It stands between two steps now.  ``sequences`` is how many of them this step read, of data
+    that are leased; 0: as many as its tokens say."""
 
     step: int
     tokens: int
     step_ns: int
     cursor: int
+    sequences: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,6 +443,14 @@ class FetchFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class UnitsTold:
+    """The syncer told the site's list of units from place ``first`` on, in ``pieces`` (``sync/units.py``)."""
+
+    first: int
+    pieces: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class FinalAnnounced:
     """The last round: finish the step, send what is unsent, stop."""
 
@@ -440,6 +475,7 @@ LearnerEvent = (
     | VersionFetched
     | BaseDiffers
     | FetchFailed
+    | UnitsTold
     | FinalAnnounced
     | LeaveAsked
 )

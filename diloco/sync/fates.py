@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from diloco.sync import unit_leases
 from diloco.sync.effects import TellFate
 from diloco.sync.events import DISCARDING, Fate, Reason
 
@@ -21,12 +22,14 @@ def decide(turn: Turn, name: str, index: int, pending: Pending, version: int, re
     if reason is None:
         line.tokens_merged += pending.tokens
         line.updates_merged += 1
+        unit_leases.consumed(turn, name, index, pending)
     else:
         line.updates_refused[reason.value] = line.updates_refused.get(reason.value, 0) + 1
         if reason in DISCARDING:
             line.tokens_discarded += pending.tokens
         else:
             line.final = False  # The site kept the progress and sends it once more.
+    unit_leases.decided(turn, name)
     return TellFate(name, fate)
 
 

@@ -8,6 +8,7 @@ from diloco.sync.effects import Forget, Join, Release, Send, SkipData, StartOver
 from diloco.sync.progress import Doubt, Orphan, Retaking, SentState
 from diloco.sync.resending import acknowledged, send_again
 from diloco.sync.sending import accept, fate_told, write_off
+from diloco.sync.site_units import start_over
 
 if TYPE_CHECKING:
     from diloco.sync.events import FragmentStanding, JoinAnswered
@@ -85,13 +86,14 @@ def _outrun(turn: SiteTurn, standing: FragmentStanding) -> None:
     index, part = standing.fragment, turn.state.fragments[standing.fragment]
     for sent in part.in_flight:
         if sent.state is SentState.SEALING:
-            sent.outrun, sent.tokens, sent.steps = True, 0, 0
+            sent.outrun, sent.tokens, sent.steps, sent.spans = True, 0, 0, []
             continue  # Its number is not given again before its bytes are here and can be thrown away.
         if sent.bytes_wanted:
             turn.effects.append(Forget(index, sent.sequence))
         turn.effects.append(Release(index, sent.sequence))
     part.in_flight = [sent for sent in part.in_flight if sent.outrun]
     part.unsent_tokens = part.unsent_steps = 0
+    part.unsent_spans = []
     part.next_sequence = standing.watermark + 1
     part.tokens_merged = standing.tokens_merged
     part.tokens_refused = max(part.tokens_refused, standing.tokens_discarded)
@@ -130,6 +132,7 @@ def _start_over(turn: SiteTurn, event: JoinAnswered) -> None:
         part.due, part.discards, part.doubt = False, 0, None
         part.retaking = Retaking(standing.version, f"the run was restored: lineage {event.lineage}")
         turn.effects.append(StartOver(index))
+    start_over(turn.options, turn.state)
 
 
 def settle(state: LearnerState) -> None:

@@ -38,6 +38,7 @@ from diloco.sync.events import (
     Sealed,
     SealFailed,
     StepDone,
+    UnitsTold,
     VersionFetched,
     VersionPublished,
 )
@@ -47,6 +48,7 @@ from diloco.sync.plain import from_plain, to_plain
 from diloco.sync.progress import FragmentProgress, LearnerState, SentState
 from diloco.sync.sending import fate_told, push_answered, seal_failed, sealed, unsend, write_off
 from diloco.sync.site_turn import SiteTurn
+from diloco.sync.site_units import told
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -126,6 +128,8 @@ class LearnerSync:
             case FetchFailed():
                 self.state.fragments[event.fragment].fetching = False
                 turn.want(event.fragment)
+            case UnitsTold():
+                told(turn, event)
             case FinalAnnounced():
                 turn.end(event.ending, f"the run is {event.ending.value}")
             case LeaveAsked():
@@ -138,7 +142,9 @@ class LearnerSync:
         return None
 
     def ready(self) -> bool:
-        """Whether training may begin: every fragment has a base and none is about to be thrown away."""
+        """Whether training may begin: every fragment has a base, none is about to be thrown away, and there is data."""
+        if self.options.unit_sequences and not self.state.units.real():
+            return False
         return all(part.base_version >= 0 and part.retaking is None for part in self.state.fragments)
 
     def settled(self) -> bool:

@@ -71,3 +71,4 @@ def lineage_began(turn: Turn, event: LineageBegan) -> None:
                 line.tokens_merged, line.updates_merged = held.get((name, index), (0, 0))
         site.process = ""
         site.incarnation += 1
+        site.since = site.incarnation

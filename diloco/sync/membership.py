@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from diloco.sync import unit_leases
 from diloco.sync.effects import AnswerDone, AnswerJoin, AskToConfirm, DropSite
 from diloco.sync.events import FragmentStanding, JoinRequested, Reason, SiteEvicted, SiteLeft, SiteSilent
 from diloco.sync.fates import refuse
@@ -67,6 +68,9 @@ def join(turn: Turn, event: JoinRequested) -> None:
     elif site.status is not Status.LIVE:
         turn.note("site_back", f"it was {site.status.value}", site=event.site)
     site.status = Status.LIVE
+    if state.units is not None:
+        state.units.corpus = state.units.corpus or event.corpus
+        unit_leases.returned(turn, event.site)
     if state.started_ns is None:
         state.started_ns = state.now_ns
     known = standings(state, event.site)
@@ -74,6 +78,9 @@ def join(turn: Turn, event: JoinRequested) -> None:
 
 
 def _refusal(turn: Turn, event: JoinRequested, site: Site | None) -> Reason | None:
+    units = turn.state.units
+    if units is not None and event.corpus and units.corpus not in ("", event.corpus):
+        return Reason.OTHER_DATA
     if site is None:
         return Reason.FULL if len(turn.state.sites) >= turn.options.sites_max else None
     if site.status is Status.EVICTED:
@@ -92,6 +99,7 @@ def presence(turn: Turn, event: SiteSilent | SiteHeard) -> None:
     site = turn.state.sites[event.site]
     if isinstance(event, SiteSilent) and site.status is Status.LIVE:
         site.status = Status.SILENT
+        unit_leases.silent(turn, event.site)
         turn.note("site_silent", f"nothing heard for {turn.options.site_timeout_ns / 1e9:g} s", site=event.site)
     elif not isinstance(event, SiteSilent):
         back(turn, event.site)
@@ -102,6 +110,7 @@ def back(turn: Turn, name: str) -> None:
     site = turn.state.sites[name]
     if site.status is Status.SILENT:
         site.status = Status.LIVE
+        unit_leases.returned(turn, name)
         turn.note("site_back", "it was heard again", site=name)
 
 
@@ -115,6 +124,7 @@ def left(turn: Turn, event: SiteLeft) -> None:
     site.status = Status.LEFT
     turn.effects.append(AnswerDone(event.call))
     turn.note("site_left", "it said goodbye", site=event.site)
+    unit_leases.gone(turn, event.site, "it said goodbye")
 
 
 def readmitted(turn: Turn, event: SiteReadmitted) -> None:
@@ -138,3 +148,4 @@ def evicted(turn: Turn, event: SiteEvicted) -> None:
             refuse(turn, event.site, index, pending, Reason.EVICTED)
     turn.effects += [DropSite(event.site, site.incarnation, Reason.EVICTED), AnswerDone(event.call)]
     turn.note("site_evicted", "an operator's word", site=event.site)
+    unit_leases.gone(turn, event.site, "it was put out")

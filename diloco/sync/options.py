@@ -18,6 +18,7 @@ GRACE_KINDS = ("fixed", "adaptive")
 ADOPT_RULES = ("rebase", "overwrite", "blend")
 ADMISSION_POLICIES = ("refuse", "hold", "admit")
 
+UNITS_AHEAD_MAX = 4096
 FATES_KEPT_LIMIT = 1024
 """Of ``fates_kept_max``: what one message to a site may carry."""
 
@@ -92,6 +93,10 @@ class OuterOptions:
     fates_kept_max: int = 64
     """Of each site and fragment, for who missed one: at least those of the updates that can still be asked for."""
     sites_max: int = 256
+    unit_sequences: int = 0
+    """Sequences in a unit of the data; 0: none are leased, because each site has a share of its own."""
+    lease_ns: int = 300 * SECOND_NS
+    """Silence of a site after which the units that it has in hand are leased again."""
 
     def __post_init__(self) -> None:
         require(self.num_fragments >= 1, "num_fragments", self.num_fragments, "at least 1")
@@ -120,6 +125,8 @@ class OuterOptions:
             f"from updates_in_flight_max x (staleness_max + 2) = {least} to {FATES_KEPT_LIMIT}",
         )
         require(self.sites_max >= 1, "sites_max", self.sites_max, "at least 1")
+        require(self.unit_sequences >= 0, "unit_sequences", self.unit_sequences, "0 (none) or more")
+        require(self.lease_ns > 0, "lease_ns", self.lease_ns, "positive")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -139,6 +146,12 @@ class LearnerOptions:
     offsets: tuple[int, ...] = ()
     """The inner step, modulo ``inner_steps``, at which each fragment is due; empty: spread evenly.  A machine that has
     part of the fragments is told where they stand among all of them."""
+    unit_sequences: int = 0
+    """Sequences in a unit of the data; 0: this machine has nothing to do with units."""
+    sequence_tokens: int = 0
+    """Tokens in one sequence, where units are leased."""
+    units_ahead: int = 64
+    """Units that are asked for before they are drawn."""
 
     def __post_init__(self) -> None:
         require(self.num_fragments >= 1, "num_fragments", self.num_fragments, "at least 1")
@@ -152,6 +165,11 @@ class LearnerOptions:
         require(self.updates_in_flight_max >= 1, "updates_in_flight_max", self.updates_in_flight_max, "at least 1")
         require(self.discards_max >= 1, "discards_max", self.discards_max, "at least 1")
         told = len(self.offsets) in (0, self.num_fragments) and all(0 <= o < self.inner_steps for o in self.offsets)
+        require(self.unit_sequences >= 0, "unit_sequences", self.unit_sequences, "0 (none) or more")
+        if self.unit_sequences:
+            require(self.sequence_tokens >= 1, "sequence_tokens", self.sequence_tokens, "at least 1")
+            wanted = f"1 to {UNITS_AHEAD_MAX}"
+            require(1 <= self.units_ahead <= UNITS_AHEAD_MAX, "units_ahead", self.units_ahead, wanted)
         require(told, "offsets", self.offsets, f"one for each fragment, from 0 to {self.inner_steps - 1}, or none")
 
     def offset(self, fragment: int) -> int:

@@ -7,6 +7,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from diloco.sync.events import Ending, Fate
+from diloco.sync.site_units import SiteUnits
+from diloco.sync.spans import Span
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -30,6 +32,7 @@ class Sent:
     ``unwanted``: the same, because a number before it is free again; its progress is unsent then.
     ``outrun``: the same, because an earlier process has sent later work; its tokens are lost, and none of it any more.
     ``kept``: it was accepted, by a syncer of ``epoch``, and its bytes are still in the outbox.
+    ``spans``: the sequences whose progress it carries, in the site's own count, where units of the data are leased.
     """
 
     sequence: int
@@ -45,6 +48,7 @@ class Sent:
     outrun: bool = False
     kept: bool = False
     epoch: int = 0
+    spans: list[Span] = field(default_factory=list)
 
     @property
     def bytes_wanted(self) -> bool:
@@ -131,6 +135,7 @@ class FragmentProgress:
     in_flight: list[Sent] = field(default_factory=list)
     orphans: list[Orphan] = field(default_factory=list)
     held_until: int = 0
+    unsent_spans: list[Span] = field(default_factory=list)
 
     def undecided(self) -> list[Sent]:
         """The updates without a known fate, in sequence order."""
@@ -187,6 +192,7 @@ class LearnerState:
     left: bool = False
     keep: bool = False
     overlap_steps: int = 0
+    units: SiteUnits = field(default_factory=SiteUnits)
 
 
 def ledger_of(state: LearnerState, index: int) -> Ledger:

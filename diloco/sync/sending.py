@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from diloco.sync.effects import Forget, Join, Release, Send
 from diloco.sync.events import DISCARDING, Fate, Outcome, PushAnswered, Reason, Sealed, SealFailed
 from diloco.sync.progress import FragmentProgress, Orphan, Retaking, Sent, SentState
+from diloco.sync.site_units import SPANS_MAX
+from diloco.sync.spans import added
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,6 +100,7 @@ def give_back(options: LearnerOptions, part: FragmentProgress, sent: Sent) -> No
     if sent.since_adopt or options.adopt == "rebase":
         part.unsent_tokens += sent.tokens
         part.unsent_steps += sent.steps
+        part.unsent_spans = added(part.unsent_spans, sent.spans)[-SPANS_MAX:]
         part.due = True
     else:
         part.tokens_overwritten += sent.tokens

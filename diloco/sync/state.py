@@ -9,6 +9,8 @@ from itertools import takewhile
 from diloco.sync.events import Ending, Fate
 from diloco.sync.health import Vital
 from diloco.sync.options import HealthOptions
+from diloco.sync.spans import Span
+from diloco.sync.units import Units
 
 
 class Status(StrEnum):
@@ -53,6 +55,7 @@ class Pending:
     encoding: str
     merging: bool = False
     held: Held | None = None
+    spans: list[Span] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -92,7 +95,8 @@ class Line:
 class Site:
     """A site's membership.  ``superseded`` are names of processes that a newer one has replaced.
 
-    No ``process``: nobody has spoken for the site since the run was restored.
+    No ``process``: nobody has spoken for the site since the run was restored.  ``since`` is the first incarnation of
+    the present lineage: what bears a smaller one was sent by who has not heard yet that the run was restored.
     """
 
     incarnation: int
@@ -101,6 +105,7 @@ class Site:
     lines: list[Line]
     superseded: list[str] = field(default_factory=list)
     step_ns: int = 0
+    since: int = 0
 
 
 @dataclass(slots=True)
@@ -141,6 +146,8 @@ class OuterState:
     detached: bool = False
     """Where acknowledgements wait for a standby: an operator has said that they do not, for now."""
     health: HealthOptions = field(default_factory=HealthOptions)
+    units: Units | None = None
+    """Where units of the data are leased to the sites."""
 
     def live(self) -> list[str]:
         """The live sites, in site order."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from diloco.sync import ending
+from diloco.sync import ending, unit_leases
 from diloco.sync.admission import Verdict, admit
 from diloco.sync.arrivals import update_arrived
 from diloco.sync.effects import AnnounceFinal, AnswerDone, OuterEffect, StartOuterStep
@@ -44,6 +44,7 @@ from diloco.sync.events import (
     StandbyAttached,
     StandbyDetached,
     SyncerStarted,
+    UnitsAsked,
     UpdateAdmitted,
     UpdateArrived,
     UpdateWithdrawn,
@@ -56,6 +57,7 @@ from diloco.sync.plain import from_plain, to_plain
 from diloco.sync.rounds import consider, outer_step, outer_step_done, outer_step_failed
 from diloco.sync.state import FragmentState, OuterState, Phase
 from diloco.sync.turn import Turn
+from diloco.sync.units import Units
 
 if TYPE_CHECKING:
     from diloco.sync.options import OuterOptions
@@ -69,6 +71,8 @@ class OuterSync:
         self.options = options
         self.state = state or OuterState(fragments=[FragmentState() for _ in range(options.num_fragments)])
         assert len(self.state.fragments) == options.num_fragments, "the snapshot has other fragments"
+        if options.unit_sequences and self.state.units is None:
+            self.state.units = Units()
 
     @classmethod
     def restore(cls, options: OuterOptions, plain: object) -> OuterSync:
@@ -97,6 +101,8 @@ class OuterSync:
                 outer_step_done(turn, event)
             case OuterStepFailed():
                 outer_step_failed(turn, event)
+            case UnitsAsked():
+                unit_leases.asked(turn, event)
             case SiteSilent() | SiteHeard():
                 presence(turn, event)
             case SiteLeft():
@@ -123,7 +129,8 @@ class OuterSync:
         """The instant at which ``DeadlinePassed`` is wanted, if any."""
         state = self.state
         wanted = [f.round.deadline_ns for f in state.fragments if f.round and f.round.deadline_ns is not None]
-        wanted = [instant for instant in [*wanted, deadline_ns(state)] if instant is not None]
+        others = (deadline_ns(state), unit_leases.deadline_ns(self.options, state))
+        wanted += [instant for instant in others if instant is not None]
         if state.phase is Phase.ENDING and state.final_deadline_ns is not None:
             wanted.append(state.final_deadline_ns)
         run_end_ns = ending.run_end_ns(self.options, state)
@@ -190,6 +197,7 @@ def _sweep(turn: Turn) -> None:
     """After every event: begin the end if it is time, close what may close, finish when all is final."""
     ending.begin_when_due(turn)
     expire(turn)
+    unit_leases.expire(turn)
     for index in range(len(turn.state.fragments)):
         consider(turn, index)
     ending.finish_when_final(turn)

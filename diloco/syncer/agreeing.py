@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from diloco.outer.fragments import Layout
-from diloco.sync.agreement import PROTOCOL, PROTOCOL_OLDEST, Agreement, disagreement
+from diloco.sync.agreement import CORPUS, PROTOCOL, PROTOCOL_OLDEST, Agreement, disagreement
 from diloco.wire.messages import TEXT_CHARS_MAX, Refusal, Status
 from diloco.wire.probing import ProbeAnswer
 
 if TYPE_CHECKING:
+    from diloco.sync.syncer import OuterSync
     from diloco.syncer.options import RunPlan
     from diloco.wire.probing import ProbeAsk
 
@@ -32,6 +33,16 @@ def difference(plan: RunPlan, lineage: int, theirs: Agreement, layout_json: byte
     return f"{first} (here: at the site, there: at the syncer)" if first else text
 
 
+def other_data(machine: OuterSync, corpus: str) -> str:
+    """In words that ``corpus``, which a site draws from, is not the run's."""
+    units = machine.state.units
+    there = units.corpus if units is not None else ""
+    return (
+        f"{CORPUS} is {corpus[:12]} at the site and {there[:12]} at the syncer: the run leases units of one text "
+        "(data.leased), and this site has prepared another"
+    )
+
+
 def probed(plan: RunPlan, ask: ProbeAsk) -> ProbeAnswer:
     """The answer to a probe, but for who asks and when; what the ask leaves empty is not compared."""
     text = None
@@ -39,4 +50,6 @@ def probed(plan: RunPlan, ask: ProbeAsk) -> ProbeAnswer:
         fingerprint = ask.layout_fingerprint or plan.agreement.layout_fingerprint
         theirs = Agreement(ask.protocol, ask.run_id, 0, fingerprint, ask.shared_config)
         text = difference(plan, 0, theirs, ask.layout_json)
-    return ProbeAnswer(PROTOCOL, PROTOCOL_OLDEST, plan.agreement.run_id, difference=(text or "")[:TEXT_CHARS_MAX])
+    ours = plan.agreement
+    told = (text or "")[:TEXT_CHARS_MAX]
+    return ProbeAnswer(PROTOCOL, PROTOCOL_OLDEST, ours.run_id, difference=told, shared_config=ours.shared)

@@ -12,7 +12,8 @@ from diloco.codec import native
 from diloco.codec.buffers import Buffers
 from diloco.codec.digests import is_sha256
 from diloco.codec.registry import make_codec
-from diloco.sync.agreement import PROTOCOL, Agreement
+from diloco.sync.admission import Verdict
+from diloco.sync.agreement import CORPUS, PROTOCOL, Agreement
 from diloco.sync.effects import AnswerDone, AnswerJoin, AskToConfirm
 from diloco.sync.events import (
     DrainRequested,
@@ -30,11 +31,12 @@ from diloco.sync.events import (
 )
 from diloco.sync.state import Status as SiteStatus
 from diloco.syncer import protocols
-from diloco.syncer.agreeing import difference, probed
+from diloco.syncer.agreeing import difference, other_data, probed
 from diloco.syncer.core import NotHandedIn
 from diloco.syncer.receive import Reception
 from diloco.syncer.status import describe
 from diloco.syncer.tally import Tally
+from diloco.syncer.unit_asks import answered
 from diloco.wire.messages import (
     JoinAsk,
     JoinReply,
@@ -49,7 +51,6 @@ from diloco.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from diloco.sync.admission import Verdict
     from diloco.sync.syncer import OuterSync
     from diloco.syncer.feeds import Feed
     from diloco.syncer.holdings import Choice
@@ -96,8 +97,11 @@ class Api:
         del identity
         syncer, core = self._syncer, self._syncer.core
         self._agree(request)
-        answer = core.call(lambda call: JoinRequested(call, request.site_id, request.process, request.ticket))
+        corpus = request.shared_config.get(CORPUS, "")
+        answer = core.call(lambda call: JoinRequested(call, request.site_id, request.process, request.ticket, corpus))
         assert isinstance(answer, AnswerJoin | AskToConfirm), answer
+        if isinstance(answer, AnswerJoin) and answer.reason is Reason.OTHER_DATA:
+            raise Refusal(Status.FAILED_PRECONDITION, core.ask(lambda machine: other_data(machine, corpus)))
         if isinstance(answer, AnswerJoin) and answer.reason is not None:
             raise _refusal(answer.reason, request.site_id)
         epoch, lineage, run_tokens, progress_ppm = core.ask(_standing_of_run)
@@ -157,6 +161,10 @@ class Api:
         core.heard(header.site_id)
 
         def look(machine: OuterSync) -> tuple[Verdict, int, int]:
+            state = machine.state
+            if header.lineage not in (0, state.lineage):  # What it was sent for is no more, whatever its numbers are.
+                gone = Verdict(Outcome.REFUSED, Reason.NOT_JOINED)
+                return gone, _version(machine, header.fragment), state.epoch
             verdict = machine.admit(
                 header.site_id,
                 header.incarnation,
@@ -165,7 +173,7 @@ class Api:
                 header.base_version,
                 header.digest,
             )
-            return verdict, _version(machine, header.fragment), machine.state.epoch
+            return verdict, _version(machine, header.fragment), state.epoch
 
         verdict, version, epoch = core.ask(look)
         if verdict.outcome is not Outcome.ACCEPTED:
@@ -321,6 +329,7 @@ class Api:
 
         reply, bases = core.ask(look)
         if reply.known:
+            reply = replace(reply, units=answered(core, report))
             self.tally.heard(report)
             for fragment, version in self.tally.differing(report.site_id, bases).items():
                 why = f"what it holds of fragment {fragment} is not version {version}; it is told to take it whole"

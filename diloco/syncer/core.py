@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from diloco.durable import DiskFullError, Step
-from diloco.sync.effects import AnswerDone, AnswerJoin, AnswerPush, AskToConfirm, Note
+from diloco.sync.effects import AnswerDone, AnswerJoin, AnswerPush, AnswerUnits, AskToConfirm, Note
 from diloco.sync.events import (
     DeadlinePassed,
     JoinRequested,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from diloco.syncer.journal_files import Turn
     from diloco.syncer.store import Store
 
-Answer = AnswerJoin | AskToConfirm | AnswerPush | AnswerDone
+Answer = AnswerJoin | AskToConfirm | AnswerPush | AnswerDone | AnswerUnits
 T = TypeVar("T")
 DISK_FULL, STANDBY_AWAY, LEASE_LOST = Unready.DISK_FULL, Unready.STANDBY_AWAY, Unready.LEASE_LOST
 IDLE_S = 0.5
@@ -475,5 +475,5 @@ def changes_nothing(event: OuterEvent, effects: list[OuterEffect]) -> bool:
     if isinstance(effect, AnswerPush):
         return effect.outcome is not Outcome.ACCEPTED
     return isinstance(effect, AnswerJoin | AskToConfirm) or (
-        isinstance(effect, AnswerDone) and effect.reason is not None
+        isinstance(effect, AnswerDone | AnswerUnits) and effect.reason is not None
     )

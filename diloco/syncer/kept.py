@@ -65,6 +65,7 @@ class _Wanted:
     last: int | None
     and_later: bool
     verify: bool
+    shortest: bool
 
 
 @dataclass(slots=True)
@@ -134,16 +135,18 @@ class Kept:
         *,
         and_later: bool = False,
         verify: bool = False,
+        shortest: bool = False,
     ) -> Rebuilt:
         """The state that the journal gives without the updates that ``selections`` mean, each fragment up to ``last``.
 
-        Starts from the newest snapshot that is old enough; from the oldest when nothing is left out, or with
-        ``verify``, which also compares every kept snapshot on the way.  ``KeptError`` in words.
+        Starts from the newest snapshot that is old enough; from the oldest when nothing is left out, unless the
+        ``shortest`` way is wanted, or with ``verify``, which also compares every kept snapshot on the way.
+        ``KeptError`` in words.
         """
         for attempt in range(ATTEMPTS):
             before = self.snapshots.numbers()
             try:
-                return self._replay(rules, _Wanted(tuple(selections), last, and_later, verify))
+                return self._replay(rules, _Wanted(tuple(selections), last, and_later, verify, shortest))
             except (KeptError, FileNotFoundError) as error:
                 if self.snapshots.numbers() == before:
                     raise _in_words(error) from error
@@ -158,7 +161,7 @@ class Kept:
             _check_sites(points[-1].state, selections)
             asked = " and ".join([*map(str, selections), *([] if last is None else [f"version {last}"])])
             raise KeptError(f"{asked}: outside what is kept; {_kept_words(points)}")
-        from_oldest = wanted.verify or not selections
+        from_oldest = wanted.verify or not (selections or wanted.shortest)
         for point in fit if from_oldest else reversed(fit):
             try:
                 snapshot = self.snapshots.load(point.number)

@@ -155,6 +155,7 @@ class Reception:
                 vitals.norm,
                 vitals.cosine,
                 intact,
+                header.spans,
             ),
             late=lambda answer: self._settle(reference, _result(answer)) if reference else None,
         )

@@ -25,6 +25,7 @@ from diloco.sync.journal import Record, digest_effects
 from diloco.sync.lineage import next_lineage
 from diloco.sync.state import FragmentState, OuterState, Site, Status
 from diloco.sync.syncer import OuterSync
+from diloco.sync.units import begun_before
 from diloco.syncer.images import Held, Image
 from diloco.syncer.leaving_out import held_of
 from diloco.syncer.retention import Retention
@@ -150,16 +151,20 @@ def restore_values(
     why: str,
     known: Known,
     disk: Disk = PLAIN_DISK,
+    units_begun: int = 0,
 ) -> Restored:
     """Make an empty ``folder`` the run that has ``values``, and begin a lineage there.
 
-    ``lines`` is what is known of each site, and all that will count as merged.
+    ``lines`` is what is known of each site, and all that will count as merged.  Of units of the data, where they are
+    leased, none before ``units_begun`` is leased again.
     """
     with _staged(folder, disk) as staging, _opened(staging, card, disk) as store:
         state = OuterState([FragmentState(version=each.version, digest=each.digest) for each in values])
         state.lineage, state.epoch, state.started_ns = max(1, known.lineage), known.epoch, 0
         for name, each in sorted(lines.items()):
             state.sites[name] = Site(1, "", Status.LEFT, list(each))
+        if rules.outer.unit_sequences:
+            state.units = begun_before(units_begun)
         machine = OuterSync(rules.outer, state)
         store.begin(machine, values)
         return begin_lineage(store, machine, values, None, why, known.next_lineage(state.lineage))

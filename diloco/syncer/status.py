@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from diloco.sync.state import Status
+from diloco.sync.unit_leases import columns_of
 from diloco.syncer.tally import SiteTally
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def describe(
         "ending": state.ending.value if state.ending else None,
         "run_tokens": state.run_tokens(),
         "progress": machine.progress_ppm() / 1e6,
+        "units": _units(machine),
         "fragments": [
             {
                 "version": fragment.version,
@@ -72,6 +74,18 @@ def describe(
             for name, site in sorted(state.sites.items())
         },
     }
+
+
+def _units(machine: OuterSync) -> dict[str, int] | None:
+    """Where the units of the data are; None where none are leased.
+
+    ``processed`` are those that accepted updates have gone through, each as often as a site did.
+    """
+    if machine.state.units is None:
+        return None
+    unit = machine.options.unit_sequences
+    processed = sum(max(line.cursor for line in site.lines) // unit for site in machine.state.sites.values())
+    return {"processed": processed, **asdict(columns_of(machine.options, machine.state)), "sequences": unit}
 
 
 def _membership(site: Site, now_ns: int) -> dict[str, object]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,22 +24,24 @@ PIECE_BYTES = 16 << 20
 """Written, and hashed, at a time."""
 ALIGNMENT = 8
 """Of the first value in the file."""
+DTYPES = MappingProxyType({torch.float32: "F32", torch.bfloat16: "BF16"})
+"""What is written, as the format calls it."""
 
 
 def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[memoryview]:
-    """The file of ``tensors`` (fp32, contiguous), in order of their names, in pieces that are views of their memory."""
+    """The file of ``tensors`` (fp32 or bf16, contiguous), in order of their names, in pieces: views of them."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name, tensor in sorted(tensors.items()):
-        assert tensor.dtype == torch.float32, f"{name} is {tensor.dtype}"
-        size = 4 * tensor.numel()
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        assert tensor.dtype in DTYPES, f"{name} is {tensor.dtype}"
+        size = tensor.element_size() * tensor.numel()
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for _, tensor in sorted(tensors.items()):
-        values = bytes_of(tensor)
+        values = bytes_of(tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor)
         for start in range(0, len(values), PIECE_BYTES):
             yield values[start : start + PIECE_BYTES]
 

@@ -6,7 +6,10 @@ import math
 import re
 from collections.abc import Callable, Mapping
 
-from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, FragmentStanding, Outcome, Reason
+from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, FragmentStanding, Outcome, Reason, UnitsTold
+from diloco.sync.site_units import SPANS_MAX, UnitAsk
+from diloco.sync.unit_leases import PIECES_TOLD_MAX
+from diloco.sync.units import SKIPPED
 from diloco.wire import messages as m
 from diloco.wire import probing as p
 
@@ -105,6 +108,22 @@ def _undecided(field: str, value: object) -> None:
         return
     _NUMBER(f"{field}.sequence", value[0])
     _NUMBER(f"{field}.tokens", value[1])
+
+
+def _span(field: str, value: object) -> None:
+    if not isinstance(value, tuple) or len(value) != 2:
+        _refuse(field, value, "a first and an end wanted")
+        return
+    _NUMBER(f"{field}.first", value[0])
+    _number(value[0] + 1)(f"{field}.end", value[1])
+
+
+def _piece(field: str, value: object) -> None:
+    if not isinstance(value, tuple) or len(value) != 2:
+        _refuse(field, value, "a unit and a count wanted")
+        return
+    _number(SKIPPED)(f"{field}.unit", value[0])
+    _number(1)(f"{field}.count", value[1])
 
 
 def _nested(kind: type, optional: bool = False) -> Rule:
@@ -224,6 +243,8 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "beside": _flag,
         "progress": _flag,
         "others": _number(0, m.STREAMS_MAX - 1),
+        "spans": _many(_span, SPANS_MAX),
+        "lineage": _NUMBER,
     },
     m.PushCommit: {"payload_bytes": _PAYLOAD, "digest": _DIGEST},
     m.PushAdmitted: {"offset": _number(0, m.PAYLOAD_BYTES_MAX), "frames": _flag},
@@ -309,7 +330,10 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "versions": _many(_NUMBER, m.FRAGMENTS_MAX),
         "digests": _many(_number(0, 0xFFFFFFFFFFFFFFFF), m.FRAGMENTS_MAX),
         "link": _nested(m.LinkInfo, optional=True),
+        "units": _nested(UnitAsk, optional=True),
     },
+    UnitAsk: {"known": _NUMBER, "begin": _NUMBER, "upto": _NUMBER, "floor": _NUMBER, "again": _NUMBER},
+    UnitsTold: {"first": _NUMBER, "pieces": _many(_piece, PIECES_TOLD_MAX)},
     m.ReportReply: {
         "epoch": _NUMBER,
         "run_tokens": _NUMBER,
@@ -317,6 +341,7 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "known": _flag,
         "ending": _ENDING,
         "retake": _many(_FRAGMENT, m.FRAGMENTS_MAX),
+        "units": _nested(UnitsTold, optional=True),
     },
     m.LeaveAsk: {"run_id": _ID, "site_id": _ID, "incarnation": _NUMBER},
     p.ProbeAsk: {
@@ -337,6 +362,7 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "time_ns": _NUMBER,
         "difference": _text,
         "standby_of": _text,
+        "shared_config": _shared_config,
     },
     p.ProbeTaken: {"bytes": _number(0, p.PROBE_BYTES_MAX), "duration_ns": _NUMBER, "bytes_per_s": _NUMBER},
     p.Filler: {"data": _bytes(m.CHUNK_BYTES_MAX)},

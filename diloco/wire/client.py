@@ -145,6 +145,21 @@ class SyncClient:
         """Bytes of Pull messages received since the start, headers and re-sent chunks included."""
         return self._bytes_down
 
+    @property
+    def taken_in(self) -> tuple[int, int, int]:
+        """The place of the address that took the site in last, its epoch, and the protocol: what ``follow`` takes."""
+        return self._at, self._epoch, self._protocol
+
+    def follow(self, taken_in: tuple[int, int, int]) -> None:
+        """Another process of the site has joined: what is sent from here goes where that one was taken in."""
+        with self._joining:
+            at, epoch, protocol = taken_in
+            if at != self._at:
+                self._elsewhere()
+            self._at, self._epoch, self._protocol = at, epoch, protocol
+            for line in self._lines:
+                line.lead_to(self.address)
+
     def close(self) -> None:
         """End every call under way; they raise ``Unreachable``."""
         for calls in (self._control, *self._bulk):

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, FragmentStanding, Reason
 from diloco.wire import messages as m
 from diloco.wire.bounds import check
+from diloco.wire.convert_units import unit_ask_in, unit_ask_out, unit_list_in, unit_list_out
 from diloco.wire.v1 import admin_pb2, sync_pb2
 
 if TYPE_CHECKING:
@@ -320,6 +321,8 @@ def pack_report(report: m.ReportInfo) -> bytes:
         versions=report.versions,
         digests=report.digests,
     )
+    if report.units is not None:
+        proto.units.CopyFrom(unit_ask_out(report.units))
     if report.link is not None:
         proto.link.CopyFrom(_link_out(report.link))
     if report.loss is not None and math.isfinite(report.loss):
@@ -351,6 +354,7 @@ def unpack_report(raw: bytes) -> m.ReportInfo:
             versions=tuple(proto.versions),
             digests=tuple(proto.digests),
             link=_link_in(proto.link) if proto.HasField("link") else None,
+            units=unit_ask_in(proto.units) if proto.HasField("units") else None,
         )
     )
 
@@ -373,6 +377,7 @@ def pack_report_reply(reply: m.ReportReply) -> bytes:
         known=reply.known,
         ending=_ending_out(reply.ending),
         retake=reply.retake,
+        units=unit_list_out(reply.units) if reply.units is not None else None,
     ).SerializeToString()
 
 
@@ -387,6 +392,7 @@ def unpack_report_reply(raw: bytes) -> m.ReportReply:
             known=proto.known,
             ending=_ending_in(proto.ending),
             retake=tuple(proto.retake),
+            units=unit_list_in(proto.units) if proto.HasField("units") else None,
         )
     )
 

@@ -6,6 +6,7 @@ from diloco.sync.events import Outcome
 from diloco.wire import messages as m
 from diloco.wire.bounds import check
 from diloco.wire.convert import checked, enum_name, enum_number, fate_in, fate_out, parse, reason_in, reason_out
+from diloco.wire.convert_units import spans_in, spans_out
 from diloco.wire.frames import is_frame, pack_frame, unpack_frame
 from diloco.wire.v1 import sync_pb2
 
@@ -41,6 +42,8 @@ def pack_push(part: m.PushPart) -> bytes:
                     beside=part.beside,
                     progress=part.progress,
                     others=part.others,
+                    spans=spans_out(part.spans),
+                    lineage=part.lineage,
                 )
             ).SerializeToString()
         case m.PushCommit():
@@ -89,6 +92,8 @@ def _header_in(header: sync_pb2.PushHeader) -> m.PushHeader:
         beside=header.beside,
         progress=header.progress,
         others=header.others,
+        spans=spans_in(header.spans),
+        lineage=header.lineage,
     )
 
 

@@ -67,6 +67,7 @@ def pack_probe_reply(reply: p.ProbeReply) -> bytes:
                 time_ns=reply.time_ns,
                 difference=reply.difference,
                 standby_of=reply.standby_of,
+                shared_config=dict(reply.shared_config),
             )
             return sync_pb2.ProbeResponse(answer=answer).SerializeToString()
         case p.ProbeTaken():
@@ -94,6 +95,7 @@ def unpack_probe_reply(raw: bytes) -> p.ProbeReply:
                     answer.time_ns,
                     answer.difference,
                     answer.standby_of,
+                    dict(answer.shared_config),
                 )
             )
         case _:

@@ -13,8 +13,10 @@ from enum import StrEnum
 
 from diloco.codec.digests import digits
 from diloco.sync.agreement import PROTOCOL
-from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, FragmentStanding, Outcome, Reason
+from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, FragmentStanding, Outcome, Reason, UnitsTold
 from diloco.sync.options import FATES_KEPT_LIMIT
+from diloco.sync.site_units import UnitAsk
+from diloco.sync.spans import Span
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -200,8 +202,8 @@ class PushHeader:
     decodes to, as the site has computed it; empty where it says nothing of it.  ``frames``: the sender can send frames,
     and chunks once more; ``beside``: this stream brings some chunks of a push that another stream has begun and will
     commit; ``progress``: the sender wants to be told, time and again, how much is held; ``others``:
-    so many streams may be beside it, which need not wait for its admission, nor it for their end.  The other fields are
-    those of ``sync.events.UpdateArrived``.
+    so many streams may be beside it, which need not wait for its admission, nor it for their end; ``lineage``: that of
+    the run, as the sender knows it, 0 where it does not say.  The others are those of ``sync.events.UpdateArrived``.
     """
 
     run_id: str
@@ -224,6 +226,8 @@ class PushHeader:
     beside: bool = False
     progress: bool = False
     others: int = 0
+    spans: tuple[Span, ...] = ()
+    lineage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,7 +427,7 @@ class ReportInfo:
     ``stall_ns`` (spent for the outer world in the training thread), ``bytes_up`` and ``bytes_down`` are totals since
     the process started; ``versions`` is the base version of each fragment.  ``digests`` has for each of these
     ``short_digest`` of the values that the site holds for it, computed from the tensor itself; 0 where it was not
-    computed for this version yet.  ``link`` is None from a site that does not tell.
+    computed for this version yet.  ``link`` is None from a site that does not tell, ``units`` where none are leased.
     """
 
     run_id: str
@@ -445,6 +449,7 @@ class ReportInfo:
     versions: tuple[int, ...]
     digests: tuple[int, ...] = ()
     link: LinkInfo | None = None
+    units: UnitAsk | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,6 +465,7 @@ class ReportReply:
     known: bool
     ending: Ending | None
     retake: tuple[int, ...] = ()
+    units: UnitsTold | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,8 @@ class ProbeAsk:
 @dataclass(frozen=True, slots=True)
 class ProbeAnswer:
     """``identity`` is whom the caller is taken for, ``time_ns`` the clock there, ``difference`` what a join would be
-    refused for; ``standby_of`` is the syncer whose place this one would take, empty from the syncer itself."""
+    refused for; ``standby_of`` is the syncer whose place this one would take, empty from the syncer itself;
+    ``shared_config`` is what a join must say of the run, empty where it is not told."""
 
     protocol: int
     protocol_oldest: int
@@ -48,6 +49,7 @@ class ProbeAnswer:
     time_ns: int = 0
     difference: str = ""
     standby_of: str = ""
+    shared_config: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

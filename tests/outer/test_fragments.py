@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from diloco.outer.fragments import (
     Fragment,
@@ -182,15 +188,42 @@ def test_names_are_those_of_the_bare_model() -> None:
     assert list(named_parameters_once(inside)) == ["0.weight", "0.bias"]
 
 
-def test_names_under_ddp() -> None:
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_names_under_ddp() -> None:
+    with one_rank():
         wrapped = nn.parallel.DistributedDataParallel(Tied())
         assert list(named_parameters_once(wrapped)) == ["embedding.weight"]
         assert list(named_parameters_once(torch.compile(wrapped, backend="eager"))) == ["embedding.weight"]
-    finally:
-        torch.distributed.destroy_process_group()
+        inside = nn.Sequential(nn.parallel.DistributedDataParallel(Outer()))
+        assert list(named_parameters_once(inside)) == ["0.module.weight"]
+
+
+def test_names_under_activation_checkpointing() -> None:
+    inside = nn.Sequential(nn.Linear(2, 2))
+    inside[0] = checkpoint_wrapper(inside[0])
+    assert list(named_parameters_once(inside)) == ["0.weight", "0.bias"]
+
+
+def test_names_and_shapes_under_fsdp() -> None:
+    bare = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    told = [(name, tuple(value.shape)) for name, value in named_parameters_once(bare).items()]
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,))
+        fully_shard(bare[0], mesh=mesh)
+        fully_shard(bare, mesh=mesh)
+        found = named_parameters_once(bare)
+        assert [(name, tuple(value.shape)) for name, value in found.items()] == told
+        assert all(isinstance(value, DTensor) for value in found.values())
 
 
 class Outer(nn.Module):

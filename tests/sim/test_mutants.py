@@ -19,13 +19,15 @@ from diloco.sim.site_process import SiteProcess
 from diloco.sim.standby_process import StandbyProcess
 from diloco.sim.storage import Storage
 from diloco.sim.swarm import run_seed
-from diloco.sync import arrivals, boundary, ending, following, joining, learner, rounds, sending, syncer
+from diloco.sync import arrivals, boundary, ending, following, joining, learner, rounds, sending, syncer, unit_leases
 from diloco.sync.effects import Adopt, Leave, Seal, SkipData
 from diloco.sync.events import JoinAnswered, Outcome, Reason
 from diloco.sync.frames import encode_mark
 from diloco.sync.learner import LearnerSync
+from diloco.sync.spans import whole_units
 from diloco.sync.state import FragmentState, Line
 from diloco.sync.syncer import OuterSync
+from diloco.sync.units import Holder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -286,6 +288,23 @@ def never_attach_again(patch: Patch) -> None:
     patch.setattr(OuterProcess, "attach", lambda self, standby: None)
 
 
+def count_a_unit_for_one_fragment(patch: Patch) -> None:
+    patch.setattr(Holder, "whole", lambda self, unit: whole_units(self.merged[0], unit))
+
+
+def lease_what_may_still_be_merged(patch: Patch) -> None:
+    patch.setattr(unit_leases, "_pending", lambda state, name: [])
+
+
+def leave_free_what_is_taken_up_again(patch: Patch) -> None:
+    def returned(turn: Any, name: str) -> None:
+        holder = turn.state.units.holders.get(name) if turn.state.units is not None else None
+        if holder is not None:
+            holder.gone, holder.silent_ns = False, None
+
+    patch.setattr(unit_leases, "returned", returned)
+
+
 MUTATIONS: tuple[tuple[str, Callable[[Patch], None]], ...] = (
     ("exactly_once", admit_again),
     ("versions", recover_an_older_version),
@@ -311,6 +330,9 @@ MUTATIONS: tuple[tuple[str, Callable[[Patch], None]], ...] = (
     ("conservation", adopt_as_if_nothing_were_merged),
     ("conservation", take_stale_for_merged),
     ("liveness", never_end),
+    ("counted_once", count_a_unit_for_one_fragment),
+    ("counted_once", lease_what_may_still_be_merged),
+    ("balanced", leave_free_what_is_taken_up_again),
 )
 OF_A_PAIR: tuple[tuple[str, str, Callable[[Patch], None]], ...] = (
     ("one_leader", "primary_frozen", tell_without_asking_for_the_lease),

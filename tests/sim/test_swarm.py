@@ -10,12 +10,13 @@ from diloco.sim.pair_faults import PAIR
 from diloco.sim.plan import GENTLE, HARSH
 from diloco.sim.swarm import Outcome, run_seed
 
-SEEDS = range(200)
+SEEDS = range(70)
+"""Of the thousand that .ci/run takes."""
 FAILED_ONCE = (500097, 500320, 501554, 504502, 506599, 509386, 701813, 803082, 912991, 914170, 925059)
 """As long as nothing draws otherwise, each of them goes through what was wrong."""
 
 
-def test_two_hundred_seeds() -> None:
+def test_the_first_seeds() -> None:
     outcomes = [run_seed(seed) for seed in SEEDS]
     failed = [
         f"python -m diloco.sim --first {each.seed} --seeds 1  # {each.failure}" for each in outcomes if each.failure

@@ -133,6 +133,7 @@ def report(site: str = "a", incarnation: int = 1, **changes: Any) -> ReportInfo:
         "versions": (0, 0),
         "digests": (),
         "link": None,
+        "units": None,
     }
     return ReportInfo(**(fields | text | changes))
 

@@ -60,6 +60,13 @@ def test_without_a_run_nothing_is_compared(tmp_path: Path) -> None:
         assert syncer.api.probe(ProbeAsk(PROTOCOL, RUN, shared_config=SHARED), ANYONE).difference == ""
 
 
+def test_who_asks_is_told_what_a_join_must_say(tmp_path: Path) -> None:
+    with serving(tmp_path) as syncer:
+        told = syncer.api.probe(ProbeAsk(PROTOCOL), ANYONE)
+        assert told.run_id == RUN
+        assert syncer.api.join(join_ask(shared_config=told.shared_config), ANYONE).incarnation == 1
+
+
 def test_a_layout_that_is_none_is_the_senders_fault(tmp_path: Path) -> None:
     with serving(tmp_path) as syncer, pytest.raises(Refusal, match="layout_json describes no layout"):
         syncer.api.probe(ask(layout_fingerprint="0" * 64, layout_json=b"{"), ANYONE)

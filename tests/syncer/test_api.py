@@ -171,6 +171,8 @@ def test_invariant_15_what_cannot_be_is_refused_before_a_byte_is_taken(
         ({"sequence": 2}, Outcome.RETRY, Reason.GAP),
         ({"sequence": 0}, Outcome.REFUSED, Reason.FORGOTTEN),
         ({"base_version": 1}, Outcome.REFUSED, Reason.BAD_BASE),
+        ({"lineage": 2}, Outcome.REFUSED, Reason.NOT_JOINED),
+        ({"lineage": 2, "incarnation": 7}, Outcome.REFUSED, Reason.NOT_JOINED),
     ],
 )
 def test_invariant_15_what_the_machine_refuses_leaves_no_trace(
@@ -198,6 +200,15 @@ def test_a_zstd_payload_may_be_shorter_than_its_bound(tmp_path: Path) -> None:
     with serving(tmp_path, up_codecs=["int8+zstd"], **QUIET) as syncer:
         join(syncer)
         assert push(syncer, *update(encoding="int8+zstd")).outcome is Outcome.ACCEPTED
+
+
+def test_what_is_sent_in_the_present_lineage_enters_and_what_says_none_as_well(tmp_path: Path) -> None:
+    """An earlier release does not say it."""
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer)
+        for sequence, lineage in ((1, 0), (2, 1)):
+            header, payload = update(sequence=sequence)
+            assert push(syncer, replace(header, lineage=lineage), payload).outcome is Outcome.ACCEPTED
 
 
 def test_a_header_is_judged_in_one_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

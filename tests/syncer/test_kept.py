@@ -69,6 +69,20 @@ def test_it_starts_from_the_newest_snapshot_that_is_old_enough(tmp_path: Path) -
     desk.close()
 
 
+def test_the_shortest_way_begins_at_the_newest_snapshot_that_may(tmp_path: Path) -> None:
+    desk = run(tmp_path)
+    kept = Kept(tmp_path)
+    newest, whole = kept.replay(RULES, shortest=True), kept.replay(RULES)
+    assert newest.began_at == [fragment.version for fragment in kept.points()[-1].state.fragments]
+    assert newest.records < whole.records
+    assert all(same_values(mine, theirs) for mine, theirs in zip(newest.values, whole.values, strict=True))
+    middle = max(fragment.version for fragment in kept.points()[1].state.fragments)
+    assert kept.replay(RULES, last=middle, shortest=True).began_at == [
+        fragment.version for fragment in kept.points()[1].state.fragments
+    ]
+    desk.close()
+
+
 def test_sequences_that_a_snapshot_has_merged_need_an_older_one(tmp_path: Path) -> None:
     desk = run(tmp_path)
     rebuilt = Kept(tmp_path).replay(RULES, [parse_selection("site=b:sequences=1..2:fragment=1")])

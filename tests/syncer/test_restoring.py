@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from diloco.durable import Disk, Step
-from diloco.sync.events import Reason
+from diloco.sync.effects import AnswerUnits
+from diloco.sync.events import JoinRequested, Reason, UnitsAsked
 from diloco.sync.selection import Selection
 from diloco.sync.state import Line
+from diloco.sync.unit_leases import columns_of
+from diloco.sync.units import Columns
 from diloco.syncer.backups import back_up
 from diloco.syncer.images import Image
 from diloco.syncer.kept import Kept, KeptError
@@ -271,6 +274,21 @@ def test_values_of_a_site_become_a_run(tmp_path: Path) -> None:
     assert again.machine.state.sites["a"].lines[0].tokens_merged == 300
     again.close()
     assert_goes_on(tmp_path / "run", values, list(restored.versions)).close()
+
+
+def test_a_run_from_a_site_leases_no_unit_again_that_the_site_knows_of(tmp_path: Path) -> None:
+    desk = stopped(tmp_path / "lost")
+    values = [FragmentValues(each.version, each.published, each.published, None, each.digest) for each in desk.values]
+    rules = replace(RULES, outer=replace(RULES.outer, unit_sequences=8))
+    (tmp_path / "run").mkdir()
+    lines = {"a": [Line(watermark=9), Line(watermark=8)]}
+    restore_values(tmp_path / "run", CARD, rules, values, lines, "from site a", Known(CLOCK_S), units_begun=70)
+    machine = Kept(tmp_path / "run").replay(rules).machine
+    assert columns_of(rules.outer, machine.state) == Columns(70, 0, 70, 0, 0, 0, 0), "nobody knows what was merged"
+    machine.handle(JoinRequested(1, "a", "p", ticket=None), machine.state.now_ns)
+    (told,) = machine.handle(UnitsAsked(2, "a", machine.state.sites["a"].incarnation, 0, 0, 3, 0, 0), 0)
+    assert isinstance(told, AnswerUnits)
+    assert told.pieces == ((70, 3),)
 
 
 def test_an_image_of_another_run_and_a_folder_without_one_are_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ TOP = {
     "kernels",
     "run_id",
     "held",
+    "units",
     "lineage",
     "up_seconds",
     "refused_at_the_door",
@@ -78,6 +79,7 @@ def test_it_is_complete_before_and_after_a_site_has_reported(tmp_path: Path) -> 
             "versions": (),
             "digests": (),
             "link": LINK,
+            "units": None,
         }
         syncer.api.report(ReportInfo(**{**fields, "run_id": RUN, "site_id": "b", "incarnation": 1, **figures}), ANYONE)
         status = syncer.api.status()

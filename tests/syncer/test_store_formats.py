@@ -17,7 +17,9 @@ import pytest
 import torch
 
 from diloco.codec.digests import is_sha256
+from diloco.durable import PLAIN_DISK, Step
 from diloco.inner import checkpoint
+from diloco.inner.sealed import read_sealed, write_sealed
 from diloco.sync.frames import FORMAT
 from diloco.sync.plain import canonical
 from diloco.syncer.journal_files import read_file
@@ -130,12 +132,9 @@ def test_a_checkpoint_of_format_1_is_read_and_one_of_a_later_format_refused(tmp_
     shutil.copytree(FIXTURE / "a" / "checkpoints" / "00000001", tmp_path / "00000001")
     found = checkpoint.load(tmp_path / "00000001")
     assert all(bool(torch.isfinite(values).all()) for values in found.part("model").values())
-    told = json.loads((tmp_path / "00000001" / "manifest.json").read_bytes())
-    del told["sha256"]
-    told["format"] = 2
-    told["sha256"] = checkpoint._digest(told)
-    (tmp_path / "00000001" / "manifest.json").write_text(json.dumps(told))
-    with pytest.raises(checkpoint.CheckpointError, match="has format 2, and this program reads 1"):
+    manifest = tmp_path / "00000001" / "manifest.json"
+    write_sealed(manifest, {**read_sealed(manifest), "format": 3}, PLAIN_DISK, Step.CHECKPOINT_FILE)
+    with pytest.raises(checkpoint.CheckpointError, match="has format 3, and this program reads 1 and 2"):
         checkpoint.load(tmp_path / "00000001")
 
 

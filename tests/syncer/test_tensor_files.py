@@ -24,6 +24,13 @@ def test_it_is_what_the_library_writes(piece_bytes: int, monkeypatch: pytest.Mon
     assert b"".join(tensor_file(TENSORS)) == save(TENSORS)
 
 
+def test_bf16_is_written_too() -> None:
+    tensors = {name: values.bfloat16() for name, values in TENSORS.items()}
+    assert b"".join(tensor_file(tensors)) == save(tensors)
+    with pytest.raises(AssertionError, match=r"w is torch\.int8"):
+        list(tensor_file({"w": torch.ones(1, dtype=torch.int8)}))
+
+
 def test_the_pieces_are_views() -> None:
     values = torch.zeros(4)
     _, piece = tensor_file({"w": values})

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from diloco.sync.events import Fate, FragmentStanding, Outcome, Reason
+from diloco.sync.site_units import UnitAsk
 from diloco.wire.chunks import checksum
 from diloco.wire.messages import (
     JoinAsk,
@@ -81,6 +82,7 @@ def report_info(**changes: object) -> ReportInfo:
     fields: dict[str, object] = dict.fromkeys(ReportInfo.__slots__, 1)
     fields |= {"run_id": RUN, "site_id": "site-a", "loss": 2.5, "tokens_per_s": 1000.0}
     fields |= {"versions": (3, 4), "digests": (0, (1 << 64) - 1), "link": LinkInfo(1, 2, 3, "int4:32", 4, 5, "words")}
+    fields["units"] = UnitAsk(1, 2, 3, 4, 5)
     return ReportInfo(**(fields | changes))  # type: ignore[arg-type]
 
 

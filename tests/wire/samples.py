@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, FragmentStanding, Outcome, Reason
+from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, FragmentStanding, Outcome, Reason, UnitsTold
 from diloco.wire import convert, convert_bulk, convert_probe
 from diloco.wire import messages as m
 from diloco.wire import probing as p
@@ -45,6 +45,8 @@ def pushes() -> list[Sample]:
     parts: list[object] = [
         push_header(b"abc"),
         push_header(b"abc", values_digest=""),
+        push_header(b"abc", spans=((0, 3), (5, m.NUMBER_MAX))),
+        push_header(b"abc", lineage=m.NUMBER_MAX),
         push_header(b"abc", final=True, sequence=m.NUMBER_MAX, base_version=0),
         m.Chunk(0, b"a", zlib.crc32(b"a")),
         m.Chunk(300, b"\x00" * 70_000, 0),
@@ -105,8 +107,14 @@ def controls() -> list[Sample]:
         report_info(loss=0.0, tokens_per_s=0.0, digests=()),
         report_info(link=None),
         report_info(link=m.LinkInfo()),
+        report_info(units=None),
     ]
-    replies = [m.ReportReply(2, 3, 4, True, None, (0, 5)), m.ReportReply(0, 0, 0, False, Ending.FINISHED)]
+    replies = [
+        m.ReportReply(2, 3, 4, True, None, (0, 5)),
+        m.ReportReply(0, 0, 0, False, Ending.FINISHED),
+        m.ReportReply(2, 3, 4, True, None, units=UnitsTold(7, ((0, 3), (-1, 2), (m.NUMBER_MAX, 1)))),
+        m.ReportReply(2, 3, 4, True, None, units=UnitsTold(0, ())),
+    ]
     return [
         *((event, convert.pack_watch_event, convert.unpack_watch_event) for event in events),
         *((report, convert.pack_report, convert.unpack_report) for report in reports),
@@ -127,7 +135,7 @@ def probes() -> list[Sample]:
     ]
     replies: list[object] = [
         p.ProbeAnswer(3, 2, RUN),
-        p.ProbeAnswer(3, 2, RUN, "site/a", 1_700_000_000_000_000_000, "outer.lr is 1", "10.0.0.1:7077"),
+        p.ProbeAnswer(3, 2, RUN, "site/a", 1_700_000_000_000_000_000, "outer.lr is 1", "10.0.0.1:7077", {"a.b": "1"}),
         p.ProbeTaken(1 << 20, 10**9, 10**6),
         p.Filler(b"x"),
     ]

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from diloco.sync.events import UnitsTold
+from diloco.sync.site_units import SPANS_MAX, UnitAsk
 from diloco.wire import messages as m
 from diloco.wire import probing as p
 from diloco.wire.bounds import BOUNDS, check
@@ -32,6 +34,8 @@ CASES: list[tuple[Any, str, list[Any]]] = [
     (push_header(b"abc"), "encoding", ["", "INT4", "a" * 65, "int4;rm"]),
     (push_header(b"abc"), "digest", BAD_DIGESTS),
     (push_header(b"abc"), "values_digest", BAD_DIGESTS[1:]),
+    (push_header(b"abc"), "spans", [((3, 3),), ((-1, 3),), ((3,),), ((0, 1),) * (SPANS_MAX + 1), [(0, 1)], (3,)]),
+    (push_header(b"abc"), "lineage", [-1, m.NUMBER_MAX + 1, True]),
     (m.PushResult(m.Outcome.ACCEPTED, 1), "text", ["x" * (m.TEXT_CHARS_MAX + 1)]),
     (m.PushResult(m.Outcome.ACCEPTED, 1), "outcome", ["accepted", None]),
     (m.PushResult(m.Outcome.ACCEPTED, 1), "fate", [dataclasses.replace(FATE, digest="x")]),
@@ -46,6 +50,12 @@ CASES: list[tuple[Any, str, list[Any]]] = [
     (report_info(), "loss", ["2.5", True]),
     (report_info(), "versions", [(-1,), (0,) * (m.FRAGMENTS_MAX + 1), [0]]),
     (report_info(), "link", [m.LinkInfo(rtt_ns=-1), m.LinkInfo(up_codec="INT4"), m.LinkInfo(why="x" * 1025), 1]),
+    (report_info(), "units", [UnitAsk(-1, 0, 0, 0, 0), UnitAsk(0, 0, m.NUMBER_MAX + 1, 0, 0), 1]),
+    (
+        m.ReportReply(2, 3, 4, True, None),
+        "units",
+        [UnitsTold(-1, ()), UnitsTold(0, ((0, 0),)), UnitsTold(0, ((-2, 1),)), UnitsTold(0, (1,)), 3],
+    ),
     (report_info(), "digests", [(-1, 0), (1 << 64, 0), (1,), (1, 2, 3), [1, 2]]),
     (m.ReportReply(2, 3, 4, True, None), "retake", [(-1,), (m.FRAGMENTS_MAX,), (0,) * (m.FRAGMENTS_MAX + 1), 3]),
     (p.ProbeAsk(3), "bytes_up", [-1, p.PROBE_BYTES_MAX + 1]),
@@ -53,6 +63,7 @@ CASES: list[tuple[Any, str, list[Any]]] = [
     (p.ProbeAsk(3), "limit_ns", [0, p.PROBE_NS_MAX + 1]),
     (p.ProbeAsk(3), "run_id", BAD_NAMES[1:]),
     (p.ProbeAnswer(3, 2, "r"), "difference", ["x" * (m.TEXT_CHARS_MAX + 1)]),
+    (p.ProbeAnswer(3, 2, "r"), "shared_config", [None, {"a": 1}, {"": "x"}]),
     (p.ProbeTaken(0, 0, 0), "bytes", [-1, p.PROBE_BYTES_MAX + 1]),
     (p.Filler(b""), "data", [b"x" * (m.CHUNK_BYTES_MAX + 1), "text"]),
     (PULL, "from_version", [10, 8, 6]),

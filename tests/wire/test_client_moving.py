@@ -45,6 +45,23 @@ def test_everything_goes_where_the_site_was_taken_in(start: Callable[..., Wired]
     assert (client.bytes_up, client.bytes_down) == (2 * up, 2 * down), "one count, wherever it goes"
 
 
+def test_a_client_of_another_process_follows_where_the_site_was_taken_in(start: Callable[..., Wired]) -> None:
+    one, other, client = two(start)
+    follower = one.client(address=f"{one.server.address}, {other.server.address}")
+    one.syncer.join_fails = AWAY
+    client.join(join_ask())
+    follower._up.bytes_per_s = 1_000_000
+    follower.follow(client.taken_in)
+    assert follower.address == other.server.address
+    assert follower.taken_in == client.taken_in
+    assert follower.has_patience == client.has_patience
+    assert follower._up.bytes_per_s == 0, "it was learned of another link"
+    follower.push(push_header(b"four"), b"four")
+    follower.pull(PullAsk(RUN, "site-a", 0, -1), PullSink())
+    assert other.syncer.calls == ["join", "open_push", "pull"]
+    assert one.syncer.calls == ["join"]
+
+
 def test_what_was_learned_of_one_link_holds_for_no_other(start: Callable[..., Wired]) -> None:
     one, _, client = two(start)
     client.join(join_ask())

@@ -27,6 +27,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_RESTORED: _ClassVar[Reason]
     REASON_CORRUPT: _ClassVar[Reason]
     REASON_WITHDRAWN: _ClassVar[Reason]
+    REASON_OTHER_DATA: _ClassVar[Reason]
 
 class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -59,6 +60,7 @@ REASON_FULL: Reason
 REASON_RESTORED: Reason
 REASON_CORRUPT: Reason
 REASON_WITHDRAWN: Reason
+REASON_OTHER_DATA: Reason
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_ACCEPTED: Outcome
 OUTCOME_DUPLICATE: Outcome
@@ -182,7 +184,7 @@ class JoinResponse(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., lineage: _Optional[int] = ..., standings: _Optional[_Iterable[_Union[Standing, _Mapping]]] = ..., run_tokens: _Optional[int] = ..., progress_ppm: _Optional[int] = ..., ending: _Optional[_Union[Ending, str]] = ..., settings: _Optional[_Union[LearnerSettings, _Mapping]] = ..., protocol: _Optional[int] = ..., ticket: _Optional[int] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("run_id", "site_id", "incarnation", "fragment", "sequence", "base_version", "tokens", "steps", "step_ns", "cursor", "final", "encoding", "payload_bytes", "numel", "digest", "values_digest", "frames", "beside", "progress", "others")
+    __slots__ = ("run_id", "site_id", "incarnation", "fragment", "sequence", "base_version", "tokens", "steps", "step_ns", "cursor", "final", "encoding", "payload_bytes", "numel", "digest", "values_digest", "frames", "beside", "progress", "others", "spans", "lineage")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SITE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -203,6 +205,8 @@ class PushHeader(_message.Message):
     BESIDE_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     OTHERS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     site_id: str
     incarnation: int
@@ -223,7 +227,9 @@ class PushHeader(_message.Message):
     beside: bool
     progress: bool
     others: int
-    def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., sequence: _Optional[int] = ..., base_version: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., step_ns: _Optional[int] = ..., cursor: _Optional[int] = ..., final: bool = ..., encoding: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., numel: _Optional[int] = ..., digest: _Optional[str] = ..., values_digest: _Optional[str] = ..., frames: bool = ..., beside: bool = ..., progress: bool = ..., others: _Optional[int] = ...) -> None: ...
+    spans: _containers.RepeatedScalarFieldContainer[int]
+    lineage: int
+    def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., fragment: _Optional[int] = ..., sequence: _Optional[int] = ..., base_version: _Optional[int] = ..., tokens: _Optional[int] = ..., steps: _Optional[int] = ..., step_ns: _Optional[int] = ..., cursor: _Optional[int] = ..., final: bool = ..., encoding: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., numel: _Optional[int] = ..., digest: _Optional[str] = ..., values_digest: _Optional[str] = ..., frames: bool = ..., beside: bool = ..., progress: bool = ..., others: _Optional[int] = ..., spans: _Optional[_Iterable[int]] = ..., lineage: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("offset", "crc32", "data", "xxh3")
@@ -420,7 +426,7 @@ class PullResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[PullHeader, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("run_id", "site_id", "incarnation", "step", "tokens_processed", "tokens_unsent", "tokens_in_flight", "tokens_overwritten", "tokens_lost", "loss", "tokens_per_s", "step_ns", "train_ns", "stall_ns", "bytes_up", "bytes_down", "versions", "digests", "link")
+    __slots__ = ("run_id", "site_id", "incarnation", "step", "tokens_processed", "tokens_unsent", "tokens_in_flight", "tokens_overwritten", "tokens_lost", "loss", "tokens_per_s", "step_ns", "train_ns", "stall_ns", "bytes_up", "bytes_down", "versions", "digests", "link", "units")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     SITE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -440,6 +446,7 @@ class ReportRequest(_message.Message):
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
+    UNITS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     site_id: str
     incarnation: int
@@ -459,7 +466,32 @@ class ReportRequest(_message.Message):
     versions: _containers.RepeatedScalarFieldContainer[int]
     digests: _containers.RepeatedScalarFieldContainer[int]
     link: LinkReport
-    def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens_processed: _Optional[int] = ..., tokens_unsent: _Optional[int] = ..., tokens_in_flight: _Optional[int] = ..., tokens_overwritten: _Optional[int] = ..., tokens_lost: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., step_ns: _Optional[int] = ..., train_ns: _Optional[int] = ..., stall_ns: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., link: _Optional[_Union[LinkReport, _Mapping]] = ...) -> None: ...
+    units: UnitAsk
+    def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., tokens_processed: _Optional[int] = ..., tokens_unsent: _Optional[int] = ..., tokens_in_flight: _Optional[int] = ..., tokens_overwritten: _Optional[int] = ..., tokens_lost: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., step_ns: _Optional[int] = ..., train_ns: _Optional[int] = ..., stall_ns: _Optional[int] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., link: _Optional[_Union[LinkReport, _Mapping]] = ..., units: _Optional[_Union[UnitAsk, _Mapping]] = ...) -> None: ...
+
+class UnitAsk(_message.Message):
+    __slots__ = ("known", "begin", "upto", "floor", "again")
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    UPTO_FIELD_NUMBER: _ClassVar[int]
+    FLOOR_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
+    known: int
+    begin: int
+    upto: int
+    floor: int
+    again: int
+    def __init__(self, known: _Optional[int] = ..., begin: _Optional[int] = ..., upto: _Optional[int] = ..., floor: _Optional[int] = ..., again: _Optional[int] = ...) -> None: ...
+
+class UnitList(_message.Message):
+    __slots__ = ("first", "units", "counts")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    UNITS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    units: _containers.RepeatedScalarFieldContainer[int]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, first: _Optional[int] = ..., units: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LinkReport(_message.Message):
     __slots__ = ("rtt_ns", "up_bytes_per_s", "down_bytes_per_s", "up_codec", "channels", "exchange_steps", "why", "round_ns", "overlap_steps")
@@ -484,20 +516,22 @@ class LinkReport(_message.Message):
     def __init__(self, rtt_ns: _Optional[int] = ..., up_bytes_per_s: _Optional[int] = ..., down_bytes_per_s: _Optional[int] = ..., up_codec: _Optional[str] = ..., channels: _Optional[int] = ..., exchange_steps: _Optional[int] = ..., why: _Optional[str] = ..., round_ns: _Optional[int] = ..., overlap_steps: _Optional[int] = ...) -> None: ...
 
 class ReportResponse(_message.Message):
-    __slots__ = ("epoch", "run_tokens", "progress_ppm", "known", "ending", "retake")
+    __slots__ = ("epoch", "run_tokens", "progress_ppm", "known", "ending", "retake", "units")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_PPM_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     ENDING_FIELD_NUMBER: _ClassVar[int]
     RETAKE_FIELD_NUMBER: _ClassVar[int]
+    UNITS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     run_tokens: int
     progress_ppm: int
     known: bool
     ending: Ending
     retake: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, epoch: _Optional[int] = ..., run_tokens: _Optional[int] = ..., progress_ppm: _Optional[int] = ..., known: bool = ..., ending: _Optional[_Union[Ending, str]] = ..., retake: _Optional[_Iterable[int]] = ...) -> None: ...
+    units: UnitList
+    def __init__(self, epoch: _Optional[int] = ..., run_tokens: _Optional[int] = ..., progress_ppm: _Optional[int] = ..., known: bool = ..., ending: _Optional[_Union[Ending, str]] = ..., retake: _Optional[_Iterable[int]] = ..., units: _Optional[_Union[UnitList, _Mapping]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("run_id", "site_id", "incarnation")
@@ -541,7 +575,14 @@ class ProbeAsk(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., run_id: _Optional[str] = ..., layout_fingerprint: _Optional[str] = ..., layout_json: _Optional[bytes] = ..., shared_config: _Optional[_Mapping[str, str]] = ..., bytes_up: _Optional[int] = ..., bytes_down: _Optional[int] = ..., limit_ns: _Optional[int] = ...) -> None: ...
 
 class ProbeAnswer(_message.Message):
-    __slots__ = ("protocol", "protocol_oldest", "run_id", "identity", "time_ns", "difference", "standby_of")
+    __slots__ = ("protocol", "protocol_oldest", "run_id", "identity", "time_ns", "difference", "standby_of", "shared_config")
+    class SharedConfigEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_OLDEST_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -549,6 +590,7 @@ class ProbeAnswer(_message.Message):
     TIME_NS_FIELD_NUMBER: _ClassVar[int]
     DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     STANDBY_OF_FIELD_NUMBER: _ClassVar[int]
+    SHARED_CONFIG_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     protocol_oldest: int
     run_id: str
@@ -556,7 +598,8 @@ class ProbeAnswer(_message.Message):
     time_ns: int
     difference: str
     standby_of: str
-    def __init__(self, protocol: _Optional[int] = ..., protocol_oldest: _Optional[int] = ..., run_id: _Optional[str] = ..., identity: _Optional[str] = ..., time_ns: _Optional[int] = ..., difference: _Optional[str] = ..., standby_of: _Optional[str] = ...) -> None: ...
+    shared_config: _containers.ScalarMap[str, str]
+    def __init__(self, protocol: _Optional[int] = ..., protocol_oldest: _Optional[int] = ..., run_id: _Optional[str] = ..., identity: _Optional[str] = ..., time_ns: _Optional[int] = ..., difference: _Optional[str] = ..., standby_of: _Optional[str] = ..., shared_config: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ProbeTaken(_message.Message):
     __slots__ = ("bytes", "duration_ns", "bytes_per_s")
