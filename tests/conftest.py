@@ -7,6 +7,7 @@ import os
 # Before torch is imported, here and in every process that a test starts: neighbours that each open a thread per core
 # spin on one another and are several times slower than one thread each.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"  # No test asks the hub; read when its libraries are first imported.
 
 import pytest
 import torch

@@ -1,52 +1,35 @@
 """Checkpoints on disk: safetensors and a manifest, whole or not there, verified on read, without pickle.
 
 ``<root>/<name>/manifest.json`` holds the caller's ``meta`` and the size and sha256 of each tensor file; tensors named
-``part/rest`` lie in ``part.safetensors`` under ``rest``.  Names sort by age.
+``part/rest`` lie in ``part.safetensors`` under ``rest``.  Names sort by age.  ``parts`` writes those of a site that
+holds its model in parts, ``opened`` reads both.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import threading
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 from safetensors import SafetensorError
-from torch import Tensor
 
 from diloco.durable import PLAIN_DISK, Step
 from diloco.inner.checks import require
+from diloco.inner.opened import WHOLE, Checkpoint
+from diloco.inner.sealed import CheckpointError, digest_of_file, write_sealed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
 
     from diloco.durable import Disk
 
-FORMAT = 1
+__all__ = ["AsyncWriter", "Checkpoint", "CheckpointError", "latest", "load", "names", "publish", "save"]
+
 TEMPORARY = ".tmp-"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be written or read; the message names the file."""
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """One checkpoint in memory.  ``meta`` is plain JSON."""
-
-    path: Path
-    tensors: dict[str, Tensor]
-    meta: dict[str, Any]
-    skipped: tuple[str, ...] = ()
-    """In words: newer checkpoints that were passed over, and why."""
-
-    def part(self, name: str) -> dict[str, Tensor]:
-        """Tensors under ``name/``, without that prefix."""
-        return {key[len(name) + 1 :]: tensor for key, tensor in self.tensors.items() if key.startswith(f"{name}/")}
 
 
 def save(
@@ -63,31 +46,35 @@ def save(
     ``tensors`` are named ``part/rest``, on any device, and do not share memory.  CheckpointError in words.
     """
     require(keep >= 0, "keep", keep, "0 (all) or more")
-    path, temporary, replaced = root / name, root / f"{TEMPORARY}{name}", root / f"{TEMPORARY}old-{name}"
+    path, temporary = root / name, root / f"{TEMPORARY}{name}"
     try:
         disk.settle(root, Step.CHECKPOINT_FOLDER)
-        for left in (temporary, replaced):
-            disk.remove(left, Step.CHECKPOINT_PRUNE)
+        disk.remove(temporary, Step.CHECKPOINT_PRUNE)
         disk.make_folder(temporary, Step.CHECKPOINT_BEGIN)
         files = {part: _write_part(temporary, part, named, disk) for part, named in _by_part(tensors).items()}
-        told = {"format": FORMAT, "files": files, "meta": dict(meta)}
-        text = json.dumps({**told, "sha256": _digest(told)}, indent=1, allow_nan=False)
-        disk.make(temporary / "manifest.json", lambda manifest: manifest.write_text(text), Step.CHECKPOINT_FILE)
-        disk.sync_file(temporary / "manifest.json", Step.CHECKPOINT_FILE)
-        disk.sync_folder(temporary, Step.CHECKPOINT_FOLDER)
-        if path.exists():
-            disk.rename(path, replaced, Step.CHECKPOINT_RENAME)
-        disk.rename(temporary, path, Step.CHECKPOINT_RENAME)
-        disk.sync_folder(root, Step.CHECKPOINT_FOLDER)
-        disk.remove(replaced, Step.CHECKPOINT_PRUNE)
-        for old in names(root)[:-keep] if keep else []:
-            if old != name:
-                disk.remove(root / old, Step.CHECKPOINT_PRUNE)
+        told = {"format": WHOLE, "files": files, "meta": dict(meta)}
+        write_sealed(temporary / "manifest.json", told, disk, Step.CHECKPOINT_FILE)
+        publish(root, name, keep, disk)
     except (OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):  # A full disk does not get fuller with every attempt.
             disk.remove(temporary, Step.CHECKPOINT_PRUNE)
         raise CheckpointError(f"the checkpoint {path} could not be written: {error}") from error
     return path
+
+
+def publish(root: Path, name: str, keep: int, disk: Disk) -> None:
+    """Give the checkpoint in the temporary folder, whose files are durable, its name; delete all but ``keep``."""
+    path, temporary, replaced = root / name, root / f"{TEMPORARY}{name}", root / f"{TEMPORARY}old-{name}"
+    disk.remove(replaced, Step.CHECKPOINT_PRUNE)
+    disk.sync_folder(temporary, Step.CHECKPOINT_FOLDER)
+    if path.exists():
+        disk.rename(path, replaced, Step.CHECKPOINT_RENAME)
+    disk.rename(temporary, path, Step.CHECKPOINT_RENAME)
+    disk.sync_folder(root, Step.CHECKPOINT_FOLDER)
+    disk.remove(replaced, Step.CHECKPOINT_PRUNE)
+    for old in names(root)[:-keep] if keep else []:
+        if old != name:
+            disk.remove(root / old, Step.CHECKPOINT_PRUNE)
 
 
 def names(root: Path) -> list[str]:
@@ -98,23 +85,10 @@ def names(root: Path) -> list[str]:
 
 
 def load(path: Path) -> Checkpoint:
-    """Read and verify one checkpoint; CheckpointError names the file that is missing or damaged."""
-    manifest = path / "manifest.json"
-    try:
-        told = json.loads(manifest.read_text())
-        digest = told.pop("sha256")
-        files, meta = told["files"], told["meta"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{manifest} cannot be read: {error}") from error
-    if digest != _digest(told):
-        raise CheckpointError(f"{manifest} is damaged: its own sha256 does not match")
-    if told.get("format") != FORMAT:
-        raise CheckpointError(f"{manifest} has format {told.get('format')!r}, and this program reads {FORMAT}")
-    tensors: dict[str, Tensor] = {}
-    for part, facts in files.items():
-        for key, tensor in _read_part(path / f"{part}.safetensors", facts["sha256"]).items():
-            tensors[f"{part}/{key}"] = tensor
-    return Checkpoint(path, tensors, meta)
+    """Open and verify one checkpoint; CheckpointError names the file that is missing or damaged."""
+    found = Checkpoint(path)
+    found.verify()
+    return found
 
 
 def latest(root: Path) -> Checkpoint | None:
@@ -129,7 +103,8 @@ def latest(root: Path) -> Checkpoint | None:
         except CheckpointError as error:
             skipped.append(str(error))
             continue
-        return Checkpoint(found.path, found.tensors, found.meta, tuple(skipped))
+        found.skipped = tuple(skipped)
+        return found
     if skipped:
         raise CheckpointError(f"no checkpoint in {root} is whole: {'; '.join(skipped)}")
     return None
@@ -148,25 +123,7 @@ def _write_part(directory: Path, part: str, tensors: dict[str, Tensor], disk: Di
     file = directory / f"{part}.safetensors"
     disk.make(file, lambda path: safetensors.torch.save_file(tensors, path), Step.CHECKPOINT_FILE)
     disk.sync_file(file, Step.CHECKPOINT_FILE)
-    return {"bytes": file.stat().st_size, "sha256": _digest_of_file(file)}
-
-
-def _read_part(file: Path, wanted: str) -> dict[str, Tensor]:
-    try:
-        if _digest_of_file(file) != wanted:
-            raise CheckpointError(f"{file} is damaged: its sha256 differs from the manifest")
-        return safetensors.torch.load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-
-
-def _digest_of_file(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
-
-
-def _digest(told: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    return {"bytes": file.stat().st_size, "sha256": digest_of_file(file)}
 
 
 class AsyncWriter:
@@ -194,14 +151,16 @@ class AsyncWriter:
 
     def submit(self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Start writing ``root/name``; must not be called while ``busy``."""
+        self.start(lambda: save(self.root, name, tensors, meta, self._keep, self._disk))
+
+    def start(self, write: Callable[[], object]) -> None:
+        """Start ``write``; must not be called while ``busy``."""
         assert not self.busy, "one checkpoint at a time: ask busy first"
         if self._synchronous:
-            save(self.root, name, tensors, meta, self._keep, self._disk)
+            write()
             return
         # A daemon, so that a disk that hangs cannot keep a dying process alive; wait() is the orderly end.
-        self._thread = threading.Thread(
-            target=self._write, args=(name, tensors, meta), name="checkpoint-writer", daemon=True
-        )
+        self._thread = threading.Thread(target=self._write, args=(write,), name="checkpoint-writer", daemon=True)
         self._thread.start()
 
     def wait(self, bound_s: float) -> None:
@@ -211,8 +170,8 @@ class AsyncWriter:
         if self.busy:
             raise CheckpointError(f"a checkpoint in {self.root} is still being written after {bound_s:g} s")
 
-    def _write(self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
+    def _write(self, write: Callable[[], object]) -> None:
         try:
-            save(self.root, name, tensors, meta, self._keep, self._disk)
+            write()
         except Exception as error:  # kept and raised in the caller's thread, whatever it is
             self._error = error

@@ -18,8 +18,10 @@ from diloco.inner.checks import require
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-KINDS = ("stdlib", "text", "jsonl")
+KINDS = ("stdlib", "text", "jsonl", "tokens", "hf")
 SPLITS = ("train", "validation")
+FIELD = "text"
+"""Which field of a line of JSON is the text, where nothing else is said."""
 STDLIB_BYTES_MIN = 2_000_000
 STDLIB_LEFT_OUT = frozenset({"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"})
 VALIDATION_FIRST_BYTE = 16
@@ -84,14 +86,14 @@ def source_files(kind: str, path: str, pattern: str) -> list[Path]:
     return files
 
 
-def read_corpus(kind: str, files: Iterable[Path]) -> Corpus:
-    """Read and hash every document once; DataError says what is wrong with the text.
+def read_corpus(kind: str, files: Iterable[Path], field: str = FIELD) -> Corpus:
+    """Read and hash every document once; DataError says what is wrong with the text.  ``field`` is that of JSONL.
 
     Memory holds a few hundred bytes a document, not the text.
     """
     kept: dict[bytes, Document] = {}
     duplicates = not_text = 0
-    for document in _found(kind, files):
+    for document in _found(kind, files, field):
         if document is None:
             not_text += 1
         elif document.digest in kept:
@@ -119,33 +121,33 @@ def _check_enough(kind: str, corpus: Corpus) -> None:
         )
 
 
-def _found(kind: str, files: Iterable[Path]) -> Iterator[Document | None]:
+def _found(kind: str, files: Iterable[Path], field: str) -> Iterator[Document | None]:
     for file in files:
         if kind == "jsonl":
-            yield from _found_in_jsonl(file)
+            yield from _found_in_jsonl(file, field)
         else:
             content = file.read_bytes()
             yield _as_document(content, file, 0, len(content))
 
 
-def _found_in_jsonl(file: Path) -> Iterator[Document | None]:
+def _found_in_jsonl(file: Path, field: str) -> Iterator[Document | None]:
     offset = 0
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                text = _text_of_line(line, f"{file}:{number}")
+                text = _text_of_line(line, f"{file}:{number}", field)
                 yield _as_document(text.encode(errors="surrogatepass"), file, offset, len(line))
             offset += len(line)
 
 
-def _text_of_line(line: bytes, where: str) -> str:
+def _text_of_line(line: bytes, where: str, field: str) -> str:
     try:
         row = json.loads(line)
     except ValueError as error:
         raise DataError(f"{where} is not a line of JSON: {error}") from error
-    text = row.get("text") if isinstance(row, dict) else None
+    text = row.get(field) if isinstance(row, dict) else None
     if not isinstance(text, str):
-        raise DataError(f'{where} has no field "text" that is a string')
+        raise DataError(f'{where} has no field "{field}" that is a string (data.field says which is the text)')
     return text
 
 
@@ -160,12 +162,13 @@ def _as_document(content: bytes, file: Path, offset: int, length: int) -> Docume
     return Document(hashlib.sha256(content).digest(), file, offset, length, len(content))
 
 
-def read_text(kind: str, document: Document) -> str:
+def read_text(kind: str, document: Document, field: str = FIELD) -> str:
     """The document's text again; DataError when the file has changed since it was hashed."""
     with document.path.open("rb") as file:
         file.seek(document.offset)
         content = file.read(document.length)
-    text = _text_of_line(content, str(document.path)) if kind == "jsonl" else content.decode(errors="replace")
+    jsonl = kind == "jsonl"
+    text = _text_of_line(content, str(document.path), field) if jsonl else content.decode(errors="replace")
     if hashlib.sha256(text.encode(errors="surrogatepass")).digest() != document.digest:
         raise DataError(f"{document.path} changed while it was being prepared: start again when it is at rest")
     return text
@@ -174,4 +177,5 @@ def read_text(kind: str, document: Document) -> str:
 def check_kind(kind: str, path: str) -> None:
     """ValueError unless ``kind`` is known and has a ``path`` where it needs one."""
     require(kind in KINDS, "kind", kind, f"one of {', '.join(KINDS)}")
-    require(kind == "stdlib" or bool(path), "path", path, f"a file or folder, for kind={kind}")
+    wanted = "a file or folder" + (", or a name on the hub" if kind == "hf" else "")
+    require(kind == "stdlib" or bool(path), "path", path, f"{wanted}, for kind={kind}")

@@ -1,7 +1,8 @@
 """Text as memory-mapped token shards with a manifest, and the batches that a site draws from them.
 
 ``prepare_corpus`` writes ``<cache>/<key>/{manifest.json, train-00000.bin, validation-00000.bin, ...}``: uint16 little
-endian, documents in the order of their sha256.  ``TokenStream`` is a pure function from a cursor to a batch.
+endian (uint32 where the tokenizer has more ids than that holds), documents in the order of their sha256.
+``TokenStream`` is a pure function from a cursor to a batch.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from diloco.inner.checks import require
 from diloco.inner.corpus import (
+    FIELD,
     SPLITS,
     Corpus,
     DataError,
@@ -32,10 +36,12 @@ from diloco.inner.corpus import (
     source_files,
 )
 from diloco.inner.permutation import permuted
-from diloco.inner.tokenizer import TOKENIZERS, Tokenizer, make_tokenizer
+from diloco.inner.shards import NOTES, Notes, Shard, ShardWriter
+from diloco.inner.tokenizer import Tokenizer, check_name, make_tokenizer
+from diloco.inner.tokenizer_file import token_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
@@ -44,6 +50,9 @@ FORMAT = 1
 ENCODE_BYTES = 4_000_000
 """Text handed to the tokenizer at once; bounds memory."""
 LOCK_POLL_S = 0.1
+Progress = Callable[[str, int, int], None]
+DTYPES = ("uint16", "uint32")
+PATTERNS = MappingProxyType({"jsonl": "**/*.jsonl", "tokens": "**/*.bin"})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,37 +60,48 @@ class DataOptions:
     """Where the text comes from and how it becomes tokens."""
 
     kind: str = "stdlib"
-    """``stdlib``: this Python's standard library in source.  ``text``: files of UTF-8.  ``jsonl``: field "text"."""
+    """``stdlib``: this Python's standard library in source.  ``text``: files of UTF-8.  ``jsonl``: a field of every
+    line.  ``tokens``: ids that somebody else has made (``token_files``).  ``hf``: a data set of Hugging Face's
+    (``streamed``)."""
     path: str = ""
-    """A file or a folder, for ``text`` and ``jsonl``."""
+    """A file or a folder, for all but ``stdlib``; for ``hf`` that, or a name on the hub."""
     pattern: str = ""
     """Which files of the folder; empty for all (``text``) or ``**/*.jsonl`` (``jsonl``)."""
+    field: str = FIELD
+    """Which one is the text, for ``jsonl`` and ``hf``."""
+    name: str = ""
+    """Of ``hf``, as the next four: which of its configurations."""
+    split: str = "train"
+    validation_split: str = ""
+    """Empty: 1 in 16 documents of ``split``, by their digest."""
+    revision: str = ""
+    """On the hub: a commit, a tag or a branch; empty for its newest."""
+    documents_max: int = 0
+    """Taken from the front of each split; 0 for all."""
     tokenizer: str = "bpe1024"
     end_of_file: bool = True
     """Whether a token marks the end of each document."""
+    dtype: str = "uint16"
+    """How wide an id is in the files of ``tokens``, little-endian."""
     shard_tokens: int = 1 << 26
     lock_wait_s: float = 600.0
-    """How long to wait for another process that prepares the same text."""
+    """How long to wait for another process that prepares the same text, since it has last written a whole shard."""
 
     def __post_init__(self) -> None:
         check_kind(self.kind, self.path)
-        require(self.tokenizer in TOKENIZERS, "tokenizer", self.tokenizer, f"one of {', '.join(TOKENIZERS)}")
+        check_name(self.tokenizer)
+        require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        require(bool(self.field), "field", self.field, "a name")
+        require(bool(self.split), "split", self.split, "a name")
+        require(self.split != self.validation_split, "validation_split", self.validation_split, "another than split")
+        require(self.documents_max >= 0, "documents_max", self.documents_max, "0 (all) or more")
         require(self.shard_tokens >= 1024, "shard_tokens", self.shard_tokens, "at least 1024")
         require(self.lock_wait_s > 0, "lock_wait_s", self.lock_wait_s, "positive")
 
     @property
     def pattern_used(self) -> str:
         """The glob with the empty default resolved."""
-        return self.pattern or ("**/*.jsonl" if self.kind == "jsonl" else "**/*")
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One file of tokens."""
-
-    file: str
-    tokens: int
-    sha256: str
+        return self.pattern or PATTERNS.get(self.kind, "**/*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +130,28 @@ class CorpusManifest:
     num_not_text: int
     train: SplitManifest
     validation: SplitManifest
+    dtype: str = ""
+    """Of files that somebody else has made; empty: as wide as the vocabulary asks for."""
+    source: str = ""
+    """The folder in which the shards lie, where that is not the manifest's."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the shards lie."""
+        return Path(self.source) if self.source else self.directory
 
     @property
     def identity(self) -> str:
         """Sha256 hex of all that decides the tokens: equal on two machines exactly when they train on the same data."""
         splits = {name: [asdict(shard) for shard in self.split(name).shards] for name in SPLITS}
         told = {"format": FORMAT, "tokenizer": self.tokenizer_sha256, "corpus": self.corpus_sha256, "splits": splits}
+        told |= {"dtype": self.dtype} if self.dtype else {}
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def token_dtype(self) -> np.dtype[Any]:
+        """How a token lies in a shard."""
+        return np.dtype(self.dtype).newbyteorder("<") if self.dtype else token_dtype(self.vocab_size)
 
     @property
     def bytes_per_token(self) -> float:
@@ -131,13 +166,14 @@ class CorpusManifest:
     def verify(self) -> None:
         """Read every shard and compare its sha256; DataError names the first that differs."""
         for shard in (*self.train.shards, *self.validation.shards):
-            with (self.directory / shard.file).open("rb") as file:
+            with (self.folder / shard.file).open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
-                    raise DataError(f"{self.directory / shard.file} is damaged (its sha256 differs from the manifest)")
+                    raise DataError(f"{self.folder / shard.file} is damaged (its sha256 differs from the manifest)")
 
     def to_json(self) -> str:
         """The text of ``manifest.json``."""
-        told = {name: value for name, value in asdict(self).items() if name != "directory"}
+        usual = {"directory": self.directory, "dtype": "", "source": ""}  # An earlier release knows the rest.
+        told = {name: value for name, value in asdict(self).items() if usual.get(name) != value}
         return json.dumps({"format": FORMAT, "identity": self.identity, **told}, indent=1) + "\n"
 
 
@@ -157,35 +193,52 @@ def load_manifest(directory: Path) -> CorpusManifest:
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise DataError(f"{path} is damaged ({error}): delete {directory} to have it made again") from error
     for shard in (*manifest.train.shards, *manifest.validation.shards):
-        found = (directory / shard.file).stat().st_size if (directory / shard.file).is_file() else -1
-        if found != 2 * shard.tokens:
-            wrong = wrong or f"{shard.file} has {found} bytes and the manifest says {2 * shard.tokens}"
+        file, size = manifest.folder / shard.file, manifest.token_dtype.itemsize * shard.tokens
+        found = file.stat().st_size if file.is_file() else -1
+        if found != size:
+            wrong = wrong or f"{shard.file} has {found} bytes and the manifest says {size}"
     if wrong:
         raise DataError(f"{path} is damaged ({wrong}): delete {directory} to have it made again")
     return manifest
 
 
-def prepare_corpus(options: DataOptions, cache_dir: Path) -> CorpusManifest:
+def prepare_corpus(
+    options: DataOptions, cache_dir: Path, told: Progress = lambda split, done, total: None
+) -> CorpusManifest:
     """Tokenise the text once and return its manifest; later calls find it by the files' names, sizes and times.
 
     Several processes may call it at once: one works, the others wait for it, at most ``options.lock_wait_s``.  A
-    process that dies leaves a temporary folder, which the next one removes.  Raises DataError in words.
+    process that dies leaves what it has written, and the next one goes on behind that.  ``told`` hears of each split
+    how many bytes of its text are through, and of how many.  Raises DataError in words.
     """
+    assert options.kind not in ("tokens", "hf"), "token_files and streamed have these"
     tokenizer = make_tokenizer(options.tokenizer, options.end_of_file)
     files = source_files(options.kind, options.path, options.pattern_used)
-    key = f"{options.kind}-{options.tokenizer}-{_source_key(options, tokenizer, files)[:16]}"
+    key = f"{options.kind}-{tokenizer.name}-{_source_key(options, tokenizer, files)[:16]}"
+    return made_once(
+        cache_dir,
+        key,
+        options.lock_wait_s,
+        lambda folder: _write_all(read_corpus(options.kind, files, options.field), options, tokenizer, folder, told),
+    )
+
+
+def made_once(cache_dir: Path, key: str, wait_s: float, make: Callable[[Path], None]) -> CorpusManifest:
+    """The manifest in ``cache_dir/key``, which ``make`` has put into the folder it is given, whoever calls first.
+
+    What a process that died has left is in that folder.
+    """
     directory = cache_dir / key
     if (directory / "manifest.json").is_file():
         return load_manifest(directory)
     cache_dir.mkdir(parents=True, exist_ok=True)
-    with _lock(cache_dir / f"{key}.lock", options.lock_wait_s):
+    temporary = cache_dir / f"{key}.tmp"
+    with _lock(cache_dir / f"{key}.lock", wait_s, temporary / NOTES):
         if not (directory / "manifest.json").is_file():
             for left in cache_dir.glob(f"{key}.tmp-*"):
-                shutil.rmtree(left)
-            corpus = read_corpus(options.kind, files)
-            temporary = cache_dir / f"{key}.tmp-{os.getpid()}"
-            temporary.mkdir()
-            _write_all(corpus, options, tokenizer, temporary)
+                shutil.rmtree(left)  # Of an earlier release, which began anew.
+            temporary.mkdir(exist_ok=True)
+            make(temporary)
             temporary.rename(directory)
             _sync_directory(cache_dir)
     return load_manifest(directory)
@@ -193,9 +246,13 @@ def prepare_corpus(options: DataOptions, cache_dir: Path) -> CorpusManifest:
 
 def _source_key(options: DataOptions, tokenizer: Tokenizer, files: list[Path]) -> str:
     """Sha256 hex over what the shards are made from, by names, sizes and times, without reading the text."""
-    told = hashlib.sha256(
-        json.dumps([FORMAT, options.kind, tokenizer.digest, options.end_of_file, options.shard_tokens]).encode()
-    )
+    how: list[object] = [FORMAT, options.kind, tokenizer.digest, options.end_of_file, options.shard_tokens]
+    return key_of(how + ([] if options.field == FIELD else [options.field]), files)
+
+
+def key_of(how: Sequence[object], files: Sequence[Path]) -> str:
+    """Sha256 hex over ``how`` something is made, and from which files, by their names, sizes and times."""
+    told = hashlib.sha256(json.dumps(how).encode())
     for file in files:
         facts = file.stat()
         told.update(f"\n{file.resolve()}\0{facts.st_size}\0{facts.st_mtime_ns}".encode(errors="surrogateescape"))
@@ -203,26 +260,43 @@ def _source_key(options: DataOptions, tokenizer: Tokenizer, files: list[Path]) -
 
 
 @contextmanager
-def _lock(path: Path, wait_s: float) -> Iterator[None]:
-    """Hold an exclusive lock on ``path``; the system drops it when its holder dies.  DataError after ``wait_s``."""
-    deadline = time.monotonic() + wait_s
+def _lock(path: Path, wait_s: float, notes: Path) -> Iterator[None]:
+    """Hold an exclusive lock on ``path``; the system drops it when its holder dies.
+
+    DataError where the holder has kept it for ``wait_s`` without another line in its ``notes``.
+    """
+    deadline, seen = time.monotonic() + wait_s, _size(notes)
     with path.open("w") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
+                if (written := _size(notes)) != seen:
+                    deadline, seen = time.monotonic() + wait_s, written
                 if time.monotonic() >= deadline:
                     raise DataError(
-                        f"another process has been preparing the same text for over {wait_s:g} s (it holds {path}): "
-                        "wait for it, or stop it if it hangs"
+                        f"another process has been preparing the same text for over {wait_s:g} s (it holds {path}) and "
+                        "wrote nothing: wait for it, or stop it if it hangs"
                     ) from None
                 time.sleep(LOCK_POLL_S)
         yield
 
 
-def _write_all(corpus: Corpus, options: DataOptions, tokenizer: Tokenizer, directory: Path) -> None:
-    splits = {name: _write_split(name, corpus.split(name), options, tokenizer, directory) for name in SPLITS}
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _write_all(corpus: Corpus, options: DataOptions, tokenizer: Tokenizer, directory: Path, told: Progress) -> None:
+    how = [FORMAT, options.kind, tokenizer.digest, options.end_of_file, options.shard_tokens, corpus.digest]
+    dtype, splits = token_dtype(tokenizer.vocab_size), {}
+    notes = Notes(directory, json.dumps(how), dtype.itemsize)
+    for name in SPLITS:
+        writer = ShardWriter(directory, name, options.shard_tokens, dtype, notes)
+        splits[name] = _write_split(name, corpus.split(name), options, tokenizer, writer, told)
     manifest = CorpusManifest(
         directory=directory,
         kind=options.kind,
@@ -236,6 +310,12 @@ def _write_all(corpus: Corpus, options: DataOptions, tokenizer: Tokenizer, direc
         train=splits["train"],
         validation=splits["validation"],
     )
+    notes.remove()
+    write_manifest(manifest, directory)
+
+
+def write_manifest(manifest: CorpusManifest, directory: Path) -> None:
+    """Write ``directory/manifest.json``, so that it is there after a power cut."""
     with (directory / "manifest.json").open("w") as file:
         file.write(manifest.to_json())
         file.flush()
@@ -244,67 +324,38 @@ def _write_all(corpus: Corpus, options: DataOptions, tokenizer: Tokenizer, direc
 
 
 def _write_split(
-    name: str, documents: list[Document], options: DataOptions, tokenizer: Tokenizer, directory: Path
+    name: str,
+    documents: list[Document],
+    options: DataOptions,
+    tokenizer: Tokenizer,
+    writer: ShardWriter,
+    told: Progress,
 ) -> SplitManifest:
-    writer = _ShardWriter(directory, name, options.shard_tokens)
-    for texts in _text_batches(options.kind, documents):
-        for ids in tokenizer.encode_batch(texts):
-            writer.write(ids)
-            if tokenizer.end_of_file is not None:
-                writer.write(np.array([tokenizer.end_of_file], dtype=np.uint16))
-    shards = writer.close()
     text_bytes = sum(document.text_bytes for document in documents)
+    done = sum(document.text_bytes for document in documents[: writer.documents])
+    for texts, size in _text_batches(options, documents[writer.documents :]):
+        told(name, done, text_bytes)
+        for ids in tokenizer.encode_batch(texts):
+            end = [] if tokenizer.end_of_file is None else [tokenizer.end_of_file]
+            writer.write(np.concatenate([ids, np.array(end, dtype=writer.dtype)]))
+        done += size
+    told(name, text_bytes, text_bytes)
+    shards = writer.close()
     return SplitManifest(len(documents), text_bytes, sum(shard.tokens for shard in shards), tuple(shards))
 
 
-def _text_batches(kind: str, documents: list[Document]) -> Iterator[list[str]]:
+def _text_batches(options: DataOptions, documents: list[Document]) -> Iterator[tuple[list[str], int]]:
+    """The texts, and how many bytes they have."""
     texts: list[str] = []
     held = 0
     for document in documents:
-        texts.append(read_text(kind, document))
+        texts.append(read_text(options.kind, document, options.field))
         held += document.text_bytes
         if held >= ENCODE_BYTES:
-            yield texts
+            yield texts, held
             texts, held = [], 0
     if texts:
-        yield texts
-
-
-class _ShardWriter:
-    """Appends ids to shards of at most ``shard_tokens`` each, hashing on the way."""
-
-    def __init__(self, directory: Path, split: str, shard_tokens: int) -> None:
-        self._directory, self._split, self._shard_tokens = directory, split, shard_tokens
-        self._shards: list[Shard] = []
-        self._pending: list[NDArray[np.uint16]] = []
-        self._held = 0
-
-    def write(self, ids: NDArray[np.uint16]) -> None:
-        """Append ``ids``; a shard that is full goes to disk."""
-        while self._held + len(ids) >= self._shard_tokens:
-            room = self._shard_tokens - self._held
-            self._pending.append(ids[:room])
-            self._flush()
-            ids = ids[room:]
-        self._pending.append(ids)
-        self._held += len(ids)
-
-    def close(self) -> list[Shard]:
-        """Write what is left and return all shards."""
-        if self._held:
-            self._flush()
-        return self._shards
-
-    def _flush(self) -> None:
-        values = np.concatenate(self._pending).astype("<u2")
-        content = values.tobytes()
-        name = f"{self._split}-{len(self._shards):05d}.bin"
-        with (self._directory / name).open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        self._shards.append(Shard(name, len(values), hashlib.sha256(content).hexdigest()))
-        self._pending, self._held = [], 0
+        yield texts, held
 
 
 def _sync_directory(directory: Path) -> None:
@@ -323,7 +374,8 @@ class _Windows:
         require(length >= 1, "sequence_length", length, "at least 1")
         shards = manifest.split(split).shards
         self._length = length
-        self._tokens = [np.memmap(manifest.directory / shard.file, dtype="<u2", mode="r") for shard in shards]
+        kind = manifest.token_dtype
+        self._tokens = [np.memmap(manifest.folder / shard.file, dtype=kind, mode="r") for shard in shards]
         self._ends = np.cumsum([(shard.tokens - 1) // length for shard in shards])
         self.count = int(self._ends[-1]) if shards else 0
         require(
@@ -390,9 +442,16 @@ class TokenStream:
 
     def window_indices(self, cursor: int) -> NDArray[np.int64]:
         """Which windows of the split ``batch`` reads, int64 [batch_sequences]; ValueError for a negative cursor."""
+        return self.windows_at(self.drawn(cursor))
+
+    def drawn(self, cursor: int) -> NDArray[np.int64]:
+        """The cursors of the sequences that are this rank's, int64 [batch_sequences]."""
         require(cursor >= 0, "cursor", cursor, "not negative")
         first = cursor + self._rank * self.batch_sequences
-        drawn = np.arange(first, first + self.batch_sequences, dtype=np.int64)
+        return np.arange(first, first + self.batch_sequences, dtype=np.int64)
+
+    def windows_at(self, drawn: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The windows at these places of the endless order."""
         epochs, places = np.divmod(drawn, self.sequences_per_epoch)
         for epoch in np.unique(epochs):
             here = epochs == epoch

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from diloco.inner.checks import require
+from diloco.inner.computing import contexts
+from diloco.inner.kernels import Kernels
+from diloco.inner.pieces import local, put
 
 FFN_MULTIPLE = 32
 PLAIN_LENGTH_MAX = 512
@@ -79,22 +84,14 @@ class ModelOptions:
 
 
 def rotary_tables(options: ModelOptions) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, fp32 [context, head_dim / 2]: angle t * theta^(-2i / head_dim) (RoFormer, equation 15)."""
-    pair = torch.arange(0, options.head_dim, 2, dtype=torch.float64)
-    angles = torch.outer(
-        torch.arange(options.context, dtype=torch.float64), options.rope_theta ** (-pair / options.head_dim)
-    )
-    return angles.cos().float(), angles.sin().float()
+    """Cosines and sines, fp32 [context, head_dim / 2]: angle t * theta^(-2i / head_dim) (RoFormer, equation 15).
 
-
-def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Turn each pair (i, i + head_dim / 2) of ``x`` [B, heads, T, head_dim] by its position's angle; dtype kept.
-
-    The fp32 tables promote the products, so the angles are never rounded to bf16.
+    The angles are rounded to fp32 as well, by the same operations as in the field's models: one that comes from there,
+    or goes there, gives the same logits.  Angles of more bits gave others by 7e-5 after 512 tokens.
     """
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
-    return turned.to(x.dtype)
+    pair = torch.arange(0, options.head_dim, 2).float()
+    angles = torch.outer(torch.arange(options.context).float(), 1.0 / options.rope_theta ** (pair / options.head_dim))
+    return angles.cos(), angles.sin()
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -127,6 +124,7 @@ class Attention(nn.Module):
 
     def __init__(self, options: ModelOptions) -> None:
         super().__init__()
+        self.kernels = Kernels()
         self.head_dim = options.head_dim
         kv_dim = options.kv_heads_used * options.head_dim
         self.query = nn.Linear(options.dim, options.dim, bias=False)
@@ -136,14 +134,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         """Map [B, T, dim] to [B, T, dim]."""
-        batch, length, dim = x.shape
+        batch, length, _ = x.shape
         query, key, value = (
             part.view(batch, length, -1, self.head_dim).transpose(1, 2)
             for part in (self.query(x), self.key(x), self.value(x))
         )
-        query, key = rotate(query, cosines, sines), rotate(key, cosines, sines)
+        query, key = self.kernels.rotated(query, key, cosines, sines)
         mixed = causal_attention(query, key, value)
-        projected: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, length, dim))
+        projected: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, length, -1))
         return projected
 
 
@@ -152,13 +150,14 @@ class FeedForward(nn.Module):
 
     def __init__(self, options: ModelOptions) -> None:
         super().__init__()
+        self.kernels = Kernels()
         self.gate = nn.Linear(options.dim, options.ffn_dim_used, bias=False)
         self.up = nn.Linear(options.dim, options.ffn_dim_used, bias=False)
         self.down = nn.Linear(options.ffn_dim_used, options.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., dim] to [..., dim]."""
-        mapped: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
+        mapped: Tensor = self.down(self.kernels.gated(self.gate(x), self.up(x)))
         return mapped
 
 
@@ -167,15 +166,27 @@ class Block(nn.Module):
 
     def __init__(self, options: ModelOptions) -> None:
         super().__init__()
+        self.kernels = Kernels()
         self.attention_norm = nn.RMSNorm(options.dim, eps=options.norm_eps)
         self.attention = Attention(options)
         self.feed_forward_norm = nn.RMSNorm(options.dim, eps=options.norm_eps)
         self.feed_forward = FeedForward(options)
+        self.keeps = "none"
+        """What of a forward pass is not kept for the backward one (``computing``)."""
 
     def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         """Map [B, T, dim] to [B, T, dim]."""
-        x = x + self.attention(self.attention_norm(x), cosines, sines)
-        mixed: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        if self.keeps == "none" or not torch.is_grad_enabled():
+            return self.layer(x, cosines, sines)
+        # Nothing here is random, so that no random state has to be kept.
+        again = partial(checkpoint, self.layer, x, cosines, sines, use_reentrant=False, preserve_rng_state=False)
+        made: Tensor = again(context_fn=contexts()) if self.keeps == "selective" else again()
+        return made
+
+    def layer(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        """What a block is, however it is computed."""
+        x = x + self.attention(self.kernels.normalised(self.attention_norm, x), cosines, sines)
+        mixed: Tensor = x + self.feed_forward(self.kernels.normalised(self.feed_forward_norm, x))
         return mixed
 
 
@@ -192,6 +203,9 @@ class Transformer(nn.Module):
     def __init__(self, options: ModelOptions, seed: int = 0) -> None:
         super().__init__()
         self.options = options
+        self.kernels = Kernels()
+        self.loss_chunk = 0
+        """Tokens of which the logits exist at the same time; 0 for all."""
         # torch's own layers draw initial values when they are made; what they draw is put back, and overwritten.
         with torch.random.fork_rng(devices=[]):
             self.embedding = nn.Embedding(options.vocab_size, options.dim)
@@ -203,17 +217,23 @@ class Transformer(nn.Module):
         cosines, sines = rotary_tables(options)
         self.register_buffer("cosines", cosines, persistent=False)
         self.register_buffer("sines", sines, persistent=False)
-        self._initialise(torch.Generator().manual_seed(seed))
+        self.seed = seed
+        if not self.cosines.is_meta:
+            self.fill()
 
     @torch.no_grad()
-    def _initialise(self, generator: torch.Generator) -> None:
-        """Matrices normal with std 1/sqrt(fan in); those that write to the residual stream by sqrt(2 layers) smaller.
+    def fill(self) -> None:
+        """Write the initial values of ``seed``: of a parameter that ranks hold in parts, this rank's part of them.
 
-        An untied head starts ten times smaller, so that the first loss is close to ln(vocab_size).
+        Matrices are normal with std 1/sqrt(fan in); those that write to the residual stream by sqrt(2 layers) smaller.
+        An untied head starts ten times smaller, so that the first loss is close to ln(vocab_size).  Each is drawn
+        whole, on the CPU, one after the other: the values are the same however the model is held.
         """
+        generator = torch.Generator().manual_seed(self.seed)
         residual = 1.0 / math.sqrt(2 * self.options.layers)
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
+                local(parameter).fill_(1.0)
                 continue
             std = 1.0 / math.sqrt(parameter.shape[1])
             if name.endswith(("attention.output.weight", "feed_forward.down.weight")):
@@ -222,18 +242,46 @@ class Transformer(nn.Module):
                 std *= 0.1
             elif name == "embedding.weight":
                 std = 1.0 / self.options.dim if self.options.tied else EMBEDDING_STD
-            parameter.normal_(0.0, std, generator=generator)
+            put(parameter, torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+        for buffer, table in zip((self.cosines, self.sines), rotary_tables(self.options), strict=True):
+            buffer.copy_(table)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits [B, T, vocab_size] for ``tokens`` int64 [B, T] with T at most ``context``; ValueError if longer."""
+    def take_shape(self, device: torch.device) -> None:
+        """On ``device`` what was made without memory (on torch's meta device), with the initial values of ``seed``."""
+        self.to_empty(device=device)
+        if self.options.tied:
+            self.head.weight = self.embedding.weight
+        self.fill()
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits [B, T, vocab_size] for ``tokens`` int64 [B, T] with T at most ``context``; ValueError if longer.
+
+        With ``targets`` the loss: where ranks hold the head in parts, it is whole only while they are in here.
+        """
         length = tokens.shape[1]
         require(length <= self.options.context, "sequence length", length, f"at most context={self.options.context}")
         x = self.embedding(tokens)
         cosines, sines = self.cosines[:length], self.sines[:length]
         for block in self.blocks:
             x = block(x, cosines, sines)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        x = self.kernels.normalised(self.norm, x)
+        if targets is not None and self.kernels.fused_loss is not None:
+            return self.kernels.fused_loss(x.flatten(0, 1), self.head.weight, targets.flatten())
+        if targets is not None and self.loss_chunk:
+            return chunked_loss(self.head, x, targets, self.loss_chunk)
+        logits: Tensor = self.head(x)
+        return logits if targets is None else next_token_loss(logits, targets)
+
+    def compute_by(self, kernels: Kernels) -> None:
+        """Have what is no product of matrices computed by ``kernels``."""
+        self.kernels = kernels
+        for block in self.layers:
+            block.kernels = block.attention.kernels = block.feed_forward.kernels = kernels
+
+    @property
+    def layers(self) -> list[Block]:
+        """The blocks, as what they are."""
+        return [block for block in self.blocks if isinstance(block, Block)]
 
     def num_parameters(self) -> int:
         """Trained values; tied matrices count once."""
@@ -243,6 +291,23 @@ class Transformer(nn.Module):
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats per token, fp32 scalar, of ``logits`` [B, T, V] against ``targets`` int64 [B, T]."""
     return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def chunked_loss(head: nn.Module, x: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """``next_token_loss`` of what ``head`` makes of ``x`` [B, T, dim], with the logits of ``chunk`` tokens at a time.
+
+    Each chunk's are made once more in the backward pass, so that those of all tokens never exist: one more product with
+    the head's matrix, against V times T values in fp32.
+    """
+    total = torch.zeros((), dtype=torch.float32, device=x.device)
+    parts, all_wanted = torch.split(x.flatten(0, 1), chunk), torch.split(targets.flatten(), chunk)
+    for part, wanted in zip(parts, all_wanted, strict=True):
+        total = total + checkpoint(_summed_loss, head, part, wanted, use_reentrant=False, preserve_rng_state=False)
+    return total / targets.numel()
+
+
+def _summed_loss(head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(head(x).float(), targets, reduction="sum")
 
 
 def flops_per_token(options: ModelOptions, sequence_length: int | None = None) -> int:

@@ -13,11 +13,16 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from diloco.inner import gradients
 from diloco.inner.checks import require
+from diloco.inner.gathered_muon import GatheredMuon
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from diloco.inner.parallel import SiteGroup
 
 OPTIMIZERS = ("adamw", "muon", "sgd")
 SCHEDULES = ("wsd", "cosine", "constant")
@@ -116,10 +121,12 @@ class InnerOptimizers:
         for optimizer, _ in self._parts.values():
             optimizer.zero_grad(set_to_none=True)
 
-    def clip(self) -> Tensor:
-        """Scale the gradients to at most ``options.clip`` and return their global 2-norm before, an fp32 scalar."""
-        bound = self.options.clip or math.inf
-        return torch.nn.utils.clip_grad_norm_(self._parameters, bound)
+    def clip(self, group: SiteGroup | None = None) -> float:
+        """Scale the gradients to at most ``options.clip`` and return their global 2-norm before.
+
+        A collective of ``group`` where parameters are sharded.
+        """
+        return gradients.clip(self._parameters, self.options.clip or math.inf, group)
 
     def step(self) -> None:
         """Apply the gradients."""
@@ -178,7 +185,7 @@ def _muon_takes(model: nn.Module) -> set[int]:
 
 
 def build_optimizers(model: nn.Module, options: InnerOptions) -> InnerOptimizers:
-    """Optimizers over the plain ``model`` (not its DDP wrapper), every parameter in exactly one of them."""
+    """Optimizers over ``model`` (not its DDP wrapper; after it was spread), every parameter in exactly one of them."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     parts: dict[str, tuple[torch.optim.Optimizer, list[str]]] = {}
     if options.optimizer == "muon":
@@ -186,7 +193,8 @@ def build_optimizers(model: nn.Module, options: InnerOptions) -> InnerOptimizers
         hidden = {name: parameter for name, parameter in trained.items() if id(parameter) in ids}
         trained = {name: parameter for name, parameter in trained.items() if id(parameter) not in ids}
         if hidden:
-            muon = torch.optim.Muon(
+            sharded = any(isinstance(parameter, DTensor) for parameter in hidden.values())
+            muon = (GatheredMuon if sharded else torch.optim.Muon)(
                 list(hidden.values()),
                 lr=options.muon_lr,
                 momentum=options.muon_momentum,

@@ -6,12 +6,18 @@ Never used across sites.  The rendezvous is given as arguments; whoever started 
 from __future__ import annotations
 
 import inspect
+import time
+import weakref
+from collections import deque
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.inner.checks import require
@@ -24,6 +30,18 @@ if TYPE_CHECKING:
 DEVICES = ("auto", "cpu", "cuda")
 SMALL_MAX = 63
 """Most integers in one small broadcast."""
+LATEST_MAX = 8
+"""Of the tensors that collectives were given so many are remembered: those that gloo's threads may still hold."""
+SETTLE_S = 5.0
+
+
+class OpenStore:
+    """Where ranks that several processes start meet: served by this process, as long as somebody keeps the object."""
+
+    def __init__(self) -> None:
+        self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.port: int = self._store.port
+        """The system has chosen it."""
 
 
 class GroupError(RuntimeError):
@@ -45,7 +63,9 @@ class SiteGroup:
         master_port: int = 0,
         device: str = "auto",
         timeout_s: float = 120.0,
+        start: int = 0,
     ) -> None:
+        """``start`` counts how often the same ranks were started at the same rendezvous before."""
         require(device in DEVICES, "device", device, f"one of {', '.join(DEVICES)}")
         require(world >= 1, "world", world, "at least 1")
         require(0 <= rank < world, "rank", rank, f"0 to world-1={world - 1}")
@@ -53,6 +73,9 @@ class SiteGroup:
         cuda = torch.cuda.is_available()
         require(device != "cuda" or cuda, "device", device, "torch finds no CUDA device here")
         self.rank, self.local_rank, self.world, self.timeout_s = rank, local_rank, world, timeout_s
+        self.master_addr = master_addr
+        """Where the rendezvous is, as this machine reaches it."""
+        self._latest: deque[weakref.ref[Tensor]] = deque(maxlen=LATEST_MAX)
         on_cuda = cuda and device != "cpu"
         self.device = torch.device("cuda", local_rank) if on_cuda else torch.device("cpu")
         self.backend = ("nccl" if on_cuda else "gloo") if world > 1 else ""
@@ -60,13 +83,18 @@ class SiteGroup:
             torch.cuda.set_device(self.device)
         if world > 1:
             require(master_port > 0, "master_port", master_port, "the rendezvous port, for more than one rank")
-            with self._bounded("the rendezvous"):
+            with self.bounded("the rendezvous"):
+                bound = timedelta(seconds=timeout_s)
+                where = f"tcp://{master_addr}:{master_port}?rank={rank}&world_size={world}"
+                store, _, _ = next(rendezvous(where, timeout=bound))
+                # Ranks that were started again meet in the same store as those before them, whose addresses it still
+                # has: who reads one of them tries to reach a process that is no more.
                 dist.init_process_group(
                     self.backend,
-                    init_method=f"tcp://{master_addr}:{master_port}",
+                    store=PrefixStore(f"start-{start}", store),
                     rank=rank,
                     world_size=world,
-                    timeout=timedelta(seconds=timeout_s),
+                    timeout=bound,
                     device_id=self.device if on_cuda else None,
                 )
 
@@ -83,7 +111,7 @@ class SiteGroup:
         model.to(self.device)
         if self.world == 1:
             return model
-        with self._bounded("wrapping the model"):
+        with self.bounded("wrapping the model"):
             ids = [self.device] if self.device.type == "cuda" else None
             # Buffers are tables that every rank computes, so nothing is sent for them; gradients share memory with the
             # buckets that are sent.  torch 2.13 has renamed the first option, 2.11 knows only its old name.
@@ -102,8 +130,8 @@ class SiteGroup:
         """Overwrite ``tensor`` on every rank, in place, with that of ``src``; any device and dtype, same shape."""
         if self.world == 1:
             return
-        with self._bounded("a broadcast"), torch.no_grad():
-            on_device = tensor.detach().to(self.device).contiguous()
+        with self.bounded("a broadcast"), torch.no_grad():
+            on_device = self._given(tensor.detach().to(self.device).contiguous())
             dist.broadcast(on_device, src=src)
             if on_device.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(on_device)
@@ -124,8 +152,8 @@ class SiteGroup:
         """Elementwise sum over the ranks, in fp64; the same bits on every rank."""
         if self.world == 1:
             return list(values)
-        with self._bounded("a sum over the ranks"):
-            summed = torch.tensor(list(values), dtype=torch.float64, device=self.device)
+        with self.bounded("a sum over the ranks"):
+            summed = self._given(torch.tensor(list(values), dtype=torch.float64, device=self.device))
             dist.all_reduce(summed)
             return [float(value) for value in summed.tolist()]
 
@@ -137,23 +165,65 @@ class SiteGroup:
         """Every rank's ``tensor`` (same shape and dtype) as CPU tensors in rank order."""
         if self.world == 1:
             return [tensor.detach().cpu()]
-        with self._bounded("a gather"):
-            mine = tensor.detach().to(self.device).contiguous()
-            parts = [torch.empty_like(mine) for _ in range(self.world)]
+        with self.bounded("a gather"):
+            mine = self._given(tensor.detach().to(self.device).contiguous())
+            parts = [self._given(torch.empty_like(mine)) for _ in range(self.world)]
             dist.all_gather(parts, mine)
             return [part.cpu() for part in parts]
+
+    def all_gather_bytes(self, mine: bytes) -> list[bytes]:
+        """Every rank's bytes, of any length, in rank order."""
+        sizes = [int(size) for size in self.all_gather(torch.tensor([len(mine)]))]
+        room = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+        if mine:  # torch makes no tensor of nothing.
+            room[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        return [bytes(part[:size].numpy()) for part, size in zip(self.all_gather(room), sizes, strict=True)]
+
+    def all_to_all(self, message: Tensor, to: Sequence[int], of: Sequence[int]) -> Tensor:
+        """Send each rank its part of the flat ``message``, which has ``to`` values for them in rank order.
+
+        Returns what comes, ``of`` values from each rank, in rank order; on this rank's device.
+        """
+        if self.world == 1:
+            return message
+        with self.bounded("an exchange between the ranks"), torch.no_grad():
+            come = self._given(torch.empty(sum(of), dtype=message.dtype, device=self.device))
+            dist.all_to_all_single(come, self._given(message.detach().to(self.device)), list(of), list(to))
+            return come
 
     def barrier(self) -> None:
         """Return when every rank is here."""
         self.all_reduce_sum([0.0])
 
     def close(self) -> None:
-        """Leave the group; further collectives are an error."""
-        if self.world > 1 and dist.is_initialized():
+        """Leave the group; it cannot be used any more.
+
+        With gloo that is left to the end of the process: torch takes such a group apart while it holds the
+        interpreter's lock, and waits for a thread which may need that lock to let go of the last collective's tensors.
+        Soon after a collective the two would wait for each other for ever.
+        """
+        if self.backend == "nccl" and dist.is_initialized():
             dist.destroy_process_group()
 
+    def _given(self, tensor: Tensor) -> Tensor:
+        """``tensor``, as one that a collective is given, and that ``settle`` asks about."""
+        if self.backend == "gloo":
+            self._latest.append(weakref.ref(tensor))
+        return tensor
+
+    def settle(self) -> None:
+        """Wait, for a bounded time, until gloo's threads have let go of what the latest collectives were given: then
+        whoever owns the process group may end it (``close``)."""
+        until = time.monotonic() + SETTLE_S
+        while self._latest and time.monotonic() < until:
+            tensor = self._latest[0]()
+            if tensor is None or tensor._use_count() <= 1:  # type: ignore[attr-defined]
+                self._latest.popleft()
+            else:
+                time.sleep(0.001)
+
     @contextmanager
-    def _bounded(self, what: str) -> Iterator[None]:
+    def bounded(self, what: str) -> Iterator[None]:
         """Turn torch's several ways of telling of a lost or late rank into one sentence."""
         try:
             yield

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,25 +17,26 @@ import torch
 from torch import Tensor
 
 from diloco.durable import PLAIN_DISK
-from diloco.inner import checkpoint, state
-from diloco.inner.checkpoint import AsyncWriter, Checkpoint, CheckpointError
+from diloco.inner import state
 from diloco.inner.checks import require
-from diloco.inner.model import next_token_loss
+from diloco.inner.memory import MemoryWriter
+from diloco.inner.model import Transformer, flops_per_token
 from diloco.inner.optimizer import InnerOptimizers, lr_factor
 from diloco.inner.precision import PRECISIONS, autocast_dtype, deterministic
+from diloco.inner.saving import Captured, Log, Saving, newest_of
+from diloco.inner.sharding import Spread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
     from torch import nn
 
     from diloco.durable import Disk
+    from diloco.inner.checkpoint import Checkpoint
     from diloco.inner.data import TokenStream
     from diloco.inner.parallel import SiteGroup
 
 SECOND_NS = 1_000_000_000
-FOUND_NONE, FOUND_DAMAGED = -1, -2
 
 
 class TrainingError(RuntimeError):
@@ -56,19 +56,26 @@ class TrainerOptions:
     checkpoint_steps: int = 0
     """Inner steps between two checkpoints; 0 for none."""
     checkpoints_kept: int = 3
+    memory_checkpoint_every_steps: int = 0
+    """The same of those in the machines' memory (``memory``), where there is a folder for them; 0 for none."""
     checkpoint_wait_s: float = 120.0
     """How long the end of a run waits for a write under way."""
     nonfinite_max: int = 3
     """Steps in a row with a non-finite loss or gradient after which training stops in words."""
+    peak_tflops: float = 0.0
+    """What one rank's device can do at most, in 10^12 operations a second at ``precision``; 0 where nobody knows."""
     slowdown: float = 1.0
     """Emulates slower hardware for demonstrations: each step sleeps (slowdown - 1) times its own duration."""
 
     def __post_init__(self) -> None:
         require(self.precision in PRECISIONS, "precision", self.precision, f"one of {', '.join(PRECISIONS)}")
         require(self.checkpoint_steps >= 0, "checkpoint_steps", self.checkpoint_steps, "0 (none) or more")
+        every = self.memory_checkpoint_every_steps
+        require(every >= 0, "memory_checkpoint_every_steps", every, "0 (none) or more")
         require(self.checkpoints_kept >= 1, "checkpoints_kept", self.checkpoints_kept, "at least 1")
         require(self.checkpoint_wait_s > 0, "checkpoint_wait_s", self.checkpoint_wait_s, "positive")
         require(self.nonfinite_max >= 1, "nonfinite_max", self.nonfinite_max, "at least 1")
+        require(0.0 <= self.peak_tflops < math.inf, "peak_tflops", self.peak_tflops, "0 (not known) or more")
         require(1.0 <= self.slowdown < math.inf, "slowdown", self.slowdown, "1 (full speed) or more")
 
 
@@ -92,6 +99,8 @@ class StepInfo:
     lr: float
     applied: bool
     """False when the loss or the gradient was not finite, so that the parameters were left as they were."""
+    sequences: int = 0
+    """That this step read, where another number than its tokens say: a loop of somebody's own counts as it likes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +131,7 @@ class Resumed:
     step: int
     tokens: int
     cursor: int
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Tensor]
     meta: dict[str, Any]
     skipped: tuple[str, ...]
     redo: StepInfo | None = None
@@ -130,7 +139,6 @@ class Resumed:
 
 AfterStep = Callable[[StepInfo], Verdict]
 ExtraState = Callable[[], tuple[dict[str, Tensor], dict[str, Any]]]
-Log = Callable[[str, dict[str, object]], None]
 
 
 def go_on(info: StepInfo) -> Verdict:
@@ -139,10 +147,11 @@ def go_on(info: StepInfo) -> Verdict:
 
 
 class Trainer:
-    """Trains ``model`` (the plain module; it is wrapped here) on ``stream`` with the ranks of ``group``.
+    """Trains ``model`` on ``stream`` with the ranks of ``group``, which hold it as ``spread`` says.
 
-    Between two steps anyone may write into the model's parameters in place: neither the optimizers nor DDP nor
-    autocast keeps a copy.  ``progress`` tells the run's share from 0 to 1 for the learning-rate schedule and is asked
+    Without ``spread`` it is the plain module, and all ranks hold all of it: it is wrapped here.  Between two steps
+    anyone may write into the model's parameters in place: neither the optimizers nor DDP nor autocast keeps a copy.
+    ``progress`` tells the run's share from 0 to 1 for the learning-rate schedule and is asked
     on rank 0 at the end of each step; without it the share is that of ``run``'s own bound.  ``log`` gets facts as
     (what, fields) on every rank: step, checkpoint, resumed, note.
     """
@@ -156,9 +165,11 @@ class Trainer:
         group: SiteGroup,
         *,
         checkpoint_dir: Path | None = None,
+        memory_dir: Path | None = None,
         progress: Callable[[], float] | None = None,
         log: Log | None = None,
         disk: Disk = PLAIN_DISK,
+        spread: Spread | None = None,
     ) -> None:
         require(
             options.checkpoint_steps == 0 or checkpoint_dir is not None,
@@ -172,18 +183,28 @@ class Trainer:
         self.cursor = 0
         self.nonfinite_steps = 0
         self._nonfinite_in_row = 0
-        self._wrapped = group.wrap(model)
+        self.spread = spread or Spread(model, group)
         self._dtype = autocast_dtype(options.precision, group.device)
         self._asked_progress = progress
         self._progress: float | None = None
         self._log: Log = log or (lambda what, fields: None)
-        self._dir = checkpoint_dir
-        self._writer: AsyncWriter | None = None
-        if checkpoint_dir is not None:
-            self._writer = AsyncWriter(checkpoint_dir, options.checkpoints_kept, options.deterministic, disk)
-        self._checkpoint_due = False
-        self._save_now = False
-        self._saved_name = ""
+        self.saving = Saving(
+            checkpoint_dir,
+            options.checkpoint_steps,
+            options.checkpoints_kept,
+            options.checkpoint_wait_s,
+            options.deterministic,
+            self.spread,
+            self._log,
+            disk,
+        )
+        every = options.memory_checkpoint_every_steps
+        self._savings, self._memory = [self.saving], None
+        if memory_dir is not None and every:
+            wait_s, synchronous = options.checkpoint_wait_s, options.deterministic
+            self._memory = MemoryWriter(memory_dir, synchronous, wait_s, group, disk)
+            hot = Saving(None, every, 0, wait_s, synchronous, self.spread, self._log, disk, self._memory)
+            self._savings.append(hot)
         self._last: StepInfo | None = None
         self._redo: StepInfo | None = None
 
@@ -197,11 +218,17 @@ class Trainer:
     ) -> RunEnd:
         """Train until a bound is reached or ``after_step`` says stop; then a last checkpoint, if there is a folder.
 
-        ``extra_state`` (asked on rank 0) puts the state of whoever stands behind ``after_step`` into each checkpoint.
+        ``extra_state`` puts the state of whoever stands behind ``after_step`` into each checkpoint.  It is asked on
+        rank 0, and where ranks hold the model in parts on each that gives one: its tensors are named differently on
+        each rank, and the plain values of rank 0 count.
         Raises TrainingError after ``nonfinite_max`` non-finite steps in a row, CheckpointError when a write failed or
         the folder holds checkpoints that were not resumed.
         """
         self._begin()
+
+        def capture(in_parts: bool, after_step_done: bool) -> Captured | None:
+            return self._capture(extra_state, in_parts, after_step_done)
+
         with deterministic(self.options.deterministic):
             reason = self._resumed_verdict(after_step)
             while not reason:
@@ -209,12 +236,16 @@ class Trainer:
                 if reason:
                     break
                 info = self._train_step(self._share(until_step, until_tokens))
-                self._checkpoint_if_due(extra_state)
-                self._log("step", _facts(info))
+                for saving in self._savings:
+                    saving.if_due(self.step, self.model, capture)
+                self._log("step", {**_facts(info), **self._utilisation(info)})
                 verdict = after_step(info)
                 self._stop_if_lost(info)
                 reason = (verdict.reason or "asked to stop") if verdict.stop else ""
-            self._last_checkpoint(extra_state)
+            if self._last is not None and self._nonfinite_in_row == 0:
+                self.saving.at_end(self.step, self.model, capture)
+            if self._memory is not None:
+                self._memory.end()
         return RunEnd(reason, self.step, self.tokens, self.nonfinite_steps)
 
     def skip_data(self, cursor: int) -> None:
@@ -222,11 +253,16 @@ class Trainer:
         self.cursor = max(self.cursor, cursor)
 
     def resume(self, found: Checkpoint | None = None) -> Resumed | None:
-        """Take up ``found``, or the newest whole checkpoint of the folder, on all ranks alike; None if there is none.
+        """Take up ``found``, or the newest whole checkpoint there is, on all ranks alike; None if there is none.
 
-        The folder must be readable by every rank.  CheckpointError when all are damaged or it is of another model.
+        It may be of another layout, or of another number of ranks.  The folder must be readable by every rank.
+        CheckpointError when all are damaged or it is of another model.
         """
-        found = found or self._newest()
+        began = time.perf_counter()
+        reads = lambda hot: state.files_read(hot, self.model, self.group)  # noqa: E731
+        found, skipped = (found, found.skipped) if found else newest_of(self.saving, self._memory, reads)
+        for words in skipped:
+            self._log("note", {"note": "checkpoint skipped", "why": words})
         if found is None:
             return None
         state.restore(found, self.model, self.optimizers, self.group, self.options.seed)
@@ -235,24 +271,21 @@ class Trainer:
         self.nonfinite_steps, self._progress = told["nonfinite_steps"], told["progress"]
         self._last = StepInfo(**told["last"])
         self._redo = None if told["after_step_done"] else self._last
-        self._saved_name = found.path.name
-        for words in found.skipped:
-            self._log("note", {"note": "checkpoint skipped", "why": words})
+        self.saving.written = found.path.name
         if told["data"] != self.stream.identity:
             self._log("note", {"note": "other data than before", "why": "text, split, sharing or seed has changed"})
-        self._log("resumed", {"step": self.step, "tokens": self.tokens, "path": str(found.path)})
+        facts = {"step": self.step, "tokens": self.tokens, "path": str(found.path)}
+        self._log("resumed", {**facts, "read_s": time.perf_counter() - began})
         extra = found.meta["extra"]
-        return Resumed(self.step, self.tokens, self.cursor, found.part("extra"), extra, found.skipped, self._redo)
+        return Resumed(self.step, self.tokens, self.cursor, found.part("extra"), extra, tuple(skipped), self._redo)
 
     # One step.
 
     def _begin(self) -> None:
+        for saving in self._savings:
+            saving.begin()
         if self._last is None:
-            left = checkpoint.names(self._dir) if self._dir else []
-            if left:
-                raise CheckpointError(
-                    f"{self._dir} already holds {left[-1]}, and this run did not resume: do, or take another folder"
-                )
+            self.saving.refuse_leftovers()
             torch.manual_seed(self.options.seed + self.group.rank)
         if self._asked_progress is not None and self._progress is None:
             mine = self._asked_progress() if self.group.is_first else 0.0
@@ -271,9 +304,8 @@ class Trainer:
         inner = self.optimizers.options
         self.optimizers.set_lr_factor(lr_factor(inner, progress, self.step))
         loss = self._accumulate_gradients(inner.accumulation)
-        norm = float(self.optimizers.clip())
-        loss, save_now = self._agree(loss)
-        applied = math.isfinite(loss) and math.isfinite(norm)
+        norm = self.optimizers.clip(self.group)
+        loss, applied = self._agree(loss, norm)
         if applied:
             self.optimizers.step()
         self.optimizers.zero_grad()
@@ -283,8 +315,6 @@ class Trainer:
         self.tokens += tokens
         self._nonfinite_in_row = 0 if applied else self._nonfinite_in_row + 1
         self.nonfinite_steps += not applied
-        # A state that may hold NaN is not saved; the checkpoint waits for the next sound step.
-        self._save_now = save_now and applied
         step_ns = self._until_finished(begin_ns)
         lr = self.optimizers.lr
         self._last = StepInfo(self.step, loss, tokens, self.tokens, step_ns, self.cursor, norm, lr, applied)
@@ -297,28 +327,31 @@ class Trainer:
         for micro in range(accumulation):
             inputs, targets = self.stream.batch(self.cursor + micro * self.stream.sequences_per_batch)
             last = micro == accumulation - 1
-            with nullcontext() if last else self.group.without_sync(self._wrapped):
+            with self.spread.micro_batch(last):
                 with torch.autocast(device.type, dtype=self._dtype, enabled=self._dtype is not None):
-                    logits = self._wrapped(inputs.to(device))
-                loss = next_token_loss(logits, targets.to(device)) / accumulation
-                loss.backward()  # type: ignore[no-untyped-call]
+                    loss = self.spread.module(inputs.to(device), targets.to(device)) / accumulation
+                loss.backward()
             total += loss.detach()
         return float(total)
 
-    def _agree(self, loss: float) -> tuple[float, bool]:
-        """Make all ranks know the same loss, progress and whether to save, in one collective."""
-        every = self.options.checkpoint_steps
-        self._checkpoint_due = self._checkpoint_due or (every > 0 and (self.step + 1) % every == 0)
-        ready = self._checkpoint_due and self._writer is not None
-        mine = [loss, 0.0, 0.0]
-        if self.group.is_first:
-            # A write still under way makes the due checkpoint wait for a later step instead of blocking training.
-            free = self._is_free() and ready
-            mine = [loss, self._asked_progress() if self._asked_progress else 0.0, float(free)]
-        total, progress, save_now = self.group.all_reduce_sum(mine)
+    def _agree(self, loss: float, norm: float) -> tuple[float, bool]:
+        """Make all ranks know the same loss, progress and whether to save, in one collective.
+
+        The loss, and whether the step is sound, so that it may be applied.
+        """
+        told = [saving.words(self.step + 1) for saving in self._savings]
+        mine = [loss, 0.0, *(word for words in told for word in words)]
+        if self.group.is_first and self._asked_progress is not None:
+            mine[1] = self._asked_progress()
+        total, progress, *sums = self.group.all_reduce_sum(mine)
         if self._asked_progress is not None:
             self._progress = progress
-        return total / self.group.world, save_now > 0
+        mean = total / self.group.world
+        applied = math.isfinite(mean) and math.isfinite(norm)
+        for saving, words in zip(self._savings, told, strict=True):
+            heard, sums = sums[: len(words)], sums[len(words) :]
+            saving.heard(self.step + 1, heard, applied)
+        return mean, applied
 
     def _until_finished(self, begin_ns: int) -> int:
         if self.group.device.type == "cuda":
@@ -327,6 +360,17 @@ class Trainer:
         if self.options.slowdown > 1.0:
             time.sleep((self.options.slowdown - 1.0) * worked_ns / SECOND_NS)
         return time.perf_counter_ns() - begin_ns
+
+    def _utilisation(self, info: StepInfo) -> dict[str, object]:
+        """Model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B), where the device's peak was told.
+
+        What the model needs, however it is computed: operations that are done again for want of memory do not count.
+        """
+        peak = self.options.peak_tflops * 1e12 * self.group.world
+        if not peak or not isinstance(self.model, Transformer):
+            return {}
+        operations = flops_per_token(self.model.options, self.stream.sequence_length) * info.tokens
+        return {"mfu": operations / (info.step_ns / SECOND_NS) / peak}
 
     # How a run ends.
 
@@ -356,60 +400,15 @@ class Trainer:
                 f"({why}), nonfinite_max={self.options.nonfinite_max}: lower the learning rate, or look at the data"
             )
 
-    # Checkpoints.
-
-    def _is_free(self) -> bool:
-        """Whether a checkpoint can be written now.  One that could not be is said, and the next one is tried when it is
-        due: the older ones are whole, and training need not end for want of room."""
-        try:
-            return self._writer is not None and not self._writer.busy
-        except CheckpointError as error:
-            self._not_written(error)
-            return True
-
-    def _not_written(self, error: CheckpointError) -> None:
-        self._saved_name = ""
-        self._log("note", {"note": "checkpoint not written", "why": str(error), "step": self.step})
-
-    def _checkpoint_if_due(self, extra_state: ExtraState | None) -> None:
-        if self._save_now:
-            self._checkpoint_due = False
-            try:
-                self._save(extra_state, after_step_done=False)
-            except CheckpointError as error:
-                self._not_written(error)
-
-    def _last_checkpoint(self, extra_state: ExtraState | None) -> None:
-        """Save the state after ``after_step``, unless nothing happened since the last one or the last step was lost."""
-        if self._writer is None or self._last is None or self._nonfinite_in_row > 0:
-            return
-        try:
-            self._writer.wait(self.options.checkpoint_wait_s)
-        except CheckpointError as error:
-            if self._writer.busy:
-                raise
-            self._not_written(error)  # It was an earlier one; of the last one below, the error is the run's.
-        if self._saved_name != _name(self.step, after_step_done=True):
-            self._save(extra_state, after_step_done=True)
-            self._writer.wait(self.options.checkpoint_wait_s)
-
-    def _save(self, extra_state: ExtraState | None, after_step_done: bool) -> None:
-        """Clone everything here, in the training thread, and hand it to the writer.  A collective; rank 0 writes."""
-        assert self._writer is not None
+    def _capture(self, extra_state: ExtraState | None, in_parts: bool, after_step_done: bool) -> Captured | None:
+        """The state as tensors (references) and plain values.  A collective; None on a rank that writes nothing."""
         assert self._last is not None
-        name = _name(self.step, after_step_done)
-        random = state.gather_random(self.group)
-        self._saved_name = name
-        if not self.group.is_first:
-            return
-        lost = state.first_nonfinite(self.model)
-        if lost:
-            self._log("note", {"note": "checkpoint not written", "why": f"parameter {lost} is not finite"})
-            return
+        own = state.own_random(self.group) if in_parts else state.gather_random(self.group)
+        if not in_parts and not self.group.is_first:
+            return None
         extra_tensors, extra_meta = extra_state() if extra_state else ({}, {})
         tensors, values = state.capture(self.model, self.optimizers)
-        tensors |= random
-        tensors |= {f"extra/{key}": tensor for key, tensor in extra_tensors.items()}
+        own |= {f"extra/{key}": tensor for key, tensor in extra_tensors.items()}
         told = {
             "step": self.step,
             "tokens": self.tokens,
@@ -420,32 +419,7 @@ class Trainer:
             "data": self.stream.identity,
             "last": asdict(self._last),
         }
-        clones = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
-        self._writer.submit(name, clones, {"trainer": told, "optimizer": values, "extra": extra_meta})
-        self._log("checkpoint", {"step": self.step, "name": name})
-
-    def _newest(self) -> Checkpoint | None:
-        """The checkpoint that rank 0 finds newest and whole, read by every rank."""
-        if self._dir is None:
-            return None
-        if not self.group.is_first:
-            step, done = self.group.broadcast_small([])
-            if step == FOUND_DAMAGED:
-                raise CheckpointError(f"rank 0 found no whole checkpoint in {self._dir}")
-            return None if step == FOUND_NONE else checkpoint.load(self._dir / _name(step, bool(done)))
-        try:
-            found = checkpoint.latest(self._dir)
-        except CheckpointError:
-            self.group.broadcast_small([FOUND_DAMAGED, 0])
-            raise
-        told = found.meta["trainer"] if found else {"step": FOUND_NONE, "after_step_done": False}
-        self.group.broadcast_small([told["step"], int(told["after_step_done"])])
-        return found
-
-
-def _name(step: int, after_step_done: bool) -> str:
-    """Name of a checkpoint; names sort by age."""
-    return f"step-{step:010d}" + ("-end" if after_step_done else "")
+        return tensors, own, {"trainer": told, "optimizer": values, "extra": extra_meta}
 
 
 def _facts(info: StepInfo) -> dict[str, object]:
@@ -462,34 +436,3 @@ def _facts(info: StepInfo) -> dict[str, object]:
         "step_s": step_s,
         "applied": info.applied,
     }
-
-
-@torch.no_grad()
-def evaluate(
-    model: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    *,
-    precision: str = "auto",
-    device: torch.device | None = None,
-) -> float:
-    """Mean loss of the plain ``model`` over all tokens of ``batches``, nats per token; ValueError without a batch."""
-    where = device or next(model.parameters()).device
-    dtype = autocast_dtype(precision, where)
-    was_training = model.training
-    model.eval()
-    summed, tokens = 0.0, 0
-    try:
-        for inputs, targets in batches:
-            with torch.autocast(where.type, dtype=dtype, enabled=dtype is not None):
-                logits = model(inputs.to(where))
-            summed += float(next_token_loss(logits, targets.to(where))) * targets.numel()
-            tokens += targets.numel()
-    finally:
-        model.train(was_training)
-    require(tokens > 0, "batches", tokens, "at least one batch to evaluate")
-    return summed / tokens
-
-
-def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
-    """Loss in bits per byte of UTF-8, comparable between tokenizers."""
-    return nats_per_token / math.log(2.0) / bytes_per_token

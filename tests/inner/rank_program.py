@@ -53,6 +53,11 @@ def check_collectives(group: SiteGroup) -> None:
     assert group.all_reduce_mean(float(group.rank)) == 0.5
     gathered = group.all_gather(torch.tensor([group.rank], dtype=torch.uint8))
     assert [int(part) for part in gathered] == [0, 1]
+    assert group.all_gather_bytes(b"ab" * (1 + group.rank)) == [b"ab", b"abab"]
+    mine = torch.arange(3.0) + 10 * group.rank
+    come = group.all_to_all(mine[:2], [0, 2], [0, 3]) if group.is_first else group.all_to_all(mine, [3, 0], [2, 0])
+    assert come.tolist() == ([10.0, 11.0, 12.0] if group.is_first else [0.0, 1.0])
+    assert group.all_to_all(mine[:0], [0, 0], [0, 0]).tolist() == []
     group.barrier()
 
 
@@ -61,7 +66,7 @@ def main() -> None:
     told, corpus, out = sys.argv[1:4], Path(sys.argv[4]), Path(sys.argv[5])
     names = ("RANK", "WORLD_SIZE", "MASTER_PORT")
     rank, world, port = (int(os.environ[name]) if told[0] == "env" else int(told[i]) for i, name in enumerate(names))
-    group = SiteGroup(rank, rank, world, "127.0.0.1", port, device="cpu", timeout_s=60)
+    group = SiteGroup(rank, rank, world, "127.0.0.1", port, device="cpu", timeout_s=240)
     check_collectives(group)
     trainer = build(corpus, group, batch_sequences=2, checkpoint_dir=out / "checkpoints")
     losses: list[float] = []

@@ -6,12 +6,15 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from diloco.inner import data
 from diloco.inner.corpus import DataError, read_corpus, read_text, source_files
 from diloco.inner.data import (
     CorpusManifest,
@@ -21,6 +24,7 @@ from diloco.inner.data import (
     prepare_corpus,
     validation_batches,
 )
+from diloco.inner.tokenizer import ByteTokenizer
 from tests.inner.conftest import write_text
 
 PREPARE = """
@@ -122,6 +126,39 @@ def test_waiting_for_another_process_has_a_bound(tmp_path: Path) -> None:
             prepare_corpus(options, cache)
         assert 0.3 <= time.monotonic() - began < 10
     assert prepare_corpus(options, cache).identity == made.identity
+
+
+def test_who_waits_is_patient_as_long_as_something_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of its own: half of the bound goes by at each look, and at each of the first ten there is more."""
+    now, looks = [0.0], [0]
+    monkeypatch.setattr(data.time, "monotonic", lambda: now[0])
+    notes = tmp_path / "notes"
+
+    def sleep(seconds: float) -> None:
+        now[0] += 0.5
+        looks[0] += 1
+        if looks[0] <= 10:
+            notes.write_bytes(b"x" * looks[0])
+
+    monkeypatch.setattr(data.time, "sleep", sleep)
+    with (tmp_path / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match="over 1 s"), data._lock(tmp_path / "lock", 1.0, notes):
+            raise AssertionError("it is held")
+    assert looks[0] == 12
+
+
+def test_the_field_of_jsonl_may_have_another_name(tmp_path: Path) -> None:
+    rows = [{"body": f"text {number}", "text": "no"} for number in range(40)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    here = {"kind": "jsonl", "path": str(file), "tokenizer": "bytes"}
+    made = prepare_corpus(DataOptions(**here, field="body"), tmp_path / "cache")
+    assert made.train.documents + made.validation.documents == 40
+    text = bytes(token % 256 for split in ("train", "validation") for token in all_tokens(made, split) if token < 256)
+    assert sorted(text.decode().replace("text", " text").split(" text ")[1:]) == sorted(str(n) for n in range(40))
+    with pytest.raises(DataError, match=r'rows.jsonl:1 has no field "body2" that is a string \(data\.field'):
+        prepare_corpus(DataOptions(**here, field="body2"), tmp_path / "cache")
 
 
 def test_damage_is_told_by_file(tmp_path: Path) -> None:
@@ -231,8 +268,48 @@ def test_a_wrong_place_is_named(manifest: CorpusManifest, field: str, changes: d
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("kind", "hf"), ("tokenizer", "gpt2"), ("shard_tokens", 1), ("lock_wait_s", 0.0), ("path", "")],
+    [
+        ("kind", "csv"),
+        ("tokenizer", "gpt2"),
+        ("shard_tokens", 1),
+        ("lock_wait_s", 0.0),
+        ("path", ""),
+        ("field", ""),
+        ("split", ""),
+        ("validation_split", "train"),
+        ("documents_max", -1),
+    ],
 )
 def test_a_wrong_option_is_named(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{field} is {value!r}"):
         DataOptions(**{"kind": "text", "path": "somewhere", field: value})  # type: ignore[arg-type]
+
+
+def test_who_goes_on_after_a_process_that_died_encodes_only_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "ENCODE_BYTES", 1000)
+    options = DataOptions(kind="text", path=str(write_text(tmp_path / "text")), tokenizer="bytes", shard_tokens=1024)
+    whole, heard, encoded = prepare_corpus(options, tmp_path / "whole"), list[tuple[str, int, int]](), list[int]()
+    right = ByteTokenizer.encode_batch
+
+    def encode_batch(self: ByteTokenizer, texts: Sequence[str]) -> list[np.ndarray[Any, np.dtype[np.uint16]]]:
+        encoded.append(len(texts))
+        if len(encoded) == 12:
+            raise KeyboardInterrupt
+        return right(self, texts)
+
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", encode_batch)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_corpus(options, tmp_path / "cache")
+    before = sum(encoded[:-1])
+    again = prepare_corpus(options, tmp_path / "cache", lambda *told: heard.append(told))
+    assert (again.identity, again.train) == (whole.identity, whole.train)
+    documents = whole.train.documents + whole.validation.documents
+    assert before > 4
+    assert sum(encoded[12:]) < documents - before + 3, "what was written is not encoded again"
+    assert not list((tmp_path / "cache").glob("*.tmp"))
+    train = [(done, total) for split, done, total in heard if split == "train"]
+    assert train[0][0] > 0, "it goes on where the other was"
+    assert train == sorted(train)
+    assert train[-1] == (whole.train.text_bytes, whole.train.text_bytes)

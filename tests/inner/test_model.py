@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from diloco.inner.kernels import rotate
 from diloco.inner.model import (
     ModelOptions,
     Transformer,
@@ -13,7 +14,6 @@ from diloco.inner.model import (
     next_token_loss,
     plain_attention,
     rotary_tables,
-    rotate,
 )
 
 
@@ -63,6 +63,16 @@ def test_no_position_sees_a_later_token() -> None:
     seen, unseen = model(tokens), model(changed)
     assert torch.equal(seen[0, :7], unseen[0, :7])
     assert not torch.allclose(seen[0, 7:], unseen[0, 7:])
+
+
+def test_rotary_angles_are_rounded_as_the_fields_are() -> None:
+    """By the operations of transformers' own: fp32 frequencies, times fp32 positions."""
+    options = small(context=4096)
+    frequency = 1.0 / (options.rope_theta ** (torch.arange(0, options.head_dim, 2).float() / options.head_dim))
+    angles = (frequency[:, None] @ torch.arange(4096).float()[None, :]).T
+    cosines, sines = rotary_tables(options)
+    assert torch.equal(cosines, angles.cos())
+    assert torch.equal(sines, angles.sin())
 
 
 def test_rotary_products_depend_on_the_distance_only() -> None:

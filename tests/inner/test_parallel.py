@@ -4,10 +4,12 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from diloco.inner.data import CorpusManifest
@@ -70,6 +72,9 @@ def test_one_rank_needs_no_rendezvous_and_sends_nothing() -> None:
     assert group.all_reduce_sum([1.5, 2.0]) == [1.5, 2.0]
     assert group.all_reduce_mean(3.0) == 3.0
     assert [part.tolist() for part in group.all_gather(tensor)] == [[1.0, 1.0]]
+    assert group.all_gather_bytes(b"abc") == [b"abc"]
+    assert group.all_gather_bytes(b"") == [b""], "of any length"
+    assert group.all_to_all(tensor, [2], [2]).tolist() == [1.0, 1.0]
     with group.without_sync(model):
         group.barrier()
     group.close()
@@ -89,3 +94,16 @@ def test_one_rank_needs_no_rendezvous_and_sends_nothing() -> None:
 def test_a_wrong_argument_is_named(field: str, changes: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=f"{field} is "):
         SiteGroup(**changes)  # type: ignore[arg-type]
+
+
+def test_a_group_is_settled_when_its_threads_have_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, uses, held = SiteGroup(device="cpu"), [2], []
+    group.world, group.backend = 2, "gloo"
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, src: held.append(tensor))
+    monkeypatch.setattr(torch.Tensor, "_use_count", lambda tensor: uses[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: uses.__setitem__(0, 1))  # The thread's turn.
+    group.broadcast_(torch.ones(3))
+    group.settle()
+    assert held
+    assert uses == [1], "it gave the thread a turn"
+    group.settle()

@@ -12,6 +12,7 @@ import torch
 from diloco.inner import checkpoint
 from diloco.inner.checkpoint import CheckpointError, names
 from diloco.inner.data import CorpusManifest, TokenStream, validation_batches
+from diloco.inner.evaluating import evaluate
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.optimizer import InnerOptions, build_optimizers
 from diloco.inner.parallel import SiteGroup
@@ -21,8 +22,6 @@ from diloco.inner.trainer import (
     TrainerOptions,
     TrainingError,
     Verdict,
-    bits_per_byte,
-    evaluate,
 )
 
 Facts = list[tuple[str, dict[str, object]]]
@@ -115,8 +114,8 @@ def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(
                 raise InterruptedError
             with torch.no_grad():  # what adopting a version does
                 made.model.get_parameter("norm.weight").mul_(1.0 + info.step / 100)
-            assert made._writer is not None
-            made._writer.wait(20)  # so that step 4 finds a free writer
+            assert made.saving.writer is not None
+            made.saving.writer.wait(20)  # so that step 4 finds a free writer
             return Verdict()
 
         made.run(until_step=until, after_step=after_step)
@@ -219,7 +218,7 @@ def test_a_checkpoint_that_cannot_be_written_is_said_and_training_goes_on(
     made = make(manifest, tmp_path, facts=facts, deterministic=deterministic, checkpoint_steps=2)
 
     def after_step(info: StepInfo) -> Verdict:
-        thread = made._writer._thread if made._writer is not None else None
+        thread = made.saving.writer._thread if made.saving.writer is not None else None
         if thread is not None:
             thread.join(20)
         return Verdict()
@@ -265,8 +264,8 @@ def test_a_write_under_way_makes_the_next_checkpoint_wait_and_not_the_training(
             at_step_2.append(made.model.get_parameter("norm.weight").detach().clone())
         if info.step == 7:
             gate.set()
-            assert made._writer is not None
-            made._writer.wait(20)
+            assert made.saving.writer is not None
+            made.saving.writer.wait(20)
         return Verdict()
 
     made.run(until_step=9, after_step=after_step)
@@ -327,8 +326,8 @@ def test_lost_steps_are_not_applied_but_told_and_end_in_words(manifest: CorpusMa
     assert torch.isfinite(made.model.get_parameter("head.weight")).all()
     assert not torch.equal(made.model.get_parameter("head.weight"), head)
     # What was due at step 3 waited for the next sound one; nothing was written with a NaN in it.
-    assert made._writer is not None
-    made._writer.wait(20)
+    assert made.saving.writer is not None
+    made.saving.writer.wait(20)
     assert names(tmp_path) == ["step-0000000004"]
     assert [fields["step"] for what, fields in facts if fields.get("note") == "step not applied"] == [2, 3, 5, 6, 7]
 
@@ -436,20 +435,6 @@ def test_emulated_slowness_sleeps_in_proportion(manifest: CorpusManifest, monkey
     assert len(slept) == 3
 
 
-def test_evaluation_leaves_the_model_as_it_was(manifest: CorpusManifest) -> None:
-    model = Transformer(ModelOptions(vocab_size=257, layers=1, dim=16, heads=2, context=16))
-    model.train()
-    batches = validation_batches(manifest, 16, 4, 2)
-    both = evaluate(model, batches, precision="fp32")
-    apart = [evaluate(model, [batch], precision="fp32") for batch in batches]
-    assert both == pytest.approx(sum(apart) / 2)
-    assert model.training
-    assert all(parameter.grad is None for parameter in model.parameters())
-    with pytest.raises(ValueError, match="batches is 0"):
-        evaluate(model, [])
-    assert bits_per_byte(math.log(2.0) * 3.0, 1.5) == pytest.approx(2.0)
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -460,6 +445,8 @@ def test_evaluation_leaves_the_model_as_it_was(manifest: CorpusManifest) -> None
         ("nonfinite_max", 0),
         ("slowdown", 0.5),
         ("slowdown", math.inf),
+        ("peak_tflops", -1.0),
+        ("peak_tflops", math.nan),
     ],
 )
 def test_a_wrong_option_is_named(field: str, value: object) -> None:
@@ -470,3 +457,22 @@ def test_a_wrong_option_is_named(field: str, value: object) -> None:
 def test_checkpoints_need_a_folder(manifest: CorpusManifest) -> None:
     with pytest.raises(ValueError, match="checkpoint_steps is 5"):
         make(manifest, checkpoint_steps=5)
+
+
+def test_the_share_of_the_devices_peak_is_in_the_log_where_the_peak_is_known(manifest: CorpusManifest) -> None:
+    facts: Facts = []
+    made = make(manifest, facts=facts, peak_tflops=2.0)
+    infos: list[StepInfo] = []
+
+    def after_step(info: StepInfo) -> Verdict:
+        infos.append(info)
+        return Verdict()
+
+    made.run(until_step=2, after_step=after_step)
+    # Of one layer of 16: 4 x 16 x 16 for attention, 3 x 16 x 64 for SwiGLU, the head's 16 x 257, and 16 positions.
+    operations = 6 * (4 * 16 * 16 + 3 * 16 * 64 + 16 * 257) + 12 * 1 * 16 * 16
+    for (_, fields), info in zip(facts, infos, strict=True):
+        assert fields["mfu"] == pytest.approx(operations * 64 / (info.step_ns / 1e9) / 2e12)
+    facts.clear()
+    make(manifest, facts=facts).run(until_step=1)
+    assert "mfu" not in facts[0][1]

@@ -1,0 +1,173 @@
+"""Our transformer as a Llama of Hugging Face's form, and back: names of parameters and the fields of ``config.json``.
+
+The architecture is the same (RMSNorm, rotary positions in halves, SwiGLU, shared key heads, no biases), so no value is
+changed or moved on the way; only what things are called differs.  Nothing here reads or writes a file.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from diloco.inner.checks import require
+from diloco.inner.model import ModelOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Value = TypeVar("Value")
+
+WHOLE: Mapping[str, str] = MappingProxyType(
+    {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
+)
+HEAD = ("head.weight", "lm_head.weight")
+BLOCK: Mapping[str, str] = MappingProxyType(
+    {
+        "attention_norm": "input_layernorm",
+        "attention.query": "self_attn.q_proj",
+        "attention.key": "self_attn.k_proj",
+        "attention.value": "self_attn.v_proj",
+        "attention.output": "self_attn.o_proj",
+        "feed_forward_norm": "post_attention_layernorm",
+        "feed_forward.gate": "mlp.gate_proj",
+        "feed_forward.up": "mlp.up_proj",
+        "feed_forward.down": "mlp.down_proj",
+    }
+)
+COMPUTED = ".rotary_emb.inv_freq"
+"""End of the name of what early files of the field hold beside parameters, and every reader computes."""
+FIELDS: Mapping[str, str] = MappingProxyType(
+    {
+        "vocab_size": "vocab_size",
+        "layers": "num_hidden_layers",
+        "dim": "hidden_size",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "ffn_dim": "intermediate_size",
+        "context": "max_position_embeddings",
+        "tied": "tie_word_embeddings",
+        "rope_theta": "rope_theta",
+        "norm_eps": "rms_norm_eps",
+    }
+)
+"""Our options and what ``config.json`` calls them."""
+FIXED: Mapping[str, object] = MappingProxyType(
+    {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "pretraining_tp": 1,
+        "partial_rotary_factor": 1.0,
+        "quantization_config": None,
+    }
+)
+"""What ``config.json`` may say otherwise and this transformer cannot be; each is also what a missing field means."""
+ROPE_TYPES = (None, "default")
+NUMBER_MAX = 1 << 40
+"""Of anything that ``config.json`` says: beyond what a model can be, and within what every number here can hold."""
+
+
+def names(options: ModelOptions) -> dict[str, str]:
+    """Our name of every parameter and theirs; a tied head is none of its own."""
+    found = dict(WHOLE)
+    if not options.tied:
+        found |= dict([HEAD])
+    for index in range(options.layers):
+        for ours, theirs in BLOCK.items():
+            found[f"blocks.{index}.{ours}.weight"] = f"model.layers.{index}.{theirs}.weight"
+    return found
+
+
+def to_llama(values: Mapping[str, Value], options: ModelOptions) -> dict[str, Value]:
+    """``values``, every parameter of the model once, under their names; ValueError names one that does not fit."""
+    return _renamed(values, names(options))
+
+
+def from_llama(values: Mapping[str, Value], options: ModelOptions) -> dict[str, Value]:
+    """``values`` under our names; a tied head that is written out as well is left out."""
+    back = {theirs: ours for ours, theirs in names(options).items()}
+    spare = {HEAD[1]} if options.tied else set[str]()
+    there = {name: value for name, value in values.items() if name not in spare and not name.endswith(COMPUTED)}
+    return _renamed(there, back)
+
+
+def config_of(options: ModelOptions, *, dtype: str, end_of_file: int | None) -> dict[str, Any]:
+    """What ``config.json`` says of the model; ``dtype`` as torch calls it, ``end_of_file`` the id that ends a text."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **{theirs: _told(options, ours) for ours, theirs in FIELDS.items()},
+        "head_dim": options.head_dim,
+        **{
+            name: value for name, value in FIXED.items() if name not in ("partial_rotary_factor", "quantization_config")
+        },
+        "rope_scaling": None,
+        "bos_token_id": None,
+        "eos_token_id": end_of_file,
+        "pad_token_id": None,
+        "use_cache": True,
+        "torch_dtype": dtype,
+    }
+
+
+def options_of(config: Mapping[str, Any]) -> ModelOptions:
+    """The model that ``config.json`` means; ValueError names the field and the value that this trainer cannot be."""
+    require(config.get("model_type") == "llama", "model_type", config.get("model_type"), "'llama'")
+    for name, fixed in FIXED.items():
+        found = config.get(name, fixed)
+        require(found == fixed or (found is None and not fixed), name, found, f"{fixed!r}, no other is built here")
+    rope = _rope(config)
+    told = {**config, "rope_theta": rope}
+    values: dict[str, Any] = {}
+    for ours, theirs in FIELDS.items():
+        value: Any = told.get(
+            theirs, getattr(ModelOptions(), ours) if ours in ("tied", "norm_eps", "kv_heads") else None
+        )
+        kind = type(getattr(ModelOptions(), ours))
+        good = isinstance(value, bool) if kind is bool else type(value) in (int, kind)
+        require(good, theirs, value, f"a value of type {kind.__name__}")
+        require(abs(value) <= NUMBER_MAX, theirs, "a number", f"at most {NUMBER_MAX}")
+        values[ours] = kind(value)
+    options = ModelOptions(**values)
+    head_dim = config.get("head_dim") or options.head_dim
+    require(head_dim == options.head_dim, "head_dim", head_dim, f"hidden_size/num_attention_heads={options.head_dim}")
+    return options
+
+
+def difference(config: Mapping[str, Any], options: ModelOptions) -> str:
+    """In words, the first field in which the model of ``config`` is not the one of ``options``; empty for none.
+
+    The context may differ: it is how long the sequences are, and no value depends on it.
+    """
+    there = options_of(config)
+    for ours, theirs in FIELDS.items():
+        if ours != "context" and _told(there, ours) != _told(options, ours):
+            return f"{theirs} is {_told(there, ours)} there and model.{ours} is {_told(options, ours)} here"
+    return ""
+
+
+def _told(options: ModelOptions, ours: str) -> Any:
+    """The value of an option with its 0 resolved."""
+    return getattr(options, f"{ours}_used", getattr(options, ours))
+
+
+def _rope(config: Mapping[str, Any]) -> Any:
+    """The base of the rotary angles, from where either form of ``config.json`` has it; ValueError for scaled ones."""
+    found = config.get("rope_theta", ModelOptions().rope_theta)
+    for name in ("rope_scaling", "rope_parameters"):
+        told = config.get(name) or {}
+        require(isinstance(told, dict), name, told, "null or an object")
+        kind = told.get("rope_type", told.get("type"))
+        require(kind in ROPE_TYPES, name, told, "null, or rope_type 'default'")
+        factor = told.get("partial_rotary_factor", 1.0)
+        require(factor == 1.0, f"{name}.partial_rotary_factor", factor, "1.0, no other is built here")
+        found = told.get("rope_theta", found)
+    return found
+
+
+def _renamed(values: Mapping[str, Value], wanted: Mapping[str, str]) -> dict[str, Value]:
+    for name in sorted(values.keys() ^ wanted.keys()):
+        here = "is wanted and not there" if name in wanted else "is there and has no place in this model"
+        raise ValueError(f"parameter {name} {here}")
+    return {wanted[name]: values[name] for name in values}

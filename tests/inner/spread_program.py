@@ -1,0 +1,318 @@
+"""One of four ranks, run as a program by test_sharding: trains the same model in every layout.
+
+Arguments: rank, world, port, folder of the prepared corpus, folder for results, "quick" or "all".  Two ranks only go on
+from what four have saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
+
+from diloco.durable import PLAIN_DISK, Disk, Step
+from diloco.inner import checkpoint
+from diloco.inner.checkpoint import CheckpointError, names
+from diloco.inner.computing import ComputeOptions, prepare
+from diloco.inner.data import TokenStream, load_manifest, validation_batches
+from diloco.inner.evaluating import evaluate
+from diloco.inner.gathered_muon import GatheredMuon, whole
+from diloco.inner.model import ModelOptions, Transformer
+from diloco.inner.optimizer import InnerOptions, build_optimizers
+from diloco.inner.parallel import SiteGroup
+from diloco.inner.pieces import box_of, is_keeper, local, put
+from diloco.inner.sharding import ParallelOptions, Spread
+from diloco.inner.trainer import StepInfo, Trainer, TrainerOptions, Verdict
+
+SEQUENCES = 8
+"""Of one micro-batch of the whole site, however many ranks draw it."""
+STEPS, SAVED = 4, 3
+EVEN = {"vocab_size": 257, "layers": 1, "dim": 24, "heads": 4, "context": 16, "ffn_dim": 36}
+TIED = {**EVEN, "tied": True}
+# Two rows of a key matrix over four ranks: two of them hold nothing of it.
+FULL = {"activation_checkpoint": "full", "loss_chunk": 24}
+SELECTIVE = {"activation_checkpoint": "selective", "loss_chunk": 50}
+NAMES = ["step-0000000002", f"step-{SAVED:010d}-end"]
+NARROW = {"vocab_size": 257, "layers": 1, "dim": 6, "heads": 3, "kv_heads": 1, "context": 16, "ffn_dim": 7}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, and what is trained in it."""
+
+    parallel: dict[str, Any]
+    inner: dict[str, Any]
+    model: dict[str, Any] = field(default_factory=lambda: EVEN)
+    compute: dict[str, Any] = field(default_factory=dict)
+    """How the ranks compute it; one process keeps to the plain way."""
+
+
+CASES = {
+    "ddp": Case({"parallel": "ddp"}, {"optimizer": "adamw"}),
+    "fsdp": Case({"parallel": "fsdp"}, {"optimizer": "adamw", "accumulation": 2}),
+    "fsdp-narrow": Case({"parallel": "fsdp"}, {"optimizer": "muon"}, NARROW, SELECTIVE),
+    "hsdp": Case(
+        {"parallel": "hsdp", "shard_ranks": 2}, {"optimizer": "muon", "accumulation": 2}, {**EVEN, "layers": 2}, FULL
+    ),
+    "tp": Case({"parallel": "tp"}, {"optimizer": "muon"}, TIED, SELECTIVE),
+    "tp+fsdp": Case(
+        {"parallel": "tp+fsdp", "tensor_ranks": 2}, {"optimizer": "muon", "muon_weight_decay": 0.1}, EVEN, FULL
+    ),
+    "tp+fsdp-tied": Case(
+        {"parallel": "tp+fsdp", "tensor_ranks": 2},
+        {"optimizer": "sgd", "clip": 0.01, "lr": 0.5},
+        {**EVEN, "tied": True},
+    ),
+}
+
+
+def build(
+    case: Case,
+    corpus: Path,
+    group: SiteGroup,
+    folder: Path | None = None,
+    memory: Path | None = None,
+    disk: Disk = PLAIN_DISK,
+) -> Trainer:
+    """A trainer of ``case`` for the ranks of ``group``; one rank alone draws the same batches."""
+    sharded = group.world > 1 and case.parallel["parallel"] != "ddp"
+    with torch.device("meta") if sharded else contextlib.nullcontext():
+        model = Transformer(ModelOptions(**case.model), seed=5)
+    if group.world > 1:
+        prepare(model, ComputeOptions(**case.compute), group.device)
+    spread = Spread(model, group, ParallelOptions(**case.parallel) if group.world > 1 else None)
+    inner = InnerOptions(batch_sequences=SEQUENCES // spread.data_world, warmup_steps=2, **case.inner)
+    stream = TokenStream(
+        load_manifest(corpus), "train", 16, inner.batch_sequences, rank=spread.data_rank, world=spread.data_world
+    )
+    steps = {"checkpoint_steps": 2 if folder else 0, "memory_checkpoint_every_steps": 2 if memory else 0}
+    options = TrainerOptions(precision="fp32", **steps)
+    return Trainer(
+        model,
+        build_optimizers(model, inner),
+        stream,
+        options,
+        group,
+        checkpoint_dir=folder,
+        memory_dir=memory,
+        progress=lambda: 0.5 if group.is_first else 0.0,
+        disk=disk,
+        spread=spread,
+    )
+
+
+def trained(trainer: Trainer, until_step: int = STEPS, extra: Any = None) -> list[tuple[float, float]]:
+    """Train; loss and norm of the gradient at every step."""
+    told: list[tuple[float, float]] = []
+
+    def after_step(info: StepInfo) -> Verdict:
+        told.append((info.loss, info.grad_norm))
+        if trainer.saving.writer is not None:
+            trainer.saving.writer.wait(60)  # so that the next step finds it written
+        return Verdict()
+
+    trainer.run(until_step=until_step, after_step=after_step, extra_state=extra)
+    return told
+
+
+def check_boxes(trainer: Trainer) -> None:
+    """What a rank holds is the box of the whole that it is said to be, and every part has exactly one keeper."""
+    group = trainer.group
+    for name, parameter in trainer.model.named_parameters():
+        box = box_of(parameter)
+        assert torch.equal(local(parameter), whole(parameter.detach())[box.slices]), name
+        kept = float(local(parameter).numel()) if is_keeper(parameter, trainer.spread.place) else 0.0
+        assert group.all_reduce_sum([kept]) == [float(parameter.numel())], name
+
+
+def check_filled(trainer: Trainer, case: Case) -> None:
+    """Ranks that never had the whole model begin with the values that it has in one process, to the bit."""
+    plain = Transformer(ModelOptions(**case.model), seed=5)
+    held = dict(trainer.model.named_parameters())
+    assert list(held) == [name for name, _ in plain.named_parameters()]
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(whole(held[name].detach()), parameter), name
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(dict(trainer.model.named_buffers())[name], buffer), name
+
+
+def check_memory(group: SiteGroup) -> None:
+    """No rank ever holds the whole model: of 100 MB each of four needs less than half, to make it and to fill it."""
+    options = ModelOptions(vocab_size=257, layers=8, dim=512, heads=8, context=16)
+    small = Transformer(ModelOptions(vocab_size=257, layers=1, dim=64, heads=2, context=16))
+    Spread(small, group, ParallelOptions(parallel="fsdp"))  # What torch loads for it at the first time is not counted.
+    Path("/proc/self/clear_refs").write_text("5")  # The peak begins anew: a child's is its parent's at first.
+    before = peak_bytes()
+    with torch.device("meta"):
+        model = Transformer(options)
+    size = sum(parameter.numel() for parameter in model.parameters()) * 4
+    Spread(model, group, ParallelOptions(parallel="fsdp"))
+    grown = peak_bytes() - before
+    assert size > 100e6
+    assert 0 < grown < size / 2, f"{grown:,} bytes for a fourth of {size:,}"
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had."""
+    (line,) = [each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024
+
+
+def check_muon(trainer: Trainer) -> None:
+    """With the same gradient a sharded matrix takes the very step of a whole one; only its addition may round once."""
+    generator = torch.Generator().manual_seed(7)
+    for name, parameter in trainer.model.named_parameters():
+        if not isinstance(parameter, DTensor) or parameter.ndim != 2:
+            continue
+        values, gradient = (torch.randn(parameter.shape, generator=generator) for _ in range(2))
+        results = []
+        for like, kind in ((parameter, GatheredMuon), (values, torch.optim.Muon)):
+            tensor = torch.nn.Parameter(torch.empty_like(like))
+            put(tensor, values)
+            tensor.grad = torch.empty_like(like)
+            put(tensor.grad, gradient)
+            kind([tensor], lr=0.1, weight_decay=0.1).step()  # type: ignore[no-untyped-call]
+            results.append(whole(tensor.detach()))
+        assert torch.allclose(*results, rtol=1e-6, atol=1e-6), name
+
+
+RESUMED = {"fsdp": "fsdp", "hsdp": "hsdp", "tp+fsdp": "tp+fsdp", "fsdp as tp+fsdp": "fsdp", "plain as fsdp": "plain"}
+"""What is taken up again, and whose checkpoint that is."""
+
+
+QUICK = ("fsdp", "tp+fsdp")
+"""What runs by default; the rest is slow."""
+QUICK_RESUMED = ("fsdp", "fsdp as tp+fsdp")
+
+
+def save_and_resume(corpus: Path, group: SiteGroup, out: Path, *, quick: bool) -> None:
+    """Each layout is saved beside training, and taken up in the same one, in another, and by fewer ranks."""
+    for name in ("fsdp",) if quick else ("fsdp", "hsdp", "tp+fsdp"):
+        folder, notes = out / f"{name}-checkpoints", []
+        trainer = build(CASES[name], corpus, group, folder)
+        trainer._log = trainer.saving._log = lambda what, fields, notes=notes: notes.append((what, fields))
+
+        def extra() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+            return {f"mine.{group.rank}": torch.full((2,), float(group.rank))}, {"rank": group.rank}
+
+        trained(trainer, SAVED, extra)
+        assert [fields["name"] for what, fields in notes if what == "checkpoint"] == NAMES
+        assert names(folder) == NAMES
+        assert not list(folder.glob(".tmp-*"))
+    for name, source in RESUMED.items():
+        if quick and name not in QUICK_RESUMED:
+            continue
+        resume(name, source, corpus, group, out)
+
+
+def resume(name: str, source: str, corpus: Path, group: SiteGroup, out: Path) -> None:
+    """Take up the checkpoints of ``source`` in the layout of ``name`` and go on; whoever reads compares the losses."""
+    case = CASES["fsdp" if source == "plain" else source]
+    if name.endswith("as tp+fsdp"):
+        case = replace(case, parallel=CASES["tp+fsdp"].parallel)
+    trainer = build(case, corpus, group)
+    found = trainer.resume(checkpoint.load(out / f"{source}-checkpoints" / NAMES[-1]))
+    assert found is not None
+    assert found.step == SAVED
+    if source != "plain":
+        assert {key: value.tolist() for key, value in found.tensors.items()} == {
+            f"mine.{rank}": [float(rank)] * 2 for rank in range(4)
+        }
+        assert found.meta == {"rank": 0}
+    told = trained(trainer)
+    if group.is_first:
+        (out / f"resumed {name} by {group.world}.json").write_text(json.dumps(told))
+
+
+class Full(Disk):
+    """A disk without room for the parts of checkpoints."""
+
+    def make(self, path: Path, write: Any, step: Step) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def lose_and_damage(corpus: Path, group: SiteGroup, out: Path) -> None:
+    """One rank's full disk costs a checkpoint, not the training; of a damaged one, the checkpoint before is taken."""
+    folder, notes = out / "full", []
+    trainer = build(CASES["fsdp"], corpus, group, folder)
+    assert trainer.saving._parts is not None
+    trainer.saving._log = lambda what, fields: notes.append((what, fields))
+    if group.rank == 2:
+        trainer.saving._parts._disk = Full()
+    told: list[StepInfo] = []
+
+    def after_step(info: StepInfo) -> Verdict:
+        told.append(info)
+        assert trainer.saving.writer is not None
+        assert trainer.saving._parts is not None
+        with contextlib.suppress(CheckpointError):
+            trainer.saving.writer.wait(60)
+            return Verdict()
+        trainer.saving._parts._why = "full"  # what the next step would have found by itself
+        return Verdict()
+
+    try:
+        trainer.run(until_step=4, after_step=after_step)
+    except CheckpointError as error:
+        said = str(error)
+    assert len(told) == 4
+    assert "step-0000000004-end" in said
+    assert ("No space" in said) == (group.rank == 2)
+    assert [fields["note"] for what, fields in notes if what == "note"] == ["checkpoint not written"] * 2
+    assert not list(folder.iterdir())
+
+    folder = out / "damaged"
+    trained(build(CASES["fsdp"], corpus, group, folder), SAVED)
+    if group.is_first:
+        file = folder / NAMES[-1] / "rank-00002.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-5] ^= 1
+        file.write_bytes(content)
+    group.barrier()
+    found = build(CASES["fsdp"], corpus, group, folder).resume()
+    assert found is not None
+    assert found.step == 2
+    assert len(found.skipped) == 1
+    assert f"{NAMES[-1]}/rank-00002.safetensors is damaged" in found.skipped[0]
+
+
+def main() -> None:
+    """Run as one rank; raises (and so exits 1) when anything differs."""
+    torch.set_num_threads(1)
+    rank, world, port = (int(told) for told in sys.argv[1:4])
+    corpus, out, quick = Path(sys.argv[4]), Path(sys.argv[5]), sys.argv[6] == "quick"
+    group = SiteGroup(rank, rank, world, "127.0.0.1", port, device="cpu", timeout_s=240)
+    if world == 2:  # after the four
+        resume("fsdp", "fsdp", corpus, group, out)
+        return
+    check_memory(group)
+    for name, case in CASES.items():
+        if quick and name not in QUICK:
+            continue
+        trainer = build(case, corpus, group)
+        check_filled(trainer, case)
+        told = trained(trainer)
+        check_boxes(trainer)
+        if name in ("fsdp-narrow", "tp+fsdp"):
+            check_muon(trainer)
+        values = {key: whole(parameter.detach()) for key, parameter in trainer.model.named_parameters()}
+        held = sum(local(parameter).numel() for parameter in trainer.model.parameters())
+        if group.is_first:
+            save_file({key: value.contiguous() for key, value in values.items()}, out / f"{name}.safetensors")
+        batches = validation_batches(load_manifest(corpus), 16, 3, 5)
+        loss = evaluate(trainer.model, batches, precision="fp32", together=trainer.spread)
+        (out / f"{name}-{rank}.json").write_text(json.dumps({"steps": told, "held": held, "loss": loss}))
+    save_and_resume(corpus, group, out, quick=quick)
+    lose_and_damage(corpus, group, out)
+    group.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""Whatever the layout, a rank gathers the parameter's own bits, and every rank takes its part of what one has."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+from diloco.inner.holding import Holding, HoldingError
+from diloco.inner.parallel import SiteGroup
+from diloco.outer.fragments import Piece, named_parameters_once
+from tests.layouts import LAYOUTS, SHAPES, Odd, dice, fill, heard, ranks, same, whole
+
+WORLD = 4
+FIRST_STAGE = ("embed.weight", "up.bias", "up.weight")
+WHOLE = [Piece(name, 0, prod(shape)) for name, shape in sorted(SHAPES.items())]
+
+
+def cuts(seed: int) -> list[list[Piece]]:
+    """Every value in one of three lists, each parameter cut at two places drawn by lot."""
+    lot, found = random.Random(seed), [list[Piece](), list[Piece](), list[Piece]()]
+    for name, shape in sorted(SHAPES.items()):
+        numel = prod(shape)
+        at = [0, *sorted(lot.randint(0, numel) for _ in range(2)), numel]
+        for pieces, start, stop in zip(found, at, at[1:], strict=False):
+            if start < stop:
+                pieces.append(Piece(name, start, stop))
+    return found
+
+
+def flat(pieces: Sequence[Piece], values: dict[str, Tensor]) -> Tensor:
+    return torch.cat([values[piece.name].reshape(-1)[piece.start : piece.stop] for piece in pieces])
+
+
+class Counted:
+    """The values that this rank sends to others."""
+
+    def __init__(self, group: SiteGroup) -> None:
+        self.sent, self._exchange, self._broadcast = 0, group.all_to_all, group.broadcast_
+        self.broadcasts, self.group = 0, group
+        group.all_to_all = self.all_to_all  # type: ignore[method-assign]
+        group.broadcast_ = self.broadcast_  # type: ignore[method-assign]
+
+    def all_to_all(self, message: Tensor, to: Sequence[int], of: Sequence[int]) -> Tensor:
+        assert to[self.group.rank] == 0, "nothing is sent to oneself"
+        self.sent += sum(to)
+        return self._exchange(message, to, of)
+
+    def broadcast_(self, tensor: Tensor, src: int = 0) -> None:
+        self.broadcasts += 1
+        self._broadcast(tensor, src)
+
+
+def check_layout(name: str, group: SiteGroup) -> dict[str, object]:
+    """Gather at every rank and scatter from every rank, whole parameters and pieces of them."""
+    parameters = named_parameters_once(LAYOUTS[name](Odd(), group.world))
+    assert {each: tuple(value.shape) for each, value in parameters.items()} == SHAPES
+    holding, counted = Holding(parameters, group), Counted(group)
+    told: dict[str, object] = {}
+    for at in range(group.world):
+        values = dice("theta", at)
+        values["cube"][0, 0, :2] = torch.tensor([float("nan"), -0.0])
+        fill(parameters, values)
+        for pieces in [WHOLE, *cuts(at)]:
+            into = torch.full((sum(p.stop - p.start for p in pieces),), 7.0) if group.rank == at else None
+            holding.gather(pieces, into, at)
+            assert into is None or same(into, flat(pieces, values)), (at, pieces)
+            assert holding.is_whole(pieces, at) or not holding.is_copied(pieces)
+        new = dice("new", at)
+        for pieces in cuts(at):
+            holding.scatter(pieces, flat(pieces, new) if group.rank == at else None, of=at)
+        assert all(same(found, new[each]) for each, found in whole(parameters).items()), at
+    counted.sent = counted.broadcasts = 0
+    holding.gather(WHOLE, torch.empty(sum(map(prod, SHAPES.values()))) if group.is_first else None)
+    held = {each: tuple(holding.part(each).shape) for each in SHAPES}
+    told |= {"sent": counted.sent, "held": held, "is_whole": holding.is_whole(WHOLE)}
+    placed = [each for value in parameters.values() if isinstance(value, DTensor) for each in value.placements]
+    told["strided"] = any(hasattr(placement, "split_factor") for placement in placed)
+    assert counted.broadcasts == 0
+    assert not any(each.differs for each in holding.compared())
+    with torch.no_grad():
+        part = holding.part("norm.weight")
+        part.add_(float(group.rank == 1))
+    told["differ"] = [(sorted(each.names), each.ranks, each.digests) for each in holding.compared() if each.differs]
+    told["compared"] = {name: each.ranks for each in holding.compared() for name in each.names}
+    group.all_to_all, group.broadcast_ = counted._exchange, counted._broadcast  # type: ignore[method-assign]
+    return told
+
+
+def check_errors(group: SiteGroup) -> dict[str, object]:
+    found: dict[str, object] = {}
+    mesh = init_device_mesh("cpu", (group.world,))
+    nowhere = DTensor.from_local(torch.ones(3), mesh, [Partial()])
+    other = {"a": torch.ones(3), ("c" if group.rank == 2 else "b"): torch.ones(2)}
+    missing = {"a": torch.ones(3)} | ({} if group.rank == 1 else {"z": torch.ones(1)})
+    for what, parameters in {"partial": {"a": nowhere}, "other": other, "missing": missing}.items():
+        try:
+            Holding(parameters, group)
+        except HoldingError as error:
+            found[what] = str(error)
+    return found
+
+
+def check_stages(group: SiteGroup) -> dict[str, object]:
+    """Two stages of two ranks: the first copies its part of the model, the second cuts it."""
+    stages = [FIRST_STAGE, [each for each in SHAPES if each not in FIRST_STAGE]]
+    meshes = [DeviceMesh("cpu", [2 * stage, 2 * stage + 1], mesh_dim_names=("shard",)) for stage in range(2)]
+    stage = group.rank // 2
+    zeros = {name: torch.zeros(SHAPES[name]) for name in stages[stage]}
+    cut = {name: distribute_tensor(each, meshes[1], [Shard(0)]) for name, each in zeros.items()} if stage else zeros
+    holding, found = Holding(cut, group, in_stages=True), dict[str, object]()
+    for at in range(group.world):
+        new = dice("new", at)
+        for pieces in [WHOLE, *cuts(at)]:
+            holding.scatter(pieces, flat(pieces, new) if group.rank == at else None, of=at)
+            into = torch.empty(sum(p.stop - p.start for p in pieces)) if group.rank == at else None
+            holding.gather(pieces, into, at)
+            assert into is None or same(into, flat(pieces, new)), (at, pieces)
+    found["shapes"] = list(holding.shapes.items())
+    found["parts"] = sum(part.numel() for part in holding.parts())
+    found["compared"] = {name: (each.ranks, each.differs) for each in holding.compared() for name in each.names}
+    other = {"a": torch.ones(3 if stage else 2), f"of rank {group.rank}": torch.ones(1)}
+    try:
+        Holding(other, group, in_stages=True)
+    except HoldingError as error:
+        found["error"] = str(error)
+    return found
+
+
+def program(group: SiteGroup, tell: Callable[[Any], None]) -> None:
+    found = {name: check_layout(name, group) for name in LAYOUTS}
+    tell(found | {"errors": check_errors(group), "stages": check_stages(group)})
+
+
+@pytest.fixture(scope="module")
+def said() -> Iterator[list[Any]]:
+    """What four ranks found, each by layout."""
+    with ranks(program, WORLD) as ends:
+        yield [heard(end) for end in ends]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_value_is_sent_once_and_only_by_who_holds_what_rank_0_does_not(said: list[Any], name: str) -> None:
+    """That all bits are the parameters' own, in both directions, the ranks have seen themselves."""
+    told = [each[name] for each in said]
+    numel = sum(map(prod, SHAPES.values()))
+    mine = sum(prod(shape) for shape in told[0]["held"].values())
+    assert told[0]["sent"] == 0
+    assert sum(each["sent"] for each in told) == numel - mine
+    assert told[0]["is_whole"] == (name in ("plain", "ddp"))
+    if name == "fsdp":
+        assert [each["held"]["scale"] for each in told] == [(1,), (0,), (0,), (0,)]
+        assert [each["held"]["wide"] for each in told] == [(6, 2)] * 4, "cut by columns"
+        assert max(sum(map(prod, each["held"].values())) for each in told) < 0.4 * numel
+    assert told[0]["strided"] == (name == "tp_fsdp"), "torch cuts again what is cut"
+    if name == "hsdp":
+        assert [each["sent"] for each in told[2:]] == [0, 0], "the copies have nothing to add"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_only_what_is_copied_is_compared(said: list[Any], name: str) -> None:
+    copied = name != "fsdp"  # There rank 1 alone has that part.
+    for each in said:
+        assert each[name]["differ"] == said[0][name]["differ"], "all ranks know"
+        assert bool(each[name]["differ"]) == copied
+    if copied:
+        ((names, _, digests),) = said[0][name]["differ"]
+        assert "norm.weight" in names
+        assert digests[1] not in (digests[0], digests[3])
+    ranks_alike = {
+        "ddp": dict.fromkeys(SHAPES, ((0, 1, 2, 3),)),
+        "fsdp": {},
+        "hsdp": {each: ((0, 2), (1, 3)) if each != "scale" else ((0, 2),) for each in SHAPES},
+    }
+    if name in ranks_alike:
+        assert said[0][name]["compared"] == ranks_alike[name]
+
+
+def test_what_does_not_fit_is_said_by_every_rank(said: list[Any]) -> None:
+    for each in said:
+        found = each["errors"]
+        assert "parameter a is" in found["partial"]
+        assert found["other"] == "rank 2 has the parameter ['c', [2]] where rank 0 has ['b', [2]]"
+        assert found["missing"] == "rank 1 has the parameter None where rank 0 has ['z', [1]]"
+
+
+def test_stages_have_each_a_part_of_the_model(said: list[Any]) -> None:
+    """That any rank gathers and scatters all of it, to the bit, the ranks have seen themselves."""
+    told = [each["stages"] for each in said]
+    assert all(each["shapes"] == sorted(SHAPES.items()) for each in told)
+    first = sum(prod(SHAPES[name]) for name in FIRST_STAGE)
+    assert [each["parts"] for each in told[:2]] == [first, first]
+    assert told[2]["parts"] + told[3]["parts"] == sum(map(prod, SHAPES.values())) - first
+    assert [each["compared"] for each in told] == [dict.fromkeys(FIRST_STAGE, (((0, 1),), False))] * WORLD
+    assert {each["error"] for each in told} == {"parameter a is of shape [3] on rank 2 and [2] on another"}
+
+
+def test_one_process_has_everything_and_sends_nothing() -> None:
+    parameters = dice("theta")
+    holding = Holding(parameters, SiteGroup(device="cpu"))
+    for seed in range(40):
+        new = dice("new", seed)
+        for pieces in cuts(seed):
+            into = torch.empty(sum(piece.stop - piece.start for piece in pieces))
+            holding.scatter(pieces, flat(pieces, new))
+            holding.gather(pieces, into)
+            assert same(into, flat(pieces, new))
+        assert all(same(parameters[name], values) for name, values in new.items())
+    assert holding.is_whole(WHOLE)
+    assert holding.is_copied(WHOLE)
+    assert holding.compared() == []
+
+
+def test_a_number_and_half_precision_and_a_transposed_parameter() -> None:
+    parameters = {"a": torch.zeros(3, 2).t(), "b": torch.zeros(4, dtype=torch.bfloat16), "c": torch.zeros(())}
+    holding = Holding(parameters, SiteGroup(device="cpu"))
+    pieces = [Piece("a", 0, 6), Piece("b", 0, 4), Piece("c", 0, 1)]
+    holding.scatter(pieces, torch.tensor([1.0, 2, 3, 4, 5, 6, 1.001, 8, 9, 10, 11]))
+    assert parameters["a"].tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert parameters["b"].tolist() == [1, 8, 9, 10]
+    assert parameters["c"].item() == 11
+    into = torch.empty(11)
+    holding.gather(pieces, into)
+    assert into.tolist() == [1, 2, 3, 4, 5, 6, 1, 8, 9, 10, 11]
+
+
+def test_values_of_another_size_are_refused() -> None:
+    holding = Holding({"a": torch.zeros(3)}, SiteGroup(device="cpu"))
+    with pytest.raises(AssertionError, match="values have shape"):
+        holding.scatter([Piece("a", 0, 3)], torch.zeros(4))

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import os
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from diloco.inner import checkpoint
+from diloco.inner.checkpoint import names
+from diloco.inner.data import CorpusManifest
+from diloco.inner.parallel import SiteGroup
+from tests.inner.memory_program import DIES, NEWEST, Life, damage, trained
+from tests.inner.spread_program import CASES, build
+from tests.inner.test_sharding import run_ranks
+
+
+@pytest.fixture
+def life(manifest: CorpusManifest, tmp_path: Path) -> Life:
+    """Of a site of one process."""
+    return Life("ddp", manifest.directory, SiteGroup(device="cpu"), tmp_path / "memory")
+
+
+def test_two_ranks_on_one_machine_and_on_two(manifest: CorpusManifest, tmp_path: Path) -> None:
+    run_ranks("memory_program.py", 2, str(manifest.directory), str(tmp_path))
+    one = build(CASES["fsdp"], manifest.directory, SiteGroup(device="cpu"), memory=tmp_path / "one-machine")
+    found = one.resume()
+    assert found is not None
+    assert found.step == 4
+    assert {name: tensor.tolist() for name, tensor in found.tensors.items()} == {"mine.0": [4, 4], "mine.1": [4, 4]}
+
+
+def test_a_site_goes_on_from_memory_to_the_bit(life: Life) -> None:
+    trained(life.begin(), DIES, dies=True)
+    assert names(life.memory) == NEWEST
+    assert life.memory.stat().st_mode & 0o077 == 0
+    life.goes_on(4, dies=False)
+
+
+def test_the_newer_of_memory_and_disk_is_taken(life: Life, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    trained(life.begin(folder=disk), DIES, dies=True)
+    (disk / names(disk)[-1]).rename(disk / "step-0000000003")
+    trainer = life.begin(folder=disk)
+    damage(disk / "step-0000000003" / "model.safetensors")
+    found = trainer.resume()
+    assert found is not None
+    assert (found.step, found.skipped) == (4, ())  # Nothing of the disk was read.
+    (disk / "step-0000000003").rename(disk / "step-0000000009")
+    trainer = life.begin(folder=disk)
+    found = trainer.resume()
+    assert found is not None
+    assert found.step == 4
+    assert "step-0000000009/model.safetensors is damaged" in found.skipped[0]
+    damage(disk / "step-0000000009" / "model.safetensors")  # Which makes it whole.
+    trainer = life.begin(folder=disk)
+    assert trainer.resume() is not None
+    assert str(disk) in str(life.said("resumed")[0]["path"])
+
+
+def test_what_is_damaged_in_memory_is_said_and_the_disk_or_nothing_is_taken(life: Life, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    trained(life.begin(folder=disk), DIES, dies=True)
+    for name, file in zip(NEWEST, ("manifest.json", "rank-00000.json"), strict=True):
+        damage(life.memory / name / file)
+    trainer = life.begin(folder=disk)
+    found = trainer.resume()
+    assert found is not None
+    assert str(disk) in str(life.said("resumed")[0]["path"])
+    whys = " ".join(str(each["why"]) for each in life.said("note"))
+    assert f"{NEWEST[0]}/manifest.json is damaged" in whys or f"{NEWEST[0]}/manifest.json cannot be read" in whys
+    assert f"{NEWEST[1]}/rank-00000.json is damaged" in whys
+    assert life.begin().resume() is None
+    assert len(life.said("note")) == 2
+
+
+def test_a_part_that_would_fill_the_folder_is_not_written_and_the_disk_goes_on(
+    life: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Told = namedtuple("Told", "f_bavail f_frsize")
+    monkeypatch.setattr(os, "statvfs", lambda path: Told(1, 4096))
+    disk = tmp_path / "disk"
+    trained(life.begin(folder=disk), DIES, dies=True)
+    whys = [str(each["why"]) for each in life.said("note")]
+    assert len(whys) == 2
+    assert "4,096 are free and a tenth stays so" in whys[0]
+    assert names(life.memory) == []
+    assert names(disk)[-1] == NEWEST[1]
+
+
+def test_a_folder_that_somebody_removes_meanwhile_costs_checkpoints_in_memory_and_no_training(
+    life: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(path: Path) -> None:
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+
+    monkeypatch.setattr(os, "statvfs", gone)  # As the system does with what users who logged out have in /dev/shm.
+    disk = tmp_path / "disk"
+    trained(life.begin(folder=disk), DIES, dies=True)
+    whys = [str(each["why"]) for each in life.said("note")]
+    assert len(whys) == 2
+    assert f"{NEWEST[0]} could not be written: [Errno 2] No such file or directory" in whys[0]
+    assert names(life.memory) == []
+    assert names(disk)[-1] == NEWEST[1]
+
+
+def test_what_lies_there_of_another_history_is_removed(life: Life) -> None:
+    trained(life.begin(), DIES, dies=True)
+    trained(life.begin(), 2, dies=True)
+    assert names(life.memory) == []
+
+
+def test_without_steps_or_a_folder_there_are_none(life: Life) -> None:
+    life.memory.mkdir()
+    trainer = build(life.case, life.corpus, life.group)
+    trained(trainer, 3, dies=False)
+    assert trainer._memory is None
+    assert checkpoint.names(life.memory) == []
