@@ -1,11 +1,11 @@
 """Between a training loop and the syncer: the one object that a site's loop talks to.
 
 ``after_step`` is called by the training thread between two inner steps.  It lets the machine decide, copies tensors,
-and returns; it waits for no socket and no file.  Encoding, disk and network are the work of the threads in ``sealing``
-and ``couriers``.  The lock is held for decisions and copies only, never while waiting.
+and returns; it waits for no socket and no file.  Encoding, disk and network are the work of the threads in
+``exchange`` and ``couriers``.  The lock is held for decisions and copies only, never while waiting.
 
 With several ranks, rank 0 has the ``Agent`` and the others a ``Follower``; rank 0 tells them at every boundary what it
-has adopted, over the site's own process group, so that all ranks change at the same inner step.
+does, over the site's own process group, so that all ranks change at the same inner step (``orders``).
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.durable import PLAIN_DISK
+from diloco.inner.parallel import GroupError
 from diloco.inner.trainer import StepInfo, Verdict
-from diloco.learner.couriers import Fetcher, Listener, Sender
-from diloco.learner.encoding import encoders
-from diloco.learner.follower import ADOPTED, GO_ON, STOP
+from diloco.learner.couriers import Listener
+from diloco.learner.exchange import Exchange, Machine
+from diloco.learner.exchanges import Exchanges, Heard
 from diloco.learner.joining import Joiner
 from diloco.learner.link_use import LinkUse
 from diloco.learner.meter import Meter
 from diloco.learner.odometer import Odometer
 from diloco.learner.outbox import Outbox
 from diloco.learner.outcome import Finished, JoinFailed
+from diloco.learner.owners import all_mine
 from diloco.learner.place import place_of
 from diloco.learner.restoring import restored_machine
-from diloco.learner.sealing import SealedUpdate, Sealer, SealJob
 from diloco.learner.site_tensors import SiteTensors
 from diloco.learner.standstill import Standstill
 from diloco.learner.touch import Touch
@@ -49,8 +50,9 @@ from diloco.sync.effects import (
     StartOver,
     StopTraining,
 )
-from diloco.sync.events import BoundaryReached, FetchFailed, LeaveAsked, Sealed, StepDone
+from diloco.sync.events import BoundaryReached, FetchFailed, LeaveAsked, StepDone, VersionFetched
 from diloco.sync.progress import SentState, ledger_of, site_ledger
+from diloco.sync.site_units import units_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -58,15 +60,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from diloco.durable import Disk
-    from diloco.inner.parallel import SiteGroup
+    from diloco.inner.holding import Holding
+    from diloco.learner.exchange import Source
     from diloco.learner.options import AgentOptions
+    from diloco.learner.orders import Orders
+    from diloco.learner.owners import Dealt
     from diloco.outer.fragments import Layout
     from diloco.sync.agreement import Agreement
-    from diloco.sync.events import Ending, LearnerEvent, VersionFetched
+    from diloco.sync.events import Ending, LearnerEvent
     from diloco.sync.options import LearnerOptions
     from diloco.sync.progress import Ledger
     from diloco.wire.client import SyncClient
-    from diloco.wire.messages import JoinReply, PullHeader
+    from diloco.wire.messages import JoinReply
 
 
 __all__ = ["Agent", "Finished", "JoinFailed"]
@@ -80,74 +85,61 @@ class Agent:
         options: AgentOptions,
         learner: LearnerOptions,
         layout: Layout,
-        parameters: Mapping[str, Tensor],
+        holding: Holding,
         agreement: Agreement,
         client: SyncClient,
         site_id: str,
         emit: Callable[[str, dict[str, object]], None],
-        group: SiteGroup,
+        orders: Orders,
         restored: tuple[Mapping[str, Tensor], Mapping[str, object]] | None = None,
         redo: StepInfo | None = None,
         disk: Disk = PLAIN_DISK,
+        dealt: Dealt | None = None,
     ) -> None:
-        """``parameters`` are the model's own, written in place; ``restored`` is what ``state`` gave a checkpoint.
+        """``holding`` is the model, written in place; ``restored`` is what ``state`` gave a checkpoint.
 
-        ``redo`` is the step of that checkpoint, if the loop will call ``after_step`` for it once more.
+        ``redo`` is the step of that checkpoint, if the loop will call ``after_step`` for it once more.  ``dealt`` says
+        which rank owns which fragment; rank 0 owns all by default.
         """
         self._options, self._learner, self._layout = options, learner, layout
         self._agreement, self._client, self._site_id = agreement, client, site_id
-        self._emit, self._group = emit, group
+        self._emit, self._orders = emit, orders
         self._outbox = Outbox(Path(options.folder) / "outbox", disk)
         self._odometer = Odometer(Path(options.folder) / "odometer", disk)
-        place = place_of(parameters.values())
-        self._tensors = SiteTensors(layout, parameters, learner.adopt, options.adopt_alpha, place, options.feedback)
+        place = place_of(holding.parts())
+        dealt = dealt or all_mine(layout)
+        rules = (learner.adopt, options.adopt_alpha, place, options.feedback, dealt.of(0))
+        self._tensors = SiteTensors(layout, holding, *rules)
         self._meter, self._use = Meter(), LinkUse(client, options.choices(), emit, self._tell)
         self._changed = threading.Condition(threading.RLock())
         self._redo = redo
         self._machine = restored_machine(learner, restored, redo, self._outbox, self._odometer, self._tensors)
-        self._use.begin()
         self._stopping = threading.Event()
         self._stop: StopTraining | None = None
-        self._has_ended = False
+        self._has_ended = self._draws_again = False
+        self._rank_lost = ""
         self._rejoining = ""  # Why, as it was said; until it has joined.
         self._standstill = Standstill(self._changed, self._has_failed)
-        self._sealer = self._sealing()
         self._joiner = self._joining()
-        self._fetcher = Fetcher(
-            client,
-            self._use.link,
-            agreement.run_id,
-            site_id,
-            self._tensors,
-            self._lineage,
-            self._epoch,
-            self._deliver,
-            emit,
-            self._stopping,
-        )
-        self._sender = Sender(
-            client,
-            self._use.link,
-            self._outbox,
-            self._incarnation,
-            self._epoch,
-            self._wanted,
-            self._fetcher.expect,
-            self._tell,
-            self._rejoin,
-            self._give_up,
-            emit,
-            self._stopping,
-        )
+        self._exchange = self._exchanging()
+        self._exchanges = self._exchanging_by(dealt)
+        self._use.begin()
         self._listener = self._listening()
         self._touch = self._in_touch()
-        loops = (self._sender.run, self._fetcher.run, self._listener.run, self._sealer.run, self._touch.run)
+        loops = (*self._exchange.loops, self._listener.run, self._touch.run)
         self._threads = [threading.Thread(target=self._guarded, args=(loop,), daemon=True) for loop in loops]
 
-    def _sealing(self) -> Sealer:
-        tells = (self._keep_sealed, self._tell, self._emit, self._stopping, self._standstill.ends)
-        coders = encoders(self._use.codecs, self._tensors)
-        return Sealer(self._agreement.run_id, self._site_id, coders, self._outbox, self._incarnation, *tells)
+    def _exchanging(self) -> Exchange:
+        asked = (self._incarnation, self._epoch, self._lineage, self._wanted)
+        machine = Machine(*asked, self._change, self._tell, self._rejoin, self._give_up)
+        ways = (self._outbox, self._orders, self._client, self._use, self._standstill, self._emit, self._stopping)
+        return Exchange(self._agreement.run_id, self._site_id, machine, self._tensors, *ways)
+
+    def _exchanging_by(self, dealt: Dealt) -> Exchanges:
+        heard = Heard(self._change, self._wanted, self._tell, self._rejoin, self._give_up, self._lose, self._emit)
+        found = Exchanges(dealt, self._exchange, self._orders, self._client, heard)
+        found.begin(self._machine.state)
+        return found
 
     def _joining(self) -> Joiner:
         return Joiner(
@@ -157,7 +149,7 @@ class Agent:
             self._site_id,
             self._machine.state,
             self._joined,
-            lambda: str(self._sealer.encoder),
+            lambda: str(self._exchange.sealer.encoder),
             self._emit,
             self._stopping,
         )
@@ -182,6 +174,7 @@ class Agent:
             self._site_id,
             self._machine,
             self._tensors,
+            self._exchanges,
             self._meter,
             self._changed,
             self._tell,
@@ -220,13 +213,13 @@ class Agent:
         # A run that is in its last round takes a newcomer in as well: it needs a base for the step it ends with.
         done = lambda: self._machine.ready() or self._has_failed()  # noqa: E731
         try:
-            adopted = self._until(done, until, "the first versions")
+            self._until(done, until, "the first versions")
         except TimeoutError as error:
             raise JoinFailed("unreachable", str(error)) from error
         if self._has_failed():
             assert self._stop is not None
             raise JoinFailed("refused", self._stop.why)
-        self._tell_ranks(adopted, stop=False)
+        self._orders.go_on()
         with self._changed:
             ledger = site_ledger(self._machine.state)
             if before:
@@ -253,24 +246,27 @@ class Agent:
         return self._machine.state.ending
 
     def after_step(self, info: StepInfo) -> Verdict:
-        """The line in the training loop: account for the step, seal and adopt what is due, say whether to go on."""
+        """The line in the training loop: account for the step, seal and adopt what is due, say whether to go on.
+
+        ``GroupError`` when a rank of the site that owns fragments is gone.
+        """
         began_ns = time.perf_counter_ns()
         with self._changed:
             # The step of a checkpoint was told to the machine before it joined; and where the loop goes on although
             # this part of the run has ended, its steps are nothing to a machine that sends nothing any more.
             told = self._has_ended or (self._redo is not None and info.step == self._redo.step)
-            step = StepDone(info.step, info.tokens, info.step_ns, info.cursor)
+            step = StepDone(info.step, info.tokens, info.step_ns, info.cursor, info.sequences)
             effects = self._machine.handle(BoundaryReached() if told else step, time.monotonic_ns())
             self._odometer.write(info.step, self._machine.state.tokens_processed)
             until = time.monotonic() + self._options.lock_step_timeout_s
             adopted = self._carry_out(effects, until)
-            waiting = self._machine.must_wait()
+            waiting = self._machine.must_wait() or bool(self._rank_lost)
         adopt_ns = time.perf_counter_ns() - began_ns if adopted else 0
         if waiting:
             done = lambda: not self._machine.must_wait() or self._stop is not None  # noqa: E731
             adopted |= self._until(done, until, "the version of its own update (lock_step)")
         stop = self._stop
-        self._tell_ranks(adopted, stop=stop is not None)
+        self._orders.go_on(stop=stop is not None)
         if not told:
             self._meter.step(info.step_ns, info.tokens, info.loss)
         self._meter.stalled(time.perf_counter_ns() - began_ns, adopt_ns)
@@ -280,6 +276,16 @@ class Agent:
     def progress(self) -> float:
         """The run's progress from 0 to 1, as last told."""
         return self._machine.state.progress_ppm / 1e6
+
+    def units(self, place: int, count: int) -> list[tuple[int, int]]:
+        """The units that the site draws at ``place`` of its list and on, as ``inner.leased`` asks for them."""
+        with self._changed:
+            found, again = units_from(self._machine.state, place, count)
+        if again and not self._draws_again:
+            why = "no unit of the data is left, and no syncer has leased more: its own are drawn over again"
+            self._emit("note", {"note": "units_again", "why": why})
+        self._draws_again = again
+        return found
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         """What a checkpoint must hold so that a new process goes on from here; and what it holds of the run's versions,
@@ -291,6 +297,7 @@ class Agent:
                 "layout_fingerprint": self._agreement.layout_fingerprint,
                 "digests": list(self._tensors.told_base),
             }
+            self._exchanges.capture()
             return self._tensors.tensors(), {"machine": self._machine.snapshot(), "published": published}
 
     def ledgers(self) -> list[Ledger]:
@@ -309,7 +316,10 @@ class Agent:
         self._touch.leave_asked = True
 
     def finish(self) -> Finished:
-        """After the loop: send what is unsent, say goodbye, hear the last fates; bounded.  Ends all threads."""
+        """After the loop: send what is unsent, say goodbye, hear the last fates; bounded.  Ends all threads.
+
+        The other ranks of the site are in their own ``finish`` meanwhile.
+        """
         self._meter.end()
         self.leave()
         if not self._has_failed():
@@ -317,6 +327,8 @@ class Agent:
             with contextlib.suppress(TimeoutError):  # What is still unsent or undecided then is said in the ledger.
                 self._until(lambda: self._touch.left or failed(), time.monotonic() + bound, "its last updates")
                 self._until(lambda: self._machine.settled() or failed(), time.monotonic() + bound, "its last fates")
+        self._exchanges.part()
+        self._orders.go_on(stop=True)
         stop = self._stop
         assert stop is not None
         self._touch.emit_meter()
@@ -335,8 +347,8 @@ class Agent:
     def close(self) -> None:
         """End the threads."""
         self._stopping.set()
-        for orders in (self._sealer.queue, self._sender.queue, self._fetcher.queue):
-            orders.put(None)
+        self._exchanges.close()
+        self._exchange.close()
         self._listener.wake()
         self._client.close()
         for thread in self._threads:
@@ -351,20 +363,14 @@ class Agent:
         with self._changed:
             while True:
                 adopted |= self._carry_out(self._machine.handle(BoundaryReached(), time.monotonic_ns()), until)
+                if self._rank_lost:
+                    raise GroupError(self._rank_lost)
                 if done():
                     return adopted
                 left_s = until - time.monotonic()
                 if left_s <= 0:
                     raise TimeoutError(f"site {self._site_id} waited in vain for {what}")
                 self._changed.wait(min(left_s, 0.5))
-
-    def _tell_ranks(self, adopted: set[int], *, stop: bool) -> None:
-        """Make every rank of the site hold what rank 0 has adopted, and stop when it stops."""
-        if self._group.world > 1:
-            for fragment in sorted(adopted):
-                self._group.broadcast_small([ADOPTED, fragment])
-                self._group.broadcast_(self._tensors.local(fragment))
-            self._group.broadcast_small([STOP if stop else GO_ON])
 
     # --- effects; the lock is held -----------------------------------------------------------------------------
 
@@ -374,35 +380,20 @@ class Agent:
         The training thread says ``until`` when it may stand still: in lock-step it does so while what it seals is read.
         """
         adopted, at_rest = set[int](), until > 0 and self._learner.lock_step
+        self._exchanges.know(self._machine.state)
         for effect in effects:
             match effect:
                 case Adopt():
-                    self._tensors.adopt(effect.fragment, effect.version, effect.merged)
+                    self._exchanges.adopt(effect)
                     adopted.add(effect.fragment)
-                    facts: dict[str, object] = {"fragment": effect.fragment, "version": effect.version}
-                    self._emit("adopted", {**facts, "merged": list(effect.merged)})
                 case Retake():
-                    lost = self._tensors.residuals.to_drop(effect.fragment)
-                    self._tensors.retake(effect.fragment, effect.version, effect.keep)
+                    self._exchanges.retake(effect)
                     adopted.add(effect.fragment)
-                    facts = {"fragment": effect.fragment, "version": effect.version, "why": effect.why}
-                    self._emit("retaken", {**facts, **lost})
                 case Seal():
-                    inputs = self._tensors.measure(effect.fragment, effect.in_flight, at_rest=at_rest)
-                    job = SealJob(effect, inputs, self._use.codec(self._machine.state.step_ns))
-                    self._standstill.begins(job)
-                    self._sealer.queue.put(job)
-                case Send():
-                    self._sender.queue.put((effect.fragment, effect.sequence))
-                case Forget():
-                    self._sealer.queue.put((effect.fragment, effect.sequence))
-                case Release():
-                    self._tensors.release(effect.fragment, effect.sequence)
-                case StartOver():
-                    self._tensors.forget_latest(effect.fragment)
-                    self._emit("started_over", {"fragment": effect.fragment})
-                case Fetch():
-                    self._fetcher.queue.put(effect.fragment)
+                    codec = self._use.codec(self._machine.state.step_ns)
+                    self._exchanges.seal(effect, codec, at_rest=at_rest)
+                case Send() | Forget() | Release() | StartOver() | Fetch():
+                    self._exchanges.order(effect)
                 case Join():
                     self._rejoin(effect.why)
                 case Leave():
@@ -427,17 +418,19 @@ class Agent:
             adopted = self._carry_out(self._machine.handle(event, time.monotonic_ns()))
             assert not adopted, "values may change at a boundary only"
 
-    def _deliver(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:
-        """A version is here, fetched in ``lineage``: its values and the machine's knowledge change at one instant."""
-        self._tensors.place.of(values)  # On its way to the model already, while nobody waits.
+    def _change(self, do: Callable[[], None], event: LearnerEvent, source: Source | None) -> bool:
+        """Have something done and tell it to the machine, at one instant; False: it is of another run or syncer."""
         with self._changed:
-            if lineage != self._machine.state.lineage:
-                return  # Of a run that is no more; the new lineage's fetch is in the queue.
-            if 0 < told.epoch < self._machine.state.epoch:  # Another syncer took the site in a moment ago.
+            state = self._machine.state
+            if source is not None and source.lineage != state.lineage:
+                return False  # Of a run that is no more; the new lineage's fetch is in the queue.
+            if source is not None and 0 < source.epoch < state.epoch:  # Another syncer took the site in a moment ago.
+                assert isinstance(event, VersionFetched)
                 self._tell(FetchFailed(event.fragment))
-                return
-            self._tensors.arrived(event.fragment, event.version, values, told.digest)
+                return False
+            do()
             self._tell(event)
+            return True
 
     def _incarnation(self) -> int:
         return self._machine.state.incarnation
@@ -474,6 +467,11 @@ class Agent:
             self._stop_for(StopTraining(None, why, failed=True))
             self._changed.notify_all()
 
+    def _lose(self, why: str) -> None:
+        with self._changed:
+            self._rank_lost = why
+            self._changed.notify_all()
+
     def _stop_for(self, stop: StopTraining) -> None:
         """The first reason to stop is the one that counts, but a failure is never hidden behind a good one."""
         if self._stop is None or (stop.failed and not self._stop.failed):
@@ -488,10 +486,3 @@ class Agent:
                 self._emit("note", {"note": "thread_died", "why": repr(error)})
                 self._give_up(f"a thread of the agent failed: {error!r}")
                 raise
-
-    def _keep_sealed(self, sealed: SealedUpdate) -> None:
-        """An update is durable: its values and the machine's knowledge of it come at one instant."""
-        header = sealed.header
-        with self._changed:
-            self._tensors.sealed(header.fragment, header.sequence, sealed.sent, sealed.fed)
-            self._tell(Sealed(header.fragment, header.sequence, header.digest))

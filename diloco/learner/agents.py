@@ -19,26 +19,27 @@ as a site that is offline does, while the others push and adopt.  What must be o
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from diloco.inner.checkpoint import CheckpointError
 from diloco.inner.trainer import Verdict
-from diloco.learner.follower import GO_ON, STOP
 from diloco.learner.outcome import Finished, JoinFailed
 from diloco.sync.events import Ending
 from diloco.sync.progress import combined
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
-    from diloco.inner.parallel import SiteGroup
     from diloco.inner.trainer import StepInfo
     from diloco.learner.agent import Agent
     from diloco.learner.one_voice import OneVoice
+    from diloco.learner.orders import Orders
+    from diloco.sync.progress import Ledger
 
 AWAY_S = 5.0
 """A site that has somewhere to go on from waits so long for each syncer before it trains on without it."""
@@ -52,12 +53,12 @@ class Agents:
         self,
         agents: Sequence[Agent],
         voice: OneVoice,
-        group: SiteGroup,
+        orders: Orders,
         join_timeout_s: float,
         redo: StepInfo | None = None,
     ) -> None:
         """``agents`` say what they do through ``voice``; ``redo`` is what each of them was given."""
-        self._agents, self._voice, self._group = tuple(agents), voice, group
+        self._agents, self._voice, self._orders = tuple(agents), voice, orders
         self._join_timeout_s, self._redo = join_timeout_s, redo
         self._meter = voice.spent
         self._leave_asked = False  # Set by a signal handler, so a plain store.
@@ -81,7 +82,7 @@ class Agents:
         except BaseException:
             self.close()
             raise
-        self._tell_ranks(stop=False)
+        self._orders.go_on()
         return max(cursors)
 
     def _started(self, syncer: int) -> int:
@@ -102,7 +103,7 @@ class Agents:
             self._meter.step(info.step_ns, info.tokens, info.loss)
         self._meter.stalled(time.perf_counter_ns() - began_ns, 0)
         self._why = why = self._why_to_stop()
-        self._tell_ranks(stop=bool(why))
+        self._orders.go_on(stop=bool(why))
         return Verdict(bool(why), why)
 
     def _why_to_stop(self) -> str:
@@ -122,19 +123,23 @@ class Agents:
         missed = f", and syncer {waited[0]} did not answer for {self._join_timeout_s:g} s" if waited else ""
         return said[-1] + missed
 
-    def _tell_ranks(self, *, stop: bool) -> None:
-        if self._group.world > 1:
-            self._group.broadcast_small([STOP if stop else GO_ON])
-
     def progress(self) -> float:
         """The run's progress from 0 to 1, as the syncer told that is furthest."""
         return max(agent.progress() for agent in self._agents)
+
+    def units(self, place: int, count: int) -> list[tuple[int, int]]:
+        """The units that the site draws: those of the first syncer, which leases them."""
+        return self._agents[0].units(place, count)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         """What a checkpoint must hold: that of each agent, by the number of its syncer."""
         states = [agent.state() for agent in self._agents]
         named = {f"{at}.{name}": value for at, (tensors, _) in enumerate(states) for name, value in tensors.items()}
         return named, {"parts": [meta for _, meta in states]}
+
+    def ledgers(self) -> list[Ledger]:
+        """Where the tokens are, fragment by fragment."""
+        return [ledger for agent in self._agents for ledger in agent.ledgers()]
 
     def leave_soon(self) -> None:
         """The user asked this site to stop.  May be called from a signal handler."""
@@ -145,8 +150,9 @@ class Agents:
         self._meter.end()
         with ThreadPoolExecutor(len(self._agents)) as pool:
             ended = list(pool.map(self._finished, self._agents))
+        self._orders.go_on(stop=True)
         self._voice.meter()
-        ledger = combined([ledger for agent in self._agents for ledger in agent.ledgers()])
+        ledger = combined(self.ledgers())
         assert ledger.balanced(), ledger
         found = {field: getattr(ledger, field) for field in ledger.__slots__}
         decisive = _decisive(ended)
@@ -191,5 +197,20 @@ def part_restored(
         had = f"{len(parts)} syncers" if isinstance(parts, list) else "one syncer"
         raise CheckpointError(f"the checkpoint is of a run with {had}, and this one has {syncers}")
     begin = f"{syncer}."
-    own = {name.removeprefix(begin): value for name, value in tensors.items() if name.startswith(begin)}
-    return own, parts[syncer]
+    return _Under(tensors, begin), parts[syncer]
+
+
+class _Under(Mapping[str, "Tensor"]):
+    """The tensors whose names begin so, without that; each is read when it is asked for."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], begin: str) -> None:
+        self._tensors, self._begin = tensors, begin
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[self._begin + name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removeprefix(self._begin) for name in self._tensors if name.startswith(self._begin))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

@@ -11,7 +11,7 @@ import queue
 import random
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from diloco.learner.ahead import Ahead
@@ -90,6 +90,7 @@ class Sender:
         outbox: Outbox,
         incarnation: Callable[[], int],
         epoch: Callable[[], int],
+        lineage: Callable[[], int],
         wanted: Callable[[int, int], str | None],
         expect: Callable[[int], None],
         tell: Callable[[LearnerEvent], None],
@@ -104,6 +105,7 @@ class Sender:
         self._outbox = outbox
         self._incarnation = incarnation
         self._epoch = epoch
+        self._lineage = lineage
         self._wanted = wanted
         self._expect = expect
         self._tell = tell
@@ -170,9 +172,10 @@ class Sender:
     def _found(self, fragment: int, sequence: int) -> tuple[PushHeader, memoryview] | None:
         """The update as it is in the outbox, if it is still the one that waits for an answer.
 
-        A number that was refused is given again, and an order to send can outlive what it was given for.
+        A number that was refused is given again, and an order to send can outlive what it was given for.  So can all of
+        it, where the run was restored: the lineage that it is sent in was asked for first.
         """
-        wanted = self._wanted(fragment, sequence)
+        lineage, wanted = self._lineage(), self._wanted(fragment, sequence)
         if wanted is None:
             return None
         try:
@@ -182,7 +185,7 @@ class Sender:
             if self._wanted(fragment, sequence) == wanted:
                 raise
             return None  # A join or a fate has answered it at this very moment.
-        return (header, payload) if header.digest == wanted else None
+        return (replace(header, lineage=lineage), payload) if header.digest == wanted else None
 
     def _answered(self, header: PushHeader, result: PushResult) -> None:
         answer = (result.outcome, result.reason, header.digest, result.epoch)

@@ -4,61 +4,59 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from diloco.inner.trainer import StepInfo, Verdict
-from diloco.learner.place import place_of
-from diloco.learner.site_tensors import SiteTensors
+from diloco.learner.orders import take_part
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
-    from diloco.inner.parallel import SiteGroup
+    from diloco.inner.holding import Holding
+    from diloco.learner.owner import Owner
     from diloco.outer.fragments import Layout
-
-# What rank 0 says at a boundary: any number of ADOPTED with a fragment, each followed by its values, then one of
-# the other two.
-GO_ON = 0
-STOP = 1
-ADOPTED = 2
 
 
 class Follower:
-    """Ranks above 0 of a site: they do at each boundary what rank 0 tells them."""
+    """Ranks above 0 of a site: they take part at each boundary in what rank 0 does, for each of the site's agents."""
 
-    def __init__(self, layout: Layout, parameters: Mapping[str, Tensor], group: SiteGroup) -> None:
-        self._tensors = SiteTensors(layout, parameters, "rebase", 0.5, place_of(parameters.values()))
-        self._group = group
+    def __init__(
+        self, layouts: Sequence[Layout], holding: Holding, adopt: str, owned: Sequence[Owner | None] = ()
+    ) -> None:
+        """``layouts`` are those of rank 0's agents in their order, ``adopt`` the rule by which they adopt.
 
-    def start(self) -> None:
-        """Take the first versions."""
-        self._follow()
+        ``owned`` is what this rank owns of the fragments of each agent, in the same order; None where ranks above 0 own
+        none of an agent's, and empty where they own none at all.
+        """
+        self._layouts, self._holding, self._adopt, self._owned = layouts, holding, adopt, owned
+
+    def start(self) -> bool:
+        """Take the first versions; returns whether rank 0 stops instead, because it could not begin."""
+        return self._follow()
 
     def after_step(self, info: StepInfo) -> Verdict:
-        """Adopt what rank 0 has adopted."""
+        """Take part in what this boundary brings."""
         del info
         return Verdict(self._follow(), "rank 0 stops")
 
+    def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
+        """What a checkpoint must hold of this rank's fragments, when rank 0 is asked for its own part of it."""
+        parts = [owner.state() if owner is not None else {} for owner in self._owned]
+        if len(self._layouts) == 1:
+            return {name: value for part in parts for name, value in part.items()}, {}
+        return {f"{at}.{name}": value for at, part in enumerate(parts) for name, value in part.items()}, {}
+
+    def finish(self) -> None:
+        """After the loop: as long as rank 0 sends what is unsent, it may need what is held here."""
+        while not self._follow():
+            continue
+        self.close()
+
+    def close(self) -> None:
+        """End the threads."""
+        for owner in self._owned:
+            if owner is not None:
+                owner.close()
+
     def _follow(self) -> bool:
-        while True:
-            told = self._group.broadcast_small([])
-            if told[0] != ADOPTED:
-                return told[0] == STOP
-            values = torch.empty(self._tensors.layout.fragments[told[1]].numel, device=self._tensors.place.device)
-            self._group.broadcast_(values)
-            self._tensors.write(told[1], values)
-
-
-class Followers(Follower):
-    """The same where a site has an agent for each syncer: rank 0 tells of each one's fragments, then of the site."""
-
-    def __init__(self, layouts: Sequence[Layout], parameters: Mapping[str, Tensor], group: SiteGroup) -> None:
-        self._followers = [Follower(layout, parameters, group) for layout in layouts]
-        self._group = group
-
-    def _follow(self) -> bool:
-        for follower in self._followers:
-            follower.start()  # That one part has ended is no reason for the site to stop.
-        return self._group.broadcast_small([])[0] == STOP
+        return take_part(self._holding, self._layouts, self._adopt, self._owned)

@@ -39,15 +39,22 @@ class OutboxError(ValueError):
 
 
 class Outbox:
-    """The folder of sealed updates of one site."""
+    """The folder of sealed updates of one site.
 
-    def __init__(self, folder: Path, disk: Disk = PLAIN_DISK) -> None:
+    Several ranks of the site may have it open, each for its own fragments: a file is named by its fragment, so that a
+    new process finds it whatever rank it was.
+    """
+
+    def __init__(self, folder: Path, disk: Disk = PLAIN_DISK, *, settled: bool = False) -> None:
+        """``settled``: another rank has cleared what earlier processes left."""
         self.folder = folder
         self._disk = disk
         self._fresh: dict[tuple[int, int], tuple[PushHeader, memoryview]] = {}
         self._fresh_lock = threading.Lock()
         self._spare: list[Path] = []
         self._reading = threading.Lock()  # Held while a file is read by its name, and while it loses that.
+        if settled:
+            return
         disk.settle(folder, Step.OUTBOX_FOLDER)
         for leftover in folder.glob(".*.tmp"):
             disk.remove(leftover, Step.OUTBOX_DROP)
@@ -133,9 +140,11 @@ def _read(path: Path) -> tuple[PushHeader, memoryview]:
     try:
         if not newline or line[:9] != b"%08x " % zlib.crc32(line[9:]):
             raise ValueError("its header is not what was written")
-        header = PushHeader(**parse_json(line[9:]))
+        fields = parse_json(line[9:])
+        fields["spans"] = tuple((start, stop) for start, stop in fields.get("spans", ()))
+        header = PushHeader(**fields)
         if path.name != _name(header.fragment, header.sequence):
             raise ValueError("it was written under another name")
         return header, memoryview(data)[len(line) + 1 :]
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise OutboxError(f"{path} is damaged: {error}") from error

@@ -49,6 +49,11 @@ class Place:
             self._mirrors[here] = found
         return found
 
+    def begin_thread(self) -> None:
+        """What the calling thread makes without naming a device is on this one, and not on the machine's first."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Memory of the host that the device writes to without anybody's help."""
         return torch.empty(numel, dtype=dtype, pin_memory=self.device.type == "cuda")

@@ -53,7 +53,8 @@ def restored_machine(
     parts = enumerate(machine.state.fragments)
     outbox.clear({(index, sent.sequence) for index, part in parts for sent in part.in_flight if sent.bytes_wanted})
     if redo is not None:
-        effects = machine.handle(StepDone(redo.step, redo.tokens, redo.step_ns, redo.cursor), time.monotonic_ns())
+        step = StepDone(redo.step, redo.tokens, redo.step_ns, redo.cursor, redo.sequences)
+        effects = machine.handle(step, time.monotonic_ns())
         assert not effects, "before it has joined, a machine decides nothing"
     return machine
 

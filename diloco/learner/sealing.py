@@ -77,6 +77,7 @@ def seal(job: SealJob, encoder: Encoder, run_id: str, site_id: str, incarnation:
         numel=job.inputs.reference.numel(),
         digest=digest_of(encoded.payload),
         values_digest=encoded.digest,
+        spans=effect.spans,
     )
     return SealedUpdate(header, encoded.payload, encoded.sent, encoded.norm, encoded.fed)
 

@@ -19,14 +19,14 @@ from diloco.codec.pieces import rebase_pieces
 from diloco.learner.place import HOST, Place
 from diloco.learner.residuals import Carried, Fed, Residuals
 from diloco.outer.adopt import blend, overwrite, rebase
-from diloco.outer.fragments import gather, scatter
 from diloco.outer.pseudo_gradient import pseudo_gradient
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from torch import Tensor
 
+    from diloco.inner.holding import Holding
     from diloco.outer.fragments import Layout
 
 
@@ -40,22 +40,24 @@ class SiteTensors:
     def __init__(
         self,
         layout: Layout,
-        parameters: Mapping[str, Tensor],
+        holding: Holding,
         adopt: str,
         adopt_alpha: float,
         place: Place | None = None,
         feedback: float = 0.0,
+        owned: Collection[int] | None = None,
     ) -> None:
-        """``place`` is where all ``parameters`` are, the host by default; ``feedback`` the share of a residual that
-        goes out with the next update, 0 under ``rebase``."""
+        """``place`` is where the model is, the host by default; ``feedback`` the share of a residual that goes out with
+        the next update, 0 under ``rebase``.  ``owned`` are the fragments whose tensors lie here, all by default."""
         assert not (feedback and adopt == "rebase"), "what rebase does not merge is its residual"
         self.place = place if place is not None else Place(HOST)
         self.buffers = Buffers(SPARE_MAX)
         self.layout = layout
-        self.parameters = parameters
+        self.holding = holding
         self.adopt_rule = adopt
         self.adopt_alpha = adopt_alpha
         count = len(layout.fragments)
+        self.owned = frozenset(range(count) if owned is None else owned)
         self.base: list[Tensor | None] = [None] * count
         self.reference: list[Tensor | None] = [None] * count
         self.latest: list[tuple[int, Tensor] | None] = [None] * count
@@ -68,15 +70,16 @@ class SiteTensors:
         self.residuals = Residuals(feedback, count, self.place)
 
     def local(self, fragment: int) -> Tensor:
-        """A copy of the model's present values."""
+        """A copy of the model's present values.  The other ranks take part where this one does not hold them all."""
         part = self.layout.fragments[fragment]
         is_host = self.place.is_host
         room = self.buffers.values(part.numel) if is_host else torch.empty(part.numel, device=self.place.device)
-        return gather(part, self.parameters, room)
+        self.holding.gather(part.pieces, room, self.holding.group.rank)
+        return room
 
     def write(self, fragment: int, values: Tensor) -> None:
-        """Put ``values`` into the model."""
-        scatter(self.layout.fragments[fragment], values, self.parameters)
+        """Put ``values`` into the model, on all ranks, which take part."""
+        self.holding.scatter(self.layout.fragments[fragment].pieces, values, self.holding.group.rank)
 
     def adopt(self, fragment: int, version: int, merged: Sequence[int]) -> None:
         """Take the latest version into the model."""
@@ -105,21 +108,34 @@ class SiteTensors:
         merged, pieces = [coded(each) for each in own], self._pieces(fragment)
         if pieces is not None:
             rebase_pieces(pieces, old_base, new_base, merged)
+            self._hand_on(fragment)
             return
         values = self.local(fragment)
         rebase_pieces([values], old_base, new_base, merged)
         self.write(fragment, values)
 
+    def _hand_on(self, fragment: int) -> None:
+        """The other ranks take what was written here."""
+        group = self.holding.group
+        if group.world > 1:
+            self.holding.scatter(self.layout.fragments[fragment].pieces, self.local(fragment), group.rank, own=False)
+
     def _pieces(self, fragment: int) -> list[Tensor] | None:
-        """The fragment's values where they lie in the model; None where one of them is not plain memory."""
+        """The fragment's values where they lie in the model; None where one of them is not plain memory here."""
         pieces = self.layout.fragments[fragment].pieces
+        if not self.is_here(fragment):
+            return None
         flat = [self._flat(piece.name) for piece in pieces]
         found = [each[piece.start : piece.stop] for each, piece in zip(flat, pieces, strict=True) if each is not None]
         return found if len(found) == len(pieces) else None
 
+    def is_here(self, fragment: int) -> bool:
+        """Whether this rank holds all of the fragment's values, so that it reads them by itself."""
+        return self.holding.is_whole(self.layout.fragments[fragment].pieces, self.holding.group.rank)
+
     def _flat(self, name: str) -> Tensor | None:
         """The parameter's own memory as flat fp32 on the CPU; None where it is anything else."""
-        parameter = self.parameters[name].detach()
+        parameter = self.holding.part(name)
         plain = parameter.dtype == torch.float32 and parameter.device.type == "cpu" and parameter.is_contiguous()
         return parameter.view(-1) if plain else None
 
@@ -199,11 +215,12 @@ class SiteTensors:
     def restore(
         self, tensors: Mapping[str, Tensor], base_versions: Sequence[int], told: Sequence[str] | None = None
     ) -> None:
-        """Take back what ``tensors`` gave, and the digests that were told with the bases."""
+        """Take back what ``tensors`` gave of what is owned, and the digests that were told with the bases."""
+        tensors = {name: tensors[name] for name in tensors if _fragment_of(name) in self.owned}
         self.told_base = list(told) if told is not None else self.told_base
         self.told_latest = list(self.told_base)
         for index, version in enumerate(base_versions):
-            if version < 0:
+            if version < 0 or index not in self.owned:
                 continue
             base = tensors[f"base.{index}"]
             self.base[index] = base
@@ -215,6 +232,11 @@ class SiteTensors:
                 fragment, _, sequence = rest.partition(".")
                 self.sent[int(fragment), int(sequence)] = self.place.of(values)
         self.residuals.restore(tensors)
+
+
+def _fragment_of(name: str) -> int:
+    """Of which fragment the tensor of a checkpoint is: ``base.3``, ``sent.3.17``."""
+    return int(name.split(".")[1])
 
 
 class SealInputs:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 from diloco.learner.echo import Echo
 from diloco.learner.reporting import meter_fields, report_info
 from diloco.sync.events import BaseDiffers, LeaveAsked
+from diloco.sync.site_units import ask_of, wants_soon
 from diloco.wire.messages import Refused, Unreachable
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable
 
+    from diloco.learner.exchanges import Exchanges
     from diloco.learner.link_use import LinkUse
     from diloco.learner.meter import Meter
     from diloco.learner.site_tensors import SiteTensors
@@ -37,6 +39,7 @@ class Touch:
         site_id: str,
         machine: LearnerSync,
         site_tensors: SiteTensors,
+        exchanges: Exchanges,
         meter: Meter,
         changed: threading.Condition,
         tell: Callable[[LearnerEvent], None],
@@ -51,6 +54,7 @@ class Touch:
         self._site_id = site_id
         self._machine = machine
         self._tensors = site_tensors
+        self._exchanges = exchanges
         self._meter = meter
         self._changed = changed
         self._tell = tell
@@ -60,6 +64,7 @@ class Touch:
         self._meter_every_s = meter_every_s
         self._echo = Echo(len(machine.state.fragments))
         self._unheard = 0
+        self._in_vain = False  # Whether the last ask for units brought none.
         self.heartbeat_s = 1.0
         self.leave_asked = False  # Set by a signal handler, so a plain store.
         self.leaving = False
@@ -78,7 +83,7 @@ class Touch:
             if now >= next_meter:
                 next_meter = now + self._meter_every_s
                 self.emit_meter()
-            if now >= next_report:
+            if now >= next_report or self._wants_units():
                 next_report = now + self.heartbeat_s
                 self._look_at_a_base()
                 self._report()
@@ -95,6 +100,14 @@ class Touch:
             self.left = True
             self._changed.notify_all()
 
+    def _wants_units(self) -> bool:
+        """Whether the next heartbeat comes early, because there is little left to draw and the syncer answers."""
+        machine = self._machine
+        if not machine.options.unit_sequences or self._unheard or self._in_vain:
+            return False
+        with self._changed:
+            return wants_soon(machine.options, machine.state)
+
     def _look_at_a_base(self) -> None:
         fragment = self._echo.next_fragment()
         if fragment is None:
@@ -108,9 +121,10 @@ class Touch:
             return
         reading = self._meter.read()
         with self._changed:
-            digests = self._echo.digests(self._tensors.base)
+            digests = self._exchanges.digests(self._echo.digests(self._tensors.base), self._machine.state)
             state, link = self._machine.state, self._use.info(self._machine.state.step_ns)
-            info = report_info(self._run_id, self._site_id, state, reading, self._client, digests, link)
+            units = ask_of(self._machine.options, state) if self._machine.options.unit_sequences else None
+            info = report_info(self._run_id, self._site_id, state, reading, self._exchanges, digests, link, units)
         try:
             with self._use.link.control():
                 reply = self._client.report(info)
@@ -122,6 +136,10 @@ class Touch:
                 self._rejoin("the syncer does not answer heartbeats")
             return
         self._unheard = 0
+        before = self._machine.state.units.end
+        if reply.units is not None:
+            self._tell(reply.units)
+        self._in_vain = self._machine.state.units.end <= before
         if not reply.known:
             self._rejoin("the syncer does not know this process")
         for fragment in reply.retake:
@@ -133,5 +151,5 @@ class Touch:
         reading = self._meter.read()
         with self._changed:
             state = self._machine.state
-            fields = meter_fields(state, reading, self._client, self._use.info(state.step_ns))
+            fields = meter_fields(state, reading, self._exchanges, self._use.info(state.step_ns))
         self._emit("meter", fields)

@@ -20,6 +20,7 @@ from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo, Verdict
 from diloco.learner.agent import Agent
 from diloco.learner.options import AgentOptions
+from diloco.learner.orders import Orders
 from diloco.outer.fragments import gather
 from diloco.sync.agreement import Agreement
 from diloco.sync.options import LearnerOptions
@@ -41,6 +42,7 @@ from diloco.wire.messages import (
     WatchEvent,
 )
 from diloco.wire.pulled import PulledVersion, PullSink
+from tests.learner.held import held
 from tests.syncer.building import ANYONE, LAYOUT, Events, agreement
 
 T = TypeVar("T")
@@ -178,12 +180,12 @@ class Site:
             AgentOptions(**settings),
             LearnerOptions(**{"num_fragments": 2, "inner_steps": 4, **(learner or {})}),
             LAYOUT,
-            self.parameters,
+            held(self.parameters),
             agreed or agreement(),
             client,  # type: ignore[arg-type]
             client.site,
             self.events.emit,
-            SiteGroup(),
+            Orders(SiteGroup()),
             restored,
         )
         self.steps = 0
@@ -210,7 +212,8 @@ class Site:
         until = time.monotonic() + bound_s
         while not condition():
             assert time.monotonic() < until, f"not in {bound_s} s: {what}; {self.events.all[-5:]}"
-            assert not self.step().stop, f"stopped before {what}: {self.events.all[-5:]}"
+            verdict = self.step()
+            assert not verdict.stop, f"stopped before {what}: {verdict.reason}; {self.events.all[-5:]}"
 
     def train_until_stopped(self, bound_s: float = 15.0) -> Verdict:
         until = time.monotonic() + bound_s

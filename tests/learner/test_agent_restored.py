@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from typing import TYPE_CHECKING
 
 import torch
 
 from diloco.outer.optimizer import OuterOptimizerOptions
-from diloco.sync.events import LineageBegan
+from diloco.sync.events import LineageBegan, PushAnswered, Reason
 from diloco.sync.options import OuterOptions
-from diloco.sync.progress import site_ledger
+from diloco.sync.progress import SentState, site_ledger
 from diloco.syncer.snapshots import FragmentValues
 from diloco.syncer.store import RunCard, Store
 from tests.learner.direct import DirectClient, Site
-from tests.syncer.building import LAYOUT, NO_WAIT, RUN, serving
+from tests.syncer.building import LAYOUT, NO_WAIT, RUN, eventually, serving
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
+    from diloco.sync.events import LearnerEvent
     from diloco.syncer.server import Syncer
+    from diloco.wire.messages import JoinAsk, JoinReply
 
 
 def begin_lineage(folder: Path) -> None:
@@ -78,3 +82,52 @@ def test_a_site_goes_on_by_itself_in_the_new_lineage_and_counts_what_it_lost(tmp
         assert ledger.lost > 0, "what was merged after the backup is lost, and is said to be"
         assert ledger.processed == 10 * site.steps
         site.close()
+
+
+def test_an_update_on_its_way_while_the_join_is_answered_costs_the_site_nothing(tmp_path: Path) -> None:
+    """A far syncer has taken the site into the new lineage, and the site does not know it yet when its update comes."""
+    lost, kept = tmp_path / "lost", tmp_path / "kept"
+    with serving(lost) as syncer:
+        site = Site(tmp_path / "a", DirectClient(syncer))
+        site.start()
+        site.train_until(lambda: min(versions(syncer)) >= 2, "two versions")
+        cut(site)
+        site.train_until(waits_to_be_sent(site), "an update waits for a syncer")
+    shutil.copytree(lost, kept)
+    begin_lineage(kept)
+    answered, join, sender = threading.Event(), site.client.join, site.agent._exchange.sender
+    tell, answers = sender._tell, list[PushAnswered]()
+
+    def joined(ask: JoinAsk, epoch: int = 0) -> JoinReply:
+        reply = join(ask, epoch)
+        assert answered.wait(60), "no update was answered meanwhile"
+        return reply
+
+    def told(event: LearnerEvent) -> None:
+        tell(event)
+        if isinstance(event, PushAnswered) and not answered.is_set():
+            answers.append(event)
+            answered.set()
+
+    site.client.join, sender._tell = joined, told  # type: ignore[method-assign]
+    with serving(kept) as syncer:
+        site.client.syncer = syncer
+        site.client.before["push"] = lambda: joining(syncer)
+        site.client.down.clear()
+        site.train_until(lambda: site.agent._machine.state.lineage == 2, "it has joined the new lineage")
+        assert [answer.reason for answer in answers] == [Reason.NOT_JOINED]
+        began = versions(syncer)
+        site.train_until(lambda: min(versions(syncer)) > max(began), "it is merged again")
+        assert site_ledger(site.agent._machine.state).balanced()
+        site.close()
+
+
+def waits_to_be_sent(site: Site) -> Callable[[], bool]:
+    return lambda: any(
+        sent.state is SentState.SEALED for part in site.agent._machine.state.fragments for sent in part.in_flight
+    )
+
+
+def joining(syncer: Syncer) -> None:
+    """Return when the syncer has taken a process of the site in, as who is far hears of only later."""
+    eventually(lambda: syncer.core.ask(lambda machine: machine.state.sites["a"].process), "the join is decided")

@@ -17,6 +17,7 @@ from diloco.learner.agent import Agent
 from diloco.learner.agents import Agents, part_restored
 from diloco.learner.one_voice import OneVoice
 from diloco.learner.options import AgentOptions
+from diloco.learner.orders import Orders
 from diloco.learner.outcome import Finished, JoinFailed
 from diloco.outer.fragments import gather
 from diloco.outer.optimizer import OuterOptimizerOptions
@@ -31,6 +32,7 @@ from diloco.syncer.server import Syncer
 from diloco.wire.options import ServerOptions
 from diloco.wire.security import SecurityOptions
 from tests.learner.direct import TOKENS, DirectClient
+from tests.learner.held import held
 from tests.syncer.building import LAYOUT, NO_WAIT, RUN, SHARED, Events, eventually, version_zero
 
 
@@ -82,7 +84,7 @@ class Part:
 
 def site_of(*parts: Part, events: Events | None = None, join_timeout_s: float = 0.2) -> Agents:
     voice = OneVoice([[index] for index in range(len(parts))], (events or Events()).emit)
-    return Agents(parts, voice, SiteGroup(), join_timeout_s)  # type: ignore[arg-type]
+    return Agents(parts, voice, Orders(SiteGroup()), join_timeout_s)  # type: ignore[arg-type]
 
 
 def test_cursor_and_progress_are_the_furthest() -> None:
@@ -229,6 +231,8 @@ def test_a_checkpoint_holds_each_part_and_gives_it_back() -> None:
     found = part_restored((tensors, meta), 1, 2)
     assert found is not None
     assert found[1] == {"machine": 4}
+    assert list(found[0]) == ["base.0"]
+    assert len(found[0]) == 1
     assert float(found[0]["base.0"]) == 4.0
     assert part_restored(None, 0, 2) is None
     with pytest.raises(CheckpointError, match="of a run with 2 syncers, and this one has 3"):
@@ -275,6 +279,7 @@ class TwoSyncers:
     def site(self, restored: Any = None) -> Agents:
         self.clients = [DirectClient(syncer) for syncer in self.syncers]
         whole, voice = LearnerOptions(num_fragments=2, inner_steps=4), OneVoice(PLACEMENT, self.events.emit)
+        orders = Orders(SiteGroup())
         agents = [
             Agent(
                 AgentOptions(
@@ -285,17 +290,17 @@ class TwoSyncers:
                 ),
                 LearnerOptions(num_fragments=1, inner_steps=4, offsets=(whole.offset(PLACEMENT[at][0]),)),
                 self.parts[at],
-                self.parameters,
+                held(self.parameters),
                 self._agreed(at),
                 self.clients[at],  # type: ignore[arg-type]
                 "a",
                 voice.of(at),
-                SiteGroup(),
+                orders.of(at),
                 part_restored(restored, at, 2),
             )
             for at in range(2)
         ]
-        return Agents(agents, voice, SiteGroup(), 5.0)
+        return Agents(agents, voice, orders, 5.0)
 
     def begun(self) -> Agents:
         """The site, with a version of each fragment."""

@@ -78,7 +78,8 @@ class Desk:
 
     def __init__(self, folder: Path) -> None:
         self.outbox = Outbox(folder)
-        self.epoch = 1
+        self.epoch = self.lineage = 1
+        self.restores = 0
         self.stopping = threading.Event()
         self.events = Events()
         self.wanted: dict[tuple[int, int], str] = {}
@@ -95,7 +96,8 @@ class Desk:
             self.outbox,
             lambda: 3,
             lambda: self.epoch,
-            lambda fragment, sequence: self.wanted.get((fragment, sequence)),
+            lambda: self.lineage,
+            self._wants,
             self.expected.append,
             self._tell,
             self.rejoins.append,
@@ -103,6 +105,10 @@ class Desk:
             self.events.emit,
             self.stopping,
         )
+
+    def _wants(self, fragment: int, sequence: int) -> str | None:
+        self.lineage += self.restores
+        return self.wanted.get((fragment, sequence))
 
     def _tell(self, event: object) -> None:
         self.told.append(event)
@@ -192,6 +198,19 @@ def test_a_fate_that_comes_with_the_answer_is_told_after_it(tmp_path: Path) -> N
         desk.sender.queue.put((0, 1))
         eventually(lambda: len(desk.told) == 2, "both are told")
     assert desk.told == [PushAnswered(0, 1, Outcome.DUPLICATE, None, fate.digest), FateTold(fate)]
+
+
+def test_an_update_is_sent_in_the_lineage_in_which_it_was_wanted(tmp_path: Path) -> None:
+    """The site may start over in a restored run after it was asked what is wanted, and before that is sent."""
+    desk = Desk(tmp_path)
+    desk.restores = 1
+    desk.sealed(1)
+    desk.answers = [PushResult(Outcome.REFUSED, 2, Reason.NOT_JOINED)]
+    with thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)):
+        desk.sender.queue.put((0, 1))
+        eventually(lambda: desk.told, "it is answered")
+    assert [header.lineage for header in desk.pushed] == [1]
+    assert desk.lineage == 2
 
 
 def test_an_order_that_has_outlived_its_update_sends_nothing(tmp_path: Path) -> None:

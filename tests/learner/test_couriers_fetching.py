@@ -26,6 +26,7 @@ from diloco.wire.messages import (
 )
 from diloco.wire.pulled import PulledVersion, PullSink
 from diloco.wire.pulling import Patience
+from tests.learner.held import held
 from tests.learner.test_couriers import thread
 from tests.syncer.building import LAYOUT, RUN, Events, dice, eventually
 
@@ -35,7 +36,7 @@ class Shelf:
 
     def __init__(self) -> None:
         parameters = {name: torch.zeros(shape) for name, shape in LAYOUT.parameters}
-        self.site_tensors = SiteTensors(LAYOUT, parameters, "rebase", 0.5)
+        self.site_tensors = SiteTensors(LAYOUT, held(parameters), "rebase", 0.5)
         self.stopping = threading.Event()
         self.events = Events()
         self.answers: list[Callable[[PullAsk], PulledVersion]] = []

@@ -8,18 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diloco.inner.holding import Holding
 from diloco.inner.trainer import StepInfo
-from diloco.learner.follower import ADOPTED, GO_ON, STOP, Follower, Followers
+from diloco.learner.follower import Follower
+from diloco.learner.orders import ADOPT, GO_ON, RETAKE, SEAL, STOP
 from diloco.outer.fragments import gather
 from diloco.outer.placement import part_of
 from tests.syncer.building import LAYOUT, dice
 
+INFO = StepInfo(1, 1.0, 10, 0, 1000, 1, 1.0, 0.1, applied=True)
+
 
 class Told:
-    """The site's process group as a rank above 0 sees it: what rank 0 has said, in order."""
+    """The process group of two replicas as rank 1 sees it: what rank 0 has said, in order."""
+
+    rank, world, device = 1, 2, torch.device("cpu")
 
     def __init__(self, *said: Any) -> None:
         self.said = list(said)
+
+    def all_gather_bytes(self, mine: bytes) -> list[bytes]:
+        return [mine, mine]
 
     def broadcast_small(self, values: Sequence[int], src: int = 0) -> list[int]:
         return list(self.said.pop(0))
@@ -28,32 +37,92 @@ class Told:
         tensor.copy_(self.said.pop(0))
 
 
-def test_it_takes_what_it_is_told_and_nothing_else() -> None:
+def held_by(group: Told) -> tuple[dict[str, Tensor], Holding]:
     parameters = {name: torch.zeros(shape) for name, shape in LAYOUT.parameters}
+    return parameters, Holding(parameters, group)  # type: ignore[arg-type]
+
+
+def test_it_takes_what_it_is_told_and_nothing_else() -> None:
     first, second, third = dice("v0", 0), dice("v0", 1), dice("v1", 0)
-    group = Told([ADOPTED, 0], first, [ADOPTED, 1], second, [GO_ON], [GO_ON], [ADOPTED, 0], third, [STOP])
-    follower = Follower(LAYOUT, parameters, group)  # type: ignore[arg-type]
-    info = StepInfo(1, 1.0, 10, 0, 1000, 1, 1.0, 0.1, applied=True)
+    group = Told([RETAKE, 0, 0, 0], first, [RETAKE, 0, 1, 0], second, [GO_ON], [GO_ON], [ADOPT, 0, 0, 0], third, [STOP])
+    parameters, holding = held_by(group)
+    follower = Follower([LAYOUT], holding, "rebase")
     follower.start()
     assert torch.equal(gather(LAYOUT.fragments[0], parameters), first)
     assert torch.equal(gather(LAYOUT.fragments[1], parameters), second)
-    assert not follower.after_step(info).stop
-    verdict = follower.after_step(info)
+    assert not follower.after_step(INFO).stop
+    verdict = follower.after_step(INFO)
     assert verdict.stop
     assert torch.equal(gather(LAYOUT.fragments[0], parameters), third)
     assert group.said == []
 
 
-def test_one_part_that_has_ended_does_not_stop_a_site_that_has_another() -> None:
-    parameters = {name: torch.zeros(shape) for name, shape in LAYOUT.parameters}
+def test_it_knows_when_rank_0_could_not_begin() -> None:
+    for said, stops in ((STOP, True), (GO_ON, False)):
+        group = Told([said])
+        assert Follower([LAYOUT], held_by(group)[1], "rebase").start() is stops
+
+
+def test_each_of_several_agents_orders_of_its_own_fragments() -> None:
     first, second = dice("v0", 0), dice("v0", 1)
-    group = Told([ADOPTED, 0], first, [GO_ON], [ADOPTED, 0], second, [GO_ON], [GO_ON], [STOP], [GO_ON], [GO_ON])
-    group.said += [[STOP], [STOP], [STOP]]
-    followers = Followers([part_of(LAYOUT, [0]), part_of(LAYOUT, [1])], parameters, group)  # type: ignore[arg-type]
-    info = StepInfo(1, 1.0, 10, 0, 1000, 1, 1.0, 0.1, applied=True)
-    followers.start()
+    group = Told([RETAKE, 0, 0, 0], first, [RETAKE, 1, 0, 0], second, [GO_ON], [STOP])
+    parameters, holding = held_by(group)
+    follower = Follower([part_of(LAYOUT, [0]), part_of(LAYOUT, [1])], holding, "rebase")
+    follower.start()
     assert torch.equal(gather(LAYOUT.fragments[0], parameters), first)
     assert torch.equal(gather(LAYOUT.fragments[1], parameters), second)
-    assert not followers.after_step(info).stop
-    assert followers.after_step(info).stop
+    assert follower.after_step(INFO).stop
+    assert group.said == []
+
+
+class Owned:
+    """What a rank owns of one agent's fragments."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.done, self.closed = name, 0, False
+
+    def do(self) -> None:
+        self.done += 1
+
+    def state(self) -> dict[str, Tensor]:
+        return {self.name: torch.ones(1)}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_what_it_owns_is_its_own_to_do_and_to_keep() -> None:
+    group = Told([SEAL, 1, 0, 1], [RETAKE, 0, 0, 1], [GO_ON], [STOP])
+    _, holding = held_by(group)
+    owned: Any = [Owned("base.0"), Owned("base.1")]
+    layouts = [part_of(LAYOUT, [0]), part_of(LAYOUT, [1])]
+    follower = Follower(layouts, holding, "rebase", owned)
+    follower.start()
+    assert [each.done for each in owned] == [1, 1]
+    assert sorted(follower.state()[0]) == ["0.base.0", "1.base.1"], "by agent, as rank 0 names its own"
+    assert sorted(Follower([LAYOUT], holding, "rebase", owned[:1]).state()[0]) == ["base.0"]
+    follower.finish()
+    assert all(each.closed for each in owned)
+
+
+def test_of_an_agent_of_which_it_owns_nothing_it_does_and_keeps_nothing() -> None:
+    group = Told([SEAL, 1, 0, 1], [GO_ON], [STOP])
+    _, holding = held_by(group)
+    mine: Any = Owned("base.0")
+    follower = Follower([part_of(LAYOUT, [0]), part_of(LAYOUT, [1])], holding, "rebase", [None, mine])
+    follower.start()
+    assert mine.done == 1
+    assert list(follower.state()[0]) == ["1.base.0"]
+    follower.finish()
+    assert mine.closed
+
+
+def test_it_stays_until_rank_0_has_sent_everything() -> None:
+    last = dice("v1", 1)
+    group = Told([GO_ON], [ADOPT, 0, 1, 0], last, [GO_ON], [STOP])
+    parameters, holding = held_by(group)
+    follower = Follower([LAYOUT], holding, "overwrite")
+    follower.start()
+    follower.finish()
+    assert torch.equal(gather(LAYOUT.fragments[1], parameters), last)
     assert group.said == []

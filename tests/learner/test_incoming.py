@@ -18,6 +18,7 @@ from diloco.learner.incoming import Incoming
 from diloco.learner.site_tensors import SiteTensors
 from diloco.outer.fragments import plan_layout
 from diloco.wire.messages import Frame, PullHeader
+from tests.learner.held import held as model_of
 from tests.syncer.building import LAYOUT, dice
 
 if TYPE_CHECKING:
@@ -60,7 +61,9 @@ def long_one() -> tuple[torch.Tensor, bytes, torch.Tensor]:
 
 
 def tensors(held: torch.Tensor, layout: Layout = LAYOUT) -> SiteTensors:
-    found = SiteTensors(layout, {name: torch.zeros(shape) for name, shape in layout.parameters}, "rebase", 0.5)
+    found = SiteTensors(
+        layout, model_of({name: torch.zeros(shape) for name, shape in layout.parameters}), "rebase", 0.5
+    )
     found.latest[0] = (3, held)
     return found
 

@@ -109,6 +109,17 @@ def test_what_is_not_kept_is_cleared_and_leftovers_too(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["0-2.update"]
 
 
+def test_another_rank_clears_nothing_and_has_the_same_files(tmp_path: Path) -> None:
+    Outbox(tmp_path).put(*update(sequence=1))
+    half = tmp_path / ".0-4.update.77.tmp"
+    half.write_bytes(b"half")
+    other = Outbox(tmp_path, settled=True)
+    assert half.exists(), "it may be one that is being written at this moment"
+    assert list(other.digests()) == [(0, 1)]
+    other.put(*update(sequence=2))
+    assert list(Outbox(tmp_path).digests()) == [(0, 1), (0, 2)]
+
+
 def test_a_file_that_is_needed_no_more_is_written_over(tmp_path: Path) -> None:
     outbox, room = Outbox(tmp_path), set()
     for sequence, kind in enumerate(("fp32", "int8", "fp32", "bf16"), 1):

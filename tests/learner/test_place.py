@@ -37,6 +37,15 @@ def test_a_model_on_one_accelerator_is_there_and_any_other_here() -> None:
     assert place_of([]).is_host
 
 
+def test_a_thread_of_a_rank_works_on_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    Place(HOST).begin_thread()
+    assert used == []
+    Place(torch.device("cuda", 3)).begin_thread()
+    assert used == [torch.device("cuda", 3)]
+
+
 @pytest.mark.gpu
 def test_training_does_not_wait_for_what_is_beside_it() -> None:
     """Training's stream has long work; a thread beside it sees what was given before, and ends by itself."""

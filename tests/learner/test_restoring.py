@@ -29,6 +29,7 @@ from diloco.sync.events import (
 from diloco.sync.learner import LearnerSync
 from diloco.sync.options import LearnerOptions
 from diloco.sync.progress import Ledger, site_ledger
+from tests.learner.held import held
 from tests.wire.fake_syncer import push_header
 
 TOKENS = 10
@@ -60,7 +61,7 @@ def trained(steps: int) -> LearnerSync:
 def take_over(folder: Path, machine: LearnerSync, crashed_at: int, redo: StepInfo | None) -> LearnerSync:
     """The machine of a new process, after the last one had got to step ``crashed_at``."""
     layout = plan_layout([("w", (4,))], 1)
-    site_tensors = SiteTensors(layout, {"w": torch.zeros(4)}, "rebase", 0.5)
+    site_tensors = SiteTensors(layout, held({"w": torch.zeros(4)}), "rebase", 0.5)
     odometer = Odometer(folder / "odometer")
     odometer.write(crashed_at, crashed_at * TOKENS)
     kept = ({"base.0": torch.zeros(4)}, {"machine": machine.snapshot()})
@@ -115,14 +116,14 @@ def test_a_checkpoint_taken_while_a_retake_is_due_can_be_resumed(tmp_path: Path)
 def test_a_checkpoint_of_something_else_is_refused_in_words(
     tmp_path: Path, meta: dict[str, object], words: str
 ) -> None:
-    site_tensors = SiteTensors(plan_layout([("w", (4,))], 1), {"w": torch.zeros(4)}, "rebase", 0.5)
+    site_tensors = SiteTensors(plan_layout([("w", (4,))], 1), held({"w": torch.zeros(4)}), "rebase", 0.5)
     odometer, outbox = Odometer(tmp_path / "odometer"), Outbox(tmp_path / "outbox")
     with pytest.raises(CheckpointError, match=words):
         restored_machine(LearnerOptions(), ({}, meta), None, outbox, odometer, site_tensors)
 
 
 def test_a_site_without_a_checkpoint_has_lost_what_it_read(tmp_path: Path) -> None:
-    site_tensors = SiteTensors(plan_layout([("w", (4,))], 1), {"w": torch.zeros(4)}, "rebase", 0.5)
+    site_tensors = SiteTensors(plan_layout([("w", (4,))], 1), held({"w": torch.zeros(4)}), "rebase", 0.5)
     odometer = Odometer(tmp_path / "odometer")
     odometer.write(7, 7 * TOKENS)
     machine = restored_machine(
@@ -147,7 +148,7 @@ def test_bytes_that_outlived_their_ack_go_unless_they_may_be_wanted_again(tmp_pa
     machine.state.fragments[0].in_flight[0].digest = header.digest
     outbox.put(header, b"bytes")
     layout = plan_layout([("w", (4,))], 1)
-    site_tensors = SiteTensors(layout, {"w": torch.zeros(4)}, "rebase", 0.5)
+    site_tensors = SiteTensors(layout, held({"w": torch.zeros(4)}), "rebase", 0.5)
     tensors = {"base.0": torch.zeros(4), "sent.0.1": torch.zeros(4)}
     restored = (tensors, {"machine": machine.snapshot()})
     again = restored_machine(machine.options, restored, None, outbox, Odometer(tmp_path / "odometer"), site_tensors)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import Tensor
 
+from diloco.inner.holding import Holding
 from diloco.learner.place import Place
 from diloco.learner.site_tensors import SiteTensors
 from diloco.outer.adopt import rebase
 from diloco.outer.fragments import gather, scatter
 from diloco.outer.pseudo_gradient import pseudo_gradient
 from tests.learner.elsewhere import Elsewhere
+from tests.learner.held import held
 from tests.syncer.building import LAYOUT, dice
 
 SHAPES = dict(LAYOUT.parameters)
@@ -20,7 +24,8 @@ FRAGMENT = LAYOUT.fragments[0]
 
 def site_tensors(rule: str, alpha: float = 0.25, place: Place | None = None) -> SiteTensors:
     """One that has taken version 3 and trained since, with updates 5 and 6 on their way."""
-    found = SiteTensors(LAYOUT, {name: torch.zeros(shape) for name, shape in SHAPES.items()}, rule, alpha, place)
+    parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    found = SiteTensors(LAYOUT, held(parameters), rule, alpha, place)
     found.latest[0] = (3, dice("base", 0))
     found.retake(0, 3, [])
     found.write(0, dice("local", 0))
@@ -30,7 +35,15 @@ def site_tensors(rule: str, alpha: float = 0.25, place: Place | None = None) -> 
 
 
 def local(found: SiteTensors) -> Tensor:
-    return gather(FRAGMENT, found.parameters)
+    return gather(FRAGMENT, parameters_of(found))
+
+
+def parameters_of(found: SiteTensors) -> dict[str, Tensor]:
+    return {name: found.holding.part(name) for name in SHAPES}
+
+
+def copied(found: SiteTensors) -> Holding:
+    return held({name: values.clone() for name, values in parameters_of(found).items()})
 
 
 def measured(found: SiteTensors, subtract: list[int]) -> Tensor:
@@ -105,7 +118,7 @@ def test_a_checkpoint_holds_everything_that_the_next_update_is_made_of(rule: str
     found.latest[0] = (4, dice("new", 0))
     found.adopt(0, 4, [5])
     tensors = {name: values.clone() for name, values in found.tensors().items()}
-    again = SiteTensors(LAYOUT, {name: values.clone() for name, values in found.parameters.items()}, rule, 0.25)
+    again = SiteTensors(LAYOUT, copied(found), rule, 0.25)
     again.restore(tensors, [4, -1])
     subtract = [6] if rule == "rebase" else []
     mine, theirs = measured(again, subtract), measured(found, subtract)
@@ -132,24 +145,23 @@ def test_rebase_in_place_and_by_a_copy_give_the_same_bits(kind: str) -> None:
     """What is not flat fp32 on the CPU is copied out and back; both are the definition."""
     found = site_tensors("rebase")
     if kind == "bfloat16":
-        found.parameters = {name: values.bfloat16() for name, values in found.parameters.items()}
+        found.holding = held({name: values.bfloat16() for name, values in parameters_of(found).items()})
     elif kind == "transposed":
-        found.parameters = {
-            name: values.t().contiguous().t() if values.dim() == 2 else values
-            for name, values in found.parameters.items()
-        }
-    before = {name: values.data_ptr() for name, values in found.parameters.items()}
+        parameters = parameters_of(found).items()
+        turned = {name: values.t().contiguous().t() if values.dim() == 2 else values for name, values in parameters}
+        found.holding = held(turned)
+    before = {name: values.data_ptr() for name, values in parameters_of(found).items()}
     wanted = rebase(local(found), dice("base", 0), dice("new", 0), [dice("d5", 0), dice("d6", 0)])
     found.latest[0] = (4, dice("new", 0))
     found.adopt(0, 4, [5, 6])
-    assert {name: values.data_ptr() for name, values in found.parameters.items()} == before
+    assert {name: values.data_ptr() for name, values in parameters_of(found).items()} == before
     assert torch.equal(local(found), wanted.bfloat16().float() if kind == "bfloat16" else wanted)
 
 
 def test_memory_of_what_is_held_is_never_given_to_anybody_else() -> None:
     """Rounds with everything that may still read a tensor: a checkpoint, a slow sender, an older version."""
     parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    found = SiteTensors(LAYOUT, parameters, "rebase", 0.5)
+    found = SiteTensors(LAYOUT, held(parameters), "rebase", 0.5)
     buffers = found.buffers
     found.latest[0] = (0, dice("base", 0))
     found.retake(0, 0, [])
@@ -173,7 +185,7 @@ def test_memory_of_what_is_held_is_never_given_to_anybody_else() -> None:
 def test_parameters_of_other_kinds_are_written_in_place() -> None:
     parameters = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
     before = {name: values.data_ptr() for name, values in parameters.items()}
-    found = SiteTensors(LAYOUT, parameters, "rebase", 0.5)
+    found = SiteTensors(LAYOUT, held(parameters), "rebase", 0.5)
     found.write(0, dice("base", 0))
     assert {name: values.data_ptr() for name, values in parameters.items()} == before
     wanted = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
@@ -189,7 +201,7 @@ def test_the_digest_that_was_told_goes_with_its_version_into_the_base_and_throug
     found.adopt(0, 4, [5])
     assert found.told_base == ["four", ""]
     found.arrived(0, 5, dice("newer", 0), "five")
-    again = SiteTensors(LAYOUT, {name: values.clone() for name, values in found.parameters.items()}, "rebase", 0.25)
+    again = SiteTensors(LAYOUT, copied(found), "rebase", 0.25)
     again.restore(found.tensors(), [4, -1], found.told_base)
     assert again.told_base == ["four", ""]
     again.retake(0, 4, [])
@@ -197,6 +209,29 @@ def test_the_digest_that_was_told_goes_with_its_version_into_the_base_and_throug
     again.arrived(0, 5, dice("newer", 0), "five")
     again.retake(0, 5, [])
     assert again.told_base == ["five", ""]
+
+
+def test_of_a_checkpoint_only_what_is_owned_is_read() -> None:
+    found = site_tensors("rebase")
+
+    class Read(dict[str, Tensor]):
+        """Names the tensors that are asked for."""
+
+        asked: ClassVar[list[str]] = []
+
+        def __getitem__(self, name: str) -> Tensor:
+            self.asked.append(name)
+            return super().__getitem__(name)
+
+    tensors = Read(found.tensors() | {"base.1": dice("base", 1), "residual.1": dice("r", 1)})
+    again = SiteTensors(LAYOUT, copied(found), "rebase", 0.25, owned=[1])
+    again.restore(tensors, [3, 2], ["three", "two"])
+    assert sorted(Read.asked) == ["base.1", "residual.1", "sent.1.5"]
+    assert again.base[0] is None
+    assert again.base[1] is not None
+    assert list(again.sent) == [(1, 5)]
+    assert again.told_base == ["three", "two"], "of all it is known what was told"
+    assert sorted(again.tensors()) == ["base.1", "sent.1.5"]
 
 
 @pytest.mark.parametrize("rule", ["rebase", "overwrite", "blend"])
@@ -212,7 +247,7 @@ def test_elsewhere_all_is_as_on_the_host(rule: str) -> None:
     assert there.reference[0] is not there.base[0]
     assert there.tensors().keys() == here.tensors().keys()
     copies = {name: values.clone() for name, values in there.tensors().items()}
-    again = SiteTensors(LAYOUT, there.parameters, rule, 0.25, Elsewhere())
+    again = SiteTensors(LAYOUT, there.holding, rule, 0.25, Elsewhere())
     again.restore(copies, [4, -1])
     subtract = [6] if rule == "rebase" else []
     wanted = here.measure(0, subtract).pseudo_gradient()
