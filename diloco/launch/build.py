@@ -5,8 +5,7 @@ Every function names the section whose values it uses in the errors it raises: "
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,23 +13,30 @@ import torch
 
 from diloco.durable import PLAIN_DISK
 from diloco.inner.data import CorpusManifest, DataOptions, TokenStream, prepare_corpus
+from diloco.inner.leased import LeasedStream
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.optimizer import InnerOptions, build_optimizers
+from diloco.inner.streamed import prepare_stream
+from diloco.inner.token_files import prepare_tokens
 from diloco.inner.trainer import Trainer, TrainerOptions
+from diloco.launch import model_file
 from diloco.launch.adapting import adapt_options, up_codecs
 from diloco.launch.coding import check_codec, feedback
 from diloco.launch.config import shared_config, shared_digest
 from diloco.launch.errors import ConfigError
 from diloco.launch.placing import backup_of, has_several, placement_of, shared_by_part
+from diloco.launch.preparing import Preparing
 from diloco.launch.replicating import lease, replication_options
 from diloco.launch.run_dir import RunDir
+from diloco.launch.sections import quorum, section, to_ns, units_ahead
+from diloco.launch.spreading import check_spreading, compute_options, peak_tflops, spread, without_memory
 from diloco.launch.values import load_values
 from diloco.learner.options import AgentOptions
 from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.outer.placement import part_of
-from diloco.sync.agreement import PROTOCOL, Agreement
-from diloco.sync.options import HealthOptions, LearnerOptions, OuterOptions
+from diloco.sync.agreement import CORPUS, PROTOCOL, Agreement
+from diloco.sync.options import UNITS_AHEAD_MAX, HealthOptions, LearnerOptions, OuterOptions
 from diloco.syncer.backups import BackupOptions
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.wan.link import LinkOptions
@@ -38,22 +44,27 @@ from diloco.wire.options import ClientOptions, ServerOptions
 from diloco.wire.security import SecurityOptions, check_own_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
     from diloco.durable import Disk
+    from diloco.inner.leased import UnitSource
     from diloco.inner.parallel import SiteGroup
-    from diloco.inner.trainer import Log
+    from diloco.inner.saving import Log
+    from diloco.inner.sharding import Spread
     from diloco.launch.schema import RunConfig
 
-SECOND_NS = 1_000_000_000
+UNIT_SEQUENCES_MAX = 1 << 20
 SITE_FILES = ("token_file", "tls_cert", "tls_key", "tls_ca")
 
 
 def check(config: RunConfig) -> None:
     """Build every set of options once, so that a value that cannot work is refused before anything starts."""
     plan(config, layout_of(config))
+    if not model_file.is_meant(config):
+        check_spreading(config, model_options(config))
+    compute_options(config)
     inner_options(config)
     trainer_options(config)
     learner_options(config)
@@ -81,43 +92,31 @@ def check(config: RunConfig) -> None:
 def model_options(config: RunConfig) -> ModelOptions:
     """Size and shape of the model."""
     model = config.model
-    assert model.vocab_size is not None, "config.settle fills it in"
+    if model_file.is_meant(config):
+        raise ConfigError(
+            "model.kind is 'file': what is in run.init_from is trained by the loops that join by diloco.join, and this "
+            "command knows its values only"
+        )
     assert config.inner.sequence_length is not None
+    assert model.context is not None, "config.settle fills in what is null"
     if not 1 <= config.inner.sequence_length <= model.context:
         length = config.inner.sequence_length
         raise ConfigError(f"inner.sequence_length is {length}: from 1 to model.context={model.context}")
-    with _section("model"):
-        return ModelOptions(
-            vocab_size=model.vocab_size,
-            layers=model.layers,
-            dim=model.dim,
-            heads=model.heads,
-            kv_heads=model.kv_heads,
-            ffn_dim=model.ffn_dim,
-            context=model.context,
-            tied=model.tied,
-            rope_theta=model.rope_theta,
-            norm_eps=model.norm_eps,
-        )
+    with section("model"):
+        return ModelOptions(**{name: value for name, value in asdict(model).items() if name != "kind"})
 
 
 def data_options(config: RunConfig) -> DataOptions:
     """Where the text comes from."""
-    data = config.data
-    with _section("data"):
-        return DataOptions(
-            kind=data.kind,
-            path=data.path,
-            pattern=data.pattern,
-            tokenizer=data.tokenizer,
-            end_of_file=data.end_of_file,
-        )
+    known = {each.name for each in fields(DataOptions)}
+    with section("data"):
+        return DataOptions(**{name: value for name, value in asdict(config.data).items() if name in known})
 
 
 def inner_options(config: RunConfig) -> InnerOptions:
     """What one inner step does."""
     inner = config.inner
-    with _section("inner"):
+    with section("inner"):
         return InnerOptions(
             optimizer=inner.optimizer,
             lr=inner.lr,
@@ -144,14 +143,16 @@ def trainer_options(config: RunConfig) -> TrainerOptions:
         raise ConfigError(f"inner.checkpoint_every_steps is {inner.checkpoint_every_steps}: 0 (none) or more")
     if config.site.slowdown < 1:
         raise ConfigError(f"site.slowdown is {config.site.slowdown}: 1 (full speed) or more")
-    with _section("inner"):
+    with section("inner"):
         return TrainerOptions(
             precision=inner.precision,
             deterministic=inner.deterministic,
             seed=config.run.seed,
             checkpoint_steps=inner.checkpoint_every_steps,
             checkpoints_kept=inner.checkpoints_kept,
+            memory_checkpoint_every_steps=inner.memory_checkpoint_every_steps,
             nonfinite_max=inner.nonfinite_max,
+            peak_tflops=peak_tflops(config),
             slowdown=config.site.slowdown,
         )
 
@@ -160,75 +161,91 @@ def outer_options(config: RunConfig) -> OuterOptions:
     """Rules of the syncer's machine."""
     outer = config.outer
     num_fragments = len(held_of(config)) if has_several(config) else outer.num_fragments
-    with _section("outer"):
+    with section("outer"):
         return OuterOptions(
             num_fragments=num_fragments,
-            quorum=_quorum(outer.quorum),
+            quorum=quorum(outer.quorum),
             quorum_min=outer.quorum_min,
             grace=outer.grace,
-            grace_ns=_ns("outer.grace_s", outer.grace_s),
+            grace_ns=to_ns("outer.grace_s", outer.grace_s),
             grace_share_percent=outer.grace_share_percent,
             overlap_steps=outer.overlap_steps,
             weights=outer.weights,
             staleness_max=outer.staleness_max,
             updates_in_flight_max=outer.updates_in_flight_max,
-            site_timeout_ns=_ns("outer.site_timeout_s", outer.site_timeout_s, least_s=0.001),
-            final_wait_ns=_ns("outer.final_wait_s", outer.final_wait_s, least_s=0.001),
+            site_timeout_ns=to_ns("outer.site_timeout_s", outer.site_timeout_s, least_s=0.001),
+            final_wait_ns=to_ns("outer.final_wait_s", outer.final_wait_s, least_s=0.001),
             token_budget=config.run.tokens or 0,
-            run_ns=_ns("run.seconds", config.run.seconds or 0.0),
+            run_ns=to_ns("run.seconds", config.run.seconds or 0.0),
             sites_max=outer.sites_max,
+            unit_sequences=unit_sequences(config),
+            lease_ns=to_ns("data.unit_lease_s", config.data.unit_lease_s, least_s=0.001),
         )
+
+
+def unit_sequences(config: RunConfig) -> int:
+    """Sequences in a unit of the text that the syncer leases; 0 where it leases none: of several the first one does."""
+    data = config.data
+    if not 1 <= data.unit_sequences <= UNIT_SEQUENCES_MAX:
+        raise ConfigError(f"data.unit_sequences is {data.unit_sequences}: 1 to {UNIT_SEQUENCES_MAX}")
+    if not 1 <= data.units_ahead <= UNITS_AHEAD_MAX:
+        raise ConfigError(f"data.units_ahead is {data.units_ahead}: 1 to {UNITS_AHEAD_MAX}")
+    leases = data.leased and (not has_several(config) or config.cluster.syncer.index == 0)
+    return data.unit_sequences if leases else 0
 
 
 def health_options(config: RunConfig) -> HealthOptions:
     """What becomes of an update that looks like no other."""
     admission = config.cluster.admission
-    with _section("cluster.admission"):
+    with section("cluster.admission"):
         return HealthOptions(
             policy=admission.policy,
             policies={name: site.admission for name, site in config.cluster.sites.items() if site.admission},
             norm_ratio_max=admission.norm_ratio_max,
             cosine_z_max=admission.cosine_z_max,
             history=admission.history,
-            hold_ns=_ns("cluster.admission.hold_s", admission.hold_s, least_s=0.001),
+            hold_ns=to_ns("cluster.admission.hold_s", admission.hold_s, least_s=0.001),
         )
 
 
 def outer_optimizer_options(config: RunConfig) -> OuterOptimizerOptions:
     """The outer step."""
-    with _section("outer"):
+    with section("outer"):
         return OuterOptimizerOptions(kind=config.outer.kind, lr=config.outer.lr, momentum=config.outer.momentum)
 
 
-def learner_options(config: RunConfig) -> LearnerOptions:
-    """Rules of a site's machine."""
+def learner_options(config: RunConfig, whole: Layout | None = None) -> LearnerOptions:
+    """Rules of a site's machine; ``whole`` as in ``layout_of``."""
     outer = config.outer
-    with _section("outer"):
-        whole = LearnerOptions(
+    with section("outer"):
+        rules = LearnerOptions(
             num_fragments=outer.num_fragments,
             inner_steps=outer.inner_steps,
             adopt=outer.adopt,
             updates_in_flight_max=outer.updates_in_flight_max,
             discards_max=outer.discards_max,
             lock_step=outer.lock_step,
+            unit_sequences=unit_sequences(config),
+            sequence_tokens=config.inner.sequence_length or 0,
+            units_ahead=units_ahead(config),
         )
-    held = held_of(config) if has_several(config) else range(whole.num_fragments)
-    return replace(whole, num_fragments=len(held), offsets=tuple(whole.offset(index) for index in held))
+    held = held_of(config, whole) if has_several(config) else range(rules.num_fragments)
+    return replace(rules, num_fragments=len(held), offsets=tuple(rules.offset(index) for index in held))
 
 
-def agent_options(config: RunConfig, folder: Path) -> AgentOptions:
-    """A site's agent, with ``folder`` for its own."""
+def agent_options(config: RunConfig, folder: Path, whole: Layout | None = None) -> AgentOptions:
+    """A site's agent, with ``folder`` for its own; ``whole`` as in ``layout_of``."""
     site = config.site
     check_codec("codec.up", config.codec.up)
     check_codec("codec.down", config.codec.down)
     if not 0 <= config.outer.adopt_alpha <= 1:
         raise ConfigError(f"outer.adopt_alpha is {config.outer.adopt_alpha}: from 0 to 1")
-    with _section("site"):
+    with section("site"):
         return AgentOptions(
             folder=str(folder),
             up_codec=config.codec.up,
             feedback=feedback(config),
-            adapt=adapt_options(config, layout_of(config)),
+            adapt=adapt_options(config, layout_of(config, whole)),
             adopt_alpha=config.outer.adopt_alpha,
             join_timeout_s=site.join_timeout_s,
             finish_timeout_s=site.finish_timeout_s,
@@ -240,7 +257,7 @@ def syncer_options(config: RunConfig, run_dir: RunDir) -> SyncerOptions:
     syncer = config.cluster.syncer
     check_codec("codec.up", config.codec.up)
     check_codec("codec.down", config.codec.down)
-    with _section("cluster.syncer"):
+    with section("cluster.syncer"):
         return SyncerOptions(
             folder=syncer.folder or str(run_dir.syncer),
             up_codecs=up_codecs(config),
@@ -258,7 +275,7 @@ def syncer_options(config: RunConfig, run_dir: RunDir) -> SyncerOptions:
 
 def server_options(config: RunConfig) -> ServerOptions:
     """The syncer's end of the wire."""
-    with _section("cluster.syncer"):
+    with section("cluster.syncer"):
         return ServerOptions(
             run_id=config.run.name or "",
             address=config.cluster.syncer.listen,
@@ -270,7 +287,7 @@ def server_options(config: RunConfig) -> ServerOptions:
 def client_options(config: RunConfig) -> ClientOptions:
     """A site's end of the wire."""
     site = config.site
-    with _section("site"):
+    with section("site"):
         return ClientOptions(
             data_channels=site.data_channels, up_mbps=site.up_mbps or 0.0, down_mbps=site.down_mbps or 0.0
         )
@@ -279,7 +296,7 @@ def client_options(config: RunConfig) -> ClientOptions:
 def syncer_security(config: RunConfig) -> SecurityOptions:
     """Who may speak to the syncer."""
     syncer = config.cluster.syncer
-    with _section("cluster.syncer"):
+    with section("cluster.syncer"):
         return SecurityOptions(
             tls_cert=syncer.tls_cert,
             tls_key=syncer.tls_key,
@@ -296,7 +313,7 @@ def syncer_security(config: RunConfig) -> SecurityOptions:
 def site_security(config: RunConfig) -> SecurityOptions:
     """How a site, or an operator, speaks to the syncer; what lies in its files is read once, to see that it is good."""
     site = config.site
-    with _section("site"):
+    with section("site"):
         security = SecurityOptions(
             tls_cert=site.tls_cert,
             tls_key=site.tls_key,
@@ -320,7 +337,7 @@ def link_options(config: RunConfig, site: str) -> LinkOptions:
     if site:
         own = config.cluster.sites[site].link
         values |= {name: getattr(own, name) for name in names if getattr(own, name) is not None}
-    with _section(f"cluster.sites.{site}.link" if site else "network"):
+    with section(f"cluster.sites.{site}.link" if site else "network"):
         place = list(config.cluster.sites).index(site) if site else 0
         return LinkOptions(**values, seed=config.run.seed * 1000 + place)
 
@@ -333,29 +350,47 @@ def build_model(config: RunConfig) -> Transformer:
     return Transformer(model_options(config), seed=config.run.seed)
 
 
-def layout_of(config: RunConfig) -> Layout:
-    """The fragments that the syncer holds which the configuration is about: all of them where there is one."""
-    return part_of(whole_layout(config), held_of(config)) if has_several(config) else whole_layout(config)
+def layout_of(config: RunConfig, whole: Layout | None = None) -> Layout:
+    """The fragments that the syncer holds which the configuration is about: all of them where there is one.
+
+    ``whole`` is the layout of the whole model, where somebody has the model that the configuration does not describe.
+    """
+    whole = whole or whole_layout(config)
+    return part_of(whole, held_of(config, whole)) if has_several(config) else whole
 
 
-def held_of(config: RunConfig) -> tuple[int, ...]:
+def held_of(config: RunConfig, whole: Layout | None = None) -> tuple[int, ...]:
     """The places of these fragments among those of the whole model."""
-    return placement_of(config, whole_layout(config))[config.cluster.syncer.index]
+    return placement_of(config, whole or whole_layout(config))[config.cluster.syncer.index]
 
 
 def whole_layout(config: RunConfig) -> Layout:
     """All fragments, computed without allocating the model."""
+    if model_file.is_meant(config):
+        return layout_over(config, model_file.shapes(config))
     with torch.device("meta"):
         model = Transformer(model_options(config))
-    parameters = [(name, tuple(value.shape)) for name, value in named_parameters_once(model).items()]
-    with _section("outer"):
-        return plan_layout(parameters, config.outer.num_fragments)
+    return layout_over(config, {name: tuple(value.shape) for name, value in named_parameters_once(model).items()})
 
 
-def agreement(config: RunConfig, layout: Layout) -> Agreement:
+def layout_over(config: RunConfig, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+    """All fragments of a model whose parameters have these names and ``shapes``."""
+    with section("outer"):
+        return plan_layout(list(shapes.items()), config.outer.num_fragments)
+
+
+def agreement(config: RunConfig, layout: Layout, whole: Layout | None = None) -> Agreement:
     """What this end says the run is.  The lineage is no matter of configuration: both ends say what they remember."""
-    shared = shared_config(config) | shared_by_part(config, whole_layout(config))
+    shared = shared_config(config) | shared_by_part(config, whole or whole_layout(config))
     return Agreement(PROTOCOL, config.run.name or "", 0, layout.fingerprint, shared)
+
+
+def site_agreement(config: RunConfig, layout: Layout, whole: Layout | None = None, data: str = "") -> Agreement:
+    """The same at a site, which knows its text as well; ``data`` is the identity of what it draws from instead."""
+    found = agreement(config, layout, whole)
+    if not config.data.leased:
+        return found
+    return replace(found, shared={**found.shared, CORPUS: data or corpus(config).identity})
 
 
 def plan(config: RunConfig, layout: Layout) -> RunPlan:
@@ -373,6 +408,8 @@ def plan(config: RunConfig, layout: Layout) -> RunPlan:
 
 def version_zero(config: RunConfig, layout: Layout) -> list[Tensor]:
     """The fragments of version 0: from ``run.init_from`` where it is given, from the seed otherwise."""
+    if model_file.is_meant(config):
+        return model_file.fragments(config, layout)
     model = build_model(config)
     if config.run.init_from is not None:
         load_values(config.run.init_from, model)
@@ -382,12 +419,18 @@ def version_zero(config: RunConfig, layout: Layout) -> list[Tensor]:
 
 def corpus(config: RunConfig) -> CorpusManifest:
     """The tokenised text; made at the first call on a machine."""
-    return prepare_corpus(data_options(config), Path(config.data.cache))
+    if config.data.kind == "tokens":
+        return prepare_tokens(data_options(config), Path(config.data.cache))
+    prepare = prepare_stream if config.data.kind == "hf" else prepare_corpus
+    with Preparing() as preparing:
+        return prepare(data_options(config), Path(config.data.cache), preparing.told)
 
 
 def site_share(config: RunConfig) -> tuple[int, int]:
     """Which share of the text this site draws, and of how many; ConfigError where nothing says so."""
     site, names = config.site, list(config.cluster.sites)
+    if config.data.leased:
+        return 0, 1  # All of it, as far as it is leased.
     if site.index is None and site.id not in names:
         raise ConfigError(
             f"site.index is null and cluster.sites has no {site.id!r} (it has {', '.join(names) or 'none'}): give "
@@ -408,23 +451,18 @@ def build_trainer(
     log: Log,
     progress: Callable[[], float] | None,
     disk: Disk = PLAIN_DISK,
+    units: UnitSource | None = None,
+    memory: Path | None = None,
 ) -> tuple[Trainer, Transformer]:
-    """A trainer on ``share`` of the text, and its plain model."""
+    """A trainer on ``share`` of the text, or on the ``units`` that are leased of it, and its model, which this site's
+    ranks hold as ``site.parallel`` says."""
     assert config.inner.sequence_length is not None
     options = inner_options(config)
-    model = build_model(config)
-    with _section("inner"):
-        stream = TokenStream(
-            corpus(config),
-            "train",
-            config.inner.sequence_length,
-            config.inner.batch_sequences,
-            site_index=share[0],
-            num_sites=share[1],
-            rank=group.rank,
-            world=group.world,
-            seed=config.run.seed,
-        )
+    with without_memory(config, group):
+        model = build_model(config)
+    held = spread(config, model, group)
+    with section("inner"):
+        stream = _stream(config, held, share, units)
     trainer = Trainer(
         model,
         build_optimizers(model, options),
@@ -433,35 +471,19 @@ def build_trainer(
         group,
         progress=progress,
         checkpoint_dir=checkpoints,
+        memory_dir=memory,
         log=log,
         disk=disk,
+        spread=held,
     )
     return trainer, model
 
 
-# --- small things ---------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _section(name: str) -> Iterator[None]:
-    """Put the section in front of what an options class says about one of its fields."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"{name}.{error}") from error
-
-
-def _quorum(text: str) -> int | str:
-    if text == "all":
-        return text
-    if not text.isdecimal():
-        raise ConfigError(f"outer.quorum is {text!r}: a number of sites, or all")
-    return int(text)
-
-
-def _ns(name: str, seconds: float, least_s: float = 0.0) -> int:
-    if not least_s <= seconds < 1e9:
-        raise ConfigError(f"{name} is {seconds!r}: seconds, {f'at least {least_s:g}' if least_s else 'not negative'}")
-    return round(seconds * SECOND_NS)
+def _stream(config: RunConfig, held: Spread, share: tuple[int, int], units: UnitSource | None) -> TokenStream:
+    length, sequences, seed = config.inner.sequence_length, config.inner.batch_sequences, config.run.seed
+    assert length is not None
+    place = (held.data_rank, held.data_world)
+    if config.data.leased and units is not None:
+        unit = config.data.unit_sequences
+        return LeasedStream(corpus(config), "train", length, sequences, unit, units, held.group, seed, place)
+    return TokenStream(corpus(config), "train", length, sequences, *share, *place, seed)

@@ -66,7 +66,8 @@ def repeatable(path: Path) -> RunConfig:
     config.inner.deterministic = True
     config.inner.checkpoint_every_steps = 0
     config.site.slowdown = 1.0
-    config.site.nproc = 1
+    config.site.nproc = config.site.nodes = 1
+    config.site.parallel, config.site.tensor_ranks, config.site.shard_ranks = "ddp", 0, 0
     return config
 
 

@@ -6,6 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from diloco.launch.figures import clock, count, size, times_less
+from diloco.launch.unit_text import units_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,6 +31,7 @@ def closing_lines(summary: Mapping[str, Any], history: RunHistory, run_dir: Path
         "",
         *_faults(summary),
         *_wire(summary),
+        *_units(summary),
         f"files   {run_dir}/",
         "        summary.json report.html events.jsonl config.yaml logs/ sites/ syncer/",
     ]
@@ -90,6 +92,13 @@ def _wire(summary: Mapping[str, Any]) -> list[str]:
         f"wire    {size(up)} up, {size(down)} down, of which {size(joins)} for joins",
         f"        {fp32} fp32 codecs (joins apart), {parallel} data parallel",
     ]
+
+
+def _units(summary: Mapping[str, Any]) -> list[str]:
+    """Where the units of the data are, if any were leased."""
+    units = summary.get("units")
+    lines = textwrap.wrap(units_text(units), WIDTH - 8) if units else []
+    return [f"{'data' if number == 0 else '':<8}{line}" for number, line in enumerate(lines)]
 
 
 def _short(name: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +22,9 @@ from diloco.launch.keys import nearest, plain_type, type_of, wanted
 from diloco.launch.schema import RunConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from diloco.inner.tokenizer import Tokenizer
 
 GROUPS = ("model", "data", "inner", "outer", "codec", "network", "site", "cluster", "experiment")
 SECONDS_UNLESS_SAID = 150.0
@@ -39,12 +41,16 @@ ALWAYS_SHARED = """
 """
 """What was shared when runs first had a card: part of it at any value."""
 SHARED_SECTIONS = ("model", "outer", "codec")
+NOTHING_TOLD: Mapping[str, str] = MappingProxyType({})
 LISTS = frozenset({"site.syncer"})
 """Text in which commas are meant; elsewhere Hydra's several values would be several runs."""
 
 
-def compose(overrides: Sequence[str]) -> RunConfig:
-    """The configuration that ``overrides`` (``key=value``, ``group=choice``) ask for; ConfigError in one line."""
+def compose(overrides: Sequence[str], told: Mapping[str, str] = NOTHING_TOLD) -> RunConfig:
+    """The configuration that ``overrides`` (``key=value``, ``group=choice``) ask for; ConfigError in one line.
+
+    What they leave out is as it was ``told`` of a run (:func:`shared_config`): values, whatever stands in them.
+    """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
@@ -52,7 +58,7 @@ def compose(overrides: Sequence[str]) -> RunConfig:
     from omegaconf.errors import OmegaConfBaseException
 
     chosen: list[str] = []
-    values: list[tuple[str, object]] = []
+    values = [pair for key, text in told.items() for pair in _checked(key, _value(key, text))]
     for text in overrides:
         key, value = _parse_by_hydra(text)
         key = SHORT.get(key, key)
@@ -103,10 +109,34 @@ def write(config: RunConfig, path: Path) -> None:
     write_file(path, f"{head}\n{to_yaml(config)}".encode())
 
 
+def of_values(values: Mapping[str, object]) -> RunConfig:
+    """The defaults with ``values`` by dotted name on top, which nobody else has settled; ConfigError in one line."""
+    from omegaconf import OmegaConf
+
+    checked = [pair for key, value in values.items() for pair in _checked(key, value)]
+    return _with(OmegaConf.structured(RunConfig), checked)
+
+
+def from_shared(told: Mapping[str, str], own: Mapping[str, object]) -> RunConfig:
+    """A site's configuration that knows of the run what its syncer has ``told``, and else what is its ``own``.
+
+    ``told`` is what :func:`shared_config` gave there.  ConfigError where this release would understand it as another
+    run: a site must not go by some of the rules.
+    """
+    values = {key: _value(key, text) for key, text in told.items()}
+    config = of_values({**values, **own})
+    here = shared_config(config)
+    for key in sorted(told.keys() | here.keys()):
+        if told.get(key) != here.get(key):
+            raise ConfigError(
+                f"{key} is {told.get(key, 'not set')} at the syncer, and this release makes {here.get(key, 'nothing')} "
+                "of it: install the syncer's"
+            )
+    return config
+
+
 def settle(config: RunConfig) -> RunConfig:
     """Fill in what follows from other settings, and check what no floor checks; returns ``config``."""
-    from diloco.inner.tokenizer import make_tokenizer
-
     if config.run.seconds is None and config.run.tokens is None:
         config.run.seconds = SECONDS_UNLESS_SAID
     if config.run.resume not in RESUMES:
@@ -117,15 +147,42 @@ def settle(config: RunConfig) -> RunConfig:
             raise ConfigError(f"run.{name} is {value!r}: more than 0")
     if config.run.name is not None and not is_name(config.run.name):
         raise ConfigError(f"run.name is {config.run.name!r}: letters, digits, '.', '_' and '-', at most 64")
-    try:
-        vocab_size = make_tokenizer(config.data.tokenizer, config.data.end_of_file).vocab_size
-    except ValueError as error:
-        raise ConfigError(f"data.{error}") from error
+    vocab_size = tokenizer_of(config).vocab_size
+    _fill_in_model(config)
     config.model.vocab_size = config.model.vocab_size or vocab_size
     if config.model.vocab_size < vocab_size:
         raise ConfigError(f"model.vocab_size is {config.model.vocab_size}: {config.data.tokenizer} has {vocab_size}")
     config.inner.sequence_length = config.inner.sequence_length or config.model.context
     return config
+
+
+def tokenizer_of(config: RunConfig) -> Tokenizer:
+    """What turns this run's text into tokens; ConfigError in words."""
+    from diloco.inner.tokenizer import make_tokenizer
+
+    try:
+        return make_tokenizer(config.data.tokenizer, config.data.end_of_file)
+    except ValueError as error:
+        raise ConfigError(f"data.{error}") from error
+
+
+def _fill_in_model(config: RunConfig) -> None:
+    """What is null of the model, from the folder that version 0 comes from."""
+    missing = [item.name for item in fields(config.model) if getattr(config.model, item.name) is None]
+    source = config.run.init_from
+    if source is None or not (Path(source) / "config.json").is_file():
+        for name in missing:
+            if name != "vocab_size":
+                raise ConfigError(
+                    f"model.{name} is null: a value, or run.init_from=FOLDER with a config.json that has it"
+                )
+        return
+    if missing and missing != ["vocab_size"]:
+        from diloco.launch.field_folder import read_options
+
+        told = read_options(source)
+        for name in missing:
+            setattr(config.model, name, getattr(told, name))
 
 
 def shared_config(config: RunConfig) -> dict[str, str]:
@@ -136,14 +193,18 @@ def shared_config(config: RunConfig) -> dict[str, str]:
 
     A setting that came after the first release is left out at its default, which makes a run what it was before there
     was the setting, and is never changed.  So a run goes on under a newer release, and its sites, of the older one
-    still, agree with the syncer; one that uses the setting is another run to them.
+    still, agree with the syncer; one that uses the setting is another run to them.  Where units of the text are leased
+    all must mean the same ones.
     """
     plain, usual = asdict(config), {name: asdict(type(getattr(config, name))()) for name in SHARED_SECTIONS}
     shared = {section: plain[section] for section in SHARED_SECTIONS}
     shared["run"] = {name: plain["run"][name] for name in ("seed", "seconds", "tokens")}
-    shared["data"] = {name: plain["data"][name] for name in ("tokenizer", "end_of_file")}
+    shared["data"] = {"tokenizer": tokenizer_of(config).name, "end_of_file": plain["data"]["end_of_file"]}
     defaults, always = dict(_flat(usual)), ALWAYS_SHARED.split()
     found = [(key, value) for key, value in sorted(_flat(shared)) if key in always or value != defaults[key]]
+    if config.data.leased:
+        found += [(f"data.{name}", plain["data"][name]) for name in ("leased", "unit_sequences", "unit_lease_s")]
+        found += [("inner.sequence_length", config.inner.sequence_length)]
     return {key: _text(value) for key, value in found}
 
 
@@ -154,12 +215,17 @@ def shared_digest(config: RunConfig) -> str:
 
 def differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[str, str]]:
     """The settings that are not equal, by dotted name: what each was and what it is, as text ("" where not set)."""
-    old, new = ({key: _text(value) for key, value in _flat(asdict(config))} for config in (before, now))
+    old, new = as_text(before), as_text(now)
     return {
         key: (old.get(key, ""), new.get(key, ""))
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     }
+
+
+def as_text(config: RunConfig) -> dict[str, str]:
+    """All settings by dotted name, as text."""
+    return {key: _text(value) for key, value in _flat(asdict(config))}
 
 
 def choices() -> dict[str, list[str]]:
@@ -284,6 +350,18 @@ def _flat(plain: object, above: str = "") -> Iterator[tuple[str, object]]:
             yield from _flat(value, key)
         elif not isinstance(value, dict):
             yield key, value
+
+
+def _value(key: str, text: str) -> object:
+    """What :func:`_text` made ``text`` of, for the setting ``key``; what would be read as more than a value is none."""
+    if "${" in text or text == "???":
+        raise ConfigError(f"{key} is {text!r}: {wanted(key)}")
+    if plain_type(type_of(key)) is str:
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{key} is {text!r}: {wanted(key)}") from error
 
 
 def _text(value: object) -> str:

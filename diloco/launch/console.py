@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from diloco.launch.eventlog import Event
 
 KIB = 1024.0
-QUIET = frozenset({"step", "meter", "sealed", "pushed", "fetched", "adopted", "fate", "checkpoint"})
+QUIET = frozenset(
+    {"step", "meter", "sealed", "pushed", "fetched", "adopted", "fate", "checkpoint", "memory_checkpoint"}
+)
 
 
 class SiteLines:
@@ -47,9 +49,10 @@ class SiteLines:
         versions = ",".join(str(version) for _, version in sorted(self._versions.items())) or "-"
         ours = f" v: {versions}  stale: {_int(self._meter, 'staleness')}"
         moved = f"up: {size(_float(self._meter, 'bytes_up'))}  down: {size(_float(self._meter, 'bytes_down'))}"
+        used = f"mfu: {_float(event, 'mfu'):.2%}  " if "mfu" in event else ""
         return (
             f"step: {_int(event, 'step'):6d}  loss: {loss:8.5f}  grad_norm: {norm:7.4f}  "
-            f"tps: {_float(event, 'tokens_per_s'):,.0f}  lr: {_float(event, 'lr'):.5f} |{ours}  {moved}"
+            f"tps: {_float(event, 'tokens_per_s'):,.0f}  {used}lr: {_float(event, 'lr'):.5f} |{ours}  {moved}"
         )
 
     def _say(self, text: str) -> None:

@@ -27,5 +27,9 @@ class VerbError(Exception):
         self.code = code
 
 
+class RankLost(VerbError):
+    """A rank of this site went away or did not answer: what the ranks may be started again for."""
+
+
 class ConfigError(ValueError):
     """A setting is unknown or cannot work; the text names it and, where there is one, its value."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -13,10 +14,13 @@ from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import EventLog, read_events
 from diloco.launch.placing import BETWEEN, in_whole_order, placement_of, syncer_dirs
 from diloco.launch.run_dir import RunDir, existing_run
+from diloco.launch.sources import Kind, add_source, kind_of, taken_from, version_of
 from diloco.launch.stopping import Stopping
+from diloco.launch.tasks import add_tasks, asked_of, score_tasks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import argparse
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from diloco.inner.model import Transformer
@@ -24,12 +28,16 @@ if TYPE_CHECKING:
     from diloco.launch.observed import Observed
     from diloco.launch.schema import RunConfig
 
-DOES = """The loss of a run's published model on the validation text.
+DOES = """The loss of a model on the validation text, in nats per token and bits per byte of it; or its scores in tasks.
 
-  diloco eval runs/nimble-otter [--follow]
-  diloco eval --syncer 127.0.0.1:7077 run.name=nimble-otter [settings of the run]
+  diloco eval runs/nimble-otter [--follow]                the published model
+  diloco eval --syncer 127.0.0.1:7077                     what it publishes now; --follow needs the run's settings
+  diloco eval runs/nimble-otter --version 120             an earlier one
+  diloco eval runs/warm/train/checkpoints                 what `diloco train`, or a site, has trained
+  diloco eval otter data=text data.path=essays            a folder in Hugging Face's form, with its own tokenizer
+  diloco eval otter --tasks hellaswag,piqa                by lm-evaluation-harness (pip install 'diloco[harness]')
 
-Writes `eval` events into the run's events.jsonl when it is given a run folder."""
+Writes `eval` events into the run's events.jsonl when it is given a run folder, and no version."""
 POLL_S = 0.2
 GIVE_UP_S = 60.0
 
@@ -37,28 +45,75 @@ GIVE_UP_S = 60.0
 def main(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
     parser = settings_parser("eval", DOES, shown=False)
-    parser.add_argument("--syncer", metavar="HOST:PORT", help="ask this syncer; default: the one of the run folder")
+    add_source(parser)
     parser.add_argument("--follow", action="store_true", help="go on until the run has ended")
+    parser.add_argument("--json", action="store_true", help="say each evaluation as one JSON object")
     parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="with --follow: time between two")
+    add_tasks(parser)
     given = parser.parse_args(arguments)
     folders = [text for text in given.settings if "=" not in text]
     settings = [text for text in given.settings if "=" in text]
     if len(folders) > 1 or not (folders or given.syncer):
         raise VerbError(ExitCode.USAGE, "give one run folder, or --syncer HOST:PORT")
+    if (asked := asked_of(given)) is not None:
+        score_tasks(given, asked, folders, settings)
+        return ExitCode.OK
+    if folders and (kind_of(folders[0])[0] is not Kind.RUN or given.version != "newest"):
+        return _of_file(given, folders, settings)
+    if version_of(given.version) is not None:
+        raise ConfigError(
+            f"--version is {given.version}: a syncer hands out its newest alone; a run's folder has others"
+        )
     run_dir = existing_run(folders[0]) if folders else None
     file = given.config or (run_dir.config if run_dir else None)
-    config = configs.read(file, settings) if file else configs.compose(settings)
+    if file is None and not given.follow:
+        from diloco.launch.told import told_by
+
+        config = told_by(given.syncer, settings)
+    else:
+        config = configs.read(file, settings) if file else configs.compose(settings)
     if config.run.name is None:
         raise ConfigError("run.name is null: say which run is meant")
     limit_threads(config.site.threads)
     with ExitStack() as stack:
-        return _Evaluation(config, run_dir, stack).run(given.syncer or "", given.follow, given.every)
+        evaluation = _Evaluation(config, run_dir, stack, as_json=given.json)
+        return evaluation.run(given.syncer or "", given.follow, given.every)
+
+
+def _of_file(given: argparse.Namespace, folders: Sequence[str], settings: Sequence[str]) -> ExitCode:
+    """Evaluate what lies in a checkpoint, in a folder of the field, or in a run's past, on all validation text."""
+    if given.syncer or given.follow:
+        raise VerbError(ExitCode.USAGE, f"{folders[0]} is evaluated as it lies: no --syncer, no --follow")
+    taken = taken_from(given, folders, settings, threads=0)
+
+    from diloco.launch import build
+    from diloco.launch.evaluation import Evaluator
+    from diloco.launch.site_rank import in_words
+
+    build.check(taken.config)
+    with in_words():
+        score = Evaluator(taken.config, build.corpus(taken.config)).score(taken.model(), whole=True)
+    facts: dict[str, object] = {"versions": list(taken.versions), "whole": True, **asdict(score)}
+    _say(taken.called, {"of": taken.called, **facts}, as_json=given.json)
+    return ExitCode.OK
+
+
+def _say(called: str, facts: Mapping[str, object], *, as_json: bool) -> None:
+    """Print one evaluation."""
+    if as_json:
+        print(json.dumps(facts), flush=True)
+        return
+    print(
+        f"{called}: val loss {facts['val_loss']:.4f} nats/token, {facts['val_bits_per_byte']:.4f} bits/byte"
+        + (" (whole validation split)" if facts["whole"] else ""),
+        flush=True,
+    )
 
 
 class _Evaluation:
     """One call of the verb."""
 
-    def __init__(self, config: RunConfig, run_dir: RunDir | None, stack: ExitStack) -> None:
+    def __init__(self, config: RunConfig, run_dir: RunDir | None, stack: ExitStack, *, as_json: bool) -> None:
         import torch
 
         from diloco.launch import build
@@ -68,7 +123,7 @@ class _Evaluation:
         stopping = stack.enter_context(Stopping("a last evaluation if the run has ended, then eval stops"))
         if config.site.threads:
             torch.set_num_threads(config.site.threads)
-        self._config, self._run_dir, self._stack = config, run_dir, stack
+        self._config, self._run_dir, self._stack, self._as_json = config, run_dir, stack, as_json
         self._log: EventLog | None = None
         if run_dir is not None:
             self._log = EventLog(run_dir.events, "eval")
@@ -149,8 +204,6 @@ class _Evaluation:
         finals = self._finals()
         if not finals:
             return False
-        import json
-
         from diloco.launch import build
         from diloco.launch.values import load_values
 
@@ -174,8 +227,4 @@ class _Evaluation:
         facts: dict[str, object] = {"versions": versions, "tokens": self._run_tokens, "whole": whole, **asdict(score)}
         if self._log is not None:
             self._log.emit("eval", facts)
-        print(
-            f"versions {','.join(map(str, versions))}: val loss {score.val_loss:.4f} nats/token, "
-            f"{score.val_bits_per_byte:.4f} bits/byte" + (" (whole validation split)" if whole else ""),
-            flush=True,
-        )
+        _say(f"versions {','.join(map(str, versions))}", facts, as_json=self._as_json)

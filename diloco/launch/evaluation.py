@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from diloco.codec.feedback import follow
 from diloco.codec.registry import digest, make_codec
 from diloco.inner.data import validation_batches
-from diloco.inner.trainer import bits_per_byte, evaluate
+from diloco.inner.evaluating import bits_per_byte, evaluate
 from diloco.launch import build
+from diloco.launch.errors import ExitCode, VerbError
 from diloco.launch.values import load_values
 from diloco.outer.fragments import named_parameters_once, scatter
 from diloco.wire.messages import PullAsk
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from diloco.inner.data import CorpusManifest
     from diloco.inner.model import Transformer
+    from diloco.inner.sharding import Spread
     from diloco.launch.schema import RunConfig
     from diloco.outer.fragments import Layout
     from diloco.wire.client import SyncClient
@@ -44,10 +46,13 @@ class Evaluator:
         self._config, self._manifest = config, manifest
         self._part = self._batches(config.data.validation_sequences)
 
-    def score(self, model: Transformer, *, whole: bool = False) -> Score:
-        """The score of ``model`` on the fixed part, or on the ``whole`` validation split."""
+    def score(self, model: Transformer, *, whole: bool = False, together: Spread | None = None) -> Score:
+        """The score of ``model`` on the fixed part, or on the ``whole`` validation split.
+
+        ``together`` are the ranks that hold it in parts; all of them ask.
+        """
         batches = self._batches(0) if whole else self._part
-        loss = evaluate(model, batches, precision=self._config.inner.precision)
+        loss = evaluate(model, batches, precision=self._config.inner.precision, together=together)
         return Score(loss, bits_per_byte(loss, self._manifest.bytes_per_token))
 
     def _batches(self, sequences: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -78,7 +83,10 @@ class Observer:
         return self.versions != before
 
     def _take(self, fragment: int, pulled: PulledVersion) -> None:
-        header = pulled.header
+        header, wanted = pulled.header, self._layout.fragments[fragment].numel
+        if header.numel != wanted:
+            text = f"fragment {fragment} has {header.numel} values at the syncer and {wanted} by the settings here"
+            raise VerbError(ExitCode.MISMATCH, f"{text}: give the run's own, or --config its config.yaml")
         if header.whole:
             values = make_codec("fp32").decode(pulled.parts[0], header.numel)
         else:

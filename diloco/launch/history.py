@@ -47,6 +47,8 @@ class RunHistory:
         self.evaluations: list[Evaluation] = []
         self.references: dict[str, float] = {}
         """Bits per byte of the validation text under ordinary compressors."""
+        self.units: dict[str, int] = {}
+        """Where the units of the data are, as the syncer last said; empty where none are leased."""
         self.wire = Series()
         """(seconds, bytes on the links, bytes with fp32 instead, bytes of data parallel instead)."""
         self.bytes_fp32 = 0
@@ -165,6 +167,9 @@ class RunHistory:
         values = event.get("bits_per_byte")
         if isinstance(values, dict):
             self.references = {str(name): float(value) for name, value in values.items()}
+
+    def _on_units(self, who: str, event: Event, now_s: float) -> None:
+        self.units = {name: whole(event, name) for name in event if name not in ("at", "who", "what")}
 
     def _on_process(self, who: str, event: Event, now_s: float) -> None:
         name, state = str(event.get("name")), str(event.get("state"))

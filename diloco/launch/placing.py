@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 BETWEEN = "/"
 """Between the addresses of two syncers in ``site.syncer``; a comma is between those of a syncer and its standby."""
 SYNCERS = "syncers"
+BY_PART = frozenset({"cluster.syncer.index", "placement"})
+"""What ``shared_by_part`` adds to what is shared."""
 
 
 def has_several(config: RunConfig) -> bool:

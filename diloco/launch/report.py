@@ -18,6 +18,7 @@ from diloco.launch.history import RunHistory
 from diloco.launch.plot import Axis, Bar, Line, Points, Rule, line_chart, time_line
 from diloco.launch.story import CAUSED
 from diloco.launch.summary import LEDGER, complaints, summarize
+from diloco.launch.unit_text import units_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -58,7 +59,7 @@ def render(title: str, history: RunHistory, summary: Mapping[str, Any], config: 
         ),
         _section("Rounds, merges and faults", _time_legend(history), _time_line(history), _TIME_NOTE),
         _section("Bytes between the sites", _legend(_WIRE), _wire(history), _WIRE_NOTE),
-        _section("Where every token went", "", _ledger_table(summary), _LEDGER_NOTE),
+        _section("Where every token went", "", _ledger_table(summary), _ledger_note(summary)),
         _section("Time and wire of each site", "", _site_table(summary), ""),
         _section("Faults", "", _fault_table(summary), ""),
         f"<details><summary>What happened</summary><pre>{_log(history)}</pre></details>",
@@ -214,6 +215,11 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     top = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{top}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+
+
+def _ledger_note(summary: Mapping[str, Any]) -> str:
+    units = summary.get("units")
+    return f"{_LEDGER_NOTE} Data in {units_text(units)}." if units else _LEDGER_NOTE
 
 
 def _ledger_table(summary: Mapping[str, Any]) -> str:

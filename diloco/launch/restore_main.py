@@ -225,9 +225,12 @@ def _from_site(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Re
     ]
     why = given.why or f"restored from what site {site.site} held at its step {site.step}"
     numbers = _known(given, evidence, site.lineage, site.epoch)
-    restored = restore_values(past.data, card, past.rules(), values, lines, why, numbers, disk_from_environment())
+    disk = disk_from_environment()
+    restored = restore_values(past.data, card, past.rules(), values, lines, why, numbers, disk, site.units_begun)
     said = [f"from site {site.site}, step {site.step}; the outer optimizer's momentum is lost"]
     said += [f"nothing else knows its version of fragment {index}" for index in alone]
+    if site.units_begun:
+        said.append(f"units of the data before {site.units_begun} are not leased again: which are merged is not known")
     if held is None:
         said.append(f"which tokens of other sites are in it is not known: only those of {site.site} count as merged")
     return restored, said

@@ -151,6 +151,15 @@ class SiteDir:
         return self.root / "ending.json"
 
     @property
+    def meeting(self) -> Path:
+        """Where the first of the site's machines says its port, and the key that the others must know."""
+        return self.root / "machines.json"
+
+    def machine(self, node_rank: int) -> Path:
+        """What one of the site's machines, other than the first, has for itself."""
+        return self.root / "machines" / str(node_rank)
+
+    @property
     def speaker(self) -> Path:
         """Process id of rank 0 while it runs, so that it can be asked to leave."""
         return self.root / "rank-0.pid"

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from diloco.launch.schema_launch import LaunchSection
+
 
 @dataclass(kw_only=True, slots=True)
 class RunSection:
@@ -29,28 +31,32 @@ class RunSection:
     log_every: int = 10
     """Inner steps between two lines of a site's log."""
     init_from: str | None = None
-    """What version 0 is: a checkpoint of `diloco train`, or a .safetensors file; null: random, from the seed."""
+    """What version 0 is: a checkpoint of `diloco train`, a .safetensors file, or a folder with the config.json and the
+    *.safetensors of a Llama, as `diloco export` writes one; null: random, from the seed."""
 
 
 @dataclass(kw_only=True, slots=True)
 class ModelSection:
-    """The transformer."""
+    """The transformer.  Null: as config.json in the folder run.init_from has it, which model=imported says of all.  Or
+    any model (kind=file), for sites whose own loops take part by diloco.join."""
 
+    kind: str = "transformer"
+    """transformer; file: whatever run.init_from holds, a .safetensors file, and then nothing else here counts."""
     vocab_size: int | None = None
-    """Null: the tokenizer's."""
-    layers: int = 4
-    dim: int = 128
-    heads: int = 4
-    kv_heads: int = 0
+    """Null without such a folder: the tokenizer's."""
+    layers: int | None = 4
+    dim: int | None = 128
+    heads: int | None = 4
+    kv_heads: int | None = 0
     """0: as many as heads."""
-    ffn_dim: int = 0
+    ffn_dim: int | None = 0
     """0: 8/3 of dim."""
-    context: int = 128
+    context: int | None = 128
     """Longest sequence in tokens."""
-    tied: bool = False
+    tied: bool | None = False
     """Whether the head uses the embedding's matrix."""
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-6
+    rope_theta: float | None = 10000.0
+    norm_eps: float | None = 1e-6
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,17 +64,43 @@ class DataSection:
     """The text.  It lies at the site; only the tokenizer must be the same everywhere."""
 
     kind: str = "stdlib"
-    """stdlib (this Python's own sources), text (files), jsonl (field "text")."""
+    """stdlib (this Python's own sources), text (files), jsonl (a field of each line), tokens (ids that lie in files),
+    hf (a data set of Hugging Face's, read once as a stream)."""
     path: str = ""
-    """A file or folder, for text and jsonl."""
+    """A file or folder, for all but stdlib; for hf that, or a name on the hub."""
     pattern: str = ""
-    """Which files of the folder; empty: all, or **/*.jsonl."""
+    """Which files of the folder; empty: all, **/*.jsonl or **/*.bin; for hf what the data set says."""
+    field: str = "text"
+    """Which one is the text, for jsonl and hf."""
+    name: str = ""
+    """Of hf, as the next four: which of its configurations."""
+    split: str = "train"
+    validation_split: str = ""
+    """Empty: 1 in 16 documents of data.split, by their digest."""
+    revision: str = ""
+    """On the hub: a commit, tag or branch; empty: its newest, which another site may find changed."""
+    documents_max: int = 0
+    """Taken from the front of each split; 0: all."""
+    dtype: str = "uint16"
+    """Of an id in files of tokens, little-endian: uint16 or uint32.  Files called val* are validation."""
     tokenizer: str = "bpe1024"
-    """bpe1024 or bytes."""
+    """bpe1024, bytes, or the path of a tokenizer.json; what ends a text is told by the files beside that."""
     end_of_file: bool = True
     """Whether a token marks the end of each document."""
     cache: str = "${run.dir}/.data"
     """Where the tokenised text is kept for all runs."""
+    leased: bool | None = None
+    """Whether the syncer leases units of the text to the sites, so that each counts once and what a lost site had is
+    trained on by another; all sites must have the same text.  False: each draws a share of its own.  Null: false, but
+    in `diloco up`, where all have one text, true unless inner.deterministic or outer.lock_step asks for the same run
+    twice."""
+    unit_sequences: int = 64
+    """Sequences in a unit."""
+    units_ahead: int = 64
+    """Units that a site has before it draws them, at least those of two steps; where it runs out it draws its own over
+    again."""
+    unit_lease_s: float = 300.0
+    """Silence of a site after which its units are leased to others."""
     validation_sequences: int = 256
     """Of an evaluation during the run; the last one takes the whole validation split."""
 
@@ -100,12 +132,25 @@ class InnerSection:
     """wsd, cosine or constant, over the run's progress."""
     decay_share: float = 0.4
     lr_floor: float = 0.0
+    activation_checkpoint: str = "none"
+    """What of a forward pass is not kept but computed again.  full: all of a block but its input; selective: all but
+    what its matrices and its attention made."""
+    compile: bool = False
+    """Blocks through torch.compile: slow to begin, faster from then on."""
+    loss_chunk: int = 0
+    """Tokens of which the logits exist at the same time; 0: all of a micro-batch."""
+    kernels: str = "torch"
+    """What computes norms, positions, SwiGLU and the loss.  torch; liger: liger-kernel's fused ones, on GPUs."""
     precision: str = "auto"
     """bf16, fp32, or auto: bf16 where the hardware is fast at it."""
     deterministic: bool = False
     """The same bits twice, for tests and reference runs; slower."""
     checkpoint_every_steps: int = 50
     """Inner steps between two checkpoints of a site; 0: only at its end."""
+    memory_checkpoint_every_steps: int = 0
+    """The same of checkpoints in the memory of the site's machines (site.memory_folder), for when a rank is lost: then
+    less is trained again, and no storage is read.  0: none, because while one is written they take three times the
+    site's state of memory, and six times where it has several machines, each of which may be lost."""
     checkpoints_kept: int = 2
     nonfinite_max: int = 3
     """Steps in a row without a finite loss after which a site gives up."""
@@ -217,9 +262,33 @@ class SiteSection:
     num_sites: int | None = None
     """Into how many shares the text is dealt; null: the number of cluster.sites."""
     nproc: int = 1
-    """Ranks; more than one are started by torchrun."""
+    """Ranks of one machine; more than one are started by torchrun."""
+    nodes: int = 1
+    """Machines; `diloco site` runs on each, with the same settings but for node_rank, and all of them see run.dir."""
+    node_rank: int = 0
+    """Which of them this one is; rank 0 of the site is on machine 0."""
+    rendezvous: str = ""
+    """HOST:PORT at which the others reach machine 0; port 0: the system chooses, and they find it in the site's
+    folder."""
+    nodes_wait_s: float = 600.0
+    """How long they wait for each other, at the start and when one of them is lost."""
+    rank_restarts: int = 10
+    """How often all ranks are started again after one has died; they go on from the newest checkpoint."""
+    memory_folder: str = "/dev/shm"
+    """A folder in memory (tmpfs), in which the site makes one of its own under inner.memory_checkpoint_every_steps."""
+    parallel: str = "ddp"
+    """How they hold the model.  ddp: each all of it; fsdp: in parts, gathered block by block; hsdp: in parts over
+    shard_ranks neighbours, and copies of that; tp: each matrix over ranks that multiply together; tp+fsdp: both."""
+    tensor_ranks: int = 0
+    """Ranks that multiply together, which draw one micro-batch; 0 under tp: all."""
+    shard_ranks: int = 0
+    """Ranks over which a parameter is sharded; 0 under fsdp and tp+fsdp: all that there are; under hsdp of several
+    machines: those of one."""
     device: str = "auto"
     """auto, cpu or cuda."""
+    peak_tflops: float | None = None
+    """What one rank's device can do at most, in 10^12 operations a second at inner.precision, for the share of it that
+    is used (mfu in the log); null: not known."""
     threads: int = 1
     """CPU threads of one rank; 0: torch's own choice."""
     slowdown: float = 1.0
@@ -266,6 +335,12 @@ class ClusterSite:
 
     slowdown: float = 1.0
     nproc: int = 1
+    nodes: int = 1
+    """As site.nodes; `diloco up` has one machine."""
+    parallel: str = "ddp"
+    """As site.parallel, with tensor_ranks and shard_ranks as there."""
+    tensor_ranks: int = 0
+    shard_ranks: int = 0
     link: LinkSection = field(default_factory=LinkSection)
     admission: str | None = None
     """What becomes of an update of this site that looks like no other; null: cluster.admission.policy."""
@@ -393,5 +468,6 @@ class RunConfig:
     network: NetworkSection = field(default_factory=NetworkSection)
     site: SiteSection = field(default_factory=SiteSection)
     cluster: ClusterSection = field(default_factory=ClusterSection)
+    launch: LaunchSection = field(default_factory=LaunchSection)
     scenario: str | None = None
     """A YAML file of faults for `diloco up`; null for its own demo, "none" for no faults."""

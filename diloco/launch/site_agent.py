@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from diloco.launch import build
 from diloco.launch.errors import ConfigError
-from diloco.launch.placing import placement_of, towards
+from diloco.launch.placing import BETWEEN, placement_of, towards
+from diloco.launch.unanswered import unanswered
 from diloco.learner.agent import Agent
 from diloco.learner.agents import Agents, part_restored
-from diloco.learner.follower import Follower, Followers
+from diloco.learner.follower import Follower
 from diloco.learner.one_voice import OneVoice
-from diloco.outer.fragments import named_parameters_once
+from diloco.learner.orders import Orders
+from diloco.learner.owner import Owner
+from diloco.learner.owners import Dealt, all_mine, deal
+from diloco.outer.fragments import Layout
 from diloco.wire.client import SyncClient
+from diloco.wire.options import MBPS_MIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from diloco.durable import Disk
-    from diloco.inner.parallel import SiteGroup
+    from diloco.inner.holding import Holding
     from diloco.inner.trainer import Resumed
     from diloco.launch.run_dir import SiteDir
     from diloco.launch.schema import RunConfig
@@ -33,61 +39,121 @@ if TYPE_CHECKING:
 def agent_of(
     config: RunConfig,
     folder: SiteDir,
-    model: nn.Module,
+    holding: Holding,
     emit: Emit,
-    group: SiteGroup,
     resumed: Resumed | None,
     disk: Disk,
+    *,
+    spread: bool = False,
+    data: str = "",
 ) -> Agent | Agents:
-    """Rank 0's."""
+    """Rank 0's.  With ``spread`` the others may own fragments too: they have an ``owning_follower_of``.  ``data`` is
+    the identity of what a loop draws from that reads none of our text, where that is leased."""
+    whole = whole_layout(config, holding)
     restored = (resumed.tensors, resumed.meta) if resumed is not None else None
     redo = resumed.redo if resumed is not None else None
     parts = towards(config)
 
-    def towards_one(part: RunConfig, data: Path, says: Emit, own: Restored) -> Agent:
-        layout = build.layout_of(part)
+    site = Orders(holding.group)
+
+    def towards_one(part: RunConfig, own_folder: Path, says: Emit, orders: Orders, own: Restored) -> Agent:
+        layout = build.layout_of(part, whole)
+        dealt = deal(layout, holding) if spread else all_mine(layout)
         return Agent(
-            build.agent_options(part, data),
-            build.learner_options(part),
+            build.agent_options(part, own_folder, whole),
+            build.learner_options(part, whole),
             layout,
-            named_parameters_once(model),
-            build.agreement(part, layout),
-            _client(part),
+            holding,
+            build.site_agreement(part, layout, whole, data),
+            _client(part, dealt),
             config.site.id,
             says,
-            group,
+            orders,
             restored=own,
             redo=redo,
             disk=disk,
+            dealt=dealt,
         )
 
     if len(parts) == 1:
-        return towards_one(parts[0], folder.agent, emit, restored)
-    voice = OneVoice(placement_of(config, build.whole_layout(config)), emit)
+        return towards_one(parts[0], folder.agent, emit, site, restored)
+    voice = OneVoice(placement_of(config, whole), emit)
     agents = [
-        towards_one(part, folder.agent / f"syncer-{index}", voice.of(index), part_restored(restored, index, len(parts)))
+        towards_one(part, _data_of(folder, index), voice.of(index), site.of(index), own)
         for index, part in enumerate(parts)
+        for own in [part_restored(restored, index, len(parts))]
     ]
-    return Agents(agents, voice, group, config.site.join_timeout_s, redo)
+    return Agents(agents, voice, site, config.site.join_timeout_s, redo)
 
 
-def follower_of(config: RunConfig, model: nn.Module, group: SiteGroup) -> Follower | Followers:
-    """That of every other rank."""
-    layouts = [build.layout_of(part) for part in towards(config)]
-    parameters = named_parameters_once(model)
-    if len(layouts) == 1:
-        return Follower(layouts[0], parameters, group)
-    return Followers(layouts, parameters, group)
+def follower_of(config: RunConfig, holding: Holding) -> Follower:
+    """That of every other rank; rank 0 owns all fragments."""
+    whole = whole_layout(config, holding)
+    return Follower([build.layout_of(part, whole) for part in towards(config)], holding, config.outer.adopt)
 
 
-def _client(config: RunConfig) -> SyncClient:
+def owning_follower_of(
+    config: RunConfig, folder: SiteDir, holding: Holding, resumed: Resumed | None, disk: Disk
+) -> Follower:
+    """That of every other rank, with the fragments that it owns; rank 0's agent is one with ``spread``."""
+    whole = whole_layout(config, holding)
+    parts, layouts, owned = towards(config), list[Layout](), list[Owner | None]()
+    restored: Restored = (resumed.tensors, resumed.meta) if resumed is not None else None
+    for index, part in enumerate(parts):
+        data, own = folder.agent, restored
+        if len(parts) > 1:
+            data, own = _data_of(folder, index), part_restored(own, index, len(parts))
+        layouts.append(build.layout_of(part, whole))
+        dealt = deal(layouts[-1], holding)
+        if not dealt.channels:  # As where a syncer has one fragment: that is rank 0's.
+            owned.append(None)
+            continue
+        owner = Owner(
+            build.agent_options(part, data, whole),
+            config.outer.adopt,
+            layouts[-1],
+            holding,
+            dealt,
+            _client(part, dealt),
+            config.run.name or "",
+            config.site.id,
+            own[0] if own is not None else None,
+            disk,
+        )
+        owned.append(owner)
+    return Follower(layouts, holding, config.outer.adopt, owned)
+
+
+def whole_layout(config: RunConfig, holding: Holding) -> Layout:
+    """The fragments of the very model that is trained: the syncer compares them with what it has."""
+    return build.layout_over(config, holding.shapes)
+
+
+def join_text(config: RunConfig, kind: str, text: str) -> str:
+    """Why a site was not taken in, in a line that says who asked whom."""
+    if kind == "unreachable":
+        text = unanswered(config.site.syncer.replace(BETWEEN, ","), build.site_security(config), text)
+        waited = f"tried for {config.site.join_timeout_s:g} s (site.join_timeout_s)"
+        return f"site {config.site.id} cannot reach the syncer at {config.site.syncer}: {text}; {waited}"
+    return f"the syncer at {config.site.syncer} does not take site {config.site.id} in: {text}"
+
+
+def _data_of(folder: SiteDir, syncer: int) -> Path:
+    return folder.agent / f"syncer-{syncer}"
+
+
+def _client(config: RunConfig, dealt: Dealt) -> SyncClient:
+    """One rank's, which has its share of what the site's link is said to have."""
+    whole, ranks = build.client_options(config), len(set(dealt.owners))
+    up_mbps, down_mbps = (max(mbps / ranks, MBPS_MIN) if mbps else 0.0 for mbps in (whole.up_mbps, whole.down_mbps))
+    options = replace(whole, up_mbps=up_mbps, down_mbps=down_mbps)
     try:
         return SyncClient(
             config.site.syncer,
             config.site.id,
             config.run.name or "",
             build.site_security(config),
-            build.client_options(config),
+            options,
         )
     except (ValueError, OSError) as error:
         raise ConfigError(f"site: {str(error).replace('address is', 'syncer is', 1)}") from error

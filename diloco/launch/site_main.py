@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
+import math
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from diloco.launch import config as configs
 from diloco.launch.arguments import limit_threads, load_config, settings_parser
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.launch.machines import check_machines
+from diloco.launch.memory_folder import check_memory_folder, memory_cleared
 from diloco.launch.placing import towards
+from diloco.launch.ranks import Ranks, ending_of_ranks, forget_ending, tell_speaker
 from diloco.launch.run_dir import held, run_dir_of
-from diloco.launch.site_rank import Place, place_from_environment, run_rank
+from diloco.launch.site_machines import Another, First
+from diloco.launch.site_rank import Place, has_ended, place_from_environment, run_rank
 from diloco.launch.stopping import Stopping
 
 if TYPE_CHECKING:
@@ -28,12 +29,15 @@ if TYPE_CHECKING:
 DOES = """One site of a run: trains on its share of the text and exchanges updates with the syncer.
 
   diloco site run.name=nimble-otter site.id=site-b site.syncer=127.0.0.1:7077
+  diloco site ... site.nodes=2 site.node_rank=K site.rendezvous=HOST:PORT     (on each of its machines, K from 0)
   torchrun --nproc-per-node 8 -m diloco site --config site.yaml      (a rank reads a resolved file: --print-config)
 
 The same command again goes on from the newest checkpoint.  Ctrl-C once: sends what is unsent and leaves (exit 75, or 0
 when the run had finished); twice: at once.  Under your own torchrun it is 0 for both, because
 torchrun takes 75 for a failure."""
-LOG_TAIL_CHARS = 600
+RANKS_END_S = 30.0
+"""After rank 0 has said how it ended: the others may wait for it somewhere, much longer than anybody wants to.  Where
+one of them is lost at that very time torchrun starts all again, and the new rank 0 takes the word back by then."""
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
@@ -43,18 +47,26 @@ def main(arguments: Sequence[str]) -> ExitCode:
     if place is not None and given.config is None:
         raise VerbError(ExitCode.USAGE, "under torchrun, ranks read a resolved file: diloco site --config FILE")
     config = load_config(given)
+    if place is not None:
+        if config.site.nodes > 1:
+            raise ConfigError(f"site.nodes is {config.site.nodes}: not under torchrun, which knows its machines itself")
+        config.site.nproc = place.world
     check_identity(config)
     limit_threads(config.site.threads, deterministic=config.inner.deterministic)
     _check(config)
     folder = run_dir_of(config).site(config.site.id)
     with ExitStack() as stack:
         if place is None or place.rank == 0:
+            own = folder.root if config.site.node_rank == 0 else folder.machine(config.site.node_rank)
             # Before anything in the folder is touched: it may be that of a site that runs.
-            stack.enter_context(held(folder.root))
-            configs.write(config, folder.config)
-        code, text = (
-            run_ranks(config) if place is None and config.site.nproc > 1 else run_rank(config, place or Place())
-        )
+            stack.enter_context(held(own))
+            configs.write(config, own / folder.config.name)
+        if place is None:
+            stack.enter_context(memory_cleared(config))
+        if place is not None or config.site.nodes == config.site.nproc == 1:
+            code, text = run_rank(config, place or Place())
+        else:
+            code, text = (run_machine if config.site.nodes > 1 else run_ranks)(config, folder)
     if text:
         print(text)
     return ExitCode.OK if place is not None and code is ExitCode.DRAINED else code
@@ -68,6 +80,9 @@ def check_identity(config: RunConfig) -> None:
         raise ConfigError(f"site.id is {config.site.id!r}: letters, digits, '.', '_' and '-', at most 64")
     if config.site.nproc < 1:
         raise ConfigError(f"site.nproc is {config.site.nproc}: at least 1")
+    check_machines(config)
+    if config.site.rank_restarts < 0:
+        raise ConfigError(f"site.rank_restarts is {config.site.rank_restarts}: 0 (never) or more")
 
 
 def _check(config: RunConfig) -> None:
@@ -75,59 +90,41 @@ def _check(config: RunConfig) -> None:
 
     build.check(config)
     towards(config)
+    check_memory_folder(config)
     build.site_share(config)
     build.site_security(config)
 
 
-def run_ranks(config: RunConfig) -> tuple[ExitCode, str]:
-    """Start ``site.nproc`` ranks by torchrun and wait for them; how rank 0 ended.
-
-    torchrun is in a session of its own, so that a Ctrl-C reaches rank 0 from here, once, and nobody else.
-    """
-    folder = run_dir_of(config).site(config.site.id)
-    for left in (folder.ending, folder.speaker):
-        with suppress(FileNotFoundError):
-            left.unlink()
-    log = folder.root / "torchrun.log"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.site.nproc}"]
-    command = [*torchrun, "-m", "diloco.launch.site_rank", str(folder.config)]
-    with Stopping(f"{config.site.id} sends what is unsent and leaves") as stopping, log.open("ab") as errors:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "diloco.launch.tether", str(os.getpid()), *command],
-            stderr=errors,
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )
+def run_ranks(config: RunConfig, folder: SiteDir) -> tuple[ExitCode, str]:
+    """Start ``site.nproc`` ranks by torchrun and wait for them; how rank 0 ended."""
+    forget_ending(folder)
+    ranks = Ranks(config.site.nproc, folder.config, folder.root / "torchrun.log")
+    with Stopping(f"{config.site.id} sends what is unsent and leaves") as stopping:
+        ranks.start(config.site.rank_restarts)
         stopping.ask(lambda: None)
-        told = False
-        while child.poll() is None:
+        told, until = 0, math.inf
+        while ranks.code() is None:
             time.sleep(0.05)
-            if stopping.asked and not told:
-                # Again and again: it may not have written its number yet when the signal came.
-                told = tell_speaker(folder, child)
-    return ending_of_ranks(config.site.id, folder, child.returncode, log.read_text(errors="replace"))
+            until = min(until, time.monotonic() + RANKS_END_S) if has_ended(folder) else math.inf
+            if time.monotonic() > until:
+                ranks.kill()
+            if stopping.asked:
+                # Again and again: it may not have written its number yet when the signal came, and ranks that are
+                # started again, because one was lost while the site was leaving, have another rank 0.
+                told = tell_speaker(folder, told)
+    return ending_of_ranks(config.site.id, folder, ranks)
 
 
-def tell_speaker(folder: SiteDir, child: subprocess.Popen[bytes]) -> bool:
-    """Ask rank 0 to leave; False when there is none yet."""
-    try:
-        os.kill(int(folder.speaker.read_text()), signal.SIGTERM)
-    except (FileNotFoundError, ProcessLookupError, ValueError):
-        return child.poll() is not None
-    return True
+def run_machine(config: RunConfig, folder: SiteDir) -> tuple[ExitCode, str]:
+    """This machine's part of a site of several; how rank 0 ended, wherever it was."""
+    first = config.site.node_rank == 0
+    own = folder.root if first else folder.machine(config.site.node_rank)
+    ranks = Ranks(config.site.nproc, own / folder.config.name, own / "torchrun.log")
+    with Stopping(f"{config.site.id} sends what is unsent and leaves, on all its machines") as stopping:
+        stopping.ask(lambda: None)
 
+        def say(text: str) -> None:
+            print(text, file=sys.stderr, flush=True)
 
-def ending_of_ranks(site_id: str, folder: SiteDir, returned: int, log: str) -> tuple[ExitCode, str]:
-    """How rank 0 said that it ended; VerbError with the end of the log where it said nothing."""
-    try:
-        told = json.loads(folder.ending.read_text())
-        code, text = ExitCode(told["code"]), str(told["text"])
-    except (OSError, ValueError, KeyError):
-        tail = " ".join(log[-LOG_TAIL_CHARS:].split())
-        raise VerbError(
-            ExitCode.FAILED,
-            f"the ranks of {site_id} ended with code {returned}; {folder.root}/torchrun.log: {tail}",
-        ) from None
-    if code in (ExitCode.OK, ExitCode.DRAINED):
-        return code, text
-    raise VerbError(code, text)
+        machine = (First if first else Another)(config, folder, ranks, lambda: stopping.asked, say)
+        return machine.run()

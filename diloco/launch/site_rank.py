@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,11 @@ from diloco.launch.arguments import limit_threads
 from diloco.launch.arming import disk_from_environment
 from diloco.launch.canary import Canaries, command
 from diloco.launch.console import SiteLines, quietly
-from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.launch.errors import ConfigError, ExitCode, RankLost, VerbError
 from diloco.launch.eventlog import EventLog
 from diloco.launch.lasting import keep_what_is_loaded
-from diloco.launch.placing import BETWEEN
+from diloco.launch.memory_folder import memory_folder
+from diloco.launch.one_folder import check_one_folder
 from diloco.launch.run_dir import held, run_dir_of
 from diloco.launch.stopping import Stopping
 from diloco.launch.tether import die_with_parent
@@ -30,12 +31,14 @@ from diloco.launch.tether import die_with_parent
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from diloco.inner.holding import Holding
     from diloco.inner.parallel import SiteGroup
     from diloco.inner.trainer import Resumed, Trainer
     from diloco.launch.run_dir import SiteDir
     from diloco.launch.schema import RunConfig
     from diloco.learner.agent import Agent, Finished
     from diloco.learner.agents import Agents
+    from diloco.learner.follower import Follower
 
 Emit = Any
 RANKS_WAIT_S = 120.0
@@ -55,6 +58,8 @@ class Place:
     world: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 0
+    restarts: int = 0
+    """How often torchrun has started all ranks again."""
 
 
 def place_from_environment() -> Place | None:
@@ -68,9 +73,23 @@ def place_from_environment() -> Place | None:
             world=int(os.environ["WORLD_SIZE"]),
             master_addr=os.environ.get("MASTER_ADDR", "127.0.0.1"),
             master_port=int(os.environ.get("MASTER_PORT", "0")),
+            restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
     except ValueError as error:
         raise VerbError(ExitCode.USAGE, f"torchrun's variables make no sense: {error}") from error
+
+
+def among_machines(place: Place, told: str) -> Place:
+    """The same process among the ranks of all machines of its site: torchrun knows its own machine only."""
+    words = json.loads(told)
+    return replace(
+        place,
+        rank=words["first"] + place.rank,
+        world=words["world"],
+        master_addr=words["host"],
+        master_port=words["port"],
+        restarts=words["start"],
+    )
 
 
 def run_rank(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
@@ -96,20 +115,25 @@ def in_words() -> Iterator[None]:
         yield
     except DataError as error:
         raise ConfigError(f"data: {error}") from error
-    except (CheckpointError, GroupError, TrainingError, TimeoutError) as error:
+    except GroupError as error:
+        raise RankLost(ExitCode.FAILED, str(error)) from error
+    except (CheckpointError, TrainingError, TimeoutError) as error:
         raise VerbError(ExitCode.FAILED, str(error)) from error
 
 
 def _run(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
     import torch
 
+    from diloco.inner.holding import Holding
     from diloco.launch import build
-    from diloco.launch.site_agent import agent_of
+    from diloco.launch.site_agent import agent_of, owning_follower_of
+    from diloco.outer.fragments import named_parameters_once
 
     if config.site.threads:
         torch.set_num_threads(config.site.threads)
     folder = run_dir_of(config).site(config.site.id)
-    check_resume(config, folder.checkpoints)
+    if not place.restarts:
+        check_resume(config, folder.checkpoints)
     share = build.site_share(config)
     disk = disk_from_environment()
     with ExitStack() as stack:
@@ -118,10 +142,14 @@ def _run(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
         if place.rank == 0:
             log = open_log(run_dir_of(config).events, folder.log, config.site.id, config, stack)
             emit = log.emit
+            if place.restarts:
+                why = f"a rank was lost; start {place.restarts} of at most {config.site.rank_restarts}"
+                emit("note", {"note": "ranks_restarted", "why": why})
             if config.site.metrics:
                 _show_metrics(config, folder, log, stack)
         group = join_group(config, place)
         stack.callback(group.close)
+        check_one_folder(config, folder, group)
         agents: list[Agent | Agents] = []
         trainer, model = build.build_trainer(
             config,
@@ -131,84 +159,96 @@ def _run(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
             _renamed(emit),
             lambda: agents[0].progress() if agents else 0.0,
             disk,
+            lambda place, count: agents[0].units(place, count),
+            memory_folder(config, group, place.restarts),
         )
         resumed = trainer.resume()
+        holding = Holding(named_parameters_once(model), group)
         if place.rank == 0:
-            agent = agent_of(config, folder, model, emit, group, resumed, disk)
+            agent = agent_of(config, folder, holding, emit, resumed, disk, spread=True)
             agents.append(agent)
             canary = command(folder.root, config.site.canary_steps)
             stack.enter_context(Canaries(canary, config.site.canary_every_s, emit))
             keep_what_is_loaded()
-            return _lead(agent, trainer, config, stopping, resumed, emit)
-        _follow(config, trainer, model, stopping)
+            return _lead(agent, trainer, holding, config, stopping, resumed, emit)
+        _follow(trainer, owning_follower_of(config, folder, holding, resumed, disk), holding, stopping)
         return ExitCode.OK, ""
 
 
 def _lead(
-    agent: Agent | Agents, trainer: Trainer, config: RunConfig, stopping: Stopping, resumed: Resumed | None, emit: Emit
+    agent: Agent | Agents,
+    trainer: Trainer,
+    holding: Holding,
+    config: RunConfig,
+    stopping: Stopping,
+    resumed: Resumed | None,
+    emit: Emit,
 ) -> tuple[ExitCode, str]:
     """Rank 0's part."""
+    from diloco.launch.site_agent import join_text
     from diloco.learner.agent import JoinFailed
 
     try:
         try:
             cursor = agent.start()
         except JoinFailed as error:
-            raise VerbError(JOIN_CODES[error.kind], _join_text(config, error.kind, error.text)) from error
+            raise VerbError(JOIN_CODES[error.kind], join_text(config, error.kind, error.text)) from error
         except TimeoutError as error:
             raise VerbError(ExitCode.UNREACHABLE, f"{error} from {config.site.syncer}") from error
         trainer.skip_data(trainer.group.broadcast_small([cursor])[0])
         stopping.ask(agent.leave_soon)
         trainer.run(after_step=agent.after_step, extra_state=agent.state)
-        _compare_ranks(trainer, emit)
+        _compare_ranks(holding, emit)
         finished = agent.finish()
     finally:
         agent.close()
     return ending(config.site.id, finished, resumed.step if resumed else None)
 
 
-def _follow(config: RunConfig, trainer: Trainer, model: Any, stopping: Stopping) -> None:
+def _follow(trainer: Trainer, follower: Follower, holding: Holding, stopping: Stopping) -> None:
     """The part of every other rank: rank 0 is the one that is asked to stop."""
-    from diloco.launch.site_agent import follower_of
-
     stopping.ask(lambda: None)
-    follower = follower_of(config, model, trainer.group)
-    follower.start()
-    trainer.skip_data(trainer.group.broadcast_small([])[0])
-    trainer.run(after_step=follower.after_step)
-    _compare_ranks(trainer, lambda what, fields: None)
+    try:
+        follower.start()
+        trainer.skip_data(trainer.group.broadcast_small([])[0])
+        trainer.run(after_step=follower.after_step, extra_state=follower.state)
+        _compare_ranks(holding, silent)
+        follower.finish()
+    finally:
+        follower.close()
 
 
-def _compare_ranks(trainer: Trainer, emit: Emit) -> None:
-    """All ranks must hold the same bits: where they do not, what this site sent was not what it trained."""
-    if trainer.group.world == 1:
-        return
-    import hashlib
-
-    import torch
-
-    hashed = hashlib.sha256()
-    for _, parameter in sorted(trainer.model.named_parameters()):
-        hashed.update(parameter.detach().to("cpu", torch.float32).contiguous().numpy().data)
-    mine = torch.frombuffer(bytearray(hashed.digest()), dtype=torch.uint8)
-    digests = [bytes(digest.tolist()).hex() for digest in trainer.group.all_gather(mine)]
-    emit("ranks_compared", {"digests": digests})
-    if len(set(digests)) > 1:
-        raise VerbError(ExitCode.FAILED, f"the ranks hold different parameters: {', '.join(d[:12] for d in digests)}")
+def _compare_ranks(holding: Holding, emit: Emit) -> None:
+    """What ranks hold alike must be the same bits: where it is not, what this site sent was not what it trained."""
+    compared = holding.compared()
+    for each in compared:
+        emit("ranks_compared", {"parameters": len(each.names), "ranks": each.ranks, "digests": each.digests})
+    if any(each.differs for each in compared):
+        found = next(each for each in compared if each.differs)
+        said = ", ".join(f"rank {rank}: {found.digests[rank][:12]}" for rank in range(holding.group.world))
+        raise VerbError(ExitCode.FAILED, f"the ranks hold different parameters ({found.names[0]}): {said}")
 
 
 def join_group(config: RunConfig, place: Place) -> SiteGroup:
-    """The ranks of this site.  The others wait for rank 0 while it joins or, in lock-step, for a version."""
+    """The ranks of this site.  The others wait for rank 0 while it joins, for a version in lock-step, or at the end."""
     from diloco.inner.parallel import SiteGroup
     from diloco.learner.options import AgentOptions
 
     each_s = config.site.join_timeout_s
     if config.outer.lock_step:
         each_s += AgentOptions(folder="").lock_step_timeout_s
-    bound_s = RANKS_WAIT_S + each_s * config.outer.num_syncers  # One syncer is waited for after the other.
+    # One syncer is waited for after the other; at the end all at once, for updates and then for their fates.
+    bound_s = RANKS_WAIT_S + max(each_s * config.outer.num_syncers, 2 * config.site.finish_timeout_s)
     try:
         return SiteGroup(
-            place.rank, place.local_rank, place.world, place.master_addr, place.master_port, config.site.device, bound_s
+            place.rank,
+            place.local_rank,
+            place.world,
+            place.master_addr,
+            place.master_port,
+            config.site.device,
+            bound_s,
+            place.restarts,
         )
     except ValueError as error:
         raise ConfigError(f"site.{error}") from error
@@ -256,17 +296,6 @@ def _renamed(emit: Emit) -> Callable[[str, dict[str, object]], None]:
     return lambda what, fields: emit("checkpoint_read" if what == "resumed" else what, fields)
 
 
-def _join_text(config: RunConfig, kind: str, text: str) -> str:
-    if kind == "unreachable":
-        from diloco.launch import build
-        from diloco.launch.unanswered import unanswered
-
-        text = unanswered(config.site.syncer.replace(BETWEEN, ","), build.site_security(config), text)
-        waited = f"tried for {config.site.join_timeout_s:g} s (site.join_timeout_s)"
-        return f"site {config.site.id} cannot reach the syncer at {config.site.syncer}: {text}; {waited}"
-    return f"the syncer at {config.site.syncer} does not take site {config.site.id} in: {text}"
-
-
 def ending(site_id: str, finished: Finished, resumed_step: int | None) -> tuple[ExitCode, str]:
     """The exit code of a site and where its tokens are; VerbError when it gave up."""
     ledger = finished.ledger
@@ -281,35 +310,54 @@ def ending(site_id: str, finished: Finished, resumed_step: int | None) -> tuple[
     return ExitCode.DRAINED, f"{text}; the same command goes on"
 
 
+def has_ended(folder: SiteDir, start: int | None = None) -> bool:
+    """Whether rank 0 has said that it ended for a reason that another start would not mend; that of this ``start``."""
+    try:
+        told = json.loads(folder.ending.read_text())
+    except (OSError, ValueError):
+        return False
+    return bool(start in (None, told["start"]) and not told["again"])
+
+
 def main(arguments: list[str]) -> int:
-    """A rank that torchrun started for ``diloco site``: how it ended goes to a file, because torchrun keeps codes."""
+    """A rank that torchrun started for ``diloco site``: how it ended goes to a file, because torchrun keeps codes.
+
+    Its code is 1 where torchrun is to start all ranks again, and 0 where another start would end as this one did: for
+    rank 0 that is its own to say, and to the others rank 0 is lost as well when it has ended for a reason.
+    """
     die_with_parent(os.getppid())
     place = place_from_environment()
     assert place is not None, "started by hand: diloco site is the command"
+    if len(arguments) > 1:
+        place = among_machines(place, arguments[1])
     config = configs.read(Path(arguments[0]))
     limit_threads(config.site.threads, deterministic=config.inner.deterministic)
     folder = run_dir_of(config).site(config.site.id)
-    code, text = ExitCode.FAILED, ""
+    code, text, again = ExitCode.FAILED, "", False
     try:
-        with ExitStack() as stack:
+        # From here on, because whoever reads rank 0's number in the file may ask it to stop.
+        with Stopping(f"{config.site.id} stops"), ExitStack() as stack:
             if place.rank == 0:
                 # `diloco site` holds the site's folder; a rank may outlive it for a moment, when it was killed.
                 stack.enter_context(held(folder.agent))
+                # What an earlier start has said is not how this one ends.
+                folder.ending.unlink(missing_ok=True)
                 write_file(folder.speaker, str(os.getpid()).encode())
                 stack.callback(folder.speaker.unlink, missing_ok=True)
             code, text = run_rank(config, place)
+    except RankLost as error:
+        text, again = str(error), place.rank == 0 or not has_ended(folder, place.restarts)
     except VerbError as error:
         code, text = error.code, str(error)
     except ConfigError as error:
         code, text = ExitCode.USAGE, str(error)
     finally:
         if place.rank == 0 and text:
-            write_file(folder.ending, json.dumps({"code": int(code), "text": text}).encode())
-    # What ended in order is no failure to torchrun, which would print a page about it.
-    orderly = code in (ExitCode.OK, ExitCode.DRAINED)
-    if not orderly:
+            told = {"code": int(code), "text": text, "start": place.restarts, "again": again}
+            write_file(folder.ending, json.dumps(told).encode())
+    if code not in (ExitCode.OK, ExitCode.DRAINED):
         print(text, file=sys.stderr)
-    return 0 if orderly else int(code)
+    return int(again)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from diloco.launch.console import size
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.placing import BETWEEN, SYNCERS
 from diloco.launch.run_dir import existing_run
+from diloco.launch.unit_text import units_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -153,6 +154,7 @@ def _print(status: Mapping[str, Any], as_json: bool) -> None:
         console = Console(width=PLAIN_WIDTH)
     console.print(heading(status), soft_wrap=True, highlight=False)
     console.print(sites_table(status))
+    console.print(units_line(status), soft_wrap=True, highlight=False, end="")
     console.print(stages_lines(status), soft_wrap=True, highlight=False, end="")
 
 
@@ -170,7 +172,9 @@ def _watch(asked: Any, as_json: bool) -> NoReturn:
             status = asked()
             standby = status.get("role") == "standby"
             shown = (
-                standby_line(status) if standby else Group(heading(status), sites_table(status), stages_lines(status))
+                standby_line(status)
+                if standby
+                else Group(heading(status), sites_table(status), units_line(status) + stages_lines(status))
             )
             live.update(shown, refresh=True)
             time.sleep(EVERY_S)
@@ -262,6 +266,12 @@ def sites_table(status: Mapping[str, Any]) -> Table:
             f"{heard:.1f} s ago" if heard is not None else "never",
         )
     return table
+
+
+def units_line(status: Mapping[str, Any]) -> str:
+    """Where the units of the data are, in a line; nothing where none are leased, or the syncer does not say."""
+    units = status.get("units")
+    return f"{units_text(units)}\n" if units else ""
 
 
 def stages_lines(status: Mapping[str, Any]) -> str:

@@ -84,7 +84,8 @@ def together(told: Sequence[Status]) -> Status | None:
             "undecided": sum(site.get("undecided") or 0 for _, site in known),
             "updates_refused": refused,
         }
-    return {"sites": sites}
+    units = next((each["units"] for each in told if each.get("units")), None)  # One of them leases.
+    return {"sites": sites, "units": units}
 
 
 def _sites(status: Status) -> dict[str, Any]:

@@ -21,7 +21,8 @@ SAME_REQUEST_S = 0.2
 class Stopping:
     """A context in which the two signals are ours.
 
-    Until :meth:`ask` says whom to ask, the first signal ends the verb as drained: there is nothing to lose yet.
+    Until :meth:`ask` says whom to ask, the first signal ends the verb as drained: there is nothing to lose yet.  In a
+    context inside another one there was; the outer one, while it ends with that, is only asked.
     """
 
     def __init__(self, what_happens: str, hands_over: str = "") -> None:
@@ -53,6 +54,9 @@ class Stopping:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for number, before in self._before.items():
+            outer = getattr(before, "__self__", None)
+            if isinstance(outer, Stopping) and outer._whom is None:
+                outer.ask(lambda: None)
             signal.signal(number, before)  # type: ignore[arg-type]
 
     def _on_hangup(self, number: int, frame: FrameType | None) -> None:

@@ -7,6 +7,9 @@ How two of the figures are made.  ``wire.bytes_fp32_equivalent`` is four bytes f
 accepted and of each version that was fetched as a difference, so it is to be compared with ``bytes_up + bytes_down -
 bytes_joins``: joins carry whole fragments in fp32 whatever the codec.  ``wire.bytes_data_parallel_equivalent`` is
 ``RunHistory.bytes_data_parallel``: inner steps of all sites x 2(N-1)/N x 4 bytes x parameters.
+
+``units`` is where the units of the data are (``sync/units.py``); null where none are leased, and where the syncer was
+never heard.  leased = merged + partly + in_hand + given_back.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ SCHEMA: Mapping[str, Mapping[str, str]] = {
         "sites": "{site}",
         "faults": "[fault]",
         "wire": "wire",
+        "units": "units?",
         "wall_seconds": "number",
     },
     "global": {"val_loss_start": "number?", "val_loss": "number?", "val_bits_per_byte": "number?"},
@@ -58,6 +62,10 @@ SCHEMA: Mapping[str, Mapping[str, str]] = {
         "restarts": "whole",
     },
     "step_seconds": {"p50": "number", "p95": "number", "max": "number"},
+    "units": dict.fromkeys(
+        ("processed", "leased", "merged", "partly", "in_hand", "given_back", "reissued", "repeated", "sequences"),
+        "whole",
+    ),
     "fault": {"what": "text", "target": "text", "at_seconds": "number", "healed_seconds": "number?"},
     "wire": {
         "bytes_up": "whole",
@@ -67,6 +75,9 @@ SCHEMA: Mapping[str, Mapping[str, str]] = {
         "bytes_data_parallel_equivalent": "whole",
     },
 }
+
+SINCE = frozenset({"summary.units"})
+"""Came after the first release: a summary from before lacks it."""
 
 
 def summarize(
@@ -116,6 +127,7 @@ def summarize(
             "bytes_fp32_equivalent": history.bytes_fp32,
             "bytes_data_parallel_equivalent": history.bytes_data_parallel(),
         },
+        "units": (status or {}).get("units"),
         "wall_seconds": round(history.seconds, 3),
     }
 
@@ -202,7 +214,8 @@ def complaints(value: object, kind: str = "summary", where: str = "summary") -> 
     if kind in SCHEMA:
         if not isinstance(value, dict):
             return [f"{where} is no record"]
-        missing = [f"{where}.{name} is missing" for name in SCHEMA[kind] if name not in value]
+        wanted = [name for name in SCHEMA[kind] if name not in value and f"{kind}.{name}" not in SINCE]
+        missing = [f"{where}.{name} is missing" for name in wanted]
         known = [(name, inner) for name, inner in SCHEMA[kind].items() if name in value]
         return missing + [text for name, inner in known for text in complaints(value[name], inner, f"{where}.{name}")]
     return [] if _fits(value, kind) else [f"{where} is {value!r}: not {kind}"]

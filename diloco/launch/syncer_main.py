@@ -212,10 +212,16 @@ def _greet(config: RunConfig, run_dir: RunDir, address: str, given: argparse.Nam
 
 
 def join_line(config: RunConfig, address: str, settings: Sequence[str], file: Path | None) -> str:
-    """The command with which a site joins: what was said here about the run, without what is the syncer's own.
+    """The command with which a site joins: what was said here about the run, without what is the syncer's own; the call
+    instead, where the model is a file's.
 
     Of several syncers each knows its own address, and says where the others' belong.
     """
+    others = [f"SYNCER_{index}" for index in range(config.outer.num_syncers)]
+    others[config.cluster.syncer.index] = address
+    if config.model.kind == "file":
+        where = BETWEEN.join(others)
+        return f'diloco.join(model, optimizer, syncer="{where}", site="site-a", tokens_per_step=...)'
     own = (
         "run.name=",
         "run.dir=",
@@ -230,8 +236,6 @@ def join_line(config: RunConfig, address: str, settings: Sequence[str], file: Pa
     shared = [shlex.quote(text) for text in settings if not text.lstrip("+").startswith(own)]
     begin = ["--config", shlex.quote(str(file))] if file is not None else []
     words = ["diloco", "site", *begin, f"run.name={config.run.name}", *shared]
-    others = [f"SYNCER_{index}" for index in range(config.outer.num_syncers)]
-    others[config.cluster.syncer.index] = address
     return " ".join([*words, f"site.syncer={BETWEEN.join(others)}", "site.id=site-a"])
 
 

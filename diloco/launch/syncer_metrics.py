@@ -88,6 +88,7 @@ class SyncerMetrics:
         except Refusal:
             return
         yield from _of_run(status)
+        yield from _of_units(status["units"])
         yield from _of_sites(status["sites"])
         yield from self._of_backup(status)
         yield from _of_replication(status["replication"])
@@ -141,6 +142,21 @@ def _of_run(status: Standing) -> Iterator[Metric]:
         {(why,): count for why, count in status["refused_at_the_door"].items()},
         "outcome",
     )
+
+
+def _of_units(units: Mapping[str, int] | None) -> Iterator[Metric]:
+    """Where the units of the data are; nothing where none are leased."""
+    if units is None:
+        return
+    places = {(place,): float(units[place]) for place in ("merged", "partly", "in_hand", "given_back")}
+    meaning = "Units of the data that were ever leased, by where they are: merged, partly, in_hand or given_back."
+    yield gauge("data_units", meaning, places, "place")
+    for name, meaning in (
+        ("processed", "Units that accepted updates have gone through, as often as a site did."),
+        ("reissued", "Units leased again, since their site was gone or has given them up."),
+        ("repeated", "Units merged again, or drawn again by a site that had no other."),
+    ):
+        yield counter(f"data_units_{name}", meaning, {(): units[name]})
 
 
 def _of_sites(sites: Mapping[str, Standing]) -> Iterator[Metric]:

@@ -45,10 +45,11 @@ def main(arguments: Sequence[str]) -> ExitCode:
     if place is not None and given.config is None:
         raise VerbError(ExitCode.USAGE, "under torchrun, ranks read a resolved file: diloco train --config FILE")
     config = load_config(given)
-    if place is None and config.site.nproc > 1:
-        raise ConfigError(
-            f"site.nproc is {config.site.nproc}: start the ranks of `diloco train` with torchrun yourself"
-        )
+    for name in ("nproc", "nodes"):
+        if (several := getattr(config.site, name)) > 1 and (place is None or name == "nodes"):
+            raise ConfigError(f"site.{name} is {several}: start the ranks of `diloco train` with torchrun yourself")
+    if place is not None:
+        config.site.nproc = place.world
     if place is not None and config.run.name is None:
         raise ConfigError("run.name is null: under torchrun all ranks must mean the same run")
     limit_threads(config.site.threads, deterministic=config.inner.deterministic)
@@ -106,14 +107,17 @@ def _train(config: RunConfig, place: Place) -> ExitCode:
         if resumed is None and config.run.init_from is not None:
             load_values(config.run.init_from, model)  # On every rank alike, between two steps.
         clock.begin(resumed)
-        evaluator = Evaluator(config, build.corpus(config)) if group.is_first else None
+        # Where ranks hold the model in parts, all of them look at the validation text, each at its share.
+        together = trainer.spread if trainer.spread.is_sharded else None
+        evaluator = Evaluator(config, build.corpus(config)) if group.is_first or together else None
         began = time.monotonic()
-        first = evaluator.score(model) if evaluator and resumed is None else None
+        first = evaluator.score(model, together=together) if evaluator and resumed is None else None
         stopping.ask(lambda: None)
         end = trainer.run(until_tokens=config.run.tokens, after_step=clock.after_step, extra_state=clock.state)
         drained = stopping.asked and not clock.reached()
         if evaluator is not None:
-            last = evaluator.score(model, whole=True)
+            last = evaluator.score(model, whole=True, together=together)
+        if evaluator is not None and group.is_first:
             emit("eval", {"tokens": trainer.tokens, "whole": True, **asdict(last)})
             told = _summary(config, trainer, clock, first, last, time.monotonic() - began)
             told["status"] = "drained" if drained else "ok"

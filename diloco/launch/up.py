@@ -116,6 +116,7 @@ class Up:
         self._told_stragglers = False
         self._syncers = {each.name: each for each in options.syncers(run_dir)}
         self._lost: set[str] = set()
+        self._units: dict[str, object] = {}  # As was told last.
         self._first_step_s: float | None = None
         self._alive_since: dict[str, float] = {}
         self.children = children
@@ -186,6 +187,7 @@ class Up:
             self._faults.play(self.schedule.due(now_s - self._first_step_s, self.history.progress))
         self._watch_the_end(watch, now_s)
         self._count_links(now_s)
+        self._say_units(watch)
         view.update()
 
     def read(self) -> None:
@@ -311,6 +313,13 @@ class Up:
                 site[name] += stats[name]
         for name, counts in total.items():
             self.log.emit("link", {"site": name, **counts})
+
+    def _say_units(self, watch: StatusWatch | StatusWatches) -> None:
+        """Where the units of the data are, when the syncer says that it has changed."""
+        told = (watch.latest or {}).get("units")
+        if isinstance(told, dict) and told != self._units:
+            self._units = told
+            self.log.emit("units", told)
 
 
 def shortened(words: str) -> str:

@@ -15,6 +15,7 @@ from diloco.launch.closing import closing_lines
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import EventLog
 from diloco.launch.history import RunHistory
+from diloco.launch.memory_folder import clear_memory
 from diloco.launch.placing import BETWEEN, is_syncer, syncer_dirs, syncer_name
 from diloco.launch.report import rebuild
 from diloco.launch.run_dir import LATEST, RunDir, name_run, point_latest, run_dir_of
@@ -67,12 +68,14 @@ def check(config: RunConfig) -> None:
     if not config.cluster.sites:
         raise ConfigError("cluster.sites is empty: diloco up needs at least one site")
     check_syncers(config)
-    for name in config.cluster.sites:
+    for name, site in config.cluster.sites.items():
+        if site.nodes != 1:
+            raise ConfigError(f"cluster.sites.{name}.nodes is {site.nodes}: diloco up has one machine; leave it out")
         if not configs.is_name(name):
             raise ConfigError(f"cluster.sites has {name!r}: letters, digits, '.', '_' and '-', at most 64")
         if name in RESERVED or is_syncer(name):
             raise ConfigError(f"cluster.sites has {name!r}: that is the name of another process of the run")
-    for key in ("id", "syncer", "index", "num_sites"):
+    for key in ("id", "syncer", "index", "num_sites", "nodes"):
         value = getattr(config.site, key)
         if value != getattr(SiteSection(), key):
             raise ConfigError(f"site.{key} is {value!r}: diloco up gives each of cluster.sites its own; leave it out")
@@ -158,6 +161,10 @@ def _settled(config: RunConfig, run_dir: RunDir) -> RunDir:
     with suppress(FileNotFoundError):
         run_dir.summary.unlink()
     config.run.resume = "auto"
+    if run_dir.config.is_file():
+        config.data.leased = _as_in(config, configs.read(run_dir.config)).data.leased
+    elif config.data.leased is None:  # All sites have this machine's text.
+        config.data.leased = not (config.inner.deterministic or config.outer.lock_step)
     configs.write(config, run_dir.config)
     point_latest(run_dir)
     return run_dir
@@ -185,13 +192,20 @@ def _unfinished_latest(config: RunConfig) -> RunDir | None:
 
 def _differences(config: RunConfig, run_dir: RunDir) -> list[str]:
     """Which settings are others than in the run's folder, in words; not those that say only how to go on."""
-    before, now = _settings(asdict(configs.read(run_dir.config))), _settings(asdict(config))
+    there = configs.read(run_dir.config)
+    before, now = _settings(asdict(there)), _settings(asdict(_as_in(config, there)))
     keys = sorted((before.keys() | now.keys()) - {"run.name", "run.resume", "run.log_every", "run.dir"})
     return [
         f"{key} is {now.get(key, 'not set')} now and was {before.get(key, 'not set')}"
         for key in keys
         if before.get(key) != now.get(key)
     ]
+
+
+def _as_in(config: RunConfig, there: RunConfig) -> RunConfig:
+    """``config`` with what it does not say of leases as the run has it; one of an earlier release has none."""
+    leased = there.data.leased if config.data.leased is None else config.data.leased
+    return replace(config, data=replace(config.data, leased=leased))
 
 
 def _settings(values: Mapping[str, object], above: str = "") -> dict[str, str]:
@@ -214,7 +228,8 @@ NAMED_MAX = 3
 
 
 def _require_same(config: RunConfig, run_dir: RunDir) -> None:
-    before, now = configs.shared_config(configs.read(run_dir.config)), configs.shared_config(config)
+    there = configs.read(run_dir.config)
+    before, now = configs.shared_config(there), configs.shared_config(_as_in(config, there))
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             raise VerbError(
@@ -244,6 +259,8 @@ def _run(
     with ExitStack() as stack:
         log = EventLog(run_dir.events, "up")
         stack.callback(log.close)
+        for name in config.cluster.sites:  # A site that was killed, and not started again, left what it had there.
+            stack.callback(clear_memory, replace(config, site=replace(config.site, id=name)))
         syncers = syncers_of(config)
         relay = stack.enter_context(RelayProcess()) if config.network.emulate else None
         options = up_options(config, syncers, relay, steps, references)
@@ -305,7 +322,8 @@ def up_options(
             dials.append(relay.add(own, link, syncer.address) if relay is not None else syncer.address)
         # Counted here, once for all: no two sites may take the same share of the text.
         place = {"id": name, "index": index, "num_sites": num_sites, "syncer": BETWEEN.join(dials)}
-        settings = {**place, "slowdown": site.slowdown, "nproc": site.nproc}
+        settings = {**place, "slowdown": site.slowdown, "nproc": site.nproc, "parallel": site.parallel}
+        settings |= {"tensor_ranks": site.tensor_ranks, "shard_ranks": site.shard_ranks}
         build.trainer_options(replace(config, site=replace(config.site, slowdown=site.slowdown)))
         sites[name] = [f"site.{key}={value}" for key, value in settings.items()]
     waits = config.outer.final_wait_s + config.cluster.syncer.linger_s + 2 * config.site.finish_timeout_s

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.launch.figures import clock, count, size, times_less
+from diloco.launch.unit_text import units_shortly
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -174,6 +175,8 @@ def _syncer(history: RunHistory) -> Text:
         last = history.rounds[-1]
         text.append(f"  last from {' '.join(sorted(last.weights))}", "dim")
     text.append(f"\nwire   {size(total)}: {times_less(total, history.bytes_data_parallel())} data parallel")
+    if history.units:
+        text.append(f"\nunits  {units_shortly(history.units)}")
     return text
 
 
@@ -250,7 +253,7 @@ class PlainView:
 
 
 def standing(history: RunHistory, facts: Facts) -> Iterable[str]:
-    """How the run stands, in one line."""
+    """How the run stands, in one line; in another one where the units of the data are, if any are leased."""
     left = time_left(history, facts)
     share = f"{shown_progress(history, facts):.0%}" + (f", {clock(left)} left" if left is not None else "")
     sites = "  ".join(
@@ -259,6 +262,8 @@ def standing(history: RunHistory, facts: Facts) -> Iterable[str]:
     )
     versions = " ".join(map(str, history.versions)) or "-"
     yield f"{clock(history.seconds):>7}  [{share}] versions {versions}  {sites}"
+    if history.units:
+        yield f"{'':>7}  units of the data: {units_shortly(history.units)}"
 
 
 def make_view(history: RunHistory, facts: Facts, environment: Mapping[str, str]) -> LiveView | PlainView:

@@ -29,7 +29,8 @@ class ColdError(ValueError):
 @dataclass(frozen=True, slots=True)
 class WarmSite:
     """``bases`` are Θ̂ of ``versions``, flat fp32, and ``digests`` what was told with them.  ``lines`` is how far the
-    site's own updates are in them; ``step`` that of the checkpoint."""
+    site's own updates are in them; ``step`` that of the checkpoint; ``units_begun`` the first unit of the data behind
+    all that the site was leased lately."""
 
     site: str
     run_id: str
@@ -41,6 +42,7 @@ class WarmSite:
     digests: tuple[str, ...]
     bases: tuple[Tensor, ...]
     lines: tuple[Line, ...]
+    units_begun: int = 0
 
 
 def read_site(folder: Path, syncer: int | None = None) -> WarmSite:
@@ -83,7 +85,8 @@ def read_site(folder: Path, syncer: int | None = None) -> WarmSite:
             )
         bases.append(base)
     lines = tuple(_line(part) for part in state.fragments)
-    return WarmSite(*who, state.lineage, state.epoch, state.step, versions, digests, tuple(bases), lines)
+    begun = max((stop for _, stop in state.units.real()), default=0)
+    return WarmSite(*who, state.lineage, state.epoch, state.step, versions, digests, tuple(bases), lines, begun)
 
 
 def _line(part: FragmentProgress) -> Line:

@@ -55,7 +55,7 @@ class Hand:
             build.syncer_security(config),
             emit,
         )
-        self.syncer.start()
+        self.address = self.syncer.start()
 
     def join(self, site: str, process: str = "0123abcd") -> int:
         agreed = build.agreement(self.config, self.layout)

@@ -60,6 +60,9 @@ class Recorder:
         for site, step_s in SITES.items():
             if not (site == "site-b" and dead):
                 self.train(at, site, step_s)
+        merged, partly = 40 * int(tick), 3 * (tick >= 12)
+        units = {"leased": merged + partly + 192, "merged": merged, "partly": partly, "in_hand": 192, "repeated": 1}
+        self.say(at + 0.96, "up", "units", **units, processed=merged + 20, given_back=0, reissued=0, sequences=8)
         for site in SITES:
             self.say(at + 0.95, "up", "link", site=site, bytes_up=int(60_000 * tick), bytes_down=int(48_000 * tick))
         if not syncer_dead:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from diloco.inner.state import model_tensors
 from diloco.launch import build
 from diloco.launch.config import choices, compose
 from diloco.launch.errors import ConfigError
+from diloco.launch.placing import at
 from diloco.launch.schema import RunConfig
 from diloco.outer.fragments import named_parameters_once
+from diloco.sync.agreement import CORPUS
 from diloco.syncer.exporting import full_parameters
 
 SMALL = ["model.layers=2", "model.dim=16", "model.heads=2", "run.name=x"]
@@ -27,7 +30,7 @@ def test_every_experiment_can_be_built(experiment: str) -> None:
     build.check(compose([f"experiment={experiment}"]))
 
 
-@pytest.mark.parametrize("model", choices()["model"])
+@pytest.mark.parametrize("model", sorted({*choices()["model"]} - {"imported"}))
 def test_every_model_has_a_layout_without_being_allocated(model: str) -> None:
     layout = build.layout_of(compose([f"model={model}", "outer.num_fragments=4"]))
     wanted = {"tiny": 1e6, "small": 5e6, "15m": 15e6, "60m": 60e6, "150m": 150e6, "1b": 1e9}[model]
@@ -208,3 +211,39 @@ def test_both_ends_agree_when_they_mean_the_same_run() -> None:
     assert disagreement(ours, build.agreement(other, build.layout_of(other))) == (
         f"outer.inner_steps is 7 at the site and {here.outer.inner_steps} at the syncer"
     )
+
+
+@pytest.mark.parametrize("setting", ["data.unit_sequences=0", "data.units_ahead=5000", "data.unit_lease_s=0"])
+def test_units_that_cannot_be_are_refused_by_their_setting(setting: str) -> None:
+    with pytest.raises(ConfigError, match=setting.replace("=", " is ")):
+        build.check(compose(["run.name=x", "data.leased=true", setting]))
+
+
+def test_a_site_asks_for_the_units_of_two_steps_at_least() -> None:
+    site = ["run.name=x", "data.leased=true", "data.unit_sequences=8", "inner.batch_sequences=10", "site.nproc=2"]
+    ahead = {
+        given: build.learner_options(compose([*site, *given])).units_ahead
+        for given in ((), ("inner.accumulation=20",), ("inner.accumulation=20", "data.units_ahead=200"))
+    }
+    assert list(ahead.values()) == [64, 100, 200]
+    with pytest.raises(ConfigError, match=r"data\.unit_sequences is 8: two steps of this site draw 10000 units, more"):
+        build.learner_options(compose([*site, "inner.accumulation=2000"]))
+
+
+def test_the_first_of_several_syncers_leases() -> None:
+    config = compose(["run.name=x", "data.leased=true", "outer.num_fragments=2", "outer.num_syncers=2"])
+    assert [build.outer_options(at(config, index)).unit_sequences for index in range(2)] == [64, 0]
+    assert [build.learner_options(at(config, index)).unit_sequences for index in range(2)] == [64, 0]
+
+
+def test_a_data_set_of_hugging_faces_is_data_as_any_other(tmp_path: Path) -> None:
+    rows = ({"body": f"document {number} " + "word " * 9} for number in range(60))
+    (tmp_path / "set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    here = [f"data.path={tmp_path / 'set.jsonl'}", "data.field=body", f"data.cache={tmp_path / 'cache'}"]
+    config = small("data.kind=hf", *here, "data.leased=true")
+    made = build.corpus(config)
+    assert (made.kind, made.train.documents + made.validation.documents) == ("hf", 60)
+    layout = build.layout_of(config)
+    assert build.site_agreement(config, layout, layout).shared[CORPUS] == made.identity, "what all sites agree on"
+    with pytest.raises(ConfigError, match=r"data\.split is '': a name"):
+        build.data_options(small("data.kind=hf", *here, "data.split=''"))

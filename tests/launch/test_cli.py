@@ -10,7 +10,7 @@ import pytest
 from diloco.launch.cli import VERBS, main
 from tests.launch.processes import TINY
 
-OURS = ("syncer", "site", "train", "eval", "status", "standby", "journal")
+OURS = ("syncer", "site", "train", "eval", "export", "launch", "status", "standby", "journal")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([name, "--help"] for name in OURS)])

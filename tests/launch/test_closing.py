@@ -7,7 +7,7 @@ import pytest
 
 from diloco.launch.closing import WIDTH, closing_lines
 from diloco.launch.history import RunHistory
-from diloco.launch.summary import summarize
+from diloco.launch.summary import SCHEMA, summarize
 from tests.launch.recorded import Recorder
 
 
@@ -30,6 +30,19 @@ def test_the_table_says_what_was_reached_and_fits() -> None:
     assert "runs/quiet-otter/" in text
     assert max(map(len, lines)) <= WIDTH
     assert len(lines) <= 22
+
+
+def test_where_the_units_of_the_data_are_is_said_where_any_were_leased() -> None:
+    recorder = Recorder()
+    recorder.record()
+    history = RunHistory()
+    units = dict.fromkeys(SCHEMA["units"], 123_456_789)
+    summary = summarize(history, {**recorder.status(), "units": units}, {})
+    lines = closing_lines(summary, history, Path("runs/quiet-otter"))
+    (begin,) = [number for number, line in enumerate(lines) if line.startswith("data    units of")]
+    assert "123,456,789 re-issued" in " ".join(lines[begin : begin + 4])
+    assert max(map(len, lines)) <= WIDTH
+    assert not [line for line in closed(recorder) if line.startswith("data")]
 
 
 def test_a_site_and_its_numbers_stand_in_their_columns() -> None:

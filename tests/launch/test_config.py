@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -7,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from diloco.inner.tokenizer import make_tokenizer
 from diloco.launch.config import (
     ALWAYS_SHARED,
     GROUPS,
     choices,
     compose,
     folder,
+    from_shared,
     read,
     settle,
     shared_config,
@@ -26,13 +29,59 @@ from diloco.launch.schema import OuterSection, RunConfig
 
 ALL_CHOICES = [(group, name) for group in GROUPS for name in choices()[group]]
 NEEDS = {"data": ["data.path=."]}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 2000,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": True,
+}
+"""A ``config.json``."""
 
 
 @pytest.mark.parametrize(("group", "name"), ALL_CHOICES)
-def test_every_choice_of_every_group_composes(group: str, name: str) -> None:
-    config = compose([f"{group}={name}", *NEEDS.get(group, [])])
+def test_every_choice_of_every_group_composes(group: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    needs = [f"run.init_from={tmp_path}"] if name == "imported" else NEEDS.get(group, [])
+    config = compose([f"{group}={name}", *needs])
     assert config.model.vocab_size
     assert config.run.seconds
+
+
+def test_what_is_null_of_the_model_is_what_its_folder_says(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    config = compose(["model=imported", f"run.init_from={tmp_path}", "model.context=32"])
+    model = config.model
+    assert (model.vocab_size, model.layers, model.dim, model.heads, model.kv_heads) == (2000, 3, 48, 6, 2)
+    assert (model.ffn_dim, model.tied, model.rope_theta, model.norm_eps) == (96, True, 5e5, 1e-5)
+    assert (model.context, config.inner.sequence_length) == (32, 32), "what was said stands"
+    write(config, tmp_path / "config.yaml")
+    (tmp_path / "config.json").unlink()
+    assert read(tmp_path / "config.yaml") == config, "who reads what was resolved needs no folder"
+    with pytest.raises(ConfigError, match=r"model\.layers is null: a value, or run\.init_from=FOLDER"):
+        compose(["model=imported"])
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "hidden_act": "gelu"}))
+    with pytest.raises(ConfigError, match=r"config\.json: hidden_act is 'gelu': 'silu'"):
+        compose(["model=imported", f"run.init_from={tmp_path}"])
+
+
+def test_a_tokenizer_of_a_file_is_shared_by_its_content(tmp_path: Path) -> None:
+    for place in ("here", "there"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "tokenizer.json").write_text(make_tokenizer("bytes").field_form().to_str())
+    one, same = (
+        compose([f"data.tokenizer={tmp_path / place}/tokenizer.json", "data.end_of_file=false"])
+        for place in ("here", "there")
+    )
+    assert one.model.vocab_size == 257
+    assert shared_digest(one) == shared_digest(same)
+    assert shared_digest(one) != shared_digest(compose(["data.tokenizer=bytes", "data.end_of_file=false"]))
 
 
 def test_every_yaml_file_is_short_and_reached_by_a_group() -> None:
@@ -70,7 +119,10 @@ def test_what_every_command_has_may_be_typed_short() -> None:
         ),
         ("cluster.sites={a: {slowdwn: 1}}", "unknown key cluster.sites.a.slowdwn"),
         ("outer=dilco", "unknown choice outer=dilco: did you mean outer=diloco?"),
-        ("model=nothing_like_it", "unknown choice model=nothing_like_it: one of 150m, 15m, 1b, 60m, small, tiny"),
+        (
+            "model=nothing_like_it",
+            "unknown choice model=nothing_like_it: one of 150m, 15m, 1b, 60m, imported, small, tiny",
+        ),
         ("outer.lr=abc", "outer.lr is 'abc': a number"),
         ("model.layers=2.5", "model.layers is 2.5: a whole number"),
         ("inner.clip=null", "inner.clip is null: a number"),
@@ -240,3 +292,42 @@ def test_a_site_may_have_several_addresses_and_nothing_else_has_several_values()
         assert compose([text]).site.syncer == "fra:7077,iad:7077"
     with pytest.raises(ConfigError, match=r"has several values"):
         compose(["site.id=a,b"])
+
+
+def test_who_leases_units_must_agree_on_what_they_are() -> None:
+    plain = shared_config(compose(["run.name=x"]))
+    assert not [key for key in plain if "lease" in key or "unit" in key]
+    told = shared_config(compose(["run.name=x", "data.leased=true", "data.unit_sequences=8"]))
+    assert {key: told[key] for key in told.keys() - plain.keys()} == {
+        "data.leased": "true",
+        "data.unit_sequences": "8",
+        "data.unit_lease_s": "300.0",
+        "inner.sequence_length": "128",
+    }
+
+
+def test_a_site_learns_the_run_from_what_is_shared() -> None:
+    for experiment in choices()["experiment"]:
+        run = compose([f"experiment={experiment}", "run.tokens=5e6", "model=small", "outer.lr=0.9", "site.nproc=3"])
+        told = shared_config(run)
+        here = from_shared(told, {"run.name": "otter", "site.id": "fra", "site.join_timeout_s": 3})
+        assert shared_config(here) == told
+        assert (here.run.name, here.site.id, here.site.join_timeout_s, here.site.nproc) == ("otter", "fra", 3.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"outer.from_a_later_release": "1"}, "unknown key outer.from_a_later_release"),
+        ({"outer.lr": "fast"}, "outer.lr is 'fast': a number"),
+        ({"outer.quorum": "${oc.env:NOWHERE}"}, r"outer\.quorum is '\$\{oc\.env:NOWHERE\}'"),
+        ({"site.nproc": "1"}, "site.nproc is 1 at the syncer, and this release makes nothing of it"),
+        ({"codec.feedback": "null"}, "codec.feedback is null at the syncer, and this release makes nothing of it"),
+    ],
+)
+def test_a_run_that_this_release_would_understand_as_another_is_refused(told: dict[str, str], words: str) -> None:
+    whole = shared_config(compose([]))
+    with pytest.raises(ConfigError, match=words):
+        from_shared({**whole, **told}, {})
+    with pytest.raises(ConfigError, match=r"outer.lr is not set at the syncer, and this release makes 0.7 of it"):
+        from_shared({key: text for key, text in whole.items() if key != "outer.lr"}, {})

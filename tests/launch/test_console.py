@@ -25,6 +25,8 @@ def test_a_step_line_has_torchtitans_words_and_ours_behind_the_bar() -> None:
         "[site-a] step:     10  loss:  2.43891  grad_norm:  0.9213  tps: 8,120  lr: 0.02000 "
         "| v: 3,5  stale: 1  up: 2.0 KiB  down: 3.0 MiB"
     )
+    lines(event("step", step=30, loss=2.438912, grad_norm=0.9213, tokens_per_s=8120.4, lr=0.02, mfu=0.40661))
+    assert "tps: 8,120  mfu: 40.66%  lr: 0.02000 |" in out.getvalue().splitlines()[-1]
 
 
 def test_a_refusal_is_said_and_a_merge_is_not() -> None:

@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from diloco.inner import checkpoint
 from diloco.launch import build
 from diloco.launch.cli import main
 from diloco.launch.config import compose, write
+from diloco.launch.evaluation import Evaluator
 from diloco.launch.eventlog import read_events
 from diloco.outer.fragments import named_parameters_once
+from tests.launch.pasts import Hand, configured, with_a_past
 from tests.launch.processes import TINY, Place
 
 
@@ -63,5 +66,91 @@ def test_a_run_without_syncer_and_end_is_unreachable(run: Path, capsys: pytest.C
 
 
 def test_a_syncer_alone_needs_the_name_of_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", "--syncer", "127.0.0.1:1", *TINY]) == 2
+    assert main(["eval", "--syncer", "127.0.0.1:1", "--follow", *TINY]) == 2
     assert "run.name is null" in capsys.readouterr().err
+
+
+def test_a_syncer_says_of_which_model_its_values_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    Place(tmp_path)
+    text = [
+        "data=text",
+        "data.validation_sequences=32",
+        f"data.path={tmp_path / 'text'}",
+        f"data.cache={tmp_path / 'cache'}",
+    ]
+    hand = Hand(configured(tmp_path / "runs", "model.rope_theta=70000", *text))
+    try:
+        assert main(["eval", "--syncer", hand.address, "--json", "inner.precision=fp32", *text]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert main(["eval", "--syncer", hand.address, "model.rope_theta=10000", *text]) == 4
+        assert "model.rope_theta is 70000.0 in run past and 10000.0 here" in capsys.readouterr().err
+        config = hand.config
+    finally:
+        hand.stop()
+    score = Evaluator(config, build.corpus(config)).score(build.build_model(config))
+    assert found["versions"] == [0, 0]
+    assert found["val_loss"] == pytest.approx(score.val_loss, abs=1e-6)
+
+
+@pytest.fixture
+def trained(run: Path) -> Path:
+    """A checkpoint of the values that the run's final model has."""
+    values = load_file(run / "syncer/final/model.safetensors")
+    folder = run.parent / "warm" / "train" / "checkpoints"
+    checkpoint.save(folder, "step-0000000001", {f"model/{name}": value for name, value in values.items()}, {})
+    (folder.parents[1] / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
+    return folder
+
+
+def test_what_lies_in_files_has_the_loss_of_the_run(
+    run: Path, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", str(run), "--json"]) == 0
+    of_run = json.loads(capsys.readouterr().out)
+    assert of_run["versions"] == [7]
+    assert main(["export", str(trained), "--to", "model"]) == 0
+    capsys.readouterr()
+    text = ["data=text", "data.path=text", "data.cache=cache", "inner.precision=fp32"]
+    for source, settings in ((str(trained), []), ("warm", []), ("model", text)):
+        assert main(["eval", source, *settings, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["whole"], source
+        assert found["val_loss"] == pytest.approx(of_run["val_loss"], abs=1e-5), source
+        assert found["val_bits_per_byte"] == pytest.approx(of_run["val_bits_per_byte"], abs=1e-5), source
+        assert main(["eval", source, *settings]) == 0
+        assert f"val loss {found['val_loss']:.4f} nats/token" in capsys.readouterr().out
+    assert len(read_events(run / "events.jsonl")[0]) == 1, "only of the run itself"
+
+
+def test_an_earlier_version_is_evaluated_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Place(tmp_path)
+    past = with_a_past(tmp_path / "runs", 2, f"data.path={tmp_path / 'text'}", f"data.cache={tmp_path / 'cache'}")
+    losses = []
+    for version in (0, 4):
+        assert main(["eval", str(past), "--version", str(version), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["versions"] == [version, version]
+        losses.append(found["val_loss"])
+    assert losses[0] != losses[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        ("is evaluated as it lies", ["CHECKPOINT", "--follow"]),
+        ("is evaluated as it lies", ["CHECKPOINT", "--syncer", "127.0.0.1:1"]),
+        ("--version is 3: a syncer hands out its newest alone", ["--syncer", "127.0.0.1:1", "--version", "3"]),
+        ("data: path is 'nowhere'", ["CHECKPOINT", "data.path=nowhere"]),
+        ("of another model", ["CHECKPOINT", "model.dim=64"]),
+    ],
+)
+def test_a_mistake_with_files_is_one_line(
+    words: str, arguments: list[str], trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", *(text.replace("CHECKPOINT", str(trained)) for text in arguments)]) == 2
+    told = capsys.readouterr().err
+    assert words in told
+    assert told.count("\n") == 1

@@ -11,6 +11,7 @@ from diloco.codec.feedback import publish
 from diloco.codec.registry import digest, make_codec
 from diloco.launch import build
 from diloco.launch.config import compose
+from diloco.launch.errors import VerbError
 from diloco.launch.evaluation import Evaluator, Observer
 from diloco.launch.schema import RunConfig
 from diloco.outer.fragments import gather, named_parameters_once
@@ -94,6 +95,14 @@ def test_values_that_are_not_the_published_ones_are_fetched_whole(config: RunCon
     observer.refresh()
     assert observer.versions == [1, 0]
     assert shelf.asked == [-1, -1]
+
+
+def test_values_of_another_model_are_refused_in_words(config: RunConfig) -> None:
+    there = build.layout_of(compose([*TINY, "run.name=x", "outer.num_fragments=2", "model.dim=64"]))
+    shelf: Any = Shelf([torch.zeros(fragment.numel) for fragment in there.fragments])
+    observer = Observer(shelf, "x", build.layout_of(config))
+    with pytest.raises(VerbError, match=f"fragment 0 has {there.fragments[0].numel} values at the syncer and"):
+        observer.refresh()
 
 
 def test_an_untrained_model_scores_like_chance_on_the_part_and_on_the_whole(config: RunConfig) -> None:

@@ -39,6 +39,13 @@ def test_it_knows_sites_versions_and_rounds(history: RunHistory, recorder: Recor
     assert history.epoch == 2
 
 
+def test_units_are_as_last_said(history: RunHistory) -> None:
+    places = ("merged", "partly", "in_hand", "given_back")
+    assert history.units["leased"] == sum(history.units[name] for name in places)
+    assert history.units["merged"] == 40 * 59
+    assert RunHistory().units == {}
+
+
 def test_faults_are_healed_and_merges_counted_from_there(history: RunHistory) -> None:
     assert [(fault.what, fault.target, fault.seconds) for fault in history.faults] == [
         ("kill", "site-b", 6.0),

@@ -10,7 +10,7 @@ import pytest
 from diloco.launch import report
 from diloco.launch.eventlog import Event
 from diloco.launch.history import RunHistory
-from diloco.launch.summary import summarize, write_summary
+from diloco.launch.summary import SCHEMA, summarize, write_summary
 from tests.launch.recorded import SITES, Recorder, write
 
 
@@ -77,6 +77,15 @@ def test_the_page_is_whole_and_loads_nothing(run_dir: Path) -> None:
         assert word in page.words, word
     assert "<quiet & otter>" in " ".join(page.words)
     assert len(text) < 400_000
+
+
+def test_where_the_units_of_the_data_are_stands_beside_the_tokens(run_dir: Path) -> None:
+    report.rebuild(run_dir)
+    assert "Data in units" not in (run_dir / "report.html").read_text()
+    summary = json.loads((run_dir / "summary.json").read_text())
+    write_summary(run_dir / "summary.json", {**summary, "units": dict.fromkeys(SCHEMA["units"], 7)})
+    report.rebuild(run_dir)
+    assert "Data in units of 7 sequences: 7 leased, 7 processed, 7 merged," in (run_dir / "report.html").read_text()
 
 
 def test_the_time_line_shows_every_merge_and_fault(run_dir: Path) -> None:

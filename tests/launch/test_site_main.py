@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,12 @@ import pytest
 from diloco.durable import locked
 from diloco.launch import run_dir, site_main
 from diloco.launch.cli import main
-from diloco.launch.config import compose, write
-from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.launch.config import compose, read, write
+from diloco.launch.errors import ConfigError, ExitCode
+from diloco.launch.ranks import Ranks
 from diloco.launch.run_dir import SiteDir
-from diloco.launch.site_main import check_identity, ending_of_ranks, tell_speaker
+from diloco.launch.schema import RunConfig
+from diloco.launch.site_main import check_identity
 from tests.launch.processes import TINY
 
 
@@ -24,6 +25,7 @@ from tests.launch.processes import TINY
         ([], "run.name is null"),
         (["run.name=x", "site.id='../a'"], r"site.id is '../a'"),
         (["run.name=x", "site.nproc=0"], r"site.nproc is 0: at least 1"),
+        (["run.name=x", "site.node_rank=1"], r"site.node_rank is 1: from 0 to 0"),
     ],
 )
 def test_a_site_says_which_run_and_which_site_it_is(settings: list[str], words: str) -> None:
@@ -62,36 +64,63 @@ def test_under_torchrun_values_are_checked_and_a_drained_site_has_not_failed(
     monkeypatch.setattr(site_main, "run_rank", lambda config, place: (next(ends), "so it was"))
     assert main(["site", "--config", "site.yaml", "inner.lr=-1"]) == 2
     assert "inner.lr is -1: positive" in capsys.readouterr().err.replace("-1.0", "-1")
+    assert main(["site", "--config", "site.yaml", "site.nodes=2"]) == 2
+    assert "site.nodes is 2: not under torchrun" in capsys.readouterr().err
     assert [main(["site", "--config", "site.yaml"]) for _ in range(3)] == [0, 0, 1]
 
 
-def test_how_rank_0_ended_is_how_the_site_ended(tmp_path: Path) -> None:
-    folder = SiteDir(tmp_path)
-    for code in (ExitCode.OK, ExitCode.DRAINED):
-        folder.ending.write_text(json.dumps({"code": int(code), "text": "so it was"}))
-        assert ending_of_ranks("a", folder, 1, "") == (code, "so it was")
-    folder.ending.write_text(json.dumps({"code": 4, "text": "another run"}))
-    with pytest.raises(VerbError, match="another run") as ended:
-        ending_of_ranks("a", folder, 1, "")
-    assert ended.value.code is ExitCode.MISMATCH
+@pytest.mark.parametrize(("node_rank", "who", "own"), [(0, "First", ""), (1, "Another", "machines/1")])
+def test_each_machine_has_its_part_and_keeps_its_own_settings(
+    node_rank: int, who: str, own: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = SiteDir(Path("runs/x/sites/site-a"))
+
+    class Machine:
+        def __init__(self, config: RunConfig, site: SiteDir, ranks: Ranks, asked: object, say: object) -> None:
+            assert site == folder
+            assert ranks.log == folder.root / own / "torchrun.log"
+            assert read(folder.root / own / "config.yaml").site.node_rank == config.site.node_rank == node_rank
+
+        def run(self) -> tuple[ExitCode, str]:
+            return ExitCode.DRAINED, "as machine 0 said"
+
+    monkeypatch.setattr(site_main, who, Machine)
+    several = ["site.nodes=2", f"site.node_rank={node_rank}", "site.rendezvous=127.0.0.1:0"]
+    assert main(["site", *TINY, "run.name=x", "site.id=site-a", *several]) == 75
+    assert (folder.root / "config.yaml").exists() is (node_rank == 0)
 
 
-def test_ranks_that_died_without_a_word_are_said_with_the_end_of_their_log(tmp_path: Path) -> None:
-    with pytest.raises(VerbError, match=r"ended with code -9.*the last\s+words") as ended:
-        ending_of_ranks("a", SiteDir(tmp_path), -9, "x" * 5000 + "the last\nwords")
-    assert ended.value.code is ExitCode.FAILED
+def test_ranks_that_are_started_again_are_not_held_to_the_word_of_those_before(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is lost just when rank 0 has left: torchrun starts all again, and the new rank 0 takes that word back."""
+    folder = SiteDir(Path("runs/x/sites/site-a"))
+    ended = {"code": int(ExitCode.DRAINED), "text": "drained", "start": 0, "again": False}
 
+    class Scripted:
+        killed = False
 
-def test_the_speaker_is_told_once_it_has_said_who_it_is(tmp_path: Path) -> None:
-    folder = SiteDir(tmp_path)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        assert not tell_speaker(folder, child)
-        folder.speaker.write_text(str(child.pid))
-        assert tell_speaker(folder, child)
-        assert child.wait(10) == -15
-        folder.speaker.unlink()
-        assert tell_speaker(folder, child), "nobody is left to be told"
-    finally:
-        child.kill()
-        child.wait()
+        def __init__(self, nproc: int, config: Path, log: Path) -> None:
+            self.log, self._began = log, time.monotonic()
+
+        def start(self, restarts: int) -> None:
+            folder.ending.write_text(json.dumps(ended))
+
+        def code(self) -> int | None:
+            since = time.monotonic() - self._began
+            if 0.3 < since < 1.5:
+                folder.ending.unlink(missing_ok=True)
+            if since < 2.0 and not self.killed:
+                return None
+            folder.ending.write_text(json.dumps({**ended, "code": int(ExitCode.OK), "text": "finished"}))
+            return 0
+
+        def kill(self) -> None:
+            Scripted.killed = True
+
+    monkeypatch.setattr(site_main, "Ranks", Scripted)
+    monkeypatch.setattr(site_main, "RANKS_END_S", 1.0)
+    folder.root.mkdir(parents=True)
+    config = compose(["run.name=x", "site.id=site-a", "site.nproc=2"])
+    assert site_main.run_ranks(config, folder) == (ExitCode.OK, "finished")
+    assert not Scripted.killed

@@ -1,30 +1,51 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from diloco.inner import checkpoint
 from diloco.inner.checkpoint import CheckpointError
 from diloco.inner.corpus import DataError
-from diloco.launch.config import compose
-from diloco.launch.errors import ConfigError, ExitCode, VerbError
-from diloco.launch.site_rank import Place, check_resume, ending, in_words, join_group, place_from_environment
+from diloco.inner.parallel import GroupError
+from diloco.launch import site_rank
+from diloco.launch.config import compose, write
+from diloco.launch.errors import ConfigError, ExitCode, RankLost, VerbError
+from diloco.launch.run_dir import run_dir_of
+from diloco.launch.site_rank import (
+    Place,
+    among_machines,
+    check_resume,
+    ending,
+    in_words,
+    join_group,
+    place_from_environment,
+)
 from diloco.learner.agent import Finished
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
 
 def test_a_rank_knows_its_place_from_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in TORCHRUN:
+    for name in (*TORCHRUN, "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     assert place_from_environment() is None
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     assert place_from_environment() == Place(3, 1, 4, "10.0.0.1", 29500)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert place_from_environment() == Place(3, 1, 4, "10.0.0.1", 29500, restarts=2)
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(VerbError, match="make no sense"):
         place_from_environment()
+
+
+def test_among_several_machines_a_rank_has_the_place_that_diloco_site_says() -> None:
+    told = {"first": 8, "world": 16, "host": "node-a", "port": 4711, "start": 3}
+    local = Place(rank=2, local_rank=2, world=8, master_addr="localhost", master_port=1)
+    assert among_machines(local, json.dumps(told)) == Place(10, 2, 16, "node-a", 4711, restarts=3)
 
 
 def test_resume_is_what_the_user_said(tmp_path: Path) -> None:
@@ -68,9 +89,48 @@ def test_what_training_says_becomes_one_line() -> None:
         (DataError("no text"), ConfigError),
         (CheckpointError("damaged"), VerbError),
         (TimeoutError("in vain"), VerbError),
+        (GroupError("rank 1 of 2 failed"), RankLost),
     ):
         with pytest.raises(kind, match=str(error)), in_words():
             raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (RankLost(ExitCode.FAILED, "rank 1 of 2 failed"), 1, ExitCode.FAILED),
+        (VerbError(ExitCode.MISMATCH, "another model"), 0, ExitCode.MISMATCH),
+        (ConfigError("data: no text"), 0, ExitCode.USAGE),
+    ],
+)
+def test_only_a_lost_rank_has_all_ranks_started_again(
+    error: Exception, code: int, told: ExitCode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = compose([f"run.dir={tmp_path}", "run.name=again", "site.id=a", "site.nproc=2"])
+    folder = run_dir_of(config).site("a")
+    folder.agent.mkdir(parents=True)
+    write(config, folder.config)
+    for name, value in {**TORCHRUN, "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(site_rank, "die_with_parent", lambda parent: None)
+    monkeypatch.setattr(site_rank, "run_rank", Mock(side_effect=error))
+    assert site_rank.main([str(folder.config)]) == code
+    ended = {"code": int(told), "text": str(error), "start": 0, "again": bool(code)}
+    assert json.loads(folder.ending.read_text()) == ended
+
+    # Another rank is lost with it; that is worth a new start where it is to rank 0, and of this start only.
+    monkeypatch.setattr(site_rank, "run_rank", Mock(side_effect=RankLost(ExitCode.FAILED, "rank 0 is gone")))
+    monkeypatch.setenv("RANK", "1")
+    assert site_rank.main([str(folder.config)]) == code
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert site_rank.main([str(folder.config)]) == 1
+    assert json.loads(folder.ending.read_text()) == ended
+
+    # A new rank 0 takes back how the one before it ended.
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(site_rank, "run_rank", lambda config, place: (ExitCode.OK, str(folder.ending.exists())))
+    assert site_rank.main([str(folder.config)]) == 0
+    assert json.loads(folder.ending.read_text())["text"] == "False"
 
 
 def test_a_device_that_is_not_there_is_named() -> None:

@@ -8,8 +8,19 @@ from rich.console import Console
 from diloco.launch import status_main
 from diloco.launch.cli import main
 from diloco.launch.errors import ConfigError, VerbError
-from diloco.launch.status_main import heading, sites_table, stages_lines, syncer_address
+from diloco.launch.status_main import heading, sites_table, stages_lines, syncer_address, units_line
 
+UNITS = {
+    "processed": 1201,
+    "leased": 1300,
+    "merged": 1200,
+    "partly": 0,
+    "in_hand": 100,
+    "given_back": 0,
+    "reissued": 7,
+    "repeated": 0,
+    "sequences": 64,
+}
 STATUS = {
     "run_id": "nimble-otter",
     "phase": "ending",
@@ -87,6 +98,11 @@ def test_a_syncer_is_named_by_address_or_by_run_folder(tmp_path: Path) -> None:
     assert syncer_address(str(tmp_path)) == "127.0.0.1:4000"
     with pytest.raises(ConfigError, match="no run folder"):
         syncer_address("nowhere:at-all")
+
+
+def test_where_the_units_are_is_shown_where_any_are_leased() -> None:
+    assert units_line(STATUS) == units_line({**STATUS, "units": None}) == ""
+    assert units_line({**STATUS, "units": UNITS}).startswith("units of 64 sequences: 1,300 leased, 1,201 processed, ")
 
 
 def test_the_stages_of_the_latest_rounds_are_shown_once_there_are_any() -> None:

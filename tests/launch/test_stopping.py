@@ -41,6 +41,23 @@ def test_handlers_are_given_back() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_what_is_ending_with_an_error_is_not_taken_for_drained() -> None:
+    """torchrun asks a rank to stop that is about to say that another one is lost."""
+
+    def train() -> None:
+        try:
+            with Stopping("leaves") as inner:
+                inner.ask(lambda: None)
+                raise ValueError("rank 1 is lost")
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+
+    with Stopping("stops") as outer, pytest.raises(ValueError, match="rank 1 is lost"):
+        train()
+    assert outer.asked
+
+
 def test_twice_is_at_once_even_in_a_busy_process() -> None:
     code = (
         "import sys, time\nfrom diloco.launch.stopping import Stopping\nwith Stopping('stops') as stopping:\n"

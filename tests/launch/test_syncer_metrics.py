@@ -15,6 +15,7 @@ from diloco.syncer.core import CoreStopped
 from tests.syncer.building import ANYONE, eventually, join, new_syncer, push, report, update
 
 OUTER_STEP = {"what": "outer_step", "sites": {"a": 0.75, "b": 0.25}, "staleness": {"a": 0, "b": 4}, "norm": 2.5}
+UNITS = {"processed": 9, "merged": 5, "partly": 1, "in_hand": 2, "given_back": 0, "reissued": 4, "repeated": 3}
 SNAPSHOT = {"what": "snapshot", "at": 1234.5, "seconds": 0.2, "bytes": 4096}
 
 
@@ -77,6 +78,7 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
 def in_trouble() -> dict[str, Any]:
     """What a restored syncer says that an operator must look after."""
     status: dict[str, Any] = {
+        "units": UNITS,
         "fragments": [],
         "not_ready": ["disk_full"],
         "epoch": 1,
@@ -129,13 +131,16 @@ def test_what_an_operator_must_act_on_is_on_the_page() -> None:
     assert [found[f"replication_{name}",] for name in names] == [0, 0, 1, 9.5, 4096]
     assert (found["lease_valid",], found["lease_trouble",], found["lease_heir",]) == (0, 1, 0)
     assert 3 <= time.time() - found["lease_renewed_timestamp_seconds",] < 60
+    assert [found["data_units", place] for place in ("merged", "partly", "in_hand", "given_back")] == [5, 1, 2, 0]
+    names = ("processed", "reissued", "repeated")
+    assert [found[f"data_units_{name}_total",] for name in names] == [9, 4, 3]
 
 
 def test_what_is_not_used_or_not_known_has_no_metric() -> None:
     replication = in_trouble()["replication"]
     none = {"backup": None, "lease": None, "replication": {**replication, "mode": "off"}, "identity_complaints": []}
-    found = values(page_in_trouble(**none))
-    assert not [name for name, *_ in found if name.startswith(("backup", "lease", "replication"))]
+    found = values(page_in_trouble(**none, units=None))
+    assert not [name for name, *_ in found if name.startswith(("backup", "lease", "replication", "data_units"))]
     assert found["identity_complaints",] == 0
     backup = {**in_trouble()["backup"], "age_s": None, "failing": ""}
     following = {**replication, "following": True, "away_seconds": None, "behind_bytes": None}

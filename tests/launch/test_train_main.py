@@ -3,16 +3,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from diloco.durable import locked
+from diloco.launch import config as configs
 from diloco.launch import run_dir
 from diloco.launch.cli import main
 from diloco.launch.eventlog import read_events
-from tests.launch.processes import TINY, Place, place_in, wait_for
+from tests.launch.processes import ROOT, TINY, Place, place_in, wait_for
 
 
 @pytest.fixture
@@ -92,3 +95,25 @@ def test_two_at_once_in_one_folder_are_refused(
     with locked(Path("runs/held")):
         assert main(["train", *TINY, "run.name=held"]) == 1
     assert f"in use by process {os.getpid()}: is it started twice?" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ranks_that_hold_it_in_parts_train_it_and_one_process_goes_on(place: Place) -> None:
+    settings = [*TINY, "run.name=parts", "run.tokens=6400", "inner.batch_sequences=2"]
+    configs.write(configs.compose([*settings, "site.parallel=fsdp"]), Path("parts.yaml"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, "-m", "diloco", "train", "--config", "parts.yaml"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert said.returncode == 0, said.stderr
+    assert "reached 6400 tokens; 50 steps" in said.stdout
+    parts = json.loads(Path("runs/parts/summary.json").read_text())["global"]
+    assert parts["val_loss"] < parts["val_loss_start"] - 1
+    (newest,) = Path("runs/parts/train/checkpoints").glob("*-end")
+    assert sorted(file.name for file in newest.glob("rank-*.json")) == ["rank-00000.json", "rank-00001.json"]
+    assert main(["train", *TINY, "run.name=on", "run.tokens=640", f"run.init_from={newest}"]) == 0
+    on = json.loads(Path("runs/on/summary.json").read_text())["global"]
+    assert on["val_loss_start"] == pytest.approx(parts["val_loss"], rel=0.05)
+    assert main(["train", *settings, "inner.batch_sequences=4", "run.tokens=9000"]) == 0
+    assert steps("parts") == list(range(1, 72))
+    assert json.loads(Path("runs/parts/summary.json").read_text())["global"]["val_loss"] < parts["val_loss"]

@@ -8,7 +8,7 @@ import pytest
 
 from diloco.launch.cli import main
 from diloco.launch.config import compose
-from diloco.launch.site_rank import _join_text
+from diloco.launch.site_agent import join_text
 from diloco.launch.unanswered import unanswered
 from diloco.wire.options import ServerOptions
 from diloco.wire.security import SecurityOptions
@@ -56,9 +56,9 @@ def test_a_verb_says_that_a_certificate_may_be_wanted(
 
 def test_a_site_says_it_of_the_address_where_somebody_is(mutual: str) -> None:
     config = compose(["site.id=a", f"site.syncer='127.0.0.1:{free_port()}, {mutual}'"])
-    said = _join_text(config, "unreachable", "Join: Socket closed")
+    said = join_text(config, "unreachable", "Join: Socket closed")
     assert f"Join: Socket closed; {mutual} {GIVE}" in said
-    assert "TLS" not in _join_text(config, "refused", "put out of the run")
+    assert "TLS" not in join_text(config, "refused", "put out of the run")
 
 
 def test_nothing_is_added_where_it_would_not_help(mutual: str, authority: Authority) -> None:

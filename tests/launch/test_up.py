@@ -115,6 +115,19 @@ def test_a_run_begins_ends_and_leaves_nobody(tmp_path: Path) -> None:
     assert stage.history.evaluations
 
 
+def test_what_the_syncer_says_of_units_is_told_when_it_changes(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    units = {"leased": 9, "merged": 4, "partly": 1, "repeated": 0}
+    stage.watch.latest = {"sites": {}, "units": units}
+    stage.play()
+    assert len(stage.seen("units")) == 1
+    assert stage.history.units == units
+    nobody = Stage(tmp_path / "unleased")
+    nobody.watch.latest = {"sites": {}, "units": None}
+    nobody.play()
+    assert nobody.seen("units") == []
+
+
 def test_who_ends_unasked_is_started_again(tmp_path: Path) -> None:
     stage = Stage(tmp_path, seconds=1.6, a={"dies_after": 0.3}, b={})
     outcome = stage.play()

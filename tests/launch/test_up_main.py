@@ -124,6 +124,37 @@ def test_resume_is_obeyed(tmp_path: Path) -> None:
     assert chosen(config_in(tmp_path, "run.resume=must", f"run.name={first.root.name}"))[1]
 
 
+@pytest.mark.parametrize(
+    ("settings", "leased"),
+    [
+        ([], True),
+        (["inner.deterministic=true"], False),
+        (["outer.lock_step=true"], False),
+        (["data.leased=false"], False),
+        (["data.leased=true", "inner.deterministic=true"], True),
+    ],
+)
+def test_a_new_run_leases_units_of_its_one_text_unless_it_is_to_be_the_same_twice(
+    settings: list[str], leased: bool, tmp_path: Path
+) -> None:
+    run_dir, _ = chosen(config_in(tmp_path, *settings))
+    assert configs.read(run_dir.config).data.leased is leased
+
+
+def test_a_run_that_goes_on_leases_as_it_did(tmp_path: Path) -> None:
+    first = begun(tmp_path)
+    text = first.config.read_text()
+    assert "leased: true" in text
+    first.config.write_text(text.replace("  leased: true\n", ""))  # As an earlier release has left it.
+    name = f"run.name={first.root.name}"
+    assert chosen(config_in(tmp_path)) == (first, True)
+    assert chosen(config_in(tmp_path, name))[1]
+    assert not configs.read(first.config).data.leased
+    with pytest.raises(VerbError, match=r"data\.leased is true now and None in") as refusal:
+        chosen(config_in(tmp_path, name, "data.leased=true"))
+    assert refusal.value.code is ExitCode.MISMATCH
+
+
 def test_another_configuration_under_the_same_name_is_a_mismatch(tmp_path: Path) -> None:
     first = begun(tmp_path)
     with pytest.raises(VerbError, match=r"outer.lr is 0.5 now and 0\.\d+ in") as refusal:
@@ -230,6 +261,8 @@ def test_the_head_of_the_view_says_what_runs(tmp_path: Path) -> None:
         ("site.num_sites=3", r"site\.num_sites is 3"),
         ("site.id=site-b", r"site\.id is 'site-b'"),
         ("site.syncer=otherhost:1", r"site\.syncer is 'otherhost:1'"),
+        ("site.nodes=2", r"site\.nodes is 2: diloco up gives"),
+        ("cluster.sites.site-b.nodes=2", r"cluster\.sites\.site-b\.nodes is 2: diloco up has one machine"),
         ("cluster.syncer.folder=there", r"cluster\.syncer\.folder is 'there': diloco up keeps"),
     ],
 )

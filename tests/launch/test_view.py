@@ -8,7 +8,7 @@ from rich.console import Console
 
 from diloco.launch import view
 from diloco.launch.history import RunHistory
-from diloco.launch.view import Facts, LiveView, PlainView, make_view, screen, sparkline, time_left
+from diloco.launch.view import Facts, LiveView, PlainView, make_view, screen, sparkline, standing, time_left
 from tests.launch.recorded import SITES, Recorder
 
 FACTS = Facts(name="quiet-otter", what="tiny transformer · int4", seconds=60)
@@ -40,6 +40,14 @@ def test_the_screen_in_the_middle_of_a_partition() -> None:
     assert " ".join(row.split()) == words
     assert "syncer up  epoch 1  versions 15 15  30 rounds  last from site-a site-b" in lines
     assert "FAULT link:site-c is cut: nothing crosses it, for 10 s" in text
+    assert "units  1,355 leased, 1,160 merged, 3 partly, 1 repeated" in lines
+
+
+def test_units_are_shown_where_data_is_leased_and_nowhere_else() -> None:
+    history = played(33.5)
+    history.units = {}
+    assert not any(line.startswith("units") for line in shown(history))
+    assert len(list(standing(history, FACTS))) == 1
 
 
 def test_the_dead_are_shown_as_dead() -> None:
@@ -93,6 +101,9 @@ def test_plain_lines_come_once_and_in_order() -> None:
     standings = [line for line in lines if "versions" in line and "%" in line]
     assert 5 <= len(standings) <= 7
     assert all("site-a" in line and "site-c" in line for line in standings), "a line was wrapped"
+    units = [line.strip() for line in lines if "units of the data" in line]
+    assert len(units) == len(standings)
+    assert units[0] == "units of the data: 432 leased, 240 merged, 0 partly, 1 repeated"
     assert "\x1b" not in out.getvalue()
 
 

@@ -13,6 +13,8 @@ from diloco.inner import checkpoint
 from diloco.launch.warm_site import ColdError, read_site
 from diloco.sync.plain import to_plain
 from diloco.sync.progress import FragmentProgress, LearnerState, Sent, SentState
+from diloco.sync.site_units import SiteUnits
+from diloco.sync.units import SKIPPED
 
 BASES = (torch.arange(12.0), torch.arange(7.0) * 0.5)
 
@@ -49,6 +51,13 @@ def test_a_warm_site_is_read_with_what_its_base_holds_of_its_own(tmp_path: Path)
         (10, 800, 8),
         (3, 300, 3),
     ]
+
+
+def test_it_knows_of_the_units_that_it_was_leased(tmp_path: Path) -> None:
+    told = state()
+    assert read_site(checkpointed(tmp_path / "none", told)).units_begun == 0
+    told.units = SiteUnits(first=3, pieces=[(SKIPPED, 2), (40, 5), (7, 9)])
+    assert read_site(checkpointed(tmp_path / "some", told)).units_begun == 45
 
 
 @pytest.mark.parametrize(

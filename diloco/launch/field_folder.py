@@ -1,0 +1,166 @@
+"""A model in a folder of Hugging Face's form: parameters, ``config.json`` and a tokenizer, written whole and read back.
+
+    FOLDER/  config.json  generation_config.json  tokenizer.json  tokenizer_config.json
+             model.safetensors, or model-00001-of-00003.safetensors ... and model.safetensors.index.json
+
+``transformers`` loads it, and gives the logits that the model gives here; it is not needed to write or to read it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from diloco.durable import PLAIN_DISK, Step
+from diloco.inner.llama import config_of, difference, from_llama, options_of, to_llama
+from diloco.launch.errors import ConfigError
+from diloco.syncer.tensor_files import tensor_file
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from diloco.inner.model import ModelOptions
+    from diloco.inner.tokenizer import Tokenizer
+
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
+JSON_BYTES_MAX = 64 << 20
+"""Of a ``config.json`` or an index, which names each parameter once."""
+
+
+def write_folder(
+    folder: Path,
+    parameters: Mapping[str, Tensor],
+    options: ModelOptions,
+    tokenizer: Tokenizer,
+    *,
+    dtype: torch.dtype = torch.float32,
+    shard_bytes: int,
+) -> int:
+    """Write the model as ``folder``, which must not exist, whole or not at all; returns the bytes of its values.
+
+    A file holds no more than ``shard_bytes`` of values, or a single parameter that has more.
+    """
+    disk, step = PLAIN_DISK, Step.FILE
+    beside = folder.with_name(f".{folder.name}.tmp")
+    disk.remove(beside, step)
+    disk.settle(beside, step)
+    try:
+        values = to_llama(parameters, options)
+        parts = _shards({name: value.numel() * dtype.itemsize for name, value in values.items()}, shard_bytes)
+        files: dict[str, str] = {}
+        for number, part in enumerate(parts, start=1):
+            file = WHOLE if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+            tensors = {name: values[name].detach().to("cpu", dtype).contiguous() for name in part}
+            disk.write_parts(beside / file, tensor_file(tensors, {"format": "pt"}), step)
+            files |= dict.fromkeys(part, file)
+        size = sum(value.numel() * dtype.itemsize for value in values.values())
+        if len(parts) > 1:
+            _write_json(beside / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))})
+        called = str(dtype).removeprefix("torch.")
+        _write_json(beside / CONFIG, config_of(options, dtype=called, end_of_file=tokenizer.end_of_file))
+        _write_json(beside / "generation_config.json", {"eos_token_id": tokenizer.end_of_file})
+        form = tokenizer.field_form()
+        disk.write_file(beside / TOKENIZER, (form.to_str(pretty=True) + "\n").encode(), step)
+        end = form.id_to_token(tokenizer.end_of_file) if tokenizer.end_of_file is not None else None
+        _write_json(beside / TOKENIZER_CONFIG, _tokenizer_config(options, end))
+        disk.rename(beside, folder, step)
+    except BaseException:
+        disk.remove(beside, step)  # A full disk does not get fuller with every attempt.
+        raise
+    disk.sync_folder(folder.absolute().parent, step)
+    return size
+
+
+def is_folder(source: str | None) -> bool:
+    """Whether ``source`` is a folder with a ``config.json``, as models of the field lie there."""
+    return source is not None and (Path(source) / CONFIG).is_file()
+
+
+def read_options(folder: str) -> ModelOptions:
+    """The model that ``folder`` holds; ConfigError names the field of its ``config.json`` that cannot be had here."""
+    try:
+        return options_of(_read_json(Path(folder) / CONFIG))
+    except ValueError as error:
+        raise ConfigError(f"{Path(folder) / CONFIG}: {error}") from error
+
+
+def read_values(folder: str, options: ModelOptions) -> dict[str, Tensor]:
+    """The parameters in ``folder`` under our names, of any dtype; ConfigError where it is not the model ``options``."""
+    try:
+        other = difference(_read_json(Path(folder) / CONFIG), options)
+        if other:
+            raise ConfigError(f"{Path(folder) / CONFIG}: {other}; model=imported takes all of it from there")
+        return from_llama(_tensors(Path(folder)), options)
+    except ConfigError:
+        raise
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ConfigError(f"{folder!r} cannot be taken in: {error}") from error
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    if not (folder / INDEX).is_file():
+        return safetensors.torch.load_file(folder / WHOLE)
+    told = _read_json(folder / INDEX).get("weight_map")
+    if not isinstance(told, dict) or not told:
+        raise ValueError(f"{folder / INDEX} has no weight_map")
+    found: dict[str, Tensor] = {}
+    for file in sorted(set(map(str, told.values()))):
+        if Path(file).name != file:
+            raise ValueError(f"{folder / INDEX} names {file!r}: outside of the folder")
+        held = safetensors.torch.load_file(folder / file)
+        for name in (name for name, where in told.items() if where == file):
+            if name not in held:
+                raise ValueError(f"{folder / file} has no {name}, which {INDEX} says it has")
+            found[name] = held[name]
+    return found
+
+
+def _shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
+    """Names by file, in order: each file as full as ``shard_bytes`` lets it be."""
+    parts: list[list[str]] = [[]]
+    held = 0
+    for name, size in sorted(sizes.items()):
+        if parts[-1] and held + size > shard_bytes:
+            parts.append([])
+            held = 0
+        parts[-1].append(name)
+        held += size
+    return parts
+
+
+def _tokenizer_config(options: ModelOptions, end: str | None) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": options.context,
+        "clean_up_tokenization_spaces": False,
+        **({"eos_token": end} if end is not None else {}),
+    }
+
+
+def _write_json(path: Path, told: Mapping[str, Any]) -> None:
+    PLAIN_DISK.write_file(path, (json.dumps(told, indent=2) + "\n").encode(), Step.FILE)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > JSON_BYTES_MAX:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes: at most {JSON_BYTES_MAX}")
+    try:
+        told = json.loads(path.read_bytes())
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deep") from error
+    if not isinstance(told, dict):
+        raise ValueError(f"{path} is no JSON object")
+    return told

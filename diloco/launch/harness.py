@@ -1,0 +1,201 @@
+"""A model of ours under lm-evaluation-harness: its tasks, its prompts and its metrics, our own arithmetic.
+
+It brings lm_eval along, which is an extra, so it is imported where tasks are asked for and nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from contextlib import redirect_stdout
+from typing import TYPE_CHECKING, Any
+
+import lm_eval
+from lm_eval.api.model import TemplateLM
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from diloco.inner.generating import SamplingOptions, generate
+from diloco.inner.scoring import likelihoods
+from diloco.launch import config as configs
+from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.launch.keys import nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from diloco.inner.model import Transformer
+    from diloco.inner.scoring import Pair
+    from diloco.inner.tokenizer import Tokenizer
+    from diloco.launch.taken import Taken
+    from diloco.launch.tasks import Asked
+
+TOKENS_MADE = 256
+"""By a task that generates, where it does not say how many."""
+FEWSHOT_SEED = 1234
+"""By which the harness itself draws the examples of a prompt."""
+BOOTSTRAPS = 1000
+"""Draws for the standard error of a metric that is no mean; the harness's own hundred thousand take minutes."""
+OF_SAMPLING = frozenset({"temperature", "top_k", "top_p", "min_p", "num_beams"})
+"""What a task may say of how it draws, and which means nothing where the likeliest token is taken."""
+
+
+class OurModel(TemplateLM):
+    """What the harness asks of a model.  How a text becomes tokens at the seam of two parts is the harness's own."""
+
+    def __init__(self, model: Transformer, tokenizer: Tokenizer, precision: str) -> None:
+        super().__init__()
+        self._model, self._ids, self._precision = model, tokenizer, precision
+
+    @property
+    def eot_token_id(self) -> int:
+        """What stands before a text that begins; ConfigError where the tokenizer has nothing for that."""
+        end = self._ids.end_of_file
+        if end is None:
+            raise ConfigError(
+                f"data.end_of_file is false, or {self._ids.name} has no such token: a task asks for a text with "
+                "nothing before it"
+            )
+        return end
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
+        """The tokens of ``string``, and no other."""
+        del add_special_tokens, kwargs
+        return [int(token) for token in self._ids.encode_batch([string])[0]]
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[object, list[int], list[int]]], **kwargs: object
+    ) -> list[tuple[float, bool]]:
+        del kwargs
+        pairs = [(before, behind) for _, before, behind in requests]
+        return [(each.nats, each.is_likeliest) for each in self._scored(pairs)]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Of whole texts, each by itself, in windows of the model's context that predict each token once."""
+        del disable_tqdm
+        pairs: list[Pair] = []
+        sizes = []
+        for request in requests:
+            windows = get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.prefix_token_id, self._model.options.context, 1
+            )
+            found = [make_disjoint_window(window) for window in windows]
+            pairs += found
+            sizes.append(len(found))
+        scored = iter(self._scored(pairs))
+        return [sum(next(scored).nats for _ in range(size)) for size in sizes]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """What the model makes behind each text, up to the first of the words that end it."""
+        del disable_tqdm
+        return [self._generated(*request.args) for request in requests]
+
+    def _scored(self, pairs: Sequence[Pair]) -> list[Any]:
+        found = dict(likelihoods(self._model, pairs, precision=self._precision))
+        return [found[place] for place in range(len(pairs))]
+
+    def _generated(self, text: str, told: Mapping[str, Any]) -> str:
+        wanted = dict(told)
+        until = wanted.pop("until", None) or []
+        ends = [until] if isinstance(until, str) else list(until)
+        options = _sampling(wanted)
+        prompt = self.tok_encode(text) or [self.prefix_token_id]
+        room = self._model.options.context - options.tokens
+        prompt = prompt[-room:] if room > 0 else prompt
+        made: list[int] = []
+        for token in generate(self._model, prompt, options, self._ids.end_of_file):
+            made.append(token)
+            so_far = self._ids.decode(made)
+            if any(end in so_far for end in ends):
+                return min((so_far.partition(end)[0] for end in ends), key=len)
+        return self._ids.decode(made)
+
+
+def _sampling(wanted: dict[str, Any]) -> SamplingOptions:
+    """How a task wants tokens drawn; ConfigError for what is not known here."""
+    tokens, draws = wanted.pop("max_gen_toks", TOKENS_MADE), wanted.pop("do_sample", False)
+    known = {"temperature": wanted.pop("temperature", 1.0), "top_k": wanted.pop("top_k", 0)} if draws else {}
+    left = sorted(wanted if draws else set(wanted) - OF_SAMPLING)
+    if left:
+        raise ConfigError(f"a task says {left[0]} of what it has generated, and nothing here does that")
+    return SamplingOptions(tokens=tokens, **{"temperature": 0.0, **known})
+
+
+def score(taken: Taken, asked: Asked) -> dict[str, object]:
+    """The metrics of each task and group of tasks, by the harness's names; ConfigError and VerbError in one line."""
+    names, manager = list(asked.tasks), _manager(asked)
+    model = OurModel(taken.model(), configs.tokenizer_of(taken.config), taken.config.inner.precision)
+    try:
+        loaded = manager.load(names)
+        for task in loaded["tasks"].values():
+            _set_fewshot(task, asked.fewshot)
+        with redirect_stdout(sys.stderr):  # What the harness prints while it works.
+            told: Any = lm_eval.evaluate(
+                model, loaded, limit=asked.limit, log_samples=False, bootstrap_iters=BOOTSTRAPS
+            )
+    except (ConfigError, VerbError):
+        raise
+    except Exception as error:  # Tasks are files and code of others, which fail in their own ways.
+        said = f"{type(error).__name__}: {configs.first_line(error)}"
+        raise VerbError(ExitCode.FAILED, f"--tasks {','.join(asked.tasks)}: {said}") from error
+    return {"harness": lm_eval.__version__, "tasks": {name: _facts(name, told) for name in told["results"]}}
+
+
+def lines(told: Mapping[str, Any]) -> list[str]:
+    """What ``score`` gave, for people."""
+    found = []
+    for name, facts in told["tasks"].items():
+        metrics = facts["metrics"].items()
+        said = [f"{metric} {_shown(each['value'])}{_margin(each['stderr'])}" for metric, each in metrics]
+        count = f" ({facts['documents']} questions)" if facts["documents"] is not None else ""
+        found.append(f"{name}{count}: {', '.join(said)}")
+    return found
+
+
+def _facts(name: str, told: Mapping[str, Any]) -> dict[str, object]:
+    """Of one task, or of a group of tasks."""
+    metrics: dict[str, object] = {}
+    results = told["results"][name]
+    for key, value in results.items():
+        metric, comma, filtered = key.partition(",")
+        if comma and not metric.endswith("_stderr"):
+            stderr = _figure(results.get(f"{metric}_stderr,{filtered}"))
+            metrics[metric if filtered == "none" else key] = {"value": _figure(value), "stderr": stderr}
+    documents = told["n-samples"].get(name, {}).get("effective")
+    return {"version": told["versions"].get(name), "documents": documents, "metrics": metrics}
+
+
+def _manager(asked: Asked) -> Any:
+    """What knows the tasks.  The harness's own are thousands of files, which are read where one is asked for."""
+    if asked.include is not None:
+        alone = TaskManager(include_path=str(asked.include), include_defaults=False)
+        if set(asked.tasks) <= set(alone.all_tasks):
+            return alone
+    found = TaskManager(include_path=str(asked.include) if asked.include is not None else None)
+    for name in asked.tasks:
+        if name not in found.all_tasks:
+            near = nearest(name, list(found.all_tasks))
+            hint = f"did you mean {near}?" if near else "--include-path FOLDER is where tasks of your own are"
+            raise ConfigError(f"--tasks: there is no {name}: {hint}")
+    return found
+
+
+def _set_fewshot(task: Any, fewshot: int | None) -> None:
+    """As the harness does it: a task that says 0 means it."""
+    own = task.get_config("num_fewshot")
+    if own is None or (fewshot is not None and own != 0):
+        task.set_config("num_fewshot", fewshot or 0)
+    task.set_fewshot_seed(FEWSHOT_SEED)
+
+
+def _figure(value: object) -> float | None:
+    """A number that JSON has; None for any other, and where the harness says N/A."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _shown(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.4f}"
+
+
+def _margin(stderr: float | None) -> str:
+    return "" if stderr is None else f" ± {stderr:.4f}"

@@ -1,0 +1,61 @@
+"""What the tests of all ways to launch look at."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+
+from diloco.launch import build
+from diloco.launch.arguments import settings_parser
+from diloco.launch.cli import VERBS
+from diloco.launch.config import compose, read
+from diloco.launch.rendering import File
+from diloco.launch.schema import RunConfig
+from diloco.launch.site_main import check_identity
+
+AWAY = ("run.name=First.run", "site.syncer=syncer.example.org:7077", "cluster=one", "cluster.sites.fra.nproc=8")
+OPEN = ("cluster.syncer.listen=0.0.0.0:7077", "cluster.syncer.insecure_non_loopback=true")
+LABEL = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
+
+
+@cache
+def composed(*settings: str) -> RunConfig:
+    """Composing takes longer than everything that is done with what comes of it."""
+    return compose(settings)
+
+
+def configured(*settings: str) -> RunConfig:
+    return deepcopy(composed(*AWAY, *OPEN, *settings))
+
+
+def put(folder: Path, files: Sequence[File]) -> dict[str, str]:
+    """``files`` in ``folder``, and their texts by name."""
+    folder.mkdir(exist_ok=True)
+    for file in files:
+        (folder / file.name).write_text(file.text)
+    assert len({file.name for file in files}) == len(files)
+    return {file.name: file.text for file in files}
+
+
+def commands(script: str) -> list[list[str]]:
+    """Our own commands among the lines of a script."""
+    return [shlex.split(line.removesuffix(" &")) for line in script.splitlines() if line.startswith("diloco ")]
+
+
+def understood(command: Sequence[str], folder: Path) -> RunConfig:
+    """The settings that a command means, by the parser of its own verb; they are all in the one file it names."""
+    name, verb, *arguments = command
+    assert name == "diloco"
+    assert verb in {each.name for each in VERBS}
+    given = settings_parser(verb, "").parse_args(arguments)
+    assert given.settings == [], "what is in the file stands nowhere else"
+    assert not given.print_config
+    config = read(folder / given.config)
+    if verb == "site":
+        check_identity(config)
+        build.site_share(config)
+    return config

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from diloco.inner.parallel import SiteGroup
+from diloco.launch.config import compose
+from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.launch.memory_folder import check_memory_folder, clear_memory, memory_cleared, memory_folder
+from diloco.launch.run_dir import run_dir_of
+
+if TYPE_CHECKING:
+    from diloco.launch.schema import RunConfig
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    """Of a site whose memory is a folder like any other."""
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setattr("diloco.launch.memory_folder.MOUNTS", mounts(memory, "tmpfs"))
+    own = [f"run.dir={tmp_path / 'runs'}", "run.name=x", f"site.memory_folder={memory}"]
+    return compose([*own, "inner.memory_checkpoint_every_steps=5"])
+
+
+def mounts(folder: Path, kind: str) -> Path:
+    """The system's list of mounts, in which what ``folder`` lies on is of this ``kind``."""
+    device = folder.stat().st_dev
+    lines = [
+        "21 20 999:999 / /proc rw,relatime shared:5 - proc proc rw",
+        f"25 24 {os.major(device)}:{os.minor(device)} / /somewhere rw,nosuid shared:7 master:1 - {kind} some rw",
+    ]
+    made = folder.parent / f"mounts-{kind}"
+    made.write_text("\n".join(lines) + "\n")
+    return made
+
+
+def there(config: RunConfig) -> list[Path]:
+    return sorted(Path(config.site.memory_folder).iterdir())
+
+
+def test_only_a_folder_in_memory_will_do(config: RunConfig, tmp_path: Path) -> None:
+    memory = Path(config.site.memory_folder)
+    check_memory_folder(config, mounts(memory, "ramfs"))
+    with pytest.raises(ConfigError, match=r"site.memory_folder is '.*/memory', on ext4: a folder in memory \(tmpfs\)"):
+        check_memory_folder(config, mounts(memory, "ext4"))
+    with pytest.raises(ConfigError, match="on a file system that nobody knows"):
+        check_memory_folder(config, tmp_path / "no such list")
+    config.site.memory_folder = str(tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"site.memory_folder is '.*/none': no such folder"):
+        check_memory_folder(config)
+    config.inner.memory_checkpoint_every_steps = 0
+    check_memory_folder(config)
+    assert memory_folder(config, SiteGroup(device="cpu"), 0) is None
+
+
+def test_a_site_finds_its_own_again_and_removes_what_is_no_more(config: RunConfig) -> None:
+    group = SiteGroup(device="cpu")
+    first = memory_folder(config, group, 0)
+    assert first is not None
+    assert first.stat().st_mode & 0o777 == 0o700
+    assert first.name.startswith("diloco-x-site-a-")
+    assert memory_folder(config, group, 1) == memory_folder(config, group, 0) == first
+    other = first.parent / "diloco-x-site-b-of-somebody"
+    other.mkdir()
+    # Who removes the checkpoints on the disk begins anew, and so does who says that nothing is to be resumed.
+    (run_dir_of(config).site("site-a").checkpoints / ".memory").unlink()
+    second = memory_folder(config, group, 0)
+    assert second not in (None, first)
+    assert there(config) == sorted([other, second])
+    config.run.resume = "never"
+    assert memory_folder(config, group, 1) == second
+    third = memory_folder(config, group, 0)
+    assert third not in (None, first, second)
+    assert there(config) == sorted([other, third])
+
+
+def test_somebody_elses_folder_is_refused(config: RunConfig) -> None:
+    group = SiteGroup(device="cpu")
+    mine = memory_folder(config, group, 0)
+    assert mine is not None
+    mine.chmod(0o755)
+    with pytest.raises(
+        ConfigError, match=r"site.memory_folder: .* not a folder that is this user's alone: '.*diloco-x"
+    ):
+        memory_folder(config, group, 1)
+    mine.rmdir()
+    mine.symlink_to("/")
+    with pytest.raises(ConfigError, match="not a folder that is this user's alone"):
+        memory_folder(config, group, 1)
+
+
+@pytest.mark.parametrize(("code", "left"), [(ExitCode.FAILED, 0), (ExitCode.UNREACHABLE, 1)])
+def test_nothing_is_left_but_where_the_same_command_goes_on(config: RunConfig, code: ExitCode, left: int) -> None:
+    memory_folder(config, SiteGroup(device="cpu"), 0)
+    with pytest.raises(VerbError), memory_cleared(config):
+        raise VerbError(code, "it has ended")
+    assert len(there(config)) == left
+    with memory_cleared(config):
+        assert len(there(config)) == left
+    memory_folder(config, SiteGroup(device="cpu"), 0)
+    clear_memory(config)
+    assert there(config) == []
+
+
+def test_a_machine_that_has_the_sites_folder_elsewhere_leaves_nothing_either(config: RunConfig, tmp_path: Path) -> None:
+    """What lies in memory is called after the folder as the first machine sees it."""
+    assert memory_folder(config, SiteGroup(device="cpu"), 0) is not None
+    other = Path(config.site.memory_folder) / "diloco-x-site-a-00000000-of-somebody"
+    other.mkdir()
+    (tmp_path / "elsewhere").symlink_to(tmp_path / "runs")
+    config.run.dir = str(tmp_path / "elsewhere")
+    clear_memory(config)
+    assert there(config) == [other]
+
+
+def test_what_a_machine_kept_of_a_life_that_others_did_not_have_is_not_taken_up(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    group = SiteGroup(device="cpu")
+    here = Path(config.site.memory_folder)
+    first = memory_folder(config, group, 0)
+    assert first is not None
+    # The site goes on from the disk on a machine that has nothing of it, and then where it was before.
+    there = tmp_path / "of-another-machine"
+    there.mkdir()
+    config.site.memory_folder = str(there)
+    second = memory_folder(config, group, 0)
+    assert second is not None
+    assert second.name != first.name
+    config.site.memory_folder = str(here)
+    third = memory_folder(config, group, 0)
+    assert third is not None
+    assert third.name not in (first.name, second.name)
+    assert sorted(here.iterdir()) == [third]

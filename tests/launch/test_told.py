@@ -1,0 +1,92 @@
+"""The settings of a run from its syncer; what is then done with them is tests/launch/test_export_main.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diloco.inner.tokenizer import END, make_tokenizer
+from diloco.launch import build, told
+from diloco.launch.config import compose
+from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.launch.told import told_by
+from diloco.wire.checkup import Checkup
+from diloco.wire.messages import Refused, Status
+from tests.launch.pasts import Hand, configured
+
+
+@pytest.fixture
+def hand(tmp_path: Path) -> Iterator[Hand]:
+    made = Hand(configured(tmp_path, "model.rope_theta=70000", "model.tied=true"))
+    yield made
+    made.stop()
+
+
+def test_what_is_left_out_is_as_it_is_there(hand: Hand) -> None:
+    config = told_by(hand.address, ["site.threads=2"])
+    assert build.model_options(config) == build.model_options(hand.config)
+    assert build.layout_of(config).fingerprint == hand.layout.fingerprint
+    assert (config.run.name, config.site.threads) == ("past", 2)
+    assert (config.data.tokenizer, config.data.end_of_file) == ("bytes", True)
+    assert told_by(f"127.0.0.1:1,{hand.address}", []).run.name == "past", "a standby may be the one that answers"
+
+
+def test_what_is_said_otherwise_is_refused(hand: Hand) -> None:
+    with pytest.raises(VerbError, match=r"model\.rope_theta is 70000\.0 in run past and 10000\.0 here") as refused:
+        told_by(hand.address, ["model.rope_theta=10000"])
+    assert refused.value.code is ExitCode.MISMATCH
+    with pytest.raises(VerbError, match=r"the syncer at 127\.0\.0\.1:1 does not answer") as away:
+        told_by("127.0.0.1:1", [])
+    assert away.value.code is ExitCode.UNREACHABLE
+
+
+def test_a_tokenizer_of_a_file_must_be_here_too(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(make_tokenizer("bytes").field_form().to_str())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
+    chosen = f"data.tokenizer={tmp_path}/tokenizer.json"
+    hand = Hand(configured(tmp_path, chosen))
+    try:
+        with pytest.raises(ConfigError, match=r"the tokenizer of run past is of a file: give data\.tokenizer=PATH"):
+            told_by(hand.address, [])
+        assert told_by(hand.address, [chosen]).data.tokenizer == f"{tmp_path}/tokenizer.json"
+        with pytest.raises(VerbError, match=r"data\.tokenizer is file-.* in run past and bytes here"):
+            told_by(hand.address, ["data.tokenizer=bytes"])
+    finally:
+        hand.stop()
+
+
+def test_an_earlier_release_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(self: Checkup, ask: object) -> None:
+        raise Refused(Status.UNIMPLEMENTED, "Method not found!")
+
+    monkeypatch.setattr(Checkup, "probe", unknown)
+    with pytest.raises(ConfigError, match=r"run\.name is null"):
+        told_by("127.0.0.1:1", [])
+    assert told_by("127.0.0.1:1", ["run.name=x", "model.dim=64"]).model.dim == 64
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "words"),
+    [
+        ("data.tokenizer", "${oc.env:HOME}", r"data\.tokenizer is '\$\{oc\.env:HOME\}': text"),
+        ("data.tokenizer", "???", r"data\.tokenizer is '\?\?\?': text"),
+        ("data.tokenizer", "bytes,bpe1024", r"data\.tokenizer is 'bytes,bpe1024'"),
+        ("model.layers", "2 model.dim=8", r"model\.layers is '2 model\.dim=8': a whole number"),
+        ("model.layers", "{dim: 8}", r"model\.layers is '\{dim: 8\}': a whole number"),
+        ("model.lairs", "2", r"unknown key model\.lairs: did you mean model\.layers"),
+        ("data.tokenizer@run", "bytes", r"unknown key data\.tokenizer@run"),
+    ],
+)
+def test_what_a_syncer_says_is_the_value_of_its_key_or_nothing(
+    hand: Hand, key: str, text: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = told._asked(hand.address, compose([]))
+    strange = replace(answer, shared_config={**answer.shared_config, key: text})
+    monkeypatch.setattr(told, "_asked", lambda address, config: strange)
+    with pytest.raises(ConfigError, match=words) as refused:
+        told_by(hand.address, [])
+    assert "\n" not in str(refused.value)
