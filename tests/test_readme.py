@@ -47,10 +47,13 @@ SEVERAL = [
     f"diloco site {TWO} site.id=fra site.index=0 site.num_sites=1 site.syncer=127.0.0.1:7077/127.0.0.1:7078",
     "diloco status 127.0.0.1:7077/127.0.0.1:7078",
 ]
+MIXED = "diloco up cluster.sites.site-a.nproc=2 cluster.sites.site-a.parallel=fsdp outer.num_fragments=2"
+MODEL = ["diloco export runs/latest --to otter", 'diloco generate otter "def main("', "diloco eval otter --json"]
 SHORT: dict[str, list[str]] = {
     "diloco up": UP,
     "diloco up run.seconds=60 run.seed=3 network=transatlantic": UP,
     "diloco up experiment=decoupled scenario=none": [*UP, "run.name=decoupled"],
+    MIXED: [*UP, "cluster=local3", "run.name=mixed", "network=loopback"],
     "diloco up --help": [],
     "diloco syncer run.name=first run.tokens=2e9 cluster.syncer.listen=127.0.0.1:7077": REAL,
     f"{SITE} site.id=fra site.index=0 site.num_sites=2 site.syncer=127.0.0.1:7077": REAL,
@@ -59,6 +62,8 @@ SHORT: dict[str, list[str]] = {
     "diloco doctor server=127.0.0.1:7077 run.name=first": REAL,
     "diloco train run.name=warm run.tokens=500000 inner.schedule=constant": [*UP, "run.tokens=3000"],
     "diloco up run.init_from=runs/warm/train/checkpoints": [*UP, "run.name=from-warm"],
+    **{line: [] for line in MODEL},
+    "diloco launch kubernetes --dry-run run.name=first": [],
     "diloco report runs/latest": [],
     "diloco journal show runs/latest": [],
     "diloco canary runs/latest/sites/site-a": [],
@@ -115,7 +120,10 @@ def test_a_whole_run(place: Place, command: str) -> None:
 AFTERWARDS = ["diloco report runs/latest", "diloco journal show runs/latest", "diloco canary runs/latest/sites/site-a"]
 
 
-@pytest.mark.parametrize("command", [*AFTERWARDS, *UNDO, *CERTS])
+LAUNCH = "diloco launch kubernetes --dry-run run.name=first"
+
+
+@pytest.mark.parametrize("command", [*MODEL, LAUNCH, *AFTERWARDS, *UNDO, *CERTS])
 def test_what_is_asked_of_a_run_afterwards(place: Place, command: str) -> None:
     if "runs/latest" in command:
         assert (place.folder / "runs" / "latest").exists(), "no run was made above"

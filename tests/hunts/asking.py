@@ -83,8 +83,7 @@ class World:
         if payload is None:
             dice = torch.Generator().manual_seed(chance.getrandbits(32))
             payload = make_codec(encoding).encode(torch.randn(numel, generator=dice))
-        fields: dict[str, Any] = dict.fromkeys(PushHeader.__dataclass_fields__, "")
-        fields |= {
+        fields: dict[str, Any] = {
             "run_id": RUN,
             "site_id": self.site,
             "incarnation": self.incarnation,
@@ -100,10 +99,6 @@ class World:
             "payload_bytes": len(payload),
             "numel": numel,
             "digest": hashlib.sha256(payload).hexdigest(),
-            "frames": False,
-            "beside": False,
-            "progress": False,
-            "others": 0,
         }
         return PushHeader(**(fields | changes)), payload
 

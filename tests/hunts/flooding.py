@@ -83,7 +83,7 @@ class Flood:
     def reports(self) -> None:
         fields: dict[str, object] = dict.fromkeys(ReportInfo.__slots__, 1)
         fields |= {"run_id": RUN, "site_id": SITE, "loss": 2.5, "tokens_per_s": 1.0, "versions": (0,), "digests": (0,)}
-        fields["link"] = None
+        fields |= {"link": None, "units": None}
         next(self.ask("Report", pack_report(ReportInfo(**fields))))  # type: ignore[arg-type]
 
     def pulls(self) -> None:

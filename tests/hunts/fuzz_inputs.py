@@ -1,8 +1,8 @@
 """``make fuzz-inputs N=1000000``: every reader of bytes under spoiled ones, in process.
 
-Codecs, both formats of the journal, the wire's converters, layouts, certificates' names and every file of ours, also
-those that the first release has left.  Only the documented exception comes out, in bounded time and memory, and what
-is taken is what was written.
+Codecs, both formats of the journal, the wire's converters, layouts, certificates' names, every file of ours, also those
+that the first release has left, and the models of others.  Only the documented exception comes out, in bounded time and
+memory, and what is taken is what was written.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 
 from tests.hunts.inputs import Reader, codecs, files, journals, messages, texts
 from tests.hunts.inputs_folders import folders
+from tests.hunts.inputs_models import models
 from tests.hunts.mutating import spoiled
 from tests.hunts.reporting import Hunt
 
@@ -52,7 +53,8 @@ class Piece:
 def readers(folder: Path) -> dict[str, Reader]:
     """All of them by name; names of messages come more than once, and are numbered."""
     found: dict[str, Reader] = {}
-    for name, reader in (*codecs(), *journals(), *messages(), *texts(), *files(folder), *folders(folder)):
+    everywhere = (*codecs(), *journals(), *messages(), *texts())
+    for name, reader in (*everywhere, *files(folder), *folders(folder), *models(folder / "models")):
         found[name if name not in found else f"{name} ({len(found)})"] = reader
     return found
 

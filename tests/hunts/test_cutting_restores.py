@@ -28,7 +28,9 @@ def folder() -> Iterator[Path]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("record", [pytest.param(record_in_place, marks=slow), record_backup, record_second])
+@pytest.mark.parametrize(
+    "record", [pytest.param(record_in_place, marks=slow), record_backup, pytest.param(record_second, marks=slow)]
+)
 def test_every_cut_leaves_the_run_before_or_the_restored_one(folder: Path, record: Record) -> None:
     recording, began = record(folder)
     found = list(recording.examined(folder / "state", Random(1), first=began))

@@ -17,7 +17,9 @@ SMALL = (
 def test_poison_is_taken_out_of_a_run_of_real_training(capsys: pytest.CaptureFixture[str]) -> None:
     """Shorter than the hunt: what harm the poison does, and what is left of it, is for that to say."""
     main(["--tokens", "60000", "--at", "2", "--updates", "1", "--settings", SMALL])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    said = capsys.readouterr().out
+    found = json.loads(said.splitlines()[-1])
+    assert "left_out" in found, said
     assert found["left_out"] >= 1
     assert found["tokens_restored"] >= 60000
     assert found["loss_restored"] < found["loss_without"]

@@ -49,7 +49,7 @@ def recorded(folder: Path) -> dict[str, Recording]:
     return {"syncer": record_syncer(folder / "a", 1), "site": record_site(folder / "b")}
 
 
-@pytest.mark.parametrize("who", ["syncer", "site"])
+@pytest.mark.parametrize("who", [pytest.param("syncer", marks=pytest.mark.slow), "site"])
 def test_every_prefix_of_a_round_recovers_to_a_legal_state(
     recorded: dict[str, Recording], folder: Path, who: str
 ) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
 from diloco.launch import build
 from diloco.launch.evaluation import Evaluator, model_of
@@ -21,7 +22,9 @@ from diloco.launch.eventlog import EventLog
 from diloco.launch.run_dir import run_dir_of
 from diloco.launch.schema import RunConfig
 from diloco.learner.agent import Agent, Finished
-from diloco.learner.sealing import Sealer, SealJob
+from diloco.learner.exchange import Exchange
+from diloco.learner.orders import Orders
+from diloco.learner.sealing import SealJob
 from diloco.learner.site_tensors import SealInputs
 from diloco.outer.fragments import named_parameters_once
 from diloco.sync.events import Ending, Fate
@@ -47,10 +50,10 @@ class Poisoner(Agent):
     sent: set[int]
     """What it has sent of them."""
 
-    def _sealing(self) -> Sealer:
+    def _exchanging(self) -> Exchange:
         self.sent = set()
-        sealer = super()._sealing()
-        honest = sealer._seal
+        exchange = super()._exchanging()
+        honest = exchange.sealer._seal
 
         def seal(job: SealJob) -> None:
             effect = job.effect
@@ -63,8 +66,8 @@ class Poisoner(Agent):
                 self._tensors.sent[effect.fragment, effect.sequence] = truth
                 self.sent.add(effect.sequence)
 
-        sealer._seal = seal  # type: ignore[method-assign]
-        return sealer
+        exchange.sealer._seal = seal  # type: ignore[method-assign]
+        return exchange
 
 
 class SiteThread(threading.Thread):
@@ -99,12 +102,12 @@ class SiteThread(threading.Thread):
             build.agent_options(config, folder.agent),
             build.learner_options(config),
             layout,
-            named_parameters_once(model),
+            Holding(named_parameters_once(model), group),
             build.agreement(config, layout),
             SyncClient(self.address, self.site, config.run.name or "", build.site_security(config)),
             self.site,
             log.emit,
-            group,
+            Orders(group),
             restored=(resumed.tensors, resumed.meta) if resumed is not None else None,
             redo=resumed.redo if resumed is not None else None,
         )

@@ -93,6 +93,7 @@ def report(**changes: object) -> bytes:
         "versions": (0,),
         "digests": (),
         "link": None,
+        "units": None,
     }
     return pack_report(ReportInfo(**(fields | changes)))  # type: ignore[arg-type]
 

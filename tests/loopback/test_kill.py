@@ -116,7 +116,9 @@ def the_syncer_dies(chapter: str, folder: Path, budget: int) -> None:
         assert done.ledger["lost"] == done.ledger["refused"] == 0, f"seed {seed}: {done.ledger}"
 
 
-@pytest.mark.parametrize("wiped", [False, True], ids=["checkpoint", "wiped"])
+@pytest.mark.parametrize(
+    "wiped", [pytest.param(False, id="checkpoint"), pytest.param(True, id="wiped", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("chapter", SITE_DEATHS)
 def test_a_site_dies_and_the_run_goes_on(tmp_path: Path, chapter: str, wiped: bool) -> None:
     long_enough(tmp_path, partial(a_site_dies, chapter, wiped))

@@ -27,12 +27,15 @@ from torch import Tensor
 from diloco.codec.contract import digest
 from diloco.durable import PLAIN_DISK, Disk, KillingDisk, Step
 from diloco.inner import checkpoint
+from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo
 from diloco.launch.arenas import limit_arenas
 from diloco.learner.agent import Agent, Finished
 from diloco.learner.follower import Follower
 from diloco.learner.options import AgentOptions
+from diloco.learner.orders import Orders
+from diloco.learner.owners import Dealt
 from diloco.learner.site_tensors import SiteTensors
 from diloco.outer.fragments import Layout, gather, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions
@@ -154,6 +157,18 @@ class Toy:
         client = FollowClient(primary, options=ClientOptions(**self.client))  # type: ignore[arg-type]
         return Standby(folder, self.options(folder), self.plan(), client, emit, disk)
 
+    def agent_options(self, site: str) -> AgentOptions:
+        return AgentOptions(
+            folder=f"{self.folder}/{site}",
+            up_codec=self.codec,
+            finish_timeout_s=10.0,
+            join_timeout_s=120.0,
+            adapt=self.adapt,
+        )
+
+    def sync_client(self, site: str, address: str) -> SyncClient:
+        return SyncClient(address, site, RUN, SecurityOptions(token=self.token), ClientOptions(**self.client))  # type: ignore[arg-type]
+
     def agent(
         self,
         site: str,
@@ -164,21 +179,17 @@ class Toy:
         group: SiteGroup | None = None,
         disk: Disk = PLAIN_DISK,
         redo: StepInfo | None = None,
+        holding: Holding | None = None,
+        dealt: Dealt | None = None,
     ) -> Agent:
         learner = LearnerOptions(
             num_fragments=self.fragments, inner_steps=self.inner_steps, adopt=self.adopt, lock_step=self.lock_step
         )
-        options = AgentOptions(
-            folder=f"{self.folder}/{site}",
-            up_codec=self.codec,
-            finish_timeout_s=10.0,
-            join_timeout_s=120.0,
-            adapt=self.adapt,
-        )
-        client = SyncClient(address, site, RUN, SecurityOptions(token=self.token), ClientOptions(**self.client))  # type: ignore[arg-type]
+        options, client = self.agent_options(site), self.sync_client(site, address)
         group = group or SiteGroup()
-        layout, agreement = self.layout(), self.agreement()
-        return Agent(options, learner, layout, parameters, agreement, client, site, emit, group, restored, redo, disk)
+        holding, orders, agreement = holding or Holding(parameters, group), Orders(group), self.agreement()
+        mine = (self.layout(), holding, agreement, client, site, emit, orders)
+        return Agent(options, learner, *mine, restored, redo, disk, dealt)
 
 
 def generator(seed: int, name: str, step: int) -> torch.Generator:
@@ -466,9 +477,11 @@ def run_rank(toy: Toy, emit: Emit, mine: dict[str, Any], disk: Disk) -> None:
         mine["rank"], mine["rank"], mine["world"], master_port=mine["master_port"], device="cpu", timeout_s=30.0
     )
     parameters, layout = empty_parameters(toy.shapes), toy.layout()
-    outer: Agent | Follower = Follower(layout, parameters, group)
+    outer: Agent | Follower
     if group.is_first:
         outer = toy.agent(mine["site"], mine["address"], parameters, emit, None, group, disk)
+    else:
+        outer = Follower([layout], Holding(parameters, group), toy.adopt)
     outer.start()
     steps, stop = 0, False
     while not stop:
@@ -478,5 +491,6 @@ def run_rank(toy: Toy, emit: Emit, mine: dict[str, Any], disk: Disk) -> None:
         time.sleep(mine["step_s"])
         train(parameters, toy.seed, mine["site"], steps)
         stop = outer.after_step(StepInfo(steps, 1.0, TOKENS_PER_STEP, 0, 1_000_000, steps, 1.0, 0.1, applied=True)).stop
-    emit("finished", asdict(outer.finish()) if isinstance(outer, Agent) else {})
+    finished = outer.finish()
+    emit("finished", asdict(finished) if finished is not None else {})
     group.close()

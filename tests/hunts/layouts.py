@@ -1,0 +1,202 @@
+"""``make layouts``: sites of every layout train one model, and the layout changes no bit of what is exchanged.
+
+Real processes over real gRPC, ranks over gloo.  In each run the same sites make the same steps, in lock-step and by
+default without a codec, so that every payload, every version and every value that is adopted is determined; only how
+the ranks of a site hold the model is another.  First one site alone, as one process and then under each layout; then
+four sites of four layouts together, against four sites of one process each.  What the journal of the syncer says of
+payloads and versions is compared, and what each rank holds after each boundary, as torch itself gathers it.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from diloco.codec.contract import digest
+from diloco.inner.holding import Holding
+from diloco.inner.parallel import SiteGroup
+from diloco.inner.trainer import StepInfo
+from diloco.learner.agent import Agent
+from diloco.learner.follower import Follower
+from diloco.learner.owner import Owner
+from diloco.learner.owners import deal
+from diloco.outer.fragments import named_parameters_once
+from tests.hunts.reporting import Hunt, why
+from tests.layouts import LAYOUTS, SHAPES, Odd, fill, part_of, ranks, whole
+from tests.loopback.audit import audit, history
+from tests.loopback.cluster import Log, serving
+from tests.loopback.toy import TOKENS_PER_STEP, Toy, generator
+
+BOUND_S = 90.0
+RANKS = 4
+INNER_STEPS = 3
+MIXED = {"a": ("plain", 1), "b": ("ddp", 2), "c": ("fsdp", 4), "d": ("tp", 2)}
+Sites = Mapping[str, tuple[str, int]]
+"""For each site its layout and the number of its ranks."""
+
+
+@dataclass
+class Found:
+    """What a run was, to the bit: payloads by (site, fragment, sequence), versions by (fragment, version), and what the
+    sites held by (site, step)."""
+
+    payloads: dict[Any, str] = field(default_factory=dict)
+    versions: dict[Any, str] = field(default_factory=dict)
+    held: dict[Any, str] = field(default_factory=dict)
+
+    def differs(self, other: Found) -> list[str]:
+        """Each thing that one of the two has and the other has not, or has with other bits."""
+        pairs = [(name, getattr(self, name), getattr(other, name)) for name in ("payloads", "versions", "held")]
+        return [
+            f"{name} {key}"
+            for name, mine, theirs in pairs
+            for key in sorted({*mine, *theirs})
+            if mine.get(key) != theirs.get(key)
+        ]
+
+
+@torch.no_grad()
+def train(parameters: Mapping[str, Tensor], site: str, step: int) -> None:
+    """One inner step of a site, the same whoever holds what."""
+    for name, parameter in parameters.items():
+        mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        noise = torch.randn(SHAPES[name], generator=generator(7, f"{site}/{name}", step))
+        mine.mul_(0.98).add_(part_of(parameter, noise).mul(0.01))
+
+
+def site_rank(group: SiteGroup, tell: Callable[[Any], None], toy: Toy, site: str, address: str, layout: str) -> None:
+    """One of the ranks of ``site``."""
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # That what is cut twice is gathered twice.
+    parameters = named_parameters_once(LAYOUTS[layout](Odd(), group.world))
+    fill(parameters, {name: torch.full(shape, float("nan")) for name, shape in SHAPES.items()})
+    holding, fragments = Holding(parameters, group), toy.layout()
+    dealt = deal(fragments, holding)
+    outer: Agent | Follower
+    if group.is_first:
+        emit = lambda what, fields: tell({"what": what, **fields})  # noqa: E731
+        outer = toy.agent(site, address, {}, emit, None, group, holding=holding, dealt=dealt)
+    else:
+        options, client = toy.agent_options(site), toy.sync_client(site, address)
+        mine = (options, toy.adopt, fragments, holding, dealt, client, toy.run_id, site)
+        outer = Follower([fragments], holding, toy.adopt, [Owner(*mine)] if dealt.channels else [])
+    outer.start()
+    steps, stop = 0, False
+    while not stop:
+        steps += 1
+        train(parameters, site, steps)
+        info = StepInfo(steps, 1.0, TOKENS_PER_STEP, 0, 1_000_000, steps, 1.0, 0.1, applied=True)
+        stop = outer.after_step(info).stop
+        values = whole(parameters)
+        tell({"what": "holds", "step": steps, "digest": digest(torch.cat([values[name].view(-1) for name in SHAPES]))})
+    finished = outer.finish()
+    tell({"what": "finished", **(asdict(finished) if finished is not None else {})})
+
+
+def heard(ends: Mapping[Connection, Log]) -> None:
+    """Listen to all ranks until the last one has ended; what goes wrong is raised."""
+    left = dict(ends)
+    while left:
+        ready = wait(list(left), BOUND_S)
+        assert ready, f"nobody says anything for {BOUND_S:g} s"
+        for end in ready:
+            assert isinstance(end, Connection)
+            try:
+                said = end.recv()
+            except EOFError:
+                del left[end]
+                continue
+            assert "error" not in said, said["error"]
+            left[end].emit(said.pop("what"), said)
+
+
+def run_of(folder: Path, sites: Sites, rounds: int, adopt: str, codec: str = "fp32") -> Found:
+    """A whole run, and its audit."""
+    toy = Toy(
+        folder=str(folder),
+        shapes=tuple(SHAPES.items()),
+        codec=codec,
+        adopt=adopt,
+        inner_steps=INNER_STEPS,
+        lock_step=True,
+        optimizer={"kind": "nesterov", "lr": 0.7, "momentum": 0.9},
+        outer={
+            "num_fragments": 3,
+            "quorum": len(sites),
+            "quorum_min": len(sites),
+            "grace": "fixed",
+            "grace_ns": 0,
+            "token_budget": rounds * INNER_STEPS * TOKENS_PER_STEP * len(sites),
+        },
+        snapshot_every=10_000,
+    )
+    logs: dict[str, list[Log]] = {}
+    with serving(toy) as (_, address, syncer_log), ExitStack() as stack:
+        ends: dict[Connection, Log] = {}
+        for site, (layout, world) in sites.items():
+            logs[site] = [Log() for _ in range(world)]
+            here = stack.enter_context(ranks(site_rank, world, toy, site, address, layout))
+            ends |= dict(zip(here, logs[site], strict=True))
+        heard(ends)
+    audit(toy, [syncer_log], {site: [mine[0]] for site, mine in logs.items()}, {})
+    told, held = history(toy), dict[Any, str]()
+    for site, mine in logs.items():
+        for rank, log in enumerate(mine):
+            for event in log.of("holds"):
+                key = (site, int(str(event["step"])))
+                assert held.setdefault(key, str(event["digest"])) == event["digest"], f"rank {rank} holds another {key}"
+    # Whether the word of the end comes before one more step or after it is the network's to say.
+    return Found(
+        {key: payload for key, payload in told.accepted.items() if key[2] <= rounds},
+        {key: version for key, version in told.published.items() if key[1] <= rounds},
+        {key: values for key, values in held.items() if key[1] <= rounds * INNER_STEPS},
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    hunt = Hunt("layouts", __doc__)
+    hunt.parser.add_argument("--rounds", type=int, default=6, help="of each fragment (default: 6)")
+    hunt.parser.add_argument("--adopt", default="rebase", help="rule (default: rebase)")
+    hunt.parser.add_argument("--codec", default="fp32", help="of updates and versions (default: fp32)")
+    hunt.parser.add_argument("--layouts", nargs="+", default=["ddp", "fsdp", "hsdp", "tp", "tp_fsdp"])
+    hunt.parser.add_argument("--mixed", action="store_true", help="only the run of four layouts")
+    asked = hunt.asked(arguments)
+    alone: list[Sites] = [] if asked.mixed else [{"a": (layout, RANKS)} for layout in asked.layouts]
+    replay = {"rounds": asked.rounds, "adopt": asked.adopt, "codec": asked.codec}
+    mismatches, compared, found = 0, 0, dict[str, Found]()
+    with tempfile.TemporaryDirectory(prefix="layouts-") as folder:
+
+        def made(sites: Sites) -> Found:
+            name = "+".join(f"{layout}x{world}" for layout, world in sites.values())
+            if name not in found:
+                found[name] = run_of(Path(folder) / name, sites, asked.rounds, asked.adopt, asked.codec)
+                shutil.rmtree(Path(folder) / name)
+            return found[name]
+
+        for sites in [*alone, MIXED]:
+            try:
+                mine, plain = made(sites), made(dict.fromkeys(sites, ("plain", 1)))
+            except AssertionError as error:
+                hunt.violated(f"{sites}: {why(error)}", **replay)
+                continue
+            differing = mine.differs(plain)
+            mismatches += len(differing)
+            compared += len(mine.payloads) + len(mine.versions) + len(mine.held)
+            if differing:
+                hunt.violated(f"{sites}: {', '.join(differing[:5])}", **replay)
+    return hunt.finish({"runs": len(found), "compared": compared, "mismatches": mismatches})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""``make rank-kills N=30``: kill -9 of a random rank of a site of several, again and again in one run.
+
+A syncer, a site of two ranks that hold the model in parts, and a site of one process, as a user starts them.  Each
+time the ranks have written a checkpoint since they came back, one of them, drawn from the seed, is killed at an instant
+that is drawn too; torchrun starts all of them again and they go on from the newest checkpoint.  With ``--memory`` that
+is one in the machine's memory, written more often than the disk's, and none may be left there at the end.
+
+When the run has been drained its books are audited from its own journal and events, as after every other hunt.  So are
+those of the units of text that both sites lease: each is merged, partly merged, in hand or given back, and none merged
+twice.  The site of one process must not have waited for the other's deaths.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from diloco.launch import config as configs
+from diloco.launch.eventlog import Event
+from diloco.learner.agent import Finished
+from diloco.sync.syncer import OuterSync
+from diloco.sync.unit_leases import columns_of
+from tests.hunts.reporting import Hunt, why
+from tests.hunts.verb_lives import RealRun
+from tests.launch.processes import Place, Verb, place_in, wait_for
+from tests.loopback.audit import audit
+from tests.loopback.cluster import Log
+
+BOUND_S = 240.0
+RANKS = 2
+RUN = "ranks"
+MANY, ONE = "site-a", "site-b"
+STALL_MAX = 0.02
+"""Of its training time, at the site that nobody kills."""
+SETTINGS = (
+    f"run.name={RUN}",
+    "run.seconds=100000",
+    "model.layers=4",
+    "model.dim=128",
+    "model.heads=4",
+    "outer.num_fragments=2",
+    "outer.quorum=1",
+    "outer.grace_s=0.2",
+    "inner.checkpoint_every_steps=10",
+    "cluster.syncer.snapshot_every=1000000",
+    "site.num_sites=2",
+    "data.leased=true",
+    "data.unit_sequences=8",
+    "data.units_ahead=64",
+)
+
+
+class RankKills:
+    """One run in which ``kills`` ranks die."""
+
+    def __init__(self, folder: Path, seed: int, kills: int, parallel: str, memory: int = 0) -> None:
+        self.folder, self.kills, self.parallel, self.memory = folder, kills, parallel, memory
+        self.dice = random.Random(f"rank-kills/{seed}")
+        self.killed = [0] * RANKS
+
+    def run(self) -> dict[str, object]:
+        """What was counted; AssertionError says what must not be."""
+        with place_in(self.folder) as place:
+            try:
+                return self._run(place)
+            except AssertionError as error:
+                said = " ".join(f"[{verb.name}: {verb.text()[-400:]}]" for verb in place.verbs)
+                raise AssertionError(f"{why(error)} {said}") from error
+
+    def _run(self, place: Place) -> dict[str, object]:
+        syncer, address = place.syncer(RUN, *SETTINGS)
+        ranks = [f"site.nproc={RANKS}", f"site.parallel={self.parallel}", f"site.rank_restarts={self.kills}"]
+        if self.memory:
+            ranks += ["inner.checkpoint_every_steps=100", f"inner.memory_checkpoint_every_steps={self.memory}"]
+        many = place.site(RUN, address, MANY, *SETTINGS, *ranks, "site.index=0")
+        one = place.site(RUN, address, ONE, *SETTINGS, "site.index=1")
+        away_s = [self._kill_one(place, many, number) for number in range(self.kills)]
+        self._trains_on(place, many, "training after the last death")
+        syncer.signal(signal.SIGINT)
+        for verb in (syncer, many, one):
+            code = verb.end(BOUND_S)
+            assert code == 75, f"{verb.name} ended with {code}"
+        found = self._of_memory(place) if self.memory else {}
+        return {"killed": self.killed, "away_s_p50": sorted(away_s)[len(away_s) // 2], **found, **self._audited(place)}
+
+    def _kill_one(self, place: Place, site: Verb, number: int) -> float:
+        """Kill a rank once the site has something new to go on from; how long until it trained again, in seconds."""
+        self._trains_on(place, site, f"checkpoints before death {number + 1}")
+        time.sleep(self.dice.uniform(0.0, 0.5))
+        rank = self.dice.randrange(RANKS)
+        os.kill(pid_of(site, rank), signal.SIGKILL)
+        began = time.monotonic()
+        self.killed[rank] += 1
+        steps = len(place.seen(RUN, MANY, "step"))
+        wait_for(lambda: len(_restarts(place)) > number, f"start {number + 1} of all ranks", site.text, BOUND_S)
+        wait_for(lambda: len(place.seen(RUN, MANY, "step")) > steps, "a step after it", site.text, BOUND_S)
+        return round(time.monotonic() - began, 1)
+
+    def _of_memory(self, place: Place) -> dict[str, object]:
+        """How many lives went on from memory: all but those of which the disk's checkpoint was as new."""
+        read = [str(event["path"]) for event in place.seen(RUN, MANY, "checkpoint_read")]
+        hot = [path for path in read if path.startswith(f"/dev/shm/diloco-{RUN}-{MANY}-")]
+        assert len(hot) >= len(read) / 2, f"of {len(read)} lives {len(hot)} went on from memory"
+        left = {str(Path(path).parent) for path in hot if Path(path).parent.exists()}
+        assert not left, f"left in memory: {left}"
+        return {"from_memory": len(hot)}
+
+    def _trains_on(self, place: Place, site: Verb, what: str) -> None:
+        written = "memory_checkpoint" if self.memory else "checkpoint"
+        before = len(place.seen(RUN, MANY, written))
+
+        def done() -> bool:
+            assert site.process.poll() is None, f"{MANY} ended with {site.process.poll()}"
+            return len(place.seen(RUN, MANY, written)) >= before + 2
+
+        wait_for(done, what, site.text, BOUND_S)
+
+    def _audited(self, place: Place) -> dict[str, object]:
+        logs = {name: Log() for name in ("syncer", MANY, ONE)}
+        for event in place.events(RUN):
+            if (log := logs.get(str(event["who"]))) is not None:
+                log.events.append(dict(event))
+        finished = {}
+        for site in (MANY, ONE):
+            (done,) = logs[site].of("site_done")
+            ledger = {name.removeprefix("tokens_"): count for name, count in dict(done["ledger"]).items()}  # type: ignore[call-overload]
+            finished[site] = Finished("drained", "", ledger)
+        meter = logs[ONE].of("meter")[-1]
+        stall = float(str(meter["stall_s"])) / float(str(meter["train_s"]))
+        assert stall < STALL_MAX, f"{ONE} stood still for {stall:.2%} of its time"
+        run = RealRun(configs.read(place.folder / "runs" / RUN / "config.yaml"), str(place.folder / "runs" / RUN))
+        syncer = logs.pop("syncer")
+        told = audit(run, [syncer], {site: [log] for site, log in logs.items()}, finished)
+        lost = finished[MANY].ledger["lost"] / finished[MANY].ledger["processed"]
+        counts = {
+            "accepted": len(told.accepted),
+            "lost_share": round(lost, 4),
+            "stall_share_of_others": round(stall, 5),
+        }
+        return {**counts, "units": _counted_once(told.machine)}
+
+
+def _counted_once(machine: OuterSync) -> dict[str, int]:
+    """Where the units of the text are; AssertionError where one is nowhere, or was merged for two updates."""
+    found = columns_of(machine.options, machine.state)
+    assert found.balanced(), f"the units do not add up: {found}"
+    assert found.merged > 0, "no unit was ever merged whole"
+    assert found.repeated == 0, f"{found.repeated} units were merged twice"
+    return asdict(found)
+
+
+def _restarts(place: Place) -> list[Event]:
+    return [event for event in place.seen(RUN, MANY, "note") if event["note"] == "ranks_restarted"]
+
+
+def pid_of(site: Verb, rank: int) -> int:
+    """That of a rank of the site's present life, as the kernel tells it."""
+    children: dict[int, list[int]] = {}
+    for pid in [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]:
+        if (text := _of_process(pid, "stat")) is not None:
+            children.setdefault(int(text.rpartition(")")[2].split()[1]), []).append(pid)
+    below, found = [site.process.pid], dict[int, int]()
+    for parent in below:  # It grows meanwhile: numbers of processes begin anew, so a child's may be the lower one.
+        below += children.get(parent, [])
+    for pid in below:
+        words, variables = (_of_process(pid, name) for name in ("cmdline", "environ"))
+        number = re.search(r"\0RANK=(\d+)", f"\0{variables}")
+        if number is not None and words is not None and "diloco.launch.site_rank" in words.split("\0"):
+            found[int(number[1])] = pid
+    assert rank in found, f"no rank {rank} below {site.process.pid}"
+    return found[rank]
+
+
+def _of_process(pid: int, name: str) -> str | None:
+    """A file of a process; None where that is gone."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    hunt = Hunt("rank_kills", __doc__)
+    hunt.parser.add_argument("--kills", type=int, default=30, help="of ranks, one after the other (default: 30)")
+    hunt.parser.add_argument("--parallel", default="fsdp", help="how the site holds the model (default: fsdp)")
+    hunt.parser.add_argument("--memory", type=int, default=0, help="steps between two checkpoints in memory (0: none)")
+    asked = hunt.asked(arguments)
+    torch.set_num_threads(1)
+    counts: dict[str, object] = {}
+    with tempfile.TemporaryDirectory(prefix="rank-kills-") as folder:
+        try:
+            counts = RankKills(Path(folder), asked.seed, asked.kills, asked.parallel, asked.memory).run()
+        except AssertionError as error:
+            given = {"kills": asked.kills, "parallel": asked.parallel, "memory": asked.memory}
+            hunt.violated(str(error), seed=asked.seed, **given)
+    return hunt.finish(counts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

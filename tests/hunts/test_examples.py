@@ -1,0 +1,59 @@
+"""The examples reach the trainer's loss, in short runs; and the hunt sees one that does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hunts import examples
+from tests.hunts.examples import ELSEWHERE, EXAMPLES, OURS, SHARE_MAX, main, run_of, version0
+from tests.launch.processes import ROOT, Place, place_in
+
+TOKENS = 80_000
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    with place_in(tmp_path_factory.mktemp("examples")) as place:
+        version0(place)
+        yield place
+
+
+@pytest.fixture(scope="module")
+def wanted(place: Place) -> float:
+    return run_of(place, OURS, TOKENS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_reaches_the_trainers_loss(place: Place, wanted: float, example: str) -> None:
+    assert wanted < 6.6, "untrained: 6.94"
+    assert run_of(place, example, TOKENS) == pytest.approx(wanted, rel=SHARE_MAX)
+
+
+def test_every_example_is_hunted_and_short() -> None:
+    files = sorted((ROOT / "examples").glob("*.py"))
+    assert sorted(EXAMPLES + ELSEWHERE) == [file.stem for file in files]
+    for file in files:
+        lines = file.read_text("utf-8").splitlines()
+        assert len(lines) <= 80, f"{file.name} has {len(lines)} lines"
+
+
+def test_another_loss_and_an_example_that_fails_are_violations(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def found(place: Place, example: str, tokens: int) -> float:
+        assert example != "hf_trainer", "it ended with code 1"
+        return {OURS: 5.0, "plain_loop": 5.09, "fsdp_loop": 5.11}[example]
+
+    monkeypatch.setattr(examples, "version0", lambda place: Path())
+    monkeypatch.setattr(examples, "_loss", lambda place, file: 6.9)
+    monkeypatch.setattr(examples, "run_of", found)
+    assert main([]) == 1
+    told = capsys.readouterr().out
+    assert json.loads(told.splitlines()[-1])["violations"] == 2
+    assert "fsdp_loop: loss 5.1100, the trainer's is 5.0000" in told
+    assert "it ended with code 1" in told
