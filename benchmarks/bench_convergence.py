@@ -49,7 +49,7 @@ def one_seed(folder: str, seed: int, options: argparse.Namespace) -> list[dict[s
     shared = [f"run.seed={seed}", *(QUICK if options.quick else ())]
     together = [f"inner.batch_sequences={SITES * BATCH}", "site.threads=2"]
     tokens = [f"run.tokens={options.tokens}"]
-    calm, faults = ["scenario=none"], []
+    calm, faults = ["scenario=none"], list[str]()
     bound_s = options.bound_s
     warm = f"warm-{seed}"
     diloco(

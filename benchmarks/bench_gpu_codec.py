@@ -168,8 +168,8 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
         begin = perf_counter()
         call()
         return perf_counter() - begin
-    first: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    last: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    first: Any = torch.cuda.Event(enable_timing=True)
+    last: Any = torch.cuda.Event(enable_timing=True)
     first.record()
     call()
     last.record()
@@ -213,7 +213,7 @@ def to_host(room: Room, repeats: int) -> dict[str, Any]:
     """Return the row of an update's way into pinned memory, beside that of the values as they are."""
     pinned = torch.empty(room.payload.numel(), dtype=torch.uint8, pin_memory=True)
     values = torch.empty(room.numel, pin_memory=True)
-    side = torch.cuda.Stream(room.device)  # type: ignore[no-untyped-call]
+    side = torch.cuda.Stream(room.device)
 
     def encoded() -> None:
         side.wait_stream(torch.cuda.current_stream(room.device))

@@ -40,9 +40,9 @@ from diloco.codec.contract import Carry
 from diloco.codec.feedback import publish
 from diloco.codec.registry import make_codec
 from diloco.inner.data import CorpusManifest, DataOptions, TokenStream, prepare_corpus, validation_batches
+from diloco.inner.evaluating import evaluate
 from diloco.inner.model import ModelOptions, Transformer, next_token_loss
 from diloco.inner.optimizer import InnerOptimizers, InnerOptions, build_optimizers, lr_factor
-from diloco.inner.trainer import evaluate
 from diloco.outer.fragments import Fragment, gather, named_parameters_once, plan_layout, scatter
 from diloco.outer.merge import merge_mean
 from diloco.outer.optimizer import OuterOptimizerOptions, outer_step

@@ -165,7 +165,7 @@ class Cell:
         wanted = expected_digest(self.task, self.codec) if self.task.numel <= DEFINED_NUMEL_MAX else None
         rows = []
         for name, sites in self.sites.items():
-            row = {"numel": self.task.numel, "sites": self.task.sites, "system": name, **spread(sites)}
+            row: dict[str, Any] = {"numel": self.task.numel, "sites": self.task.sites, "system": name, **spread(sites)}
             row["error"] = max(site["error"] for site in sites)
             if not name.startswith("gloo"):
                 digests = " ".join(site["digest"] for site in sites)

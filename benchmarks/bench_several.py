@@ -35,12 +35,14 @@ from benchmarks.rounds import (
     values_digest,
 )
 from diloco.codec import native
+from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo
 from diloco.learner.agent import Agent
 from diloco.learner.agents import Agents
 from diloco.learner.one_voice import OneVoice
 from diloco.learner.options import AgentOptions
+from diloco.learner.orders import Orders
 from diloco.outer.fragments import Layout, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.outer.placement import part_of, place
@@ -129,8 +131,8 @@ class Adopted:
 
 def outer_of(case: Several, folder: str, addresses: list[str], site: str, seen: Adopted, parameters: Any) -> Any:
     """A site's agent, or one for each of several syncers."""
-    voice = OneVoice(case.placement, seen.emit)
-    agents = []
+    voice, group = OneVoice(case.placement, seen.emit), SiteGroup()
+    orders, agents = Orders(group), []
     for syncer, address in enumerate(addresses):
         layout = case.layout(syncer)
         count = len(layout.fragments)
@@ -139,16 +141,16 @@ def outer_of(case: Several, folder: str, addresses: list[str], site: str, seen: 
                 AgentOptions(folder=f"{folder}/{syncer}", up_codec=case.codec, finish_timeout_s=1.0),
                 LearnerOptions(num_fragments=count, inner_steps=PERIOD, offsets=(0,) * count),
                 layout,
-                parameters,
+                Holding(parameters, group),
                 case.agreement(syncer),
                 SyncClient(address, site, "bench", options=ClientOptions()),
                 site,
                 voice.of(syncer) if case.syncers > 1 else seen.emit,
-                SiteGroup(),
+                orders.of(syncer) if case.syncers > 1 else orders,
                 disk=UnsyncedDisk(),
             )
         )
-    return agents[0] if case.syncers == 1 else Agents(agents, voice, SiteGroup(), 60.0)
+    return agents[0] if case.syncers == 1 else Agents(agents, voice, orders, 60.0)
 
 
 def run_site(case: Several, folder: str, addresses: list[str], index: int, pipe: Any) -> None:
@@ -220,7 +222,7 @@ def rows_of(task: Task, codec: str, links: str, link: LinkOptions | None, *, bot
                     assert mine["digest"] == more["digest"], "two runs of one seed differ"
     digests = [[site["digest"] for site in found[syncers]] for syncers in (1, 2)]
     assert digests[0] == digests[1], "two syncers give other bits than one"
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"links": links, "numel": task.numel, "sites": task.sites, "syncers": syncers, **spread(sites)}
         for syncers, sites in found.items()
     ]

@@ -31,12 +31,14 @@ import torch
 from benchmarks.record import add_arguments, finish, percentile, record
 from benchmarks.rounds import quiet
 from diloco.inner.data import DataOptions, TokenStream, prepare_corpus
+from diloco.inner.holding import Holding
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.optimizer import InnerOptions, build_optimizers
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo, Trainer, TrainerOptions, Verdict
 from diloco.learner.agent import Agent
 from diloco.learner.options import AgentOptions
+from diloco.learner.orders import Orders
 from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.agreement import PROTOCOL, Agreement
@@ -161,12 +163,12 @@ def run_trainer(folder: str, data: str, address: str, facts: Facts, pipe: Any) -
             AgentOptions(folder=str(Path(folder) / "site"), up_codec=CODEC, finish_timeout_s=5.0),
             LearnerOptions(inner_steps=facts.inner_steps, num_fragments=NUM_FRAGMENTS),
             layout,
-            named_parameters_once(model),
+            Holding(named_parameters_once(model), group),
             agreement_of(layout),
             SyncClient(address, "site", "bench"),
             "site",
             quiet,
-            group,
+            Orders(group),
         )
         agent.start()
     pipe.send("ready")

@@ -24,12 +24,14 @@ from benchmarks.peers.task import OUTER_LR, OUTER_MOMENTUM, Task, round_seconds
 from benchmarks.record import percentile
 from diloco.codec.digests import hasher
 from diloco.durable import PLAIN_DISK, Disk
+from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo
 from diloco.launch.certificates import issue, make_authority
 from diloco.launch.lasting import keep_what_is_loaded
 from diloco.learner.agent import Agent
 from diloco.learner.options import AgentOptions
+from diloco.learner.orders import Orders
 from diloco.outer.fragments import plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.agreement import PROTOCOL, Agreement
@@ -144,7 +146,7 @@ def run_syncer(case: Case, folder: str, pipe: Any) -> None:
     def note(what: str, fields: dict[str, object]) -> None:
         events.append((time.monotonic(), what, {name: value for name, value in fields.items() if _is_plain(value)}))
 
-    own = {name: path for name, path in case.tls.items() if name != "tls_ca"}
+    own: dict[str, Any] = {name: path for name, path in case.tls.items() if name != "tls_ca"}
     security = SecurityOptions(insecure_non_loopback=bool(case.places), **own)
     disk = PLAIN_DISK if case.synced else UnsyncedDisk()
     syncer = Syncer(options, plan, lambda: [torch.zeros(case.task.numel)], network, security, note, disk)
@@ -164,17 +166,17 @@ def run_site(case: Case, folder: str, address: str, index: int, pipe: Any) -> No
     values = [tensor.numpy() for tensor in parameters.values()]
     options = ClientOptions(**case.client)
     security = SecurityOptions(insecure_non_loopback=bool(case.places), tls_ca=case.tls.get("tls_ca", ""))
-    client = SyncClient(address, name, "bench", options=options, security=security)
+    client, group = SyncClient(address, name, "bench", options=options, security=security), SiteGroup()
     agent = Agent(
         AgentOptions(folder=folder, up_codec=case.codec, finish_timeout_s=1.0),
         LearnerOptions(inner_steps=1, lock_step=True),
         plan_layout(task.shapes(), 1),
-        parameters,
+        Holding(parameters, group),
         case.agreement,
         client,
         name,
         quiet,
-        SiteGroup(),
+        Orders(group),
         disk=PLAIN_DISK if case.synced else UnsyncedDisk(),
     )
     agent.start()
@@ -204,7 +206,7 @@ class Beats:
 
     def __init__(self, client: SyncClient, site: str, every_s: float) -> None:
         self._client, self._every_s = client, every_s
-        self._report = ReportInfo("bench", site, 0, *[0] * 6, None, 0.0, *[0] * 5, (), ())
+        self._report = ReportInfo("bench", site, 0, 0, 0, 0, 0, 0, 0, None, 0.0, 0, 0, 0, 0, 0, (), ())
         self._stop = threading.Event()
         self._took: list[tuple[float, float]] = []
         self._thread = threading.Thread(target=self._beat, daemon=True)

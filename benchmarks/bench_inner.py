@@ -1,0 +1,275 @@
+"""How much slower is our trainer, without an agent and under one, than a bare torch loop of the same model?
+
+Each rank holds the model twice and trains them in turns, a block of steps each: one by ``Trainer``, one by the loop
+that anybody would write (batch, forward, backward, clip, step), with the same text, optimizer, precision and, for two
+ranks, DDP.  The order changes with every pair of blocks.  ``overhead`` is 1 - (the loop's time) / (the trainer's), the
+median over neighbouring blocks; ``cpu_overhead`` is the same of the training thread's CPU time, which a machine that
+others use as well disturbs less.  The loop does without what the trainer does beside: it agrees with nobody on the
+loss, looks for no NaN, measures no step, and has no schedule.
+
+In the cases that end in ``under-agent`` rank 0 has one, towards a syncer in a process of its own (int4, four fragments,
+overlap 2), and before the loop has its turn the agent is at rest.  Nothing is pinned, and nothing taken off: where two
+ranks have two cores, all that the agent and the syncer need comes out of the ranks' time.  ``syncer_cpu_share`` is what
+the syncer had of a core meanwhile, which with real sites is another machine's.
+
+The processes keep the memory that they have had (glibc's thresholds): which of the two hands its room back after a step
+and asks for it again is chance, and worth 4 % of a step either way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.bench_trainer import (
+    CALM_S,
+    CALM_S_MAX,
+    CALM_SHARE,
+    CODEC,
+    NUM_FRAGMENTS,
+    agreement_of,
+    answer,
+    layout_of,
+    run_syncer,
+)
+from benchmarks.record import add_arguments, finish, percentile, record
+from benchmarks.rounds import quiet
+from diloco.inner.data import DataOptions, TokenStream, prepare_corpus
+from diloco.inner.holding import Holding
+from diloco.inner.model import ModelOptions, Transformer, flops_per_token, next_token_loss
+from diloco.inner.optimizer import InnerOptimizers, InnerOptions, build_optimizers
+from diloco.inner.parallel import SiteGroup
+from diloco.inner.precision import autocast_dtype
+from diloco.inner.trainer import StepInfo, Trainer, TrainerOptions, Verdict
+from diloco.learner.agent import Agent
+from diloco.learner.follower import Follower
+from diloco.learner.options import AgentOptions
+from diloco.learner.orders import Orders
+from diloco.outer.fragments import named_parameters_once
+from diloco.sync.options import LearnerOptions
+from diloco.wire.client import SyncClient
+
+MODEL = ModelOptions(vocab_size=1025, layers=4, dim=128, heads=4, context=128)
+BATCH = 16
+WARM_PAIRS = 1
+ANSWER_S_MAX = 600.0
+KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
+
+
+class Loop:
+    """What a user writes without us."""
+
+    def __init__(self, model: torch.nn.Module, wrapped: torch.nn.Module, stream: TokenStream) -> None:
+        self._model, self._wrapped, self._stream = model, wrapped, stream
+        # The very optimizers of ours, with nothing around them.
+        ours: InnerOptimizers = build_optimizers(model, InnerOptions(optimizer="muon"))
+        self._optimizers = [optimizer for optimizer, _ in ours._parts.values()]
+        self._dtype = autocast_dtype("auto", torch.device("cpu"))
+        self._cursor = 0
+
+    def run(self, steps: int) -> None:
+        """Train on the next ``steps`` batches."""
+        for _ in range(steps):
+            inputs, targets = self._stream.batch(self._cursor)
+            self._cursor += self._stream.sequences_per_batch
+            with torch.autocast("cpu", dtype=self._dtype, enabled=self._dtype is not None):
+                # In one line, so that the logits are gone when the backward pass asks for room.
+                loss = next_token_loss(self._wrapped(inputs), targets)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+            for optimizer in self._optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What every rank is told.  An empty ``syncer`` address: no agent."""
+
+    world: int
+    port: int
+    data: str
+    syncer: str
+    syncer_pid: int
+    inner_steps: int
+    seed: int
+    steps: int
+    pairs: int
+
+
+class NoAgent:
+    """The line after each step of a trainer that nobody watches."""
+
+    def after_step(self, info: StepInfo) -> Verdict:
+        """Go on."""
+        del info
+        return Verdict()
+
+
+def line_of(model: torch.nn.Module, group: SiteGroup, facts: Facts) -> NoAgent | Agent | Follower:
+    """What stands beside the trainer of this rank, started."""
+    if not facts.syncer:
+        return NoAgent()
+    layout, holding = layout_of(model), Holding(named_parameters_once(model), group)
+    if group.rank:
+        follower = Follower([layout], holding, "rebase")
+        follower.start()
+        return follower
+    agent = Agent(
+        AgentOptions(folder=str(Path(facts.data) / "site"), up_codec=CODEC, finish_timeout_s=5.0),
+        LearnerOptions(inner_steps=facts.inner_steps, num_fragments=NUM_FRAGMENTS),
+        layout,
+        holding,
+        agreement_of(layout),
+        SyncClient(facts.syncer, "site", "bench"),
+        "site",
+        quiet,
+        Orders(group),
+    )
+    agent.start()
+    return agent
+
+
+def rest() -> None:
+    """Wait until the threads beside this one have nothing to do; at most ``CALM_S_MAX``."""
+    until = time.monotonic() + CALM_S_MAX
+    while time.monotonic() < until:
+        before = time.process_time()
+        time.sleep(CALM_S)
+        if time.process_time() - before < CALM_SHARE * CALM_S:
+            return
+
+
+def cpu_s_of(pid: int) -> float:
+    """CPU seconds of a process, its own and the kernel's for it."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def run_rank(rank: int, facts: Facts, pipe: Any) -> None:
+    """Both, in turns; rank 0 tells the times of each pair."""
+    torch.set_num_threads(1)
+    told = (rank, rank, facts.world, "127.0.0.1", facts.port)
+    group = SiteGroup(*told, device="cpu") if facts.world > 1 else SiteGroup(device="cpu")
+    manifest = prepare_corpus(DataOptions(), Path(facts.data))
+
+    def stream() -> TokenStream:
+        return TokenStream(manifest, "train", MODEL.context, BATCH, rank=rank, world=facts.world, seed=facts.seed)
+
+    ours, theirs = Transformer(MODEL, facts.seed), Transformer(MODEL, facts.seed)
+    optimizers = build_optimizers(ours, InnerOptions(optimizer="muon"))
+    trainer = Trainer(ours, optimizers, stream(), TrainerOptions(seed=facts.seed), group)
+    loop, line = Loop(theirs, group.wrap(theirs), stream()), line_of(ours, group, facts)
+
+    def by_trainer() -> None:
+        trainer.run(until_step=trainer.step + facts.steps, after_step=line.after_step)
+
+    def by_loop() -> None:
+        loop.run(facts.steps)
+
+    found = []
+    for pair in range(facts.pairs + WARM_PAIRS):
+        row: dict[str, float] = {}
+        both = [("ours", by_trainer), ("bare", by_loop)]
+        for name, block in both if pair % 2 else both[::-1]:
+            group.barrier()
+            began_s, began_cpu_s = time.perf_counter(), time.thread_time()
+            syncer_s = cpu_s_of(facts.syncer_pid) if facts.syncer else 0.0
+            block()
+            row[f"{name}_s"] = time.perf_counter() - began_s
+            row[f"{name}_cpu_s"] = time.thread_time() - began_cpu_s
+            if facts.syncer:
+                row[f"{name}_syncer_cpu_s"] = cpu_s_of(facts.syncer_pid) - syncer_s
+                rest()
+        found.append(row)
+    if rank == 0:
+        pipe.send(found[WARM_PAIRS:])
+
+
+def measure(world: int, agent: bool, arguments: argparse.Namespace, data: str) -> dict[str, Any]:
+    """The pairs of blocks of a site with ``world`` ranks."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
+
+        def start(target: Any, *told: Any) -> Any:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=target, args=(*told, theirs), daemon=True)
+            process.start()
+            stack.callback(process.join, 30.0)
+            stack.callback(process.kill)
+            return ours, process.pid
+
+        syncer, pid = "", 0
+        if agent:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            last_core = max(os.sched_getaffinity(0))
+            pipe, pid = start(run_syncer, folder, arguments.seed, last_core)
+            syncer = answer(pipe)
+        told = (syncer, pid, arguments.inner_steps, arguments.seed, arguments.steps, arguments.pairs)
+        pipes = [start(run_rank, rank, Facts(world, port, data, *told))[0] for rank in range(world)]
+        return row_of(world, agent, arguments.steps, answer(pipes[0], ANSWER_S_MAX))
+
+
+def row_of(world: int, agent: bool, steps: int, pairs: list[dict[str, float]]) -> dict[str, Any]:
+    """What the pairs say."""
+    kept = [pair["bare_s"] / pair["ours_s"] for pair in pairs]
+    cpu_kept = [pair["bare_cpu_s"] / pair["ours_cpu_s"] for pair in pairs]
+    step_s = percentile([pair["ours_s"] / steps for pair in pairs], 50)
+    tokens_per_s = world * BATCH * MODEL.context / step_s
+    return {
+        "case": ("ddp-2" if world > 1 else "single") + ("-under-agent" if agent else ""),
+        "overhead": 1 - percentile(kept, 50),
+        "speed_kept_p50": percentile(kept, 50),
+        "speed_kept_p5": percentile(kept, 5),
+        "speed_kept_p95": percentile(kept, 95),
+        "cpu_overhead": 1 - percentile(cpu_kept, 50),
+        "step_ms_p50_ours": 1e3 * step_s,
+        "step_ms_p50_bare": 1e3 * percentile([pair["bare_s"] / steps for pair in pairs], 50),
+        "tokens_per_s": tokens_per_s,
+        "model_gflops_per_s": tokens_per_s * flops_per_token(MODEL) / 1e9,
+        "pairs": len(pairs),
+        "syncer_cpu_share": sum(p.get("ours_syncer_cpu_s", 0.0) for p in pairs) / sum(p["ours_s"] for p in pairs),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--steps", type=int, default=8, help="steps in a block")
+    parser.add_argument("--pairs", type=int, default=24, help="pairs of blocks in each case")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="sites of how many ranks")
+    parser.add_argument("--inner-steps", type=int, default=20, help="inner steps between two updates of one fragment")
+    parser.add_argument("--agent", nargs="+", choices=("off", "on"), default=["off", "on"], help="with an agent or not")
+    arguments = parser.parse_args()
+    os.environ.update(KEPT_MEMORY)  # The ranks are started with it.
+    if arguments.quick:
+        arguments.steps, arguments.pairs, arguments.inner_steps = 2, 2, 4
+    with tempfile.TemporaryDirectory() as data:
+        prepare_corpus(DataOptions(), Path(data))
+        rows = []
+        for agent, world in product(arguments.agent, arguments.ranks):
+            rows.append(measure(world, agent == "on", arguments, data))
+            print(json.dumps(rows[-1]), flush=True)
+    config = {"steps": arguments.steps, "batch": BATCH, "model": "4x128", "optimizer": "muon", "threads": 1}
+    config |= {"inner_steps": arguments.inner_steps, "codec": CODEC, "fragments": NUM_FRAGMENTS}
+    top = {f"overhead_{found['case'].replace('-', '_')}": found["overhead"] for found in rows}
+    finish({**record("inner", config, rows, arguments.seed, repeats=arguments.pairs), **top}, save=arguments.save)
+
+
+if __name__ == "__main__":
+    main()
