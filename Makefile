@@ -8,18 +8,19 @@ PYTHON := $(shell for p in python3.12 python3.11 python3; do \
 endif
 VENV = $(or $(PYTHON),$(error Python 3.11 or newer with venv is needed: make PYTHON=/path/to/python3)) -m venv
 BIN := .venv/bin
-.PHONY: demo test check protos bench bench-codec bench-gpu bench-quality kernels swarm admission soak flood upgrade crash powercut flips fuzz-inputs disaster crowd fuzz hostile poison failover cuts
+.PHONY: demo test check protos bench bench-codec bench-gpu bench-quality kernels swarm admission soak flood upgrade crash powercut flips fuzz-inputs disaster crowd fuzz hostile poison failover cuts layouts examples
 
 demo: .venv/.ready
 	$(BIN)/diloco up $(ARGS)
 
-test: .venv/.ready
+# What the slow tests of torchtitan run in is made before them: none of them may take as long as that can.
+test: .venv/.ready .venv-harness/.ready $(if $(findstring slow,$(ARGS)),.venv-peers/torchtitan/.ready)
 	$(BIN)/python -m pytest $(ARGS)
 
 check: .venv/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy --strict diloco
+	$(BIN)/mypy --strict diloco benchmarks
 
 bench: .venv/.ready
 	@set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; PYTHONPATH=. $(BIN)/python $$file --quick $(ARGS); done
@@ -50,9 +51,22 @@ bench-round: .venv/.ready
 bench-several: .venv/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.bench_several $(ARGS)
 
+.PHONY: bench-inner
+bench-inner: .venv/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.bench_inner $(ARGS)
+
+.PHONY: bench-kernels
+bench-kernels: .venv/.ready
+	$(BIN)/python -m benchmarks.bench_kernels $(ARGS)
+
 .PHONY: bench-trainer
 bench-trainer: .venv/.ready
 	$(BIN)/python -m benchmarks.bench_trainer $(ARGS)
+
+# Wants 3 GB in /dev/shm, and to be alone on the machine.
+.PHONY: bench-recovery
+bench-recovery: .venv/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.bench_recovery $(ARGS)
 
 .PHONY: bench-peers
 bench-peers: .venv/.ready $(patsubst benchmarks/peers/%.txt,.venv-peers/%/.ready,$(wildcard benchmarks/peers/*.txt))
@@ -87,6 +101,11 @@ powercut: .venv/.ready
 flips: .venv/.ready
 	$(HUNT).flips --flips $(FLIPS) $(ARGS)
 
+# A rank of a site that holds the model in parts, again and again.
+.PHONY: rank-kills
+rank-kills: .venv/.ready
+	$(HUNT).rank_kills $(if $(N),--kills $(N)) $(ARGS)
+
 failover: .venv/.ready
 	$(HUNT).failover $(if $(N),--n $(N)) $(ARGS)
 
@@ -111,6 +130,13 @@ poison: .venv/.ready
 cuts: .venv/.ready
 	$(HUNT).cuts $(ARGS)
 
+# What is in examples/, each as two sites, and beside it our trainer on the same model and text.
+examples: .venv/.ready
+	OMP_NUM_THREADS=1 $(HUNT).examples $(ARGS)
+
+layouts: .venv/.ready
+	OMP_NUM_THREADS=1 $(HUNT).layouts $(ARGS)
+
 fuzz-inputs: .venv/.ready
 	$(HUNT).fuzz_inputs $(if $(N),--n $(N)) $(ARGS)
 
@@ -130,6 +156,17 @@ kernels:
 	@echo "Setting up .venv-peers/$* with $$($(PYTHON) --version): the packages of $<"
 	@$(VENV) .venv-peers/$* && .venv-peers/$*/bin/pip install -q --no-compile --no-deps -r $< && touch $@ \
 	    || echo ".venv-peers/$* could not be made: what it is for goes without it"
+
+# lm-evaluation-harness for the tests of `diloco eval --tasks`: a folder on the path, with what .venv lacks of all that
+# it imports there.
+.venv-harness/.ready: tests/launch/harness.txt .venv/.ready
+	@echo "Setting up .venv-harness: the packages of $<"
+	@rm -rf .venv-harness && $(BIN)/pip install -q --no-compile --no-deps --target .venv-harness -r $< && touch $@
+
+# torchtitan has packages of its own, beside which this tree runs as it is: a job of its with a site in it, on a CPU.
+.venv-peers/torchtitan/.ready: examples/torchtitan.txt
+	@echo "Setting up .venv-peers/torchtitan with $$($(PYTHON) --version): the packages of $<"
+	@$(VENV) .venv-peers/torchtitan && .venv-peers/torchtitan/bin/pip install -q --no-compile --no-deps -r $< && touch $@
 
 # The oldest compiler whose output every supported protobuf runtime loads; it wants an older protobuf than the product's.
 .venv-protos/.ready: Makefile

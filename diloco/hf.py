@@ -1,0 +1,26 @@
+"""A run's site out of Hugging Face's ``Trainer``: one callback.  Needs ``pip install 'diloco[hf]'``.
+
+``from diloco.hf import DiLoCoCallback`` brings transformers along; the name is looked up when it is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from diloco.launch.trainer_callback import DiLoCoCallback
+
+__all__ = ["DiLoCoCallback"]
+
+
+def __getattr__(name: str) -> object:
+    if name != "DiLoCoCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from diloco.launch.forking import let_workers_fork
+
+    let_workers_fork()
+    try:
+        from diloco.launch import trainer_callback
+    except ImportError as error:
+        raise ImportError(f"diloco.hf needs transformers and accelerate ({error}): pip install 'diloco[hf]'") from error
+    return trainer_callback.DiLoCoCallback

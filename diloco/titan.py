@@ -1,0 +1,56 @@
+"""A torchtitan job as a site of a run, by its command line alone.  Needs ``pip install 'diloco[titan]'``.
+
+Where torchtitan is told ``--module llama3 --config llama3_8b``, a site is told the same through this module::
+
+    torchrun --nproc-per-node 8 -m torchtitan.train --module diloco.titan --config llama3.llama3_8b \\
+        --diloco.syncer host:7077 --diloco.site fra
+
+``llama3`` is any module that torchtitan's ``--module`` takes, one of your own too.  In a module of your own it is one
+line for a config: ``return diloco.titan.site_of(llama3_8b())``.
+
+The model is torchtitan's, so version 0 is a file that one process makes once, ``--diloco.version0 v0.safetensors``, and
+that the syncer is started from: ``diloco syncer model.kind=file run.init_from=v0.safetensors``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diloco.launch.titan_trainer import Site, site_of
+
+__all__ = ["Site", "site_of"]
+
+
+def __getattr__(name: str) -> Any:
+    """``site_of`` when it is asked for, and for ``MODULE.CONFIG`` what makes the config of a site from that one."""
+    if name in __all__:
+        from diloco.launch import titan_trainer
+
+        return getattr(titan_trainer, name)
+    module, dot, config = name.rpartition(".")
+    if not dot or not module:
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}: a config is MODULE.CONFIG, llama3.llama3_8b"
+        )
+    from diloco.launch.titan_trainer import site_of
+
+    made = getattr(_registry(module), config)
+    return lambda: site_of(made())
+
+
+def _registry(module: str) -> Any:
+    """What torchtitan takes ``--module`` for."""
+    if find_spec("torchtitan") is None:
+        raise ImportError("diloco.titan needs torchtitan: pip install 'diloco[titan]'")
+    torchtitans = [] if "." in module else [f"torchtitan.{part}.{module}" for part in ("models", "experiments")]
+    wanted = [f"{each}.config_registry" for each in [*torchtitans, module]] + [module]
+    for each in wanted:
+        try:
+            return import_module(each)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{each}.".startswith(f"{error.name}."):
+                raise  # It is there, and what it wants is not.
+    raise AttributeError(f"there is no module {module}: one that torchtitan's --module takes")
