@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from diloco.launch.cli import main
+from diloco.launch.cli import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -200,9 +200,12 @@ class SiteGroup:
 
         With gloo that is left to the end of the process: torch takes such a group apart while it holds the
         interpreter's lock, and waits for a thread which may need that lock to let go of the last collective's tensors.
-        Soon after a collective the two would wait for each other for ever.
+        Soon after a collective the two would wait for each other for ever.  The same thread would abort a process that
+        ends before that: it is waited for here.
         """
-        if self.backend == "nccl" and dist.is_initialized():
+        if self.backend == "gloo":
+            self.settle()
+        elif self.backend == "nccl" and dist.is_initialized():
             dist.destroy_process_group()
 
     def _given(self, tensor: Tensor) -> Tensor:

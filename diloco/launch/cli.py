@@ -11,10 +11,11 @@ import os
 import sys
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from diloco import __version__
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.launch.rank_exit import end_process
 from diloco.launch.tether import PARENT_VARIABLE, die_with_parent
 
 if TYPE_CHECKING:
@@ -72,6 +73,11 @@ VERBS = (
         "the outer steps of a run once more, as they were or without some updates",
     ),
 )
+
+
+def command() -> NoReturn:
+    """What the shell calls: ``main``, and the end of the process."""
+    end_process(main())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -177,6 +177,8 @@ class Outer:
         if self._begun:
             raise ValueError("start is called twice: join again for another part in the run")
         self._begun = True
+        # However this ends, the loop may be about to end torch's process group, or its process.
+        self._open.callback(self._group.settle)
         with self._open:
             cursor = self._lead() if self._group.is_first else self._follow()
             if self._counted is not None:
@@ -251,7 +253,6 @@ class Outer:
                 failed, why = int(finished.ending == "failed"), finished.why
                 self._stop, self._ledger, self._agent = self._stop or finished.why, finished.ledger, None
             (failed,) = self._group.broadcast_small([failed])
-            self._group.settle()  # The loop may be about to end torch's process group.
         if failed:
             raise SiteFailed(f"site {self._config.site.id} stopped: {why}")
 

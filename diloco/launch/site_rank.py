@@ -24,6 +24,7 @@ from diloco.launch.eventlog import EventLog
 from diloco.launch.lasting import keep_what_is_loaded
 from diloco.launch.memory_folder import memory_folder
 from diloco.launch.one_folder import check_one_folder
+from diloco.launch.rank_exit import end_process
 from diloco.launch.run_dir import held, run_dir_of
 from diloco.launch.stopping import Stopping
 from diloco.launch.tether import die_with_parent
@@ -361,4 +362,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))
