@@ -17,7 +17,12 @@ def alone() -> SiteGroup:
 
 
 def listed(*units: int) -> Callable[[int, int], list[tuple[int, int]]]:
-    return lambda place, count: [(unit, 1) for unit in units[place : place + count]]
+    def told(place: int, count: int) -> list[tuple[int, int]]:
+        # Who is told none asks again, for ever.
+        assert place < len(units), f"{len(units)} units are all that this test draws of, and there is no place {place}"
+        return [(unit, 1) for unit in units[place : place + count]]
+
+    return told
 
 
 def drawing(*units: int, samples: int = 40, per_step: int = 2, seed: int = 3) -> Drawing:
