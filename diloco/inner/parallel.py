@@ -44,6 +44,14 @@ class OpenStore:
         """The system has chosen it."""
 
 
+def device_of(device: str, local_rank: int = 0) -> torch.device:
+    """Where a rank computes; ValueError where ``device`` cannot be on this machine."""
+    require(device in DEVICES, "device", device, f"one of {', '.join(DEVICES)}")
+    cuda = torch.cuda.is_available()
+    require(device != "cuda" or cuda, "device", device, "torch finds no CUDA device here")
+    return torch.device("cuda", local_rank) if cuda and device != "cpu" else torch.device("cpu")
+
+
 class GroupError(RuntimeError):
     """A rank of this site did not answer in time, or went away; the message says during what."""
 
@@ -66,18 +74,15 @@ class SiteGroup:
         start: int = 0,
     ) -> None:
         """``start`` counts how often the same ranks were started at the same rendezvous before."""
-        require(device in DEVICES, "device", device, f"one of {', '.join(DEVICES)}")
+        self.device = device_of(device, local_rank)
         require(world >= 1, "world", world, "at least 1")
         require(0 <= rank < world, "rank", rank, f"0 to world-1={world - 1}")
         require(timeout_s > 0, "timeout_s", timeout_s, "positive")
-        cuda = torch.cuda.is_available()
-        require(device != "cuda" or cuda, "device", device, "torch finds no CUDA device here")
         self.rank, self.local_rank, self.world, self.timeout_s = rank, local_rank, world, timeout_s
         self.master_addr = master_addr
         """Where the rendezvous is, as this machine reaches it."""
         self._latest: deque[weakref.ref[Tensor]] = deque(maxlen=LATEST_MAX)
-        on_cuda = cuda and device != "cpu"
-        self.device = torch.device("cuda", local_rank) if on_cuda else torch.device("cpu")
+        on_cuda = self.device.type == "cuda"
         self.backend = ("nccl" if on_cuda else "gloo") if world > 1 else ""
         if on_cuda:
             torch.cuda.set_device(self.device)

@@ -43,6 +43,8 @@ def check_memory_folder(config: RunConfig, mounts: Path | None = None) -> None:
             f"site.memory_folder is {config.site.memory_folder!r}, on {kind or 'a file system that nobody knows'}: a "
             "folder in memory (tmpfs), or inner.memory_checkpoint_every_steps=0"
         )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"site.memory_folder is {config.site.memory_folder!r}: this user may make no folder in it")
 
 
 def _file_system(folder: Path, mounts: Path) -> str:

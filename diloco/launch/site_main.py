@@ -87,9 +87,11 @@ def check_identity(config: RunConfig) -> None:
 
 def _check(config: RunConfig) -> None:
     from diloco.launch import build
+    from diloco.launch.spreading import check_kernels
 
     build.check(config)
     towards(config)
+    check_kernels(config)
     check_memory_folder(config)
     build.site_share(config)
     build.site_security(config)

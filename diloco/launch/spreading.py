@@ -4,17 +4,20 @@ compute it."""
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
 from diloco.inner.computing import CompileError, ComputeOptions, prepare
-from diloco.inner.kernels import KernelsError
+from diloco.inner.kernels import KernelsError, kernels_of
+from diloco.inner.parallel import device_of
 from diloco.inner.sharding import ParallelOptions, Spread, check_cut
 from diloco.launch.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from diloco.inner.model import ModelOptions, Transformer
     from diloco.inner.parallel import SiteGroup
     from diloco.launch.schema import ClusterSite, RunConfig, SiteSection
@@ -47,6 +50,26 @@ def check_spreading(config: RunConfig, model: ModelOptions) -> None:
             )
 
 
+def check_kernels(config: RunConfig) -> None:
+    """Refuse kernels that the ranks of a site on this machine could not have; nothing is asked of another's."""
+    if config.inner.kernels == "torch":
+        return
+    try:
+        device = device_of(config.site.device)
+    except ValueError as error:
+        raise ConfigError(f"site.{error}") from error
+    with _kernels_in_words(config):
+        kernels_of(config.inner.kernels, device)
+
+
+@contextmanager
+def _kernels_in_words(config: RunConfig) -> Iterator[None]:
+    try:
+        yield
+    except KernelsError as error:
+        raise ConfigError(f"inner.kernels is {config.inner.kernels!r}: {error}") from error
+
+
 def without_memory(config: RunConfig, group: SiteGroup) -> AbstractContextManager[object]:
     """Inside, a model is made without memory if each rank of this site is to hold a part of it: see ``spread``."""
     try:
@@ -58,12 +81,11 @@ def without_memory(config: RunConfig, group: SiteGroup) -> AbstractContextManage
 
 def spread(config: RunConfig, model: Transformer, group: SiteGroup) -> Spread:
     """``model`` held by the ranks of this site, in place, and computed as ``inner`` says."""
-    try:
-        prepare(model, compute_options(config), group.device)
-    except CompileError as error:
-        raise ConfigError(f"inner.compile is true: {error}") from error
-    except KernelsError as error:
-        raise ConfigError(f"inner.kernels is {config.inner.kernels!r}: {error}") from error
+    with _kernels_in_words(config):
+        try:
+            prepare(model, compute_options(config), group.device)
+        except CompileError as error:
+            raise ConfigError(f"inner.compile is true: {error}") from error
     try:
         return Spread(model, group, _options(config.site))
     except ValueError as error:

@@ -83,12 +83,14 @@ def _train(config: RunConfig, place: Place) -> ExitCode:
 
     from diloco.launch import build
     from diloco.launch.evaluation import Evaluator
+    from diloco.launch.spreading import check_kernels
     from diloco.launch.stopping import Stopping
     from diloco.launch.values import load_values
 
     if config.site.threads:
         torch.set_num_threads(config.site.threads)
     build.check(config)
+    check_kernels(config)
     run_dir = run_dir_of(config)
     check_resume(config, run_dir.train)
     with ExitStack() as stack:

@@ -15,7 +15,7 @@ from diloco.launch.closing import closing_lines
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import EventLog
 from diloco.launch.history import RunHistory
-from diloco.launch.memory_folder import clear_memory
+from diloco.launch.memory_folder import check_memory_folder, clear_memory
 from diloco.launch.placing import BETWEEN, is_syncer, syncer_dirs, syncer_name
 from diloco.launch.report import rebuild
 from diloco.launch.run_dir import LATEST, RunDir, name_run, point_latest, run_dir_of
@@ -54,8 +54,11 @@ def main(arguments: Sequence[str]) -> ExitCode:
     steps = scenario_of(config)
 
     from diloco.launch import build
+    from diloco.launch.spreading import check_kernels
 
     build.check(config)
+    check_kernels(config)
+    check_memory_folder(config)
     with ExitStack() as stack:
         run_dir, again = choose_run(config, stack)
         interrupts = stack.enter_context(Interrupts())

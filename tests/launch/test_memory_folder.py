@@ -42,13 +42,16 @@ def there(config: RunConfig) -> list[Path]:
     return sorted(Path(config.site.memory_folder).iterdir())
 
 
-def test_only_a_folder_in_memory_will_do(config: RunConfig, tmp_path: Path) -> None:
+def test_only_a_folder_in_memory_will_do(config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Path(config.site.memory_folder)
     check_memory_folder(config, mounts(memory, "ramfs"))
     with pytest.raises(ConfigError, match=r"site.memory_folder is '.*/memory', on ext4: a folder in memory \(tmpfs\)"):
         check_memory_folder(config, mounts(memory, "ext4"))
     with pytest.raises(ConfigError, match="on a file system that nobody knows"):
         check_memory_folder(config, tmp_path / "no such list")
+    monkeypatch.setattr("os.access", lambda path, mode: (path, mode) != (memory, os.W_OK | os.X_OK))
+    with pytest.raises(ConfigError, match=r"site.memory_folder is '.*/memory': this user may make no folder in it"):
+        check_memory_folder(config)
     config.site.memory_folder = str(tmp_path / "none")
     with pytest.raises(ConfigError, match=r"site.memory_folder is '.*/none': no such folder"):
         check_memory_folder(config)

@@ -40,6 +40,24 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            ["inner.memory_checkpoint_every_steps=5", "site.memory_folder=none"],
+            "site.memory_folder is 'none': no such folder",
+        ),
+        (["inner.kernels=liger", "site.device=cpu"], "inner.kernels is 'liger': its kernels are for accelerators"),
+    ],
+)
+def test_what_this_machine_cannot_do_is_refused_before_anything_starts(
+    settings: list[str], words: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["site", *TINY, "run.name=x", "site.id=site-a", "site.nproc=2", *settings]) == 2
+    assert words in capsys.readouterr().err
+    assert os.listdir(place) == []
+
+
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_second_start_touches_nothing_of_the_first(
     nproc: int, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from diloco.inner.parallel import SiteGroup
 from diloco.launch import build, spreading
 from diloco.launch.errors import ConfigError
-from diloco.launch.spreading import check_spreading, spread
+from diloco.launch.spreading import check_kernels, check_spreading, spread
 from tests.launch.test_build import small
 
 
@@ -70,8 +72,26 @@ def test_a_machine_that_cannot_compile_is_told_so(monkeypatch: pytest.MonkeyPatc
 def test_kernels_for_an_accelerator_are_refused_on_a_cpu() -> None:
     config = small("inner.kernels=liger")
     build.check(config)  # A site may be started elsewhere.
-    with pytest.raises(ConfigError, match=r"^inner\.kernels is 'liger': its kernels are for accelerators, and this is"):
+    words = r"^inner\.kernels is 'liger': its kernels are for accelerators, and this is"
+    with pytest.raises(ConfigError, match=words):
         spread(config, build.build_model(config), SiteGroup(device="cpu"))
+    config.site.device = "cpu"
+    with pytest.raises(ConfigError, match=words):
+        check_kernels(config)
+    config.site.device = "tpu"
+    with pytest.raises(ConfigError, match=r"^site\.device is 'tpu': one of auto, cpu, cuda"):
+        check_kernels(config)
+    config.inner.kernels = "torch"
+    check_kernels(config)  # What nobody asks for may be missing.
+
+
+def test_kernels_that_are_not_installed_are_refused_where_there_is_an_accelerator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(ConfigError, match=r"^inner\.kernels is 'liger': liger-kernel is not there"):
+        check_kernels(small("inner.kernels=liger"))
 
 
 def test_what_fits_is_taken() -> None:

@@ -62,6 +62,14 @@ def test_the_baseline_begins_where_it_is_told_to(place: Place) -> None:
     assert on["val_loss_start"] < warm["val_loss_start"] - 1
 
 
+def test_kernels_that_this_machine_cannot_have_are_refused_at_once(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *TINY, "run.name=base", "inner.kernels=liger", "site.device=cpu"]) == 2
+    assert "inner.kernels is 'liger': its kernels are for accelerators" in capsys.readouterr().err
+    assert not Path("runs/base").exists()
+
+
 def test_seconds_are_counted_over_restarts(place: Place) -> None:
     assert main(["train", *TINY, "run.name=timed", "run.seconds=0.3"]) == 0
     done = steps("timed")

@@ -291,3 +291,22 @@ def test_a_wrong_setting_is_refused_before_anything_starts(tmp_path: Path, monke
     with pytest.raises(ConfigError, match=r"cluster\.sites is empty"):
         main(["--config", "no-sites.yaml"])
     assert os.listdir(tmp_path) == ["no-sites.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            ["inner.memory_checkpoint_every_steps=5", "site.memory_folder=none"],
+            "site.memory_folder is 'none': no such folder",
+        ),
+        (["inner.kernels=liger", "site.device=cpu"], "inner.kernels is 'liger': its kernels are for accelerators"),
+    ],
+)
+def test_what_no_site_could_do_here_is_refused_before_anything_starts(
+    settings: list[str], words: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"^{words}"):
+        main(settings)
+    assert os.listdir(tmp_path) == []
