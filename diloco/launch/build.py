@@ -461,8 +461,9 @@ def build_trainer(
     with without_memory(config, group):
         model = build_model(config)
     held = spread(config, model, group)
+    text = corpus(config)  # Outside of the section: what is wrong with it is nothing of inner.
     with section("inner"):
-        stream = _stream(config, held, share, units)
+        stream = _stream(config, text, held, share, units)
     trainer = Trainer(
         model,
         build_optimizers(model, options),
@@ -479,11 +480,13 @@ def build_trainer(
     return trainer, model
 
 
-def _stream(config: RunConfig, held: Spread, share: tuple[int, int], units: UnitSource | None) -> TokenStream:
+def _stream(
+    config: RunConfig, text: CorpusManifest, held: Spread, share: tuple[int, int], units: UnitSource | None
+) -> TokenStream:
     length, sequences, seed = config.inner.sequence_length, config.inner.batch_sequences, config.run.seed
     assert length is not None
     place = (held.data_rank, held.data_world)
     if config.data.leased and units is not None:
         unit = config.data.unit_sequences
-        return LeasedStream(corpus(config), "train", length, sequences, unit, units, held.group, seed, place)
-    return TokenStream(corpus(config), "train", length, sequences, *share, *place, seed)
+        return LeasedStream(text, "train", length, sequences, unit, units, held.group, seed, place)
+    return TokenStream(text, "train", length, sequences, *share, *place, seed)

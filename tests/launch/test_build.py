@@ -8,12 +8,14 @@ import torch
 from safetensors.torch import save_file
 
 from diloco.inner import checkpoint
+from diloco.inner.parallel import SiteGroup
 from diloco.inner.state import model_tensors
 from diloco.launch import build
 from diloco.launch.config import choices, compose
 from diloco.launch.errors import ConfigError
 from diloco.launch.placing import at
 from diloco.launch.schema import RunConfig
+from diloco.launch.site_rank import in_words
 from diloco.outer.fragments import named_parameters_once
 from diloco.sync.agreement import CORPUS
 from diloco.syncer.exporting import full_parameters
@@ -36,6 +38,12 @@ def test_every_model_has_a_layout_without_being_allocated(model: str) -> None:
     wanted = {"tiny": 1e6, "small": 5e6, "15m": 15e6, "60m": 60e6, "150m": 150e6, "1b": 1e9}[model]
     assert wanted * 0.7 < layout.numel < wanted * 1.3
     assert len(layout.fragments) == 4
+
+
+def test_a_text_that_is_not_there_is_a_matter_of_the_data(tmp_path: Path) -> None:
+    config = small("data=text", "data.path=nowhere", f"data.cache={tmp_path}")
+    with pytest.raises(ConfigError, match=r"^data: path is 'nowhere': there is no such file or folder"), in_words():
+        build.build_trainer(config, SiteGroup(device="cpu"), (0, 1), None, lambda *told: None, None)
 
 
 def test_the_layout_is_that_of_the_model() -> None:
