@@ -71,7 +71,7 @@ def tell_speaker(folder: SiteDir, told: int) -> int:
 
 
 def ending_of_ranks(site_id: str, folder: SiteDir, ranks: Ranks) -> tuple[ExitCode, str]:
-    """How rank 0 said that it ended; VerbError with the end of the log where it said nothing."""
+    """How the ranks said that they ended; VerbError with the end of the log where they said nothing."""
     try:
         told = json.loads(folder.ending.read_text())
         code, text = ExitCode(told["code"]), str(told["text"])

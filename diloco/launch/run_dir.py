@@ -147,8 +147,13 @@ class SiteDir:
 
     @property
     def ending(self) -> Path:
-        """How rank 0 ended, for the process that started the ranks."""
+        """How the ranks ended, for the process that started them."""
         return self.root / "ending.json"
+
+    @property
+    def saying(self) -> Path:
+        """Held by the rank that says so, or takes back what was said."""
+        return self.root / "saying"
 
     @property
     def meeting(self) -> Path:

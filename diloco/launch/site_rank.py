@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -312,7 +313,7 @@ def ending(site_id: str, finished: Finished, resumed_step: int | None) -> tuple[
 
 
 def has_ended(folder: SiteDir, start: int | None = None) -> bool:
-    """Whether rank 0 has said that it ended for a reason that another start would not mend; that of this ``start``."""
+    """Whether a rank has said that it ended for a reason that another start would not mend; one of this ``start``."""
     try:
         told = json.loads(folder.ending.read_text())
     except (OSError, ValueError):
@@ -320,11 +321,27 @@ def has_ended(folder: SiteDir, start: int | None = None) -> bool:
     return bool(start in (None, told["start"]) and not told["again"])
 
 
+def end_word(folder: SiteDir, place: Place, code: ExitCode, text: str, *, lost: bool) -> bool:
+    """Say how this rank ended, if it has something to say; whether all ranks are to be started again.
+
+    They are where a rank was ``lost``, but a rank is lost to the others as well when it has ended for a reason that
+    another start would not mend: the first such reason of this start stands.
+    """
+    if lost and place.rank:
+        return not has_ended(folder, place.restarts)
+    with held(folder.saying):
+        if has_ended(folder, place.restarts):
+            return False
+        whose = f"rank {place.rank}, on {socket.gethostname()}: " if place.rank else ""
+        told = {"code": int(code), "text": whose + text, "start": place.restarts, "again": lost}
+        write_file(folder.ending, json.dumps(told).encode())
+    return lost
+
+
 def main(arguments: list[str]) -> int:
     """A rank that torchrun started for ``diloco site``: how it ended goes to a file, because torchrun keeps codes.
 
-    Its code is 1 where torchrun is to start all ranks again, and 0 where another start would end as this one did: for
-    rank 0 that is its own to say, and to the others rank 0 is lost as well when it has ended for a reason.
+    Its code is 1 where torchrun is to start all ranks again, and 0 where another start would end as this one did.
     """
     die_with_parent(os.getppid())
     place = place_from_environment()
@@ -334,28 +351,27 @@ def main(arguments: list[str]) -> int:
     config = configs.read(Path(arguments[0]))
     limit_threads(config.site.threads, deterministic=config.inner.deterministic)
     folder = run_dir_of(config).site(config.site.id)
-    code, text, again = ExitCode.FAILED, "", False
+    code, text, lost = ExitCode.FAILED, "", False
     try:
         # From here on, because whoever reads rank 0's number in the file may ask it to stop.
         with Stopping(f"{config.site.id} stops"), ExitStack() as stack:
             if place.rank == 0:
                 # `diloco site` holds the site's folder; a rank may outlive it for a moment, when it was killed.
                 stack.enter_context(held(folder.agent))
-                # What an earlier start has said is not how this one ends.
-                folder.ending.unlink(missing_ok=True)
+                # What an earlier start has said is not how this one ends; a rank of this one may be done already.
+                with held(folder.saying):
+                    if not has_ended(folder, place.restarts):
+                        folder.ending.unlink(missing_ok=True)
                 write_file(folder.speaker, str(os.getpid()).encode())
                 stack.callback(folder.speaker.unlink, missing_ok=True)
             code, text = run_rank(config, place)
     except RankLost as error:
-        text, again = str(error), place.rank == 0 or not has_ended(folder, place.restarts)
+        text, lost = str(error), True
     except VerbError as error:
         code, text = error.code, str(error)
     except ConfigError as error:
         code, text = ExitCode.USAGE, str(error)
-    finally:
-        if place.rank == 0 and text:
-            told = {"code": int(code), "text": text, "start": place.restarts, "again": again}
-            write_file(folder.ending, json.dumps(told).encode())
+    again = bool(text) and end_word(folder, place, code, text, lost=lost)
     if code not in (ExitCode.OK, ExitCode.DRAINED):
         print(text, file=sys.stderr)
     return int(again)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -13,7 +16,7 @@ from diloco.inner.parallel import GroupError
 from diloco.launch import site_rank
 from diloco.launch.config import compose, write
 from diloco.launch.errors import ConfigError, ExitCode, RankLost, VerbError
-from diloco.launch.run_dir import run_dir_of
+from diloco.launch.run_dir import SiteDir, held, run_dir_of
 from diloco.launch.site_rank import (
     Place,
     among_machines,
@@ -131,6 +134,70 @@ def test_only_a_lost_rank_has_all_ranks_started_again(
     monkeypatch.setattr(site_rank, "run_rank", lambda config, place: (ExitCode.OK, str(folder.ending.exists())))
     assert site_rank.main([str(folder.config)]) == 0
     assert json.loads(folder.ending.read_text())["text"] == "False"
+
+
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """The exit code of one rank of the site ``a`` at one start, which ends as it is told."""
+    config = compose([f"run.dir={tmp_path}", "run.name=again", "site.id=a", "site.nproc=2"])
+    folder = run_dir_of(config).site("a")
+    folder.agent.mkdir(parents=True)
+    write(config, folder.config)
+    monkeypatch.setattr(site_rank, "die_with_parent", lambda parent: None)
+
+    def run(number: int, how: object, start: int = 0) -> int:
+        environment = {**TORCHRUN, "RANK": str(number), "TORCHELASTIC_RESTART_COUNT": str(start)}
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(site_rank, "run_rank", Mock(side_effect=[how]))
+        return site_rank.main([str(folder.config)])
+
+    return run
+
+
+LOST = RankLost(ExitCode.FAILED, "another rank is gone")
+MISTAKE = ConfigError("data: no text")
+
+
+def told(tmp_path: Path) -> tuple[int, str]:
+    words = json.loads((tmp_path / "again/sites/a/ending.json").read_text())
+    return words["code"], words["text"]
+
+
+def test_what_no_start_would_mend_on_any_rank_ends_the_site(rank: Callable[..., int], tmp_path: Path) -> None:
+    mistake = (2, f"rank 1, on {socket.gethostname()}: data: no text")
+    # Said before rank 0 has begun, which then loses it.
+    assert rank(1, MISTAKE) == 0
+    assert rank(0, LOST) == 0
+    assert told(tmp_path) == mistake
+    # Whatever other ranks say of it after that.
+    assert rank(2, VerbError(ExitCode.FAILED, "the checkpoint is damaged")) == rank(2, LOST) == 0
+    assert told(tmp_path) == mistake
+    # All were started nevertheless, because somebody had been lost as well: what was said is taken back.
+    assert rank(0, LOST, start=1) == rank(2, LOST, start=1) == 1
+    assert told(tmp_path) == (1, "another rank is gone")
+    # Rank 0 lost it before it had said why.
+    assert rank(1, MISTAKE, start=1) == 0
+    assert told(tmp_path) == mistake
+
+
+def test_how_rank_0_has_left_is_how_the_site_has(rank: Callable[..., int], tmp_path: Path) -> None:
+    assert rank(0, (ExitCode.DRAINED, "site a left")) == 0
+    assert rank(1, MISTAKE) == 0
+    assert rank(1, (ExitCode.OK, "")) == 0
+    assert told(tmp_path) == (75, "site a left")
+
+
+def test_two_ranks_that_end_at_once_say_one_after_the_other(rank: Callable[..., int], tmp_path: Path) -> None:
+    folder = SiteDir(tmp_path / "again/sites/a")
+    with ThreadPoolExecutor(1) as other, held(folder.saying):
+        lost = other.submit(site_rank.end_word, folder, Place(0, world=2), ExitCode.FAILED, str(LOST), lost=True)
+        with pytest.raises(TimeoutError):
+            lost.result(0.3)
+        words = {"code": 2, "text": str(MISTAKE), "start": 0, "again": False}
+        folder.ending.write_text(json.dumps(words))
+    assert lost.result() is False
+    assert told(tmp_path) == (2, str(MISTAKE))
 
 
 def test_a_device_that_is_not_there_is_named() -> None:
