@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 IN_MEMORY = ("tmpfs", "ramfs")
 MOUNTS = Path("/proc/self/mountinfo")
 ID = ".memory"
+REFUSED = (ExitCode.USAGE, ExitCode.UNREACHABLE, ExitCode.MISMATCH)
+"""How a start ends that is somebody's to mend; from a site of several ranks a ConfigError comes as the first."""
 
 
 def check_memory_folder(config: RunConfig, mounts: Path | None = None) -> None:
@@ -90,16 +92,19 @@ def memory_folder(config: RunConfig, group: SiteGroup, start: int) -> Path | Non
 def memory_cleared(config: RunConfig) -> Iterator[None]:
     """Inside, the site's processes run; after that nothing of theirs is left in this machine's memory.
 
-    But where the syncer was not reached: the same command goes on from there.
+    But where a start was refused: it goes on from what a life before it has left, when its reason is mended.
     """
-    goes_on = False
+    refused = False
     try:
         yield
+    except ConfigError:
+        refused = True
+        raise
     except VerbError as error:
-        goes_on = error.code is ExitCode.UNREACHABLE
+        refused = error.code in REFUSED
         raise
     finally:
-        if not goes_on:
+        if not refused:
             clear_memory(config)
 
 

@@ -96,14 +96,25 @@ def test_somebody_elses_folder_is_refused(config: RunConfig) -> None:
         memory_folder(config, group, 1)
 
 
-@pytest.mark.parametrize(("code", "left"), [(ExitCode.FAILED, 0), (ExitCode.UNREACHABLE, 1)])
-def test_nothing_is_left_but_where_the_same_command_goes_on(config: RunConfig, code: ExitCode, left: int) -> None:
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [
+        (VerbError(ExitCode.FAILED, "it has ended"), 0),
+        (KeyboardInterrupt(), 0),
+        (VerbError(ExitCode.UNREACHABLE, "no syncer"), 1),
+        (VerbError(ExitCode.MISMATCH, "another run"), 1),
+        (VerbError(ExitCode.USAGE, "data: no text, says a rank"), 1),
+        (ConfigError("data: no text"), 1),
+    ],
+)
+def test_nothing_is_left_but_where_a_start_was_refused(config: RunConfig, error: BaseException, left: int) -> None:
     memory_folder(config, SiteGroup(device="cpu"), 0)
-    with pytest.raises(VerbError), memory_cleared(config):
-        raise VerbError(code, "it has ended")
+    with pytest.raises(type(error)), memory_cleared(config):
+        raise error
     assert len(there(config)) == left
     with memory_cleared(config):
         assert len(there(config)) == left
+    assert there(config) == []
     memory_folder(config, SiteGroup(device="cpu"), 0)
     clear_memory(config)
     assert there(config) == []
