@@ -29,7 +29,7 @@ def test_what_is_kept_gives_the_logits_of_reading_all(kv_heads: int, parts: list
         at += size
         with torch.no_grad():
             whole = model(torch.tensor([tokens[:at]]))[0, -1]
-        torch.testing.assert_close(logits, whole, atol=2e-6, rtol=0)
+        torch.testing.assert_close(logits, whole, atol=1e-5, rtol=1e-5)  # fp32, summed in another order.
     assert reader.room == 0
     with pytest.raises(ValueError, match="tokens is 1: from 1 to the room of 0"):
         reader.read([1])
