@@ -10,7 +10,8 @@ loss, looks for no NaN, measures no step, and has no schedule.
 In the cases that end in ``under-agent`` rank 0 has one, towards a syncer in a process of its own (int4, four fragments,
 overlap 2), and before the loop has its turn the agent is at rest.  Nothing is pinned, and nothing taken off: where two
 ranks have two cores, all that the agent and the syncer need comes out of the ranks' time.  ``syncer_cpu_share`` is what
-the syncer had of a core meanwhile, which with real sites is another machine's.
+the syncer had of a core meanwhile, which with real sites is another machine's: ``speed_kept_p50_syncer_elsewhere`` is
+without it, by its CPU time.
 
 The processes keep the memory that they have had (glibc's thresholds): which of the two hands its room back after a step
 and asks for it again is chance, and worth 4 % of a step either way.
@@ -172,6 +173,7 @@ def run_rank(rank: int, facts: Facts, pipe: Any) -> None:
     optimizers = build_optimizers(ours, InnerOptions(optimizer="muon"))
     trainer = Trainer(ours, optimizers, stream(), TrainerOptions(seed=facts.seed), group)
     loop, line = Loop(theirs, group.wrap(theirs), stream()), line_of(ours, group, facts)
+    trainer.may_act = line.may_act if isinstance(line, Agent) else lambda: False
 
     def by_trainer() -> None:
         trainer.run(until_step=trainer.step + facts.steps, after_step=line.after_step)
@@ -229,6 +231,7 @@ def row_of(world: int, agent: bool, steps: int, pairs: list[dict[str, float]]) -
     """What the pairs say."""
     kept = [pair["bare_s"] / pair["ours_s"] for pair in pairs]
     cpu_kept = [pair["bare_cpu_s"] / pair["ours_cpu_s"] for pair in pairs]
+    alone = [pair["bare_s"] / (pair["ours_s"] - pair.get("ours_syncer_cpu_s", 0.0)) for pair in pairs]
     step_s = percentile([pair["ours_s"] / steps for pair in pairs], 50)
     tokens_per_s = world * BATCH * MODEL.context / step_s
     return {
@@ -237,6 +240,7 @@ def row_of(world: int, agent: bool, steps: int, pairs: list[dict[str, float]]) -
         "speed_kept_p50": percentile(kept, 50),
         "speed_kept_p5": percentile(kept, 5),
         "speed_kept_p95": percentile(kept, 95),
+        "speed_kept_p50_syncer_elsewhere": percentile(alone, 50),
         "cpu_overhead": 1 - percentile(cpu_kept, 50),
         "step_ms_p50_ours": 1e3 * step_s,
         "step_ms_p50_bare": 1e3 * percentile([pair["bare_s"] / steps for pair in pairs], 50),

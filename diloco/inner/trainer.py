@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,6 +101,8 @@ class StepInfo:
     """False when the loss or the gradient was not finite, so that the parameters were left as they were."""
     sequences: int = 0
     """That this step read, where another number than its tokens say: a loop of somebody's own counts as it likes."""
+    passes: bool = False
+    """Whether the ranks have agreed in this step that nothing is done with the model's values after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,8 @@ class Trainer:
         self.spread = spread or Spread(model, group)
         self._dtype = autocast_dtype(options.precision, group.device)
         self._asked_progress = progress
+        self.may_act: Callable[[], bool] = lambda: True
+        """Asked on rank 0 at the end of each step: whether ``after_step`` may do anything with the model's values."""
         self._progress: float | None = None
         self._log: Log = log or (lambda what, fields: None)
         self.saving = Saving(
@@ -270,7 +274,8 @@ class Trainer:
         self.step, self.tokens, self.cursor = told["step"], told["tokens"], told["cursor"]
         self.nonfinite_steps, self._progress = told["nonfinite_steps"], told["progress"]
         self._last = StepInfo(**told["last"])
-        self._redo = None if told["after_step_done"] else self._last
+        # Once more: whoever is told of it now may have something to do after it.
+        self._redo = None if told["after_step_done"] else replace(self._last, passes=False)
         self.saving.written = found.path.name
         if told["data"] != self.stream.identity:
             self._log("note", {"note": "other data than before", "why": "text, split, sharing or seed has changed"})
@@ -305,7 +310,7 @@ class Trainer:
         self.optimizers.set_lr_factor(lr_factor(inner, progress, self.step))
         loss = self._accumulate_gradients(inner.accumulation)
         norm = self.optimizers.clip(self.group)
-        loss, applied = self._agree(loss, norm)
+        loss, applied, passes = self._agree(loss, norm)
         if applied:
             self.optimizers.step()
         self.optimizers.zero_grad()
@@ -317,7 +322,8 @@ class Trainer:
         self.nonfinite_steps += not applied
         step_ns = self._until_finished(begin_ns)
         lr = self.optimizers.lr
-        self._last = StepInfo(self.step, loss, tokens, self.tokens, step_ns, self.cursor, norm, lr, applied)
+        facts = (self.step, loss, tokens, self.tokens, step_ns, self.cursor, norm, lr, applied)
+        self._last = StepInfo(*facts, passes=passes)
         return self._last
 
     def _accumulate_gradients(self, accumulation: int) -> float:
@@ -334,16 +340,17 @@ class Trainer:
             total += loss.detach()
         return float(total)
 
-    def _agree(self, loss: float, norm: float) -> tuple[float, bool]:
-        """Make all ranks know the same loss, progress and whether to save, in one collective.
+    def _agree(self, loss: float, norm: float) -> tuple[float, bool, bool]:
+        """Make all ranks know the same loss, progress, whether to save and whether to act, in one collective.
 
-        The loss, and whether the step is sound, so that it may be applied.
+        The loss, whether the step is sound, so that it may be applied, and whether nothing is done after it.
         """
         told = [saving.words(self.step + 1) for saving in self._savings]
-        mine = [loss, 0.0, *(word for words in told for word in words)]
-        if self.group.is_first and self._asked_progress is not None:
-            mine[1] = self._asked_progress()
-        total, progress, *sums = self.group.all_reduce_sum(mine)
+        mine = [loss, 0.0, 0.0, *(word for words in told for word in words)]
+        if self.group.is_first:
+            mine[1] = self._asked_progress() if self._asked_progress is not None else 0.0
+            mine[2] = float(self.may_act())
+        total, progress, acts, *sums = self.group.all_reduce_sum(mine)
         if self._asked_progress is not None:
             self._progress = progress
         mean = total / self.group.world
@@ -351,7 +358,7 @@ class Trainer:
         for saving, words in zip(self._savings, told, strict=True):
             heard, sums = sums[: len(words)], sums[len(words) :]
             saving.heard(self.step + 1, heard, applied)
-        return mean, applied
+        return mean, applied, not acts
 
     def _until_finished(self, begin_ns: int) -> int:
         if self.group.device.type == "cuda":

@@ -320,7 +320,7 @@ class Outer:
         follower = self._agent or self._follower
         if follower is None:
             raise ValueError("step is called before the site has joined, or after it has left")
-        tokens, loss, progress = self._agreed()
+        tokens, loss, progress, passes = self._agreed()
         self._tokens, self._loss = 0, math.nan
         if not tokens and not self._tokens_total:
             raise ValueError("tokens of this step are 0: give tokens_per_step, or call outer.tokens(n) in each step")
@@ -340,17 +340,19 @@ class Outer:
                 lr=math.nan,
                 applied=True,
                 sequences=sequences,
+                passes=passes,
             )
         )
         self._progress = progress
         self._stop = self._stop or ((verdict.reason or "asked to stop") if verdict.stop else "")
         self._last_ns = time.perf_counter_ns()
 
-    def _agreed(self) -> tuple[int, float, float]:
-        """Tokens and loss of the step and the run's progress, the same on all ranks."""
-        known = self._agent.progress() if self._agent is not None else 0.0
-        total, loss, progress = self._group.all_reduce_sum([self._tokens, self._loss, known])
-        return self._tokens_per_step or round(total), loss / self._group.world, progress
+    def _agreed(self) -> tuple[int, float, float, bool]:
+        """Tokens and loss of the step, the run's progress, and whether nothing is done now; the same on all ranks."""
+        known, acts = (self._agent.progress(), self._agent.may_act()) if self._agent is not None else (0.0, False)
+        told = [self._tokens, self._loss, known, float(acts)]
+        total, loss, progress, acting = self._group.all_reduce_sum(told)
+        return self._tokens_per_step or round(total), loss / self._group.world, progress, not acting
 
 
 def _follower_of_log(log: Log | None) -> Callable[[dict[str, object]], None] | None:

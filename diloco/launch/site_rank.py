@@ -169,6 +169,7 @@ def _run(config: RunConfig, place: Place) -> tuple[ExitCode, str]:
         if place.rank == 0:
             agent = agent_of(config, folder, holding, emit, resumed, disk, spread=True)
             agents.append(agent)
+            trainer.may_act = agent.may_act
             canary = command(folder.root, config.site.canary_steps)
             stack.enter_context(Canaries(canary, config.site.canary_every_s, emit))
             keep_what_is_loaded()

@@ -4,8 +4,9 @@
 and returns; it waits for no socket and no file.  Encoding, disk and network are the work of the threads in
 ``exchange`` and ``couriers``.  The lock is held for decisions and copies only, never while waiting.
 
-With several ranks, rank 0 has the ``Agent`` and the others a ``Follower``; rank 0 tells them at every boundary what it
-does, over the site's own process group, so that all ranks change at the same inner step (``orders``).
+With several ranks, rank 0 has the ``Agent`` and the others a ``Follower``; rank 0 tells them what it does
+at a boundary, over the site's own process group, so that all ranks change at the same inner step (``orders``).  They
+know before a step ends whether it may do anything after it (``may_act``): where it may not, nobody is told or asked.
 """
 
 from __future__ import annotations
@@ -255,23 +256,32 @@ class Agent:
             # The step of a checkpoint was told to the machine before it joined; and where the loop goes on although
             # this part of the run has ended, its steps are nothing to a machine that sends nothing any more.
             told = self._has_ended or (self._redo is not None and info.step == self._redo.step)
-            step = StepDone(info.step, info.tokens, info.step_ns, info.cursor, info.sequences)
+            step = StepDone(info.step, info.tokens, info.step_ns, info.cursor, info.sequences, info.passes)
             effects = self._machine.handle(BoundaryReached() if told else step, time.monotonic_ns())
             self._odometer.write(info.step, self._machine.state.tokens_processed)
             until = time.monotonic() + self._options.lock_step_timeout_s
             adopted = self._carry_out(effects, until)
-            waiting = self._machine.must_wait() or bool(self._rank_lost)
+            waiting = not info.passes and (self._machine.must_wait() or bool(self._rank_lost))
         adopt_ns = time.perf_counter_ns() - began_ns if adopted else 0
         if waiting:
             done = lambda: not self._machine.must_wait() or self._stop is not None  # noqa: E731
             adopted |= self._until(done, until, "the version of its own update (lock_step)")
-        stop = self._stop
-        self._orders.go_on(stop=stop is not None)
+        stop = self._stop if not info.passes else None
+        if not info.passes:
+            self._orders.go_on(stop=stop is not None)
         if not told:
             self._meter.step(info.step_ns, info.tokens, info.loss)
         self._meter.stalled(time.perf_counter_ns() - began_ns, adopt_ns)
         self._has_ended = stop is not None
         return Verdict(stop is not None, stop.why if stop else "")
+
+    def may_act(self) -> bool:
+        """Whether ``after_step`` may have something to do with the other ranks after the step that is about to end.
+
+        Where it may not, the site trains on although it was asked to stop meanwhile: until the next step's end.
+        """
+        with self._changed:
+            return self._stop is not None or bool(self._rank_lost) or self._machine.may_act()
 
     def progress(self) -> float:
         """The run's progress from 0 to 1, as last told."""

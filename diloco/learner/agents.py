@@ -102,9 +102,16 @@ class Agents:
         if self._redo is None or info.step != self._redo.step:
             self._meter.step(info.step_ns, info.tokens, info.loss)
         self._meter.stalled(time.perf_counter_ns() - began_ns, 0)
+        if info.passes:
+            return Verdict()
         self._why = why = self._why_to_stop()
         self._orders.go_on(stop=bool(why))
         return Verdict(bool(why), why)
+
+    def may_act(self) -> bool:
+        """Whether ``after_step`` may have something to do with the other ranks after the step that is about to end."""
+        acts = [agent.may_act() for agent in self._agents]
+        return self._leave_asked or any(acts) or bool(self._why_to_stop())
 
     def _why_to_stop(self) -> str:
         stops = [agent.stop for agent in self._agents]

@@ -36,8 +36,7 @@ class Follower:
 
     def after_step(self, info: StepInfo) -> Verdict:
         """Take part in what this boundary brings."""
-        del info
-        return Verdict(self._follow(), "rank 0 stops")
+        return Verdict(not info.passes and self._follow(), "rank 0 stops")
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         """What a checkpoint must hold of this rank's fragments, when rank 0 is asked for its own part of it."""

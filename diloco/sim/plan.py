@@ -123,7 +123,8 @@ def _alone(seed: int) -> SwarmPlan:
         discards_max=random.randint(2, 5),
         lock_step=lock_step,
     )
-    sites = tuple(_site(random, learner, outer.options) for _ in range(num_sites))
+    # Every other one has several ranks.
+    sites = tuple(replace(_site(random, learner, outer.options), ranks=index % 2 == 1) for index in range(num_sites))
     kinds = GENTLE if conserving else GENTLE + HARSH
     late = random.random() < 0.5
     return SwarmPlan(

@@ -77,6 +77,8 @@ class SitePlan:
     checkpoint_ns: int
     report_ns: int
     overlap_steps: int = 0
+    ranks: bool = False
+    """Whether it has several: those say before a step ends whether anything is done with values after it."""
 
 
 @dataclass(slots=True)
@@ -174,6 +176,8 @@ class SiteProcess(Process):
         """What the codec took from the update that was sealed last."""
         self._given_up: set[Key] = set()
         self._waits = 0
+        self._passes = False
+        """Whether its ranks have agreed that nothing is done with values after the step under way."""
 
     # --- the life of the process -------------------------------------------------------------------------------
 
@@ -277,6 +281,7 @@ class SiteProcess(Process):
     def _begin_step(self) -> None:
         step_ns = int(self.plan.step_ns * (1 + self.plan.step_jitter * self.random.random()))
         self.checkers.step_begun(self, step_ns)
+        self._passes = self.plan.ranks and not self.machine.may_act()
         self.heap.after(step_ns, lambda: self.deliver(lambda: self._step(step_ns)))
 
     def _step(self, step_ns: int) -> None:
@@ -291,9 +296,12 @@ class SiteProcess(Process):
         self.checkers.stepped(self, step_ns, learned)
         if self.step % self.plan.checkpoint_steps == 0:
             self._checkpoint(step_ns)
-        self.at_rest = self.stopping  # Told to stop during this step: it was the last.
-        self.handle(StepDone(self.step, tokens, step_ns, self.cursor))
-        if self.alive:
+        passes = self._passes
+        self.at_rest = self.stopping and not passes  # Told to stop during this step: it was the last.
+        self.handle(StepDone(self.step, tokens, step_ns, self.cursor, passes=passes))
+        if self.alive and passes:
+            self._begin_step()
+        elif self.alive:
             self._next_step()
 
     def _draw(self) -> None:

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 from diloco.sync import site_units
 from diloco.sync.effects import Adopt, Retake, Seal
-from diloco.sync.progress import FragmentProgress, Retaking, Sent
+from diloco.sync.progress import FragmentProgress, LearnerState, Retaking, Sent
 from diloco.sync.quorum import smoothed
 from diloco.sync.schedule import is_due
 
 if TYPE_CHECKING:
     from diloco.sync.events import StepDone
+    from diloco.sync.options import LearnerOptions
     from diloco.sync.site_turn import SiteTurn
 
 
@@ -28,7 +29,25 @@ def step_done(turn: SiteTurn, event: StepDone) -> None:
         part.unsent_tokens += event.tokens
         part.unsent_steps += 1
         part.due = part.due or is_due(event.step, options.offset(index), options.inner_steps)
-    boundary(turn)
+    if not event.passes:
+        boundary(turn)
+
+
+def may_act(options: LearnerOptions, state: LearnerState, step: int) -> bool:
+    """Whether, as things stand, anything would be done with values at the boundary after ``step``, the next one.
+
+    In lock-step a site may have to wait there as well.
+    """
+    if options.lock_step or state.stopping:
+        return True
+    if state.incarnation == 0:
+        return False
+    return any(
+        part.retaking is not None
+        or (part.fetched > part.base_version and not _is_held(state, part, step))
+        or ((part.due or is_due(step, options.offset(index), options.inner_steps)) and _may_follow(options, part))
+        for index, part in enumerate(state.fragments)
+    )
 
 
 def boundary(turn: SiteTurn) -> None:
@@ -41,16 +60,16 @@ def boundary(turn: SiteTurn) -> None:
             here = max(part.fetched, part.base_version) >= max(part.retaking.version, 0)
             if here and not part.encoding():  # What is kept is subtracted, so it must be known.
                 _retake(turn, index, part, part.retaking)
-        elif part.fetched > part.base_version and not _is_held(turn, part):
+        elif part.fetched > part.base_version and not _is_held(turn.state, part, turn.state.step):
             _adopt(turn, index, part)
         if may_seal(turn, part):
             _seal(turn, index, part)
 
 
-def _is_held(turn: SiteTurn, part: FragmentProgress) -> bool:
+def _is_held(state: LearnerState, part: FragmentProgress, step: int) -> bool:
     """Whether the exchange of the last update may take longer still, and nothing hangs on the version that is here."""
     needed = part.base_version <= part.stale_base  # -1, or too old to measure anything from.
-    return turn.state.step < part.held_until and not needed and not turn.state.stopping
+    return step < part.held_until and not needed and not state.stopping
 
 
 def _adopt(turn: SiteTurn, index: int, part: FragmentProgress) -> None:
@@ -83,11 +102,16 @@ def may_seal(turn: SiteTurn, part: FragmentProgress) -> bool:
     """Whether an update of the fragment may be made now."""
     if not (part.due or turn.state.stopping) or part.unsent_tokens == 0:
         return False
-    if part.base_version <= part.stale_base or part.retaking is not None or part.unanswered():
-        return False
     if turn.state.incarnation == 0 or turn.state.closed or turn.state.left:
         return False
-    allowed = 1 if turn.options.lock_step else turn.options.updates_in_flight_max
+    return _may_follow(turn.options, part)
+
+
+def _may_follow(options: LearnerOptions, part: FragmentProgress) -> bool:
+    """Whether what has become of the fragment's earlier updates allows another."""
+    if part.base_version <= part.stale_base or part.retaking is not None or part.unanswered():
+        return False
+    allowed = 1 if options.lock_step else options.updates_in_flight_max
     return len(part.undecided()) + len(part.orphans) < allowed
 
 

@@ -346,13 +346,15 @@ class JoinAnswered:
 class StepDone:
     """The site finished inner step number ``step``: it took ``step_ns`` and read ``tokens``; the site has consumed
     ``cursor`` batches.  It stands between two steps now.  ``sequences`` is how many of them this step read, of data
-    that are leased; 0: as many as its tokens say."""
+    that are leased; 0: as many as its tokens say.  It ``passes`` by where nothing is done with values at this boundary,
+    whatever has come meanwhile: its ranks have agreed so, because ``may_act`` saw nothing to do."""
 
     step: int
     tokens: int
     step_ns: int
     cursor: int
     sequences: int = 0
+    passes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

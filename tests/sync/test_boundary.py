@@ -125,3 +125,41 @@ def test_lock_step_knows_no_overlap() -> None:
         site.handle(ev.OverlapChosen(1))
     with pytest.raises(AssertionError):
         Site(inner_steps=15).handle(ev.OverlapChosen(15))
+
+
+def test_what_comes_after_the_ranks_have_agreed_is_done_after_the_next_step() -> None:
+    site = Site(inner_steps=2)
+    assert not site.machine.may_act(), "nothing is due after the first step"
+    site.handle(ev.VersionFetched(0, 1, ()))
+    site.step += 1
+    assert not of(fx.Adopt, site.handle(ev.StepDone(1, 10, 1, 1, passes=True)))
+    assert site.machine.may_act()
+    done = site.train()
+    assert (only(fx.Adopt, done).version, only(fx.Seal, done).steps) == (1, 2)
+
+
+def test_a_step_after_which_an_update_is_due_is_known_before() -> None:
+    site = Site(inner_steps=3)
+    found = []
+    for _ in range(6):
+        found.append(site.machine.may_act())
+        found.append(bool(of(fx.Seal, site.train())))
+    assert found == [False, False] * 2 + [True, True] + [False, False] * 3, "the first one is still unanswered"
+
+
+def test_a_site_that_stops_or_waits_in_lock_step_may_act_after_any_step() -> None:
+    assert Site(lock_step=True).machine.may_act()
+    site = Site()
+    site.handle(ev.LeaveAsked())
+    assert site.machine.may_act()
+
+
+def test_no_version_that_is_held_back_is_acted_on() -> None:
+    site = overlapping(4)
+    site.send(1)
+    site.handle(ev.VersionFetched(0, 1, ()))
+    acts = []
+    for _ in range(5):
+        acts.append(site.machine.may_act())
+        acts.append(bool(of(fx.Adopt, site.train())))
+    assert acts == [False, False] * 3 + [True, True] + [False, False]

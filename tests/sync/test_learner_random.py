@@ -136,6 +136,7 @@ def test_any_order_of_events(seed: int) -> None:
 def test_the_draws_reach_what_they_should() -> None:
     seen = set().union(*(play(seed).seen for seed in range(25)))
     wanted = {"Seal", "Send", "Forget", "Release", "Fetch", "Adopt", "Retake", "SkipData", "StopTraining", "Leave"}
+    wanted |= {"passed"}
     assert seen >= wanted | {"Note:update_kept", "Note:update_discarded", "Note:outrun", "Note:publish_ignored", "Join"}
 
 

@@ -31,6 +31,7 @@ class World:
 
     def __init__(self, draw: random.Random, options: LearnerOptions, **outer: Any) -> None:
         self.draw, self.options = draw, options
+        self.ranks = draw.random() < 0.5  # Several agree before the end of a step on whether anything is done after it.
         self.syncer = Syncer(num_fragments=options.num_fragments, **outer)
         count = options.num_fragments
         self.published: list[list[int]] = [[0] for _ in range(count)]  # by fragment and version
@@ -86,12 +87,13 @@ class World:
     def save(self) -> None:
         self.checkpoint = copy.deepcopy((self.machine.snapshot(), self.theta, self.base, self.sent))
 
-    def tell(self, event: ev.LearnerEvent) -> None:
+    def tell(self, event: ev.LearnerEvent) -> list[fx.LearnerEffect]:
         effects = self.machine.handle(event, 0)
         for effect in effects:
             self.seen.add(type(effect).__name__ + (f":{effect.what}" if isinstance(effect, fx.Note) else ""))
             self.carry_out(effect)
         self.check()
+        return effects
 
     def check(self) -> None:
         """Invariant 10 and the bounds, after every event."""
@@ -118,7 +120,14 @@ class World:
         self.step += 1
         self.odometer += TOKENS
         self.theta = [value - TOKENS for value in self.theta]
-        self.tell(ev.StepDone(self.step, TOKENS, 1000, self.machine.state.cursor + 1))
+        acts, late = self.machine.may_act(), self.chance(0.3)
+        if late:
+            self.deliver()  # After the ranks of the site have agreed.
+        passes = self.ranks and not acts
+        done = self.tell(ev.StepDone(self.step, TOKENS, 1000, self.machine.state.cursor + 1, passes=passes))
+        changes = [effect for effect in done if isinstance(effect, fx.Seal | fx.Adopt | fx.Retake)]
+        assert not changes or acts or (late and not passes), f"nothing was to be done after this step: {changes}"
+        self.seen |= {"passed"} if passes else set()
 
     def carry_out(self, effect: fx.LearnerEffect) -> None:
         match effect:
