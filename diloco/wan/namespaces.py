@@ -45,8 +45,6 @@ def unavailable() -> str | None:
         return f"{TUN_DEVICE} is not there: the kernel has no TUN devices"
     if shutil.which("ip") is None:
         return "the program ip (of iproute2) is not installed"
-    if shutil.which("nsenter") is None:
-        return "the program nsenter (of util-linux) is not installed"
     held = _capabilities()
     if not (held >> CAP_SYS_ADMIN & 1 and held >> CAP_NET_ADMIN & 1 and _may_come_back()):
         return "network namespaces need root, or root in namespaces of one's own: unshare -Urn COMMAND"

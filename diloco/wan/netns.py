@@ -129,8 +129,13 @@ class Netns(Child):
             os.close(here)
 
     def popen(self, who: str, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a program in a namespace; ``options`` are those of ``subprocess.Popen``."""
-        process = subprocess.Popen(["nsenter", f"--net={self.place(who)}", "--", *command], **options)
+        """Start a program in a namespace; ``options`` are those of ``subprocess.Popen``.
+
+        It is there from its birth: one that entered later would be missed by whatever ends all that is in there, where
+        its owner is killed meanwhile.
+        """
+        with self.inside(who):
+            process = subprocess.Popen(command, **options)
         self._processes.append(process)
         return process
 
