@@ -59,13 +59,14 @@ class PullSink:
     @property
     def offset(self) -> int:
         """Bytes held before the first that is missing."""
-        missing = self.missing()
-        return missing[0][0] if missing else self._payload_bytes
+        with self._lock:
+            return self._holes.spans[0][0] if self._holes.spans else self._payload_bytes
 
     @property
     def bytes_held(self) -> int:
-        """Bytes that are here, wherever."""
-        return self._payload_bytes - sum(end - begin for begin, end in self.missing())
+        """Bytes that are here, wherever; any thread may ask."""
+        with self._lock:
+            return self._payload_bytes - sum(end - begin for begin, end in self._holes.spans)
 
     @property
     def _payload_bytes(self) -> int:
@@ -91,11 +92,15 @@ class PullSink:
     def _forget(self) -> None:
         self._buffer = bytearray()
         self._view = memoryview(self._buffer)
-        self._holes = Holes(0)
+        self._hold_nothing(None)
         self._unwritten = Holes(0)
         self._come = None
-        self.header = None
         self.breaks = 0
+
+    def _hold_nothing(self, header: PullHeader | None) -> None:
+        """Of what ``header`` describes all is missing: at once, since without its holes it would pass for here."""
+        with self._lock:
+            self.header, self._holes = header, Holes(header.payload_bytes if header is not None else 0)
 
     def begin(self, header: PullHeader) -> bool:
         """A header came.  True when what is held belongs to it and is kept; otherwise it begins at byte 0.
@@ -108,10 +113,9 @@ class PullSink:
             self.header = header
             return True
         self.clear()
-        self.header = header
         self._buffer = self._memory(header.payload_bytes)
         self._view = memoryview(self._buffer)
-        self._holes = Holes(header.payload_bytes)
+        self._hold_nothing(header)
         self._unwritten = Holes(header.payload_bytes)
         if self._begun is not None:
             self._come = self._begun(header, self._view[: header.payload_bytes].toreadonly())

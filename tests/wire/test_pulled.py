@@ -44,6 +44,22 @@ def test_bytes_are_kept_for_the_same_version_with_newer_fates() -> None:
         assert tuple(map(bytes, sink.finish().parts)) == PARTS
 
 
+def test_nothing_is_held_while_a_payload_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else asks how much is here while the memory for it is still being made."""
+    sink, memory, held = PullSink(), PullSink._memory, []
+
+    def asked_meanwhile(self: PullSink, payload_bytes: int) -> bytearray:
+        held.append(self.bytes_held)
+        return memory(self, payload_bytes)
+
+    monkeypatch.setattr(PullSink, "_memory", asked_meanwhile)
+    sink.begin(HEADER)
+    feed(sink, 0, until=8)
+    sink.begin(dataclasses.replace(HEADER, version=10))
+    assert held == [0, 0]
+    assert sink.bytes_held == 0
+
+
 @pytest.mark.parametrize(
     "changes", [{"version": 10, "part_bytes": (15, 3, 3)}, {"digest": "0" * 64}, {"payload_crc32": 1}]
 )
