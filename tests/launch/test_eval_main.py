@@ -18,6 +18,7 @@ from diloco.launch.eventlog import read_events
 from diloco.outer.fragments import named_parameters_once
 from tests.launch.pasts import Hand, configured, with_a_past
 from tests.launch.processes import TINY, Place
+from tests.syncer.building import eventually
 
 
 @pytest.fixture
@@ -52,9 +53,17 @@ def test_one_who_follows_begins_with_version_zero(run: Path, capsys: pytest.Capt
     """A quick run has left version 0 behind before it can be fetched."""
     final = run / "syncer/final/final.json"
     hidden = final.rename(final.with_suffix(".later"))
-    threading.Timer(1.5, hidden.rename, (final,)).start()
+    told = run / "events.jsonl"
+
+    def end() -> None:
+        eventually(lambda: told.exists() and read_events(told)[0], "an evaluation", bound_s=60.0)
+        hidden.rename(final)
+
+    ending = threading.Thread(target=end)
+    ending.start()
     assert main(["eval", str(run), "--follow"]) == 0
-    events, _ = read_events(run / "events.jsonl")
+    ending.join()
+    events, _ = read_events(told)
     assert [event["versions"] for event in events] == [[0], [7]]
     assert events[0]["val_loss"] == pytest.approx(5.5, abs=0.1)
 
