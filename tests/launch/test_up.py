@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
@@ -17,7 +17,7 @@ from diloco.launch.eventlog import EventLog, read_events
 from diloco.launch.history import RunHistory
 from diloco.launch.run_dir import RunDir
 from diloco.launch.scenario import Step
-from diloco.launch.supervise import Child, Interrupts, child_environment
+from diloco.launch.supervise import SAME_REQUEST_S, Child, Interrupts, child_environment
 from diloco.launch.up import Outcome, Up, UpOptions, children_of, not_played
 from diloco.launch.up_main import missed
 from diloco.launch.view import Facts, PlainView
@@ -25,6 +25,9 @@ from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
 from tests.launch.test_supervise import alive
 from tests.syncer.building import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ACTORS = str(Path(__file__).with_name("actors.py"))
 
@@ -62,6 +65,7 @@ class Stage:
         self.watch = Watch()
         self.out = io.StringIO()
         self.relay: RelayProcess | None = None
+        self.over = threading.Event()
         self.children = {"syncer": self.actor("syncer", "syncer", {"seconds": seconds})}
         for name, options in (sites or {"a": {}, "b": {}}).items():
             self.children[f"site-{name}"] = self.actor("site", f"site-{name}", options, is_site=True)
@@ -80,22 +84,37 @@ class Stage:
         command = [sys.executable, ACTORS, role, str(self.run_dir.root), who, json.dumps(options)]
         return Child(who, command, self.run_dir.root / "logs" / f"{who}.log", **more)
 
-    def play(self, *, interrupt_after_s: tuple[float, ...] = ()) -> Outcome:
+    def play(self, *interrupt_when: Callable[[], object]) -> Outcome:
+        """Until it is over; interrupted once for each of ``interrupt_when``, in turn, as soon as that holds."""
         environment = child_environment(os.environ)
         up = Up(self.options, self.children, self.run_dir, self.log, self.history, self.relay, environment)
         self.watch.up = up
-        timers = [threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT)) for after_s in interrupt_after_s]
+        user = threading.Thread(target=self._interrupt, args=interrupt_when)
         view = PlainView(self.history, Facts(name="quiet-otter", what=""), Console(file=self.out, color_system=None))
         try:
             with Interrupts() as interrupts, view:
-                for timer in timers:
-                    timer.start()
-                return up.run(view, self.watch, interrupts)  # type: ignore[arg-type]
+                user.start()
+                try:
+                    return up.run(view, self.watch, interrupts)  # type: ignore[arg-type]
+                finally:
+                    self.over.set()
+                    user.join()
         finally:
-            for timer in timers:
-                timer.cancel()
             self.log.close()
             self.left = [child.name for child in self.children.values() if child.pid and alive(child.pid)]
+
+    def _interrupt(self, *when: Callable[[], object]) -> None:
+        for each in when:
+            eventually(lambda each=each: self.over.is_set() or each(), "what is waited for", bound_s=60.0)
+            if self.over.is_set():
+                return
+            os.kill(os.getpid(), signal.SIGINT)
+            self.over.wait(2 * SAME_REQUEST_S)  # Sooner the next one would be taken for the same.
+
+    def has_begun(self) -> bool:
+        """The syncer and every site are there, and mind what they are told."""
+        joined = {event["who"] for event in self.seen("joined")}
+        return bool(self.seen("syncer_started")) and len(joined) == len(self.options.sites)
 
     def seen(self, what: str, **fields: object) -> list[dict[str, object]]:
         events, _ = read_events(self.run_dir.events)
@@ -180,7 +199,7 @@ def test_a_syncer_that_lost_its_data_is_started_again_once_they_are_restored(tmp
 def test_a_run_whose_syncer_lost_its_data_can_be_stopped(tmp_path: Path) -> None:
     stage = Stage(tmp_path, seconds=60)
     stage.children["syncer"] = stage.actor("syncer", "syncer", {"seconds": 60, "loses_after": 0.3})
-    outcome = stage.play(interrupt_after_s=(4.0,))
+    outcome = stage.play(lambda: stage.seen("lost"))
     assert outcome.wrong == ["the syncer's data are gone: diloco restore, and the same command"]
     assert stage.left == []
 
@@ -216,7 +235,7 @@ def test_the_scenario_is_played_on_the_processes(tmp_path: Path) -> None:
 
 def test_one_interrupt_drains(tmp_path: Path) -> None:
     stage = Stage(tmp_path, seconds=60)
-    stage.play(interrupt_after_s=(0.6,))
+    stage.play(stage.has_begun)
     assert stage.history.ending == "drained"
     assert {child.code for name, child in stage.children.items() if name != "eval"} == {75}
     assert stage.left == []
@@ -226,7 +245,7 @@ def test_one_interrupt_drains(tmp_path: Path) -> None:
 def test_a_drain_that_needs_another_token_goes_by_signal(tmp_path: Path) -> None:
     stage = Stage(tmp_path, seconds=60)
     stage.watch.refuses = True
-    stage.play(interrupt_after_s=(0.6,))
+    stage.play(stage.has_begun)
     assert stage.history.ending == "drained"
 
 
@@ -236,10 +255,18 @@ def test_a_drain_heals_what_is_broken_first(tmp_path: Path) -> None:
     def drain_when_it_is_back() -> None:
         assert stage.children["syncer"].running
         stage.watch.refuses = False
-        threading.Timer(0.6, stage.children["syncer"].signal, (signal.SIGTERM,)).start()
+        backs.append(threading.Thread(target=drain))
+        backs[-1].start()
 
+    def drain() -> None:
+        eventually(lambda: len(stage.seen("syncer_started")) == 2, "the syncer", bound_s=60.0)
+        stage.children["syncer"].signal(signal.SIGTERM)
+
+    backs: list[threading.Thread] = []
     stage.watch.drain = drain_when_it_is_back  # type: ignore[method-assign]
-    stage.play(interrupt_after_s=(0.9,))
+    stage.play(lambda: stage.has_begun() and stage.history.faults)
+    (back,) = backs
+    back.join()
     assert stage.history.ending == "drained"
     assert stage.history.faults[0].healed_s is not None
 
@@ -247,7 +274,7 @@ def test_a_drain_heals_what_is_broken_first(tmp_path: Path) -> None:
 def test_two_interrupts_end_it_at_once(tmp_path: Path) -> None:
     stage = Stage(tmp_path, seconds=60, a={"deaf": 1.0})
     stage.watch.drain = lambda: None  # type: ignore[method-assign]
-    outcome = stage.play(interrupt_after_s=(0.6, 0.9))
+    outcome = stage.play(stage.has_begun, lambda: "asked to stop" in stage.out.getvalue())
     assert outcome.code is ExitCode.FAILED
     assert "stopped at once, by hand" in outcome.wrong
     assert stage.children["site-a"].code == -signal.SIGKILL
@@ -258,7 +285,7 @@ def test_who_does_not_end_is_ended_and_named(tmp_path: Path) -> None:
     stage = Stage(tmp_path, seconds=60)
     stage.options.ending_s_max = 0.3
     stage.watch.drain = lambda: None  # type: ignore[method-assign]
-    outcome = stage.play(interrupt_after_s=(0.8,))
+    outcome = stage.play(stage.has_begun)
     assert any("had to be ended" in text for text in outcome.wrong)
     assert stage.left == []
 
@@ -281,7 +308,7 @@ def test_links_are_counted(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_is_not_taken_for_ended(tmp_path: Path) -> None:
     first = Stage(tmp_path, seconds=60)
-    first.play(interrupt_after_s=(0.8,))
+    first.play(first.has_begun)
     (tmp_path / "ending").unlink()
     again = Stage(tmp_path, Step(do="kill", target="site-a", at_progress=0.0), seconds=1.0)
     outcome = again.play()
@@ -294,7 +321,7 @@ def test_a_run_that_goes_on_is_not_taken_for_ended(tmp_path: Path) -> None:
 def test_what_was_played_is_not_played_again(tmp_path: Path) -> None:
     steps = [Step(do="start", target="site-b", at_s=0.1), Step(do="kill", target="site-a", at_s=0.2, for_s=0.1)]
     first = Stage(tmp_path, *steps, seconds=60)
-    first.play(interrupt_after_s=(1.2,))
+    first.play(lambda: len(first.history.faults) == 2 and first.history.sites["site-a"].restarts and first.has_begun())
     assert [fault.what for fault in first.history.faults] == ["start", "kill"]
     (tmp_path / "ending").unlink()
     again = Stage(tmp_path, *steps, seconds=1.0)

@@ -86,6 +86,7 @@ class Toy:
     """The file of tokens by which the syncer tells callers apart."""
     token: str = ""
     permissions: str = ""
+    finish_timeout_s: float = 10.0
     client: dict[str, object] = field(default_factory=lambda: {"stall_s": 3.0, "control_timeout_s": 2.0})
     server: dict[str, object] = field(default_factory=dict)
     replication: dict[str, object] = field(default_factory=dict)
@@ -161,7 +162,7 @@ class Toy:
         return AgentOptions(
             folder=f"{self.folder}/{site}",
             up_codec=self.codec,
-            finish_timeout_s=10.0,
+            finish_timeout_s=self.finish_timeout_s,
             join_timeout_s=120.0,
             adapt=self.adapt,
         )
