@@ -251,6 +251,7 @@ def test_nothing_of_it_is_on_the_machine_and_nothing_is_left() -> None:
 
 @needs_namespaces
 def test_a_process_is_in_its_namespace_from_its_birth() -> None:
+    here = Path("/proc/thread-self/ns/net").stat()
     with Netns({"a": PipeOptions()}) as network:
         for who in ("a", SYNCER):
             there = Path(network.place(who)).stat()
@@ -258,7 +259,7 @@ def test_a_process_is_in_its_namespace_from_its_birth() -> None:
                 sleeper = network.popen(who, SLEEP)
                 found = Path(f"/proc/{sleeper.pid}/ns/net").stat()
                 assert (found.st_dev, found.st_ino) == (there.st_dev, there.st_ino)
-        assert Path("/proc/thread-self/ns/net").stat().st_ino == Path("/proc/self/ns/net").stat().st_ino
+    assert Path("/proc/thread-self/ns/net").stat().st_ino == here.st_ino, "its parent has stayed there"
 
 
 @needs_namespaces
