@@ -14,7 +14,7 @@ demo: .venv/.ready
 	$(BIN)/diloco up $(ARGS)
 
 # What the slow tests of torchtitan run in is made before them: none of them may take as long as that can.
-test: .venv/.ready .venv-harness/.ready $(if $(findstring slow,$(ARGS)),.venv-peers/torchtitan/.ready)
+test: .venv/.ready .venv-harness/.ready $(if $(or $(findstring slow,$(ARGS)),$(findstring hunt,$(ARGS))),.venv-peers/torchtitan/.ready)
 	$(BIN)/python -m pytest $(ARGS)
 
 check: .venv/.ready
@@ -74,6 +74,11 @@ bench-peers: .venv/.ready $(patsubst benchmarks/peers/%.txt,.venv-peers/%/.ready
 
 # Hunts, short by default: each ends with one JSON object and exits 1 for a violation (tests/hunts).
 HUNT = $(BIN)/python -m tests.hunts
+# The hunts as tests, minutes each, with what each must find; .ci/run takes a smaller share of every one.
+.PHONY: hunts
+hunts: .venv/.ready .venv-harness/.ready .venv-peers/torchtitan/.ready
+	$(BIN)/python -m pytest -m hunt -n 0 $(ARGS)
+
 SEEDS ?= 200
 MINUTES ?= 1
 KILLS ?= 100

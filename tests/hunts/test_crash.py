@@ -17,7 +17,7 @@ def test_every_step_has_a_kill_case() -> None:
     assert not killed_at & {str(step) for step in NEVER}
 
 
-@pytest.mark.slow
+@pytest.mark.hunt
 def test_a_short_hunt_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["--kills", "40", "--seed", "4"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

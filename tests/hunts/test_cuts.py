@@ -9,7 +9,7 @@ import pytest
 from tests.hunts import cuts
 
 
-@pytest.mark.slow
+@pytest.mark.hunt
 def test_many_cuts_cost_a_small_share(capsys: pytest.CaptureFixture[str]) -> None:
     assert cuts.main(["--cuts", "8", "--mib", "192", "--seed", "3"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -16,7 +16,7 @@ from tests.hunts.cutting_restores import record_backup, record_in_place, record_
 Record = Callable[[Path], tuple[Recording, int]]
 IN_PLACE = (Step.JOURNAL_BEGIN, Step.JOURNAL_SYNC, Step.LINEAGE_CARD, Step.LINEAGE_FOLDER, Step.LINEAGE_IMAGE)
 BACKUP = (Step.RESTORE_FETCH, Step.RESTORE_MOVE, Step.JOURNAL_BEGIN, Step.JOURNAL_SYNC, Step.LINEAGE_IMAGE)
-slow = pytest.mark.slow
+hunt = pytest.mark.hunt
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    "record", [pytest.param(record_in_place, marks=slow), record_backup, pytest.param(record_second, marks=slow)]
+    "record", [pytest.param(record_in_place, marks=hunt), record_backup, pytest.param(record_second, marks=hunt)]
 )
 def test_every_cut_leaves_the_run_before_or_the_restored_one(folder: Path, record: Record) -> None:
     recording, began = record(folder)
@@ -39,9 +39,13 @@ def test_every_cut_leaves_the_run_before_or_the_restored_one(folder: Path, recor
     assert len(found) > 400
 
 
-@slow
 @pytest.mark.parametrize(
-    ("record", "step"), [(record_in_place, step) for step in IN_PLACE] + [(record_backup, step) for step in BACKUP]
+    ("record", "step"),
+    [
+        pytest.param(record, step, marks=hunt if step in steps[2:] else pytest.mark.slow)
+        for record, steps in ((record_in_place, IN_PLACE), (record_backup, BACKUP))
+        for step in steps
+    ],
 )
 def test_a_forgotten_sync_is_found(folder: Path, record: Record, step: Step) -> None:
     recording, began = record(folder)

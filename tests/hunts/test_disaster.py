@@ -10,8 +10,9 @@ from tests.launch.processes import TINY
 SMALL = [text for text in TINY if not text.startswith(("run.seconds", "data.cache"))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["backup", "site"])
+@pytest.mark.parametrize(
+    "way", [pytest.param("backup", marks=pytest.mark.slow), pytest.param("site", marks=pytest.mark.hunt)]
+)
 def test_a_run_whose_syncer_lost_its_folder_is_restored_as_it_says(
     way: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

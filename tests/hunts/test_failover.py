@@ -11,7 +11,7 @@ from tests.hunts.failover import main, spread
 from tests.loopback.audit import one_run
 
 
-@pytest.mark.parametrize("by", ["verb", pytest.param("lease", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("by", ["verb", pytest.param("lease", marks=pytest.mark.hunt)])
 def test_two_syncers_die_one_after_the_other_and_nothing_acknowledged_is_lost(
     by: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -28,7 +28,7 @@ def test_two_syncers_die_one_after_the_other_and_nothing_acknowledged_is_lost(
         assert measured["serving_leases"]["p50"] > 0.5, "it waited for the lease to run out"
 
 
-@pytest.mark.slow
+@pytest.mark.hunt
 def test_a_take_over_that_takes_too_long_is_a_violation_of_the_bound_of_its_kind(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -13,7 +13,7 @@ SMALL = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.hunt
 def test_poison_is_taken_out_of_a_run_of_real_training(capsys: pytest.CaptureFixture[str]) -> None:
     """Shorter than the hunt: what harm the poison does, and what is left of it, is for that to say."""
     main(["--tokens", "60000", "--at", "2", "--updates", "1", "--settings", SMALL])

