@@ -26,7 +26,7 @@ from diloco.codec.native import kernels, tile
 from diloco.codec.pieces import pieces_of, rebase_pieces, updates
 from diloco.codec.registry import make_codec
 from diloco.codec.structures import SUM_BLOCK, FollowJob, SealJob
-from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,7 @@ def run_middle(case: Case, port: int, pipe: Any) -> None:
     settle()
     task, codec = case.task, make_codec(case.codec)
     optimizer = OuterOptimizerOptions(**OPTIMIZER)  # type: ignore[arg-type]
-    buffers, state = Buffers(4), State(torch.zeros(task.numel), torch.zeros(task.numel), None)
+    buffers, state = Buffers(4), State(torch.zeros(task.numel), torch.zeros(task.numel), NOTHING)
     raw = [torch.empty(codec.payload_bytes(task.numel), dtype=torch.uint8) for _ in range(task.sites)]
     with socket.create_server(("127.0.0.1", port)) as door, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         found = [door.accept()[0] for _ in range(task.sites)]

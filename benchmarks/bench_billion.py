@@ -33,7 +33,8 @@ from diloco.codec.registry import make_codec
 from diloco.launch.arenas import limit_arenas
 from diloco.outer.fragments import Layout, plan_layout
 from diloco.outer.merge import merge_mean
-from diloco.outer.optimizer import OuterOptimizerOptions, outer_step
+from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
+from diloco.outer.rule import OuterRule
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.events import Outcome
 from diloco.sync.options import OuterOptions
@@ -96,7 +97,7 @@ class Work:
             num_fragments=self.fragments, quorum=self.sites, quorum_min=self.sites, sites_max=self.sites
         )
         agreement = Agreement(PROTOCOL, RUN, 1, layout.fingerprint, {})
-        return RunPlan(agreement, layout, "shared", outer, OuterOptimizerOptions(**OPTIMIZER))  # type: ignore[arg-type]
+        return RunPlan(agreement, layout, "shared", outer, OuterRule(OuterOptimizerOptions(**OPTIMIZER)))  # type: ignore[arg-type]
 
 
 class Expected:
@@ -107,7 +108,7 @@ class Expected:
         self._codec = make_codec(work.codec)
         zero = [work.block("zero", fragment, 0, BLOCK, 0.02)[:FOLLOWED] for fragment in range(work.fragments)]
         self._theta, self._published = list(zero), list(zero)
-        self._momentum: list[Tensor | None] = [None] * work.fragments
+        self._states = [NOTHING] * work.fragments
 
     def follow(self, fragment: int, version: int, payload: memoryview, numel: int) -> bool:
         """Whether the down-link of ``version`` says what it should; to be asked once for each."""
@@ -120,7 +121,7 @@ class Expected:
         ]
         merged = merge_mean([(1.0, [update]) for update in updates])
         optimizer = OuterOptimizerOptions(**OPTIMIZER)  # type: ignore[arg-type]
-        theta, self._momentum[fragment] = outer_step(self._theta[fragment], merged, self._momentum[fragment], optimizer)
+        theta, self._states[fragment] = outer_step(self._theta[fragment], merged, self._states[fragment], optimizer)
         _, published = publish(theta, self._published[fragment], codec)
         told = torch.empty(FOLLOWED)
         codec.decode_into(payload, numel, told)

@@ -45,7 +45,7 @@ from diloco.inner.model import ModelOptions, Transformer, next_token_loss
 from diloco.inner.optimizer import InnerOptimizers, InnerOptions, build_optimizers, lr_factor
 from diloco.outer.fragments import Fragment, gather, named_parameters_once, plan_layout, scatter
 from diloco.outer.merge import merge_mean
-from diloco.outer.optimizer import OuterOptimizerOptions, outer_step
+from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
 from diloco.outer.pseudo_gradient import pseudo_gradient
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ class Bench:
         return found
 
     def _train_loss(self, arm: Arm, seed: int) -> float:
-        recipe, momentum = arm.recipe, None
+        recipe, state = arm.recipe, NOTHING
         theta, tensors, numbers = self._warm(recipe, seed)
         batch = recipe.batch or self.size.batch
         sites = [Site(self, recipe.inner, seed, index, recipe.sites, batch) for index in range(recipe.sites)]
@@ -264,7 +264,7 @@ class Bench:
                 carry = None if arm.beta is None else Carry(residual, arm.beta)
                 up.encode_difference(published, site.values(), payload, decoded, carry=carry)
                 sent.append((1.0, [decoded]))
-            theta, momentum = outer_step(theta, merge_mean(sent), momentum, arm.outer)
+            theta, state = outer_step(theta, merge_mean(sent), state, arm.outer)
             _, published = publish(theta, published, down)
         sites[0].take(theta)
         context = int(self.size.model["context"])

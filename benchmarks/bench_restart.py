@@ -21,7 +21,8 @@ import torch
 
 from benchmarks.record import add_arguments, finish, percentile, record
 from diloco.outer.fragments import Layout, plan_layout
-from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.outer.optimizer import OuterOptimizerOptions, OuterState
+from diloco.outer.rule import OuterRule
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import OuterOptions
 from diloco.syncer.options import RunPlan, SyncerOptions
@@ -51,7 +52,7 @@ def syncer_of(folder: str, layout: Layout, seed: int) -> Syncer:
         layout,
         "shared",
         OuterOptions(num_fragments=fragments),
-        OuterOptimizerOptions(kind="nesterov", lr=0.7, momentum=0.9),
+        OuterRule(OuterOptimizerOptions(kind="nesterov", lr=0.7, momentum=0.9)),
     )
     return Syncer(
         SyncerOptions(folder=folder),
@@ -72,7 +73,13 @@ def make(folder: Path, numel: int, fragments: int, seed: int) -> None:
     kept = Snapshots(folder / "snapshots")
     last = kept.load(kept.numbers()[-1])
     moved = tuple(
-        FragmentValues(each.version, each.theta, each.published, torch.randn_like(each.theta), each.digest)
+        FragmentValues(
+            each.version,
+            each.theta,
+            each.published,
+            OuterState(each.version, {"momentum": torch.randn_like(each.theta)}),
+            each.digest,
+        )
         for each in last.fragments
     )
     kept.write(Snapshot(last.state, moved, last.journal_segment, last.journal_chain))

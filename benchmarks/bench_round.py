@@ -44,7 +44,7 @@ from diloco.codec.feedback import publish
 from diloco.codec.registry import make_codec
 from diloco.outer.adopt import rebase
 from diloco.outer.merge import merge_mean
-from diloco.outer.optimizer import OuterOptimizerOptions, outer_step
+from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
 from diloco.outer.pseudo_gradient import pseudo_gradient
 
 GLOO, OURS, BARE = "gloo all_reduce + outer step", "diloco", "our kernels over raw sockets"
@@ -62,7 +62,7 @@ def run_gloo(task: Task, rank: int, port: int, step_too: bool, pipe: Any) -> Non
         timeout=timedelta(seconds=120),
     )
     theta = [torch.zeros(shape) for _, shape in task.shapes()]
-    momenta: list[torch.Tensor | None] = [None] * len(theta)
+    states = [NOTHING] * len(theta)
     optimizer = OuterOptimizerOptions(**OPTIMIZER)  # type: ignore[arg-type]
     local = [values.clone() for values in theta]
     values = [tensor.numpy() for tensor in local]
@@ -76,7 +76,7 @@ def run_gloo(task: Task, rank: int, port: int, step_too: bool, pipe: Any) -> Non
             dist.all_reduce(d)
             d.div_(task.sites)
             if step_too:
-                theta[index], momenta[index] = outer_step(theta[index], d, momenta[index], optimizer)
+                theta[index], states[index] = outer_step(theta[index], d, states[index], optimizer)
                 local[index].copy_(theta[index])
         spans.append((began, time.monotonic()))
     rule = "nesterov" if step_too else "mean"
@@ -105,7 +105,7 @@ def expected_digest(task: Task, codec: str) -> str:
     """Of the values after the last round, by the definitions on plain torch, one after the other."""
     coder, numel = make_codec(codec), task.numel
     optimizer = OuterOptimizerOptions(**OPTIMIZER)  # type: ignore[arg-type]
-    theta, published, momentum = torch.zeros(numel), torch.zeros(numel), None
+    theta, published, state = torch.zeros(numel), torch.zeros(numel), NOTHING
     models = [task.zeros() for _ in range(task.sites)]
     for step in range(task.rounds_in_all):
         sent = []
@@ -114,7 +114,7 @@ def expected_digest(task: Task, codec: str) -> str:
             local = torch.cat([torch.from_numpy(each) for each in model])
             sent.append(coder.decode(coder.encode(pseudo_gradient(published, local, [])), numel))
         merged = merge_mean([(1.0 / task.sites, [each]) for each in sent])
-        theta, momentum = outer_step(theta, merged, momentum, optimizer)
+        theta, state = outer_step(theta, merged, state, optimizer)
         before, published = published, publish(theta, published, coder)[1]
         for model, own in zip(models, sent, strict=True):
             local = torch.cat([torch.from_numpy(each) for each in model])

@@ -46,6 +46,7 @@ from diloco.learner.orders import Orders
 from diloco.outer.fragments import Layout, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.outer.placement import part_of, place
+from diloco.outer.rule import OuterRule
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import LearnerOptions, OuterOptions
 from diloco.syncer.options import RunPlan, SyncerOptions
@@ -102,7 +103,7 @@ def run_syncer(case: Several, syncer: int, folder: str, pipe: Any) -> None:
         grace_ns=0,
         weights="uniform",
     )
-    plan = RunPlan(case.agreement(syncer), layout, "bench", outer, OuterOptimizerOptions(**OPTIMIZER))  # type: ignore[arg-type]
+    plan = RunPlan(case.agreement(syncer), layout, "bench", outer, OuterRule(OuterOptimizerOptions(**OPTIMIZER)))  # type: ignore[arg-type]
     options = SyncerOptions(
         folder=folder, up_codecs=[case.codec], down_codec=case.codec, snapshot_every=1 << 30, linger_s=0.0
     )

@@ -41,6 +41,7 @@ from diloco.learner.options import AgentOptions
 from diloco.learner.orders import Orders
 from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.outer.rule import OuterRule
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import LearnerOptions, OuterOptions
 from diloco.syncer.options import RunPlan, SyncerOptions
@@ -90,8 +91,8 @@ def run_syncer(folder: str, seed: int, core: int, pipe: Any) -> None:
     model = Transformer(MODEL)
     layout = layout_of(model)
     outer = OuterOptions(num_fragments=NUM_FRAGMENTS, quorum=1, overlap_steps=OVERLAP_STEPS)
-    optimizer = OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0)
-    plan = RunPlan(agreement_of(layout), layout, "bench", outer, optimizer)
+    rule = OuterRule(OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0))
+    plan = RunPlan(agreement_of(layout), layout, "bench", outer, rule)
     options = SyncerOptions(folder=folder, up_codecs=[CODEC], down_codec=CODEC, linger_s=0.0)
     values = {name: tensor.detach() for name, tensor in named_parameters_once(model).items()}
     first = [gather(fragment, values) for fragment in layout.fragments]

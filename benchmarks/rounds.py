@@ -34,6 +34,7 @@ from diloco.learner.options import AgentOptions
 from diloco.learner.orders import Orders
 from diloco.outer.fragments import plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.outer.rule import OuterRule
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import LearnerOptions, OuterOptions
 from diloco.syncer.options import RunPlan, SyncerOptions
@@ -136,7 +137,7 @@ def run_syncer(case: Case, folder: str, pipe: Any) -> None:
     _settle(case, "syncer")
     layout = plan_layout(case.task.shapes(), 1)
     outer = OuterOptions(quorum="all", quorum_min=case.task.sites, grace="fixed", grace_ns=0, weights="uniform")
-    plan = RunPlan(case.agreement, layout, "bench", outer, OuterOptimizerOptions(**OPTIMIZER))  # type: ignore[arg-type]
+    plan = RunPlan(case.agreement, layout, "bench", outer, OuterRule(OuterOptimizerOptions(**OPTIMIZER)))  # type: ignore[arg-type]
     options = SyncerOptions(
         folder=folder, up_codecs=[case.codec], down_codec=case.codec, snapshot_every=1 << 30, linger_s=0.0
     )

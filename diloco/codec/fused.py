@@ -16,23 +16,29 @@ import torch
 from torch import Tensor
 
 from diloco.codec.buffers import Buffers
-from diloco.codec.contract import Add, Codec, NonFiniteError, Towards, accumulate_into, bytes_of, check_values
+from diloco.codec.casts import Fp32Codec
+from diloco.codec.contract import Codec, NonFiniteError, Towards, accumulate_into, bytes_of, check_values
 from diloco.codec.digests import hasher
+from diloco.codec.merging import decoded, merge_into
 from diloco.codec.native import Kernels, address, kernels, refuse, tile
 from diloco.codec.structures import SUM_BLOCK, Layout, OuterJob, Place, Rule, Status, Update
 from diloco.codec.sums import sum_of_products
-from diloco.outer.merge import shares
-from diloco.outer.optimizer import OuterOptimizerOptions, outer_step
+from diloco.outer.merge import counted, shares
+from diloco.outer.optimizer import TENSORS_KEPT, OuterOptimizerOptions, OuterState, outer_step
 from diloco.outer.pseudo_gradient import is_finite
 
 if TYPE_CHECKING:
     import ctypes
+
+    from diloco.outer.merge import Segment
 
 RANGE_VALUES = 128 * 1024
 RANGES_AT_ONCE = 4
 """That a thread is given where there are kernels: to hand it one takes as long as a part of its arithmetic."""
 THETA = "theta is not finite after the outer step"
 PUBLISHED = "what would be published is not finite"
+RULES = {"sgd": Rule.WITHOUT_MOMENTUM, "heavy_ball": Rule.HEAVY_BALL, "nesterov": Rule.NESTEROV}
+"""The outer optimizers that have kernels."""
 
 Payload = tuple[Codec, bytes | memoryview]
 """An update as it came, and the codec that reads it."""
@@ -44,11 +50,11 @@ Spread = Callable[[Callable[[Ranges], list[float]], Iterable[Ranges]], Iterable[
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the syncer holds of a fragment, flat fp32; ``momentum`` is None before the first step and without any."""
+    """What the syncer holds of a fragment, flat fp32; ``optimizer`` is what its outer optimizer remembers."""
 
     theta: Tensor
     published: Tensor
-    momentum: Tensor | None
+    optimizer: OuterState
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,7 @@ def outer_pass(
     fast: Callable[[], Kernels | None] = kernels,
     buffers: Buffers | None = None,
     like: str | None = None,
+    segments: Sequence[Segment] = (),
 ) -> Stepped:
     """Return the version after ``state``, in tensors of its own out of ``buffers``; ``state`` stays as it is.
 
@@ -81,7 +88,8 @@ def outer_pass(
     for a payload that nobody encoded, ``ValueError`` for weights that make no mean.  ``spread`` may give ranges to
     several threads; no bit, of the norm neither, depends on it, nor on ``fast``, which says where the kernels are.
     The digest is in the form of ``like``, made here of what is ready while those threads make the rest; None: there is
-    none.
+    none.  ``segments`` say how contributions are merged where that is not by the weighted mean: then they are merged
+    first (``merging``), and the pass is made with what came out.
 
     What a lossless codec sends is theta itself: theta, what is published and the payload are then the same memory.
 
@@ -89,27 +97,36 @@ def outer_pass(
     and about three ranges for each thread.
     """
     numel = state.theta.numel()
-    for each in (state.theta, state.published, state.momentum):
-        assert each is None or each.shape == (numel,)
-        if each is not None:
-            check_values(each)
+    for each in (state.theta, state.published, *state.optimizer.tensors.values()):
+        assert each.shape == (numel,)
+        check_values(each)
     sites = [
-        (share, [each.opened(payload, numel) for each, payload in updates]) for share, updates in shares(contributions)
+        (weight, [each.opened(payload, numel) for each, payload in updates])
+        for weight, updates in counted(contributions)
     ]
     room = buffers if buffers is not None else Buffers(0)
+    if segments:
+        merged = room.values(numel)
+        read = [codec for _, updates in sites for codec, _ in updates]
+        merge_into(merged, sites, segments, ranges(numel, read), spread)
+        sites = [(1.0, [(Fp32Codec(), bytes_of(merged))])]
     theta, lossless = room.values(numel), codec.lossless
     new = State(
         theta,
         theta if lossless else room.values(numel),
-        None if optimizer.momentum == 0 else room.values(numel),
+        OuterState(state.optimizer.steps + 1, {name: room.values(numel) for name in TENSORS_KEPT[optimizer.kind]}),
     )
     size = codec.plain.payload_bytes(numel)
     payload = theta.view(torch.uint8) if lossless else room.raw(size)
     assert payload.numel() == size, f"{codec.name} is lossless and does not send the values as they are"
-    work = _Work(sites, state, new, optimizer, codec.plain, payload)
+    work = _Work(shares(sites), state, new, optimizer, codec.plain, payload)
     found, codecs = fast(), work.codecs()
     some_ranges, at_once, cut = work.plain_ranges, 1, ranges(numel, codecs)
-    if found is not None and found.fits(*(each.layout for each in codecs), granule=SUM_BLOCK):
+    if (
+        found is not None
+        and optimizer.kind in RULES
+        and found.fits(*(each.layout for each in codecs), granule=SUM_BLOCK)
+    ):
         some_ranges, at_once = functools.partial(work.native_ranges, found, work.native_updates()), RANGES_AT_ONCE
     squares, told = 0.0, None if like is None else hasher(like)
     some = [cut[at : at + at_once] for at in range(0, len(cut), at_once)]
@@ -153,13 +170,12 @@ class _Work:
     def _plain_range(self, bounds: Range) -> float:
         state, new, part = self.state, self.new, slice(*bounds)
         merged = self._mean(bounds)
-        momentum = None if state.momentum is None else state.momentum[part]
-        theta, following = outer_step(state.theta[part], merged, momentum, self.optimizer)
+        theta, following = outer_step(state.theta[part], merged, state.optimizer.part(part), self.optimizer)
         if not is_finite(theta):
             raise NonFiniteError(THETA)
         new.theta[part] = theta
-        if new.momentum is not None and following is not None:
-            new.momentum[part] = following
+        for name, values in following.tensors.items():
+            new.optimizer.tensors[name][part] = values
         published, before = new.published[part], state.published[part]
         numel = state.theta.numel()
         if not self.codec.lossless:
@@ -170,17 +186,14 @@ class _Work:
 
     def _mean(self, bounds: Range) -> Tensor:
         """The range of ``merge_mean``."""
-        start, stop = bounds
         numel = self.state.theta.numel()
         mean: Tensor | None = None
         for share, updates in self.sites:
             if mean is not None and len(updates) == 1:
                 codec, payload = updates[0]
-                codec.decode_into(payload, numel, mean, start, Towards(share))
+                codec.decode_into(payload, numel, mean, bounds[0], Towards(share))
                 continue
-            contribution = torch.empty(stop - start)
-            for index, (codec, payload) in enumerate(updates):
-                codec.decode_into(payload, numel, contribution, start, Add() if index else None)
+            contribution = decoded(updates, numel, bounds)
             if mean is None:
                 mean = contribution
             else:
@@ -214,12 +227,12 @@ class _Work:
             tile(SUM_BLOCK, *(codec.granule for codec in self.codecs())),
             updates,
             len(updates),
-            *(pointer(each) for each in (self.state.theta, self.state.published, self.state.momentum)),
-            *(pointer(each) for each in (self.new.theta, self.new.published, self.new.momentum)),
+            *(pointer(each) for each in (self.state.theta, self.state.published, self.state.optimizer.momentum)),
+            *(pointer(each) for each in (self.new.theta, self.new.published, self.new.optimizer.momentum)),
             layout_of(self.codec).format(numel),
             pointer(self.payload),
             self.codec.lossless,
-            self._rule(),
+            RULES[self.optimizer.kind],
             fast.fused,
             -self.optimizer.lr,
             self.optimizer.momentum,
@@ -239,11 +252,6 @@ class _Work:
                 )
             )
         return float(job.squares)
-
-    def _rule(self) -> Rule:
-        if self.optimizer.momentum == 0:
-            return Rule.WITHOUT_MOMENTUM
-        return Rule.HEAVY_BALL if self.optimizer.kind == "sgd" else Rule.NESTEROV
 
 
 def layout_of(codec: Codec) -> Layout:

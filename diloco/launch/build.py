@@ -33,8 +33,10 @@ from diloco.launch.spreading import check_spreading, compute_options, peak_tflop
 from diloco.launch.values import load_values
 from diloco.learner.options import AgentOptions
 from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_layout
+from diloco.outer.merge import MergeOptions
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.outer.placement import part_of
+from diloco.outer.rule import OuterRule, outer_rule
 from diloco.sync.agreement import CORPUS, PROTOCOL, Agreement
 from diloco.sync.options import UNITS_AHEAD_MAX, HealthOptions, LearnerOptions, OuterOptions
 from diloco.syncer.backups import BackupOptions
@@ -208,10 +210,15 @@ def health_options(config: RunConfig) -> HealthOptions:
         )
 
 
-def outer_optimizer_options(config: RunConfig) -> OuterOptimizerOptions:
-    """The outer step."""
+def rule(config: RunConfig, layout: Layout) -> OuterRule:
+    """The merge and the outer step."""
+    outer = config.outer
     with section("outer"):
-        return OuterOptimizerOptions(kind=config.outer.kind, lr=config.outer.lr, momentum=config.outer.momentum)
+        optimizer = OuterOptimizerOptions(
+            **{each.name: getattr(outer, each.name) for each in fields(OuterOptimizerOptions)}
+        )
+        merge = MergeOptions(kind=outer.merge, norm_ratio_max=outer.norm_ratio_max, trim_share=outer.trim_share)
+    return outer_rule(optimizer, merge, layout, outer.merge_plain)
 
 
 def learner_options(config: RunConfig, whole: Layout | None = None) -> LearnerOptions:
@@ -401,7 +408,7 @@ def plan(config: RunConfig, layout: Layout) -> RunPlan:
         shared_digest=shared_digest(config),
         outer=outer_options(config),
         health=health_options(config),
-        optimizer=outer_optimizer_options(config),
+        rule=rule(config, layout),
         held=held_of(config),
     )
 

@@ -33,8 +33,8 @@ class Past:
         from diloco.launch import build
         from diloco.syncer.kept import Rules
 
-        optimizer = build.outer_optimizer_options(self.config)
-        return Rules(build.outer_options(self.config), optimizer, self.config.codec.down)
+        rule = build.rule(self.config, build.layout_of(self.config))
+        return Rules(build.outer_options(self.config), rule, self.config.codec.down)
 
     def others(self) -> list[Path]:
         """The other data folders of the run that are known here: those of standbys, or the one before a failover."""

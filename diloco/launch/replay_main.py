@@ -80,7 +80,7 @@ def _replay(past: Past, rules: Rules, selections: Sequence[Selection], given: ar
         raise VerbError(ExitCode.FAILED, str(error)) from error
     facts = _facts(past, rebuilt, [str(chosen) for chosen in selections], notes)
     if given.out is not None:
-        parameters = full_parameters(build.layout_of(past.config), [values.published for values in rebuilt.values])
+        parameters = full_parameters(build.layout_of(past.config), [values.evaluated for values in rebuilt.values])
         try:
             write_image(given.out, Image(asdict(kept.card), tuple(rebuilt.values), rebuilt.held, facts), parameters)
         except ImageError as error:

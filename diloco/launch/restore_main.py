@@ -135,7 +135,7 @@ def _from_image(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[R
     why = given.why or f"restored from the image {given.source}"
     known = _known(given, _evidence(past, given))
     restored = restore_in_place(past.data, card, past.rules(), image, why, known, disk_from_environment())
-    momentum = all(values.momentum is not None for values in image.fragments)
+    momentum = all(values.optimizer.tensors for values in image.fragments)
     without = image.facts.get("without") or []
     said = [f"without {text}" for text in without] if isinstance(without, list) else []
     said.append("momentum as it was then" if momentum else "no momentum: there was none")
@@ -190,6 +190,7 @@ def _from_site(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Re
     from diloco.codec.contract import digest
     from diloco.codec.digests import shorter
     from diloco.launch.warm_site import ColdError, read_site
+    from diloco.outer.optimizer import NOTHING
     from diloco.sync.state import Line
     from diloco.syncer.restoring import restore_values
     from diloco.syncer.snapshots import FragmentValues
@@ -220,7 +221,7 @@ def _from_site(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Re
         line = lines.setdefault(name, [Line() for _ in site.versions])[index]
         line.tokens_merged, line.updates_merged = tokens, updates
     values = [
-        FragmentValues(version, base, base.clone(), None, told)
+        FragmentValues(version, base, base.clone(), NOTHING, told)
         for version, base, told in zip(site.versions, site.bases, site.digests, strict=True)
     ]
     why = given.why or f"restored from what site {site.site} held at its step {site.step}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from diloco.launch.schema_launch import LaunchSection
+from diloco.launch.schema_outer import OuterSection
 
 
 @dataclass(kw_only=True, slots=True)
@@ -154,54 +155,6 @@ class InnerSection:
     checkpoints_kept: int = 2
     nonfinite_max: int = 3
     """Steps in a row without a finite loss after which a site gives up."""
-
-
-@dataclass(kw_only=True, slots=True)
-class OuterSection:
-    """How sites and the syncer come together."""
-
-    kind: str = "sgd"
-    """sgd or nesterov (torch's form)."""
-    lr: float = 0.7
-    momentum: float = 0.0
-    inner_steps: int = 30
-    """H: inner steps between two updates of one fragment."""
-    num_fragments: int = 1
-    """Parts of the parameters that are exchanged on their own."""
-    quorum: str = "1"
-    """Distinct sites that a round needs, or all."""
-    quorum_min: int = 1
-    """How far a time-out may shrink quorum=all; and fewer sites than that never close a round."""
-    grace: str = "adaptive"
-    """fixed or adaptive: how long a round waits for more after its quorum."""
-    grace_s: float = 1.0
-    """The longest grace."""
-    grace_share_percent: int = 80
-    """Share of the slack that an adaptive grace takes."""
-    overlap_steps: int = 2
-    """τ: inner steps between two publications that adaptive grace leaves for the network."""
-    weights: str = "tokens2_per_step"
-    """tokens2_per_step, tokens or uniform."""
-    staleness_max: int = 8
-    """Versions that an update may be old at its merge."""
-    adopt: str = "rebase"
-    """rebase keeps progress; overwrite (Decoupled DiLoCo) and blend (Streaming DiLoCo) do not."""
-    adopt_alpha: float = 0.5
-    """Under blend: the share of the site's own values that stays."""
-    lock_step: bool = False
-    """Wait for each version, as classic DiLoCo does."""
-    updates_in_flight_max: int = 2
-    discards_max: int = 5
-    """Updates thrown away in a row after which a site stops in words."""
-    site_timeout_s: float = 15.0
-    """Silence after which a site no longer counts."""
-    final_wait_s: float = 20.0
-    """How long the last round waits."""
-    sites_max: int = 16
-    num_syncers: int = 1
-    """Processes over which the fragments are placed, by their bytes and syncer_mbps; each is a whole syncer."""
-    syncer_mbps: list[float] = field(default_factory=list)
-    """What the link of each of them has in 10^6 bits a second; empty: all the same."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -132,7 +132,7 @@ def _of_run(run_dir: RunDir, config: RunConfig, version: int | None, data: Path 
     versions: list[list[int]] = []
     for part, folder in zip(each(config), syncer_dirs(config, run_dir), strict=True):
         values = _kept(Past(folder, part, data or data_of(folder)), version)
-        parameters |= full_parameters(build.layout_of(part), [one.published for one in values])
+        parameters |= full_parameters(build.layout_of(part), [one.evaluated for one in values])
         versions.append([one.version for one in values])
     whole = tuple(in_whole_order(placement_of(config, build.whole_layout(config)), versions))
     return Taken(config, parameters, f"{_numbered(whole)} of {config.run.name}", whole)

@@ -1,8 +1,14 @@
-"""The merge of a round: one pseudo-gradient out of those of several sites."""
+"""The merge of a round: one pseudo-gradient out of those of several sites.
+
+All rules but one are a mean with other weights, times a number: ``blend`` says which, from the products of the sites'
+contributions with each other, and so the contributions themselves need never be in memory together.
+"""
 
 from __future__ import annotations
 
-from math import isfinite
+from dataclasses import dataclass
+from math import isfinite, sqrt
+from statistics import median
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -13,6 +19,106 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+MERGE_KINDS = ("mean", "rda", "clip", "normalise", "geometric_median", "trimmed_mean")
+WEISZFELD_STEPS = 64
+DEGENERATE = 1e-6
+"""Of what unit vectors could add up to: a sum that is shorter has no direction."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeOptions:
+    """How contributions become one; with each of them equal ones give themselves, whatever the weights.
+
+    ``mean``              the weighted mean (DiLoCo, arXiv 2311.08105)
+    ``rda``               the weighted mean of the directions, as long as the weighted mean of the lengths (Decoupled
+                          DiLoCo, arXiv 2604.21428): M contributions that have nothing in common do not get sqrt(M)
+                          times shorter, so it wants a smaller learning rate than the mean by up to as much
+    ``clip``              the mean of contributions no longer than ``norm_ratio_max`` times the median length
+    ``normalise``         the mean of contributions made as long as the median one (arXiv 2603.08163)
+    ``geometric_median``  where the weighted sum of the distances is least (RFA, arXiv 1912.13445)
+    ``trimmed_mean``      value by value, the mean without the ``trim_share`` largest and the ``trim_share`` smallest
+                          (arXiv 1803.01498)
+    """
+
+    kind: str = "mean"
+    norm_ratio_max: float = 1.0
+    trim_share: float = 0.2
+
+    def __post_init__(self) -> None:
+        if self.kind not in MERGE_KINDS:
+            raise ValueError(f"merge is {self.kind!r}: one of {', '.join(MERGE_KINDS)}")
+        if not (isfinite(self.norm_ratio_max) and self.norm_ratio_max >= 1):
+            raise ValueError(f"norm_ratio_max is {self.norm_ratio_max!r}: at least 1")
+        if not 0 <= self.trim_share < 0.5:
+            raise ValueError(f"trim_share is {self.trim_share!r}: from 0 to below 0.5")
+
+
+MEAN = MergeOptions()
+PAIRWISE = ("rda", "geometric_median")
+"""The kinds that read the products of different contributions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The values ``[start, stop)`` of a fragment, which are merged on their own: a piece of a parameter, or all."""
+
+    start: int
+    stop: int
+    options: MergeOptions
+
+
+def blend(
+    options: MergeOptions, weights: Sequence[float], products: Sequence[Sequence[float]]
+) -> tuple[list[float], float]:
+    """Return (weights', scale): what is merged is ``scale`` times the mean with ``weights'``; fp64 throughout.
+
+    ``weights`` are positive, ``products[i][j]`` is the inner product of contributions i and j; only ``rda`` and
+    ``geometric_median`` read those of different ones.  Where a rule has no answer, as for directions that cancel each
+    other, it is the mean.
+    """
+    lengths = [sqrt(products[index][index]) for index in range(len(weights))]
+    if options.kind == "rda":
+        return _rda(weights, products, lengths)
+    if options.kind == "geometric_median":
+        return _geometric_median(weights, products, lengths), 1.0
+    assert options.kind in ("mean", "clip", "normalise"), options.kind
+    usual = median(lengths)
+    if options.kind == "mean" or usual == 0:
+        return list(weights), 1.0
+    factors = [usual / length if length else 1.0 for length in lengths]
+    if options.kind == "clip":
+        factors = [min(1.0, options.norm_ratio_max * factor) for factor in factors]
+    changed = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
+    return changed, sum(changed) / sum(weights)
+
+
+def _rda(
+    weights: Sequence[float], products: Sequence[Sequence[float]], lengths: Sequence[float]
+) -> tuple[list[float], float]:
+    changed = [weight / length if length else 0.0 for weight, length in zip(weights, lengths, strict=True)]
+    squared = sum(one * other * products[i][j] for i, one in enumerate(changed) for j, other in enumerate(changed))
+    together = sqrt(max(0.0, squared))
+    if together <= DEGENERATE * sum(weights):
+        return list(weights), 1.0
+    length = sum(weight * length for weight, length in zip(weights, lengths, strict=True)) / sum(weights)
+    return changed, length * sum(changed) / together
+
+
+def _geometric_median(
+    weights: Sequence[float], products: Sequence[Sequence[float]], lengths: Sequence[float]
+) -> list[float]:
+    """Weiszfeld's iteration, whose points are all means of the contributions, smoothed where it would meet one."""
+    least = DEGENERATE * median(lengths)
+    shares = [weight / sum(weights) for weight in weights]
+    for _ in range(WEISZFELD_STEPS):
+        towards = [sum(share * product for share, product in zip(shares, row, strict=True)) for row in products]
+        square = sum(share * each for share, each in zip(shares, towards, strict=True))
+        far = [sqrt(max(0.0, products[i][i] - 2 * each + square)) for i, each in enumerate(towards)]
+        if max(far) <= least:
+            return list(weights)
+        raw = [weight / max(least, each) if least else weight for weight, each in zip(weights, far, strict=True)]
+        shares = [each / sum(raw) for each in raw]
+    return shares
 
 
 def merge_mean(contributions: Sequence[tuple[float, Sequence[Tensor]]], out: Tensor | None = None) -> Tensor:
@@ -42,22 +148,48 @@ def merge_mean(contributions: Sequence[tuple[float, Sequence[Tensor]]], out: Ten
 
 
 def shares(contributions: Iterable[tuple[float, Sequence[T]]]) -> list[tuple[float, Sequence[T]]]:
-    """Return (``w_i / W``, updates) of the sites that count, in their order, with W the weights up to and with theirs.
+    """Return (``w_i / W``, updates) of the sites that count, in their order, W the weights so far and theirs."""
+    total, found = 0.0, []
+    for weight, updates in counted(contributions):
+        total += weight
+        found.append((weight / total, updates))
+    return found
 
-    See :func:`merge_mean` for who is dropped and what is refused.
-    """
-    total = 0.0
-    counted = []
+
+def counted(contributions: Iterable[tuple[float, Sequence[T]]]) -> list[tuple[float, Sequence[T]]]:
+    """Return those that count; see :func:`merge_mean` for who is dropped and what is refused."""
+    found = []
     for weight, updates in contributions:
         if not (isfinite(weight) and weight >= 0):
             raise ValueError(f"weight is {weight!r}: must be finite and not negative")
-        if weight == 0 or not updates:
-            continue
-        total += weight
-        counted.append((weight / total, updates))
-    if not counted:
+        if weight > 0 and updates:
+            found.append((weight, updates))
+    if not found:
         raise ValueError("no contribution has a positive weight")
-    return counted
+    return found
+
+
+def trimmed_mean(contributions: Sequence[tuple[float, Tensor]], trim_share: float, out: Tensor) -> Tensor:
+    """Write into ``out``, value by value, the weighted mean without the largest and the smallest contributions.
+
+    ``contributions`` holds (weight, values), each weight positive, in site order; of k of them ``trim_share`` k,
+    rounded down, are left out at either end; the others keep their weights.  Of equal values the first sites' are the
+    smaller ones.
+    """
+    values = torch.stack([each for _, each in contributions])
+    weights = torch.tensor([weight for weight, _ in contributions], dtype=torch.float64)
+    ordered, order = values.sort(dim=0, stable=True)
+    less = int(trim_share * len(contributions))
+    total = torch.zeros(out.shape, dtype=torch.float64)
+    for rank in range(less, len(contributions) - less):
+        weight = weights[order[rank]]
+        total.add_(weight)
+        towards = torch.sub(out, ordered[rank]) if rank > less else None
+        if towards is None:
+            out.copy_(ordered[rank])
+        else:
+            out.sub_(towards.mul_((weight / total).float()))
+    return out
 
 
 def _add_up(updates: Sequence[Tensor], out: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from diloco.outer.merge import merge_mean
-from diloco.outer.optimizer import OuterOptimizerOptions, outer_step
+from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
 from diloco.outer.pseudo_gradient import pseudo_gradient
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def reference_diloco(
     its inner optimizer is its own and lives on from round to round.  ``weights`` has one weight per site.
     """
     versions = [theta0]
-    momentum: Tensor | None = None
+    state = NOTHING
     for round_index in range(rounds):
         theta = versions[-1]
         contributions = []
@@ -39,6 +39,6 @@ def reference_diloco(
             local = site(theta.clone(), round_index)
             contributions.append((weight, [pseudo_gradient(theta, local, in_flight=[])]))
         g = merge_mean(contributions)
-        theta, momentum = outer_step(theta, g, momentum, optimizer)
+        theta, state = outer_step(theta, g, state, optimizer)
         versions.append(theta)
     return versions

@@ -190,7 +190,7 @@ class Api:
             self._syncer.store,
             header,
             self.tally,
-            lambda fragment: self._syncer.holdings.values[fragment].momentum,
+            lambda fragment: self._syncer.holdings.values[fragment].optimizer.momentum,
             lambda reason: self._refused(header, reason),
             self._protocol(header.site_id),
             epoch,

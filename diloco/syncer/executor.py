@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from diloco.codec.buffers import Buffers
     from diloco.codec.contract import Codec
     from diloco.codec.fused import Payload, Ranges, Spread
-    from diloco.outer.optimizer import OuterOptimizerOptions
+    from diloco.outer.rule import OuterRule
     from diloco.sync.effects import StartOuterStep, UpdateRef
     from diloco.syncer.payloads import Mapped
     from diloco.syncer.spool import Spool
@@ -79,7 +79,7 @@ def run_outer_step(
     command: StartOuterStep,
     values: FragmentValues,
     spool: Spool,
-    optimizer: OuterOptimizerOptions,
+    rule: OuterRule,
     down_codec: str,
     like: str = "",
     threads: int = 1,
@@ -92,21 +92,23 @@ def run_outer_step(
     """
     assert command.version == values.version + 1, (command.version, values.version)
     times = [time.perf_counter()]
-    before = State(values.theta, values.published, values.momentum)
+    before, segments = State(values.theta, values.published, values.optimizer), rule.segments_of(command.fragment)
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(threads, "fold")) if threads > 1 else None
         contributions, payloads = _opened(command, spool, before.theta.numel(), pool)
         times.append(time.perf_counter())
         spread, down = _spread(payloads, pool, stack), make_codec(down_codec)
         try:
-            stepped = outer_pass(contributions, before, optimizer, down, spread, buffers=buffers, like=like)
+            stepped = outer_pass(
+                contributions, before, rule.optimizer, down, spread, buffers=buffers, like=like, segments=segments
+            )
         except NonFiniteError:
             return None  # Of Θ itself, or because Θ and Θ̂ are too far apart for fp32.
     times.append(time.perf_counter())
     new, downlink_digest = stepped.state, digest_of(stepped.payload, like)
     times.append(time.perf_counter())
     return OuterResult(
-        FragmentValues(command.version, new.theta, new.published, new.momentum, stepped.digest),
+        FragmentValues(command.version, new.theta, new.published, new.optimizer, stepped.digest),
         stepped.payload,
         downlink_digest,
         stepped.norm,

@@ -32,7 +32,7 @@ def export(disk: Disk, folder: Path, layout: Layout, values: Sequence[FragmentVa
         disk.make_folder(folder, Step.EXPORT)
         for leftover in folder.glob(".*.tmp"):  # Of a process that died while it wrote.
             disk.remove(leftover, Step.EXPORT)
-        parameters = full_parameters(layout, [each.published for each in values])
+        parameters = full_parameters(layout, [each.evaluated for each in values])
         disk.write_parts(folder / "model.safetensors", tensor_file(parameters), Step.EXPORT)
         facts = {"versions": list(versions), "digests": [each.digest for each in values]}
         disk.write_file(folder / "final.json", json.dumps(facts, indent=1).encode(), Step.EXPORT)

@@ -2,7 +2,8 @@
 
 With n values in all and m in the largest fragment, T threads, M sites in a round, and fp32 everywhere:
 
-    state        4 n (theta) + 4 n (momentum, if there is any) + 4 n (what is published, unless that is theta itself)
+    state        4 n (theta) + 4 n for each tensor that the outer optimizer keeps (``TENSORS_KEPT``) + 4 n (what is
+                 published, unless that is theta itself)
     down-links   for each fragment its latest ones: ``downlinks_kept``, and no more than 8 bytes for each of its values;
                  none where a version is sent whole
     new versions ``VERSIONS_MAX`` times the state of the largest fragment and its down-link
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 from diloco.codec.entropy import UNPACK_BYTES_MAX
 from diloco.codec.fused import RANGE_VALUES
 from diloco.codec.registry import make_codec
+from diloco.outer.optimizer import TENSORS_KEPT
 
 if TYPE_CHECKING:
     from diloco.syncer.options import RunPlan, SyncerOptions
@@ -28,20 +30,23 @@ if TYPE_CHECKING:
 
 VERSIONS_MAX = 2
 """New ones under way at once: one is made while the one before it is written down."""
-SPARE_MAX = 4
-"""Pieces of memory that may lie idle between two versions (``codec.buffers``): the tensors and the down-link of one,
-which was replaced.  The next takes them, so that they are among those of the new versions."""
 RANGES = 16
 """Of values, that a thread has at once where it computes on torch; of the kernels' tiles there is no more than one."""
 PAGES_BYTES = 2 * (2 << 20)
 """The kernel brings the neighbours of what is looked at along, up to 2 MiB; a payload is looked at in two places."""
 
 
+def spare_max(plan: RunPlan) -> int:
+    """Pieces of memory that may lie idle between two versions (``codec.buffers``): the tensors and the down-link of
+    one, which was replaced.  The next takes them, so that they are among those of the new versions."""
+    return 3 + len(TENSORS_KEPT[plan.rule.optimizer.kind])
+
+
 def memory_bytes_max(options: SyncerOptions, plan: RunPlan, network: ServerOptions) -> int:
     """The sum of all that, with as many sites in a round as may join, each with one update."""
     numels = [fragment.numel for fragment in plan.layout.fragments]
     down, ups = make_codec(options.down_codec), [make_codec(name) for name in options.up_codecs]
-    copies = 1 + (plan.optimizer.momentum != 0) + (not down.lossless)
+    copies = 1 + len(TENSORS_KEPT[plan.rule.optimizer.kind]) + (not down.lossless)
     largest, sites = max(numels), plan.outer.sites_max
     sent = 0 if down.lossless else down.payload_bytes_max(largest)
     links = [min(options.downlinks_kept * down.payload_bytes_max(numel), 8 * numel) for numel in numels]

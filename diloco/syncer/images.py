@@ -78,7 +78,7 @@ def write_image(
         "card": image.card,
         "versions": [values.version for values in image.fragments],
         "digests": [values.digest for values in image.fragments],
-        "momentum": all(values.momentum is not None for values in image.fragments),
+        "momentum": all(values.optimizer.tensors for values in image.fragments),
         "held": [[site, index, *counts] for (site, index), counts in sorted(image.held.items())],
         "facts": image.facts,
         "files": files,

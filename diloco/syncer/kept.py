@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from diloco.codec.digests import shorter
 from diloco.durable import ReadingDisk
-from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.outer.rule import OuterRule
 from diloco.sync.journal import JournalError
 from diloco.sync.options import OuterOptions
 from diloco.sync.plain import PlainError, from_plain, parse_json
@@ -44,7 +44,7 @@ class Rules:
     """What a replay needs to know of the run, beside what lies in the folder."""
 
     outer: OuterOptions
-    optimizer: OuterOptimizerOptions
+    rule: OuterRule
     down_codec: str
 
 
@@ -182,7 +182,7 @@ class Kept:
             machine,
             snapshot.fragments,
             self.spool,
-            rules.optimizer,
+            rules.rule,
             rules.down_codec,
             selections,
             last,

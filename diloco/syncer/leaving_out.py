@@ -26,7 +26,7 @@ from diloco.syncer.replaying import Replayer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from diloco.outer.optimizer import OuterOptimizerOptions
+    from diloco.outer.rule import OuterRule
     from diloco.sync.effects import OuterEffect, StartOuterStep
     from diloco.sync.journal import Record
     from diloco.sync.selection import Selection
@@ -69,7 +69,7 @@ class ReplayerWithout(Replayer):
         machine: OuterSync,
         values: Sequence[FragmentValues],
         spool: Spool,
-        optimizer: OuterOptimizerOptions,
+        rule: OuterRule,
         down_codec: str,
         selections: Sequence[Selection] = (),
         last: int | None = None,
@@ -78,7 +78,7 @@ class ReplayerWithout(Replayer):
         and_later: bool = False,
     ) -> None:
         """``and_later``: leave out as well what was measured from a base with one that was left out inside."""
-        super().__init__(machine, values, spool, optimizer, down_codec, 1, lineages)
+        super().__init__(machine, values, spool, rule, down_codec, 1, lineages)
         self.selections = tuple(selections)
         self.last = last
         self.and_later = and_later
@@ -112,7 +112,7 @@ class ReplayerWithout(Replayer):
         if not self._lacking.contributions:
             self.skipped.append((event.fragment, event.version))
             return _unchanged(values)
-        lacking = run_outer_step(self._lacking, values, self.spool, self.optimizer, self.holdings.down_codec)
+        lacking = run_outer_step(self._lacking, values, self.spool, self.rule, self.holdings.down_codec)
         if lacking is None:
             raise LeaveOutError(
                 f"version {event.version} of fragment {event.fragment} has no finite result without what is left out"

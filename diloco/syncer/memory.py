@@ -34,7 +34,7 @@ class MemoryCheck:
         """``values`` is the list that always holds the present versions; ``every_s`` passes between two fragments."""
         self._values = values
         self._every_s = every_s
-        self._seen: dict[int, tuple[int, str, str]] = {}
+        self._seen: dict[int, tuple[int, dict[str, str]]] = {}
 
     def run(self, stopping: threading.Event, on_damage: Callable[[MemoryDamaged], None]) -> None:
         """The thread."""
@@ -53,11 +53,12 @@ class MemoryCheck:
         """``MemoryDamaged`` if the published values are not those of their digest, or the others not as last seen."""
         if digest(held.published, held.digest) != held.digest:
             raise _damaged(fragment, held, "what is published")
-        momentum = digest(held.momentum) if held.momentum is not None else ""
-        own = (held.version, digest(held.theta), momentum)
+        remembered = {name: digest(each) for name, each in held.optimizer.tensors.items()}
+        own = (held.version, {"the parameters": digest(held.theta)} | remembered)
         seen = self._seen.get(fragment, own)
         if seen[0] == held.version and seen != own:
-            raise _damaged(fragment, held, "the parameters" if seen[1] != own[1] else "the momentum")
+            changed = next(name for name in own[1] if seen[1].get(name) != own[1][name])
+            raise _damaged(fragment, held, changed if changed == "the parameters" else f"the optimizer's {changed}")
         self._seen[fragment] = own
 
 

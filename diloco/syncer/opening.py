@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.codec.contract import digest
+from diloco.outer.optimizer import NOTHING
 from diloco.outer.pseudo_gradient import is_finite
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.holdings import Holdings
@@ -43,7 +44,7 @@ def recovered(
     store: Store, options: SyncerOptions, plan: RunPlan, emit: Callable[[str, dict[str, object]], None]
 ) -> Recovered:
     """What the last process had, to the bit; ``emit`` hears what was not as it should be."""
-    found = store.recover(plan.outer, plan.optimizer, options.down_codec, options.downlinks_kept)
+    found = store.recover(plan.outer, plan.rule, options.down_codec, options.downlinks_kept)
     for note in found.notes:
         emit("note", {"note": "recovery", "why": note})
     return found
@@ -53,7 +54,7 @@ def begun(
     store: Store, options: SyncerOptions, plan: RunPlan, version_zero: Callable[[], Sequence[Tensor]]
 ) -> Recovered:
     """Version 0 in a folder that is new; ``StoreError`` when it holds what no run can begin with."""
-    values = [FragmentValues(0, first, first, None, digest(first)) for first in version_zero()]
+    values = [FragmentValues(0, first, first, NOTHING, digest(first)) for first in version_zero()]
     for index, first in enumerate(values):
         if not is_finite(first.theta):
             raise StoreError(f"version 0 of fragment {index} holds a NaN or an infinity")

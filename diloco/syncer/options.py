@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from diloco.codec.registry import make_codec
 from diloco.outer.fragments import Layout
-from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.outer.rule import OuterRule
 from diloco.sync.agreement import Agreement
 from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.syncer.backups import BackupOptions
@@ -73,7 +73,7 @@ class RunPlan:
     layout: Layout
     shared_digest: str
     outer: OuterOptions
-    optimizer: OuterOptimizerOptions
+    rule: OuterRule
     health: HealthOptions = field(default_factory=HealthOptions)
     held: tuple[int, ...] = ()
     """Where the layout's fragments stand in the whole model, for those who are told how the run stands; empty: so."""

@@ -19,7 +19,7 @@ from diloco.syncer.holdings import Holdings
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from diloco.outer.optimizer import OuterOptimizerOptions
+    from diloco.outer.rule import OuterRule
     from diloco.sync.effects import OuterEffect
     from diloco.sync.journal import Record
     from diloco.sync.syncer import OuterSync
@@ -43,7 +43,7 @@ class Replayer:
         machine: OuterSync,
         values: Sequence[FragmentValues],
         spool: Spool,
-        optimizer: OuterOptimizerOptions,
+        rule: OuterRule,
         down_codec: str,
         downlinks_kept: int = 32,
         lineages: Lineages | None = None,
@@ -52,7 +52,7 @@ class Replayer:
         self.machine = machine
         self.holdings = Holdings(values, down_codec, downlinks_kept)
         self.spool = spool
-        self.optimizer = optimizer
+        self.rule = rule
         self.lineages = lineages
         self.records = 0
         self._under_way = {
@@ -97,7 +97,7 @@ class Replayer:
         """Compute the outer step that ended in ``event`` again; ``JournalError`` unless it gives the same bits."""
         values = self.values[event.fragment]
         down_codec = self.holdings.down_codec
-        result = run_outer_step(command, values, self.spool, self.optimizer, down_codec, event.digest)
+        result = run_outer_step(command, values, self.spool, self.rule, down_codec, event.digest)
         found = (result.values.digest, result.downlink_digest) if result else ("not finite", "")
         if result is None or found != (event.digest, event.downlink_digest):
             raise JournalError(

@@ -117,7 +117,7 @@ def restore_in_place(
         if store.is_new():
             raise RestoreError(f"{folder} holds no run: an image says what the values are, and not who was in the run")
         # What waits is refused, whole or not.
-        machine = store.recover(rules.outer, rules.optimizer, rules.down_codec, merges=False).machine
+        machine = store.recover(rules.outer, rules.rule, rules.down_codec, merges=False).machine
         lineage = known.next_lineage(machine.state.lineage)
         return begin_lineage(store, machine, image.fragments, image.held, why, lineage)
 
@@ -135,7 +135,7 @@ def restore_backup(
     with _staged(folder, disk) as staging:
         fetch(staging)
         with _opened(staging, card, disk) as store:
-            recovered = store.recover(rules.outer, rules.optimizer, rules.down_codec, merges=False)
+            recovered = store.recover(rules.outer, rules.rule, rules.down_codec, merges=False)
             state = recovered.machine.state
             state.epoch = max(state.epoch, known.epoch)
             lineage = known.next_lineage(state.lineage)

@@ -45,7 +45,7 @@ from diloco.syncer.executor import OuterResult, run_outer_step
 from diloco.syncer.exporting import export, full_parameters, when_there_is_room
 from diloco.syncer.facts import merged_into, outer_step_facts, refusal_facts, start_facts
 from diloco.syncer.feeds import Feeds, Made
-from diloco.syncer.footprint import SPARE_MAX, VERSIONS_MAX, memory_bytes_max
+from diloco.syncer.footprint import VERSIONS_MAX, memory_bytes_max, spare_max
 from diloco.syncer.keeping import Keeper
 from diloco.syncer.leadership import lead
 from diloco.syncer.lease import LeaseError
@@ -104,7 +104,7 @@ class Syncer:
         self.leadership: Leadership | None = None
         self._candidates: dict[tuple[int, int], OuterResult] = {}
         self._versions = threading.BoundedSemaphore(VERSIONS_MAX)
-        self._buffers = Buffers(SPARE_MAX)
+        self._buffers = Buffers(spare_max(plan))
         self._ended = threading.Event()
         self._export_thread: threading.Thread | None = None
         self.ending: Ending | None = None
@@ -398,9 +398,9 @@ class Syncer:
             if not self.core.alive:
                 return  # Those that are made will never be published, and nor would this one.
         self._disk.reached(Step.MERGE)
-        spool, optimizer, down_codec = self.store.spool, self.plan.optimizer, self.options.down_codec
+        spool, rule, down_codec = self.store.spool, self.plan.rule, self.options.down_codec
         threads, buffers = self.options.threads_used, self._buffers
-        result = run_outer_step(command, values, spool, optimizer, down_codec, threads=threads, buffers=buffers)
+        result = run_outer_step(command, values, spool, rule, down_codec, threads=threads, buffers=buffers)
         self._disk.reached(Step.MERGE)
         if result is None:
             self._versions.release()
@@ -469,4 +469,4 @@ class Syncer:
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The published values as full parameters, fp32."""
-        return full_parameters(self.plan.layout, [values.published for values in self.holdings.values])
+        return full_parameters(self.plan.layout, [values.evaluated for values in self.holdings.values])

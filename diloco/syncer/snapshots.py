@@ -1,4 +1,4 @@
-"""Snapshots: every fragment with its momentum, and the machine's memory, in a folder of their own.
+"""Snapshots: every fragment, what its outer optimizer remembers, and the machine's memory, in a folder of their own.
 
     snapshots/00000012/  fragment-0.safetensors ...  state.json  manifest.json (size and SHA-256 of each, its own too)
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from diloco.codec.contract import bytes_of
 from diloco.durable import PLAIN_DISK, DiskFullError, Step, is_full
+from diloco.outer.optimizer import OuterState, evaluated
 from diloco.sync.plain import canonical, from_plain, parse_json, shown
 from diloco.syncer.reading import NotAsWritten, read_verified
 from diloco.syncer.retention import Choice, Point, choose
@@ -48,7 +49,7 @@ class NewerSnapshotError(SnapshotError):
 
 @dataclass(frozen=True, slots=True)
 class FragmentValues:
-    """A fragment at one version, flat fp32: ``theta`` (Θ), ``published`` (Θ̂), ``momentum`` or None.
+    """A fragment at one version, flat fp32: ``theta`` (Θ), ``published`` (Θ̂), what the outer ``optimizer`` remembers.
 
     ``digest`` is that of ``published``.  The tensors are never written to again: a new version is a new object.
     """
@@ -56,8 +57,13 @@ class FragmentValues:
     version: int
     theta: Tensor
     published: Tensor
-    momentum: Tensor | None
+    optimizer: OuterState
     digest: str
+
+    @property
+    def evaluated(self) -> Tensor:
+        """What stands for the model: what is published, or the average where the outer optimizer keeps one."""
+        return evaluated(self.published, self.optimizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,19 +282,21 @@ def _verified(path: Path, facts: dict[str, object]) -> bytes:
 
 
 def same_values(left: FragmentValues, right: FragmentValues) -> bool:
-    """Whether both are one version with the same bits, momentum included."""
-    if (left.version, left.digest, left.momentum is None) != (right.version, right.digest, right.momentum is None):
+    """Whether both are one version with the same bits, what the optimizer remembers included."""
+    if (left.version, left.digest, left.optimizer.steps) != (right.version, right.digest, right.optimizer.steps):
         return False
-    pairs = [(left.theta, right.theta), (left.published, right.published), (left.momentum, right.momentum)]
-    return all(one is None or other is None or bytes_of(one) == bytes_of(other) for one, other in pairs)
+    mine, other = _tensors(left), _tensors(right)
+    return mine.keys() == other.keys() and all(bytes_of(mine[name]) == bytes_of(other[name]) for name in mine)
 
 
 def pack(values: FragmentValues) -> Iterator[memoryview]:
     """A fragment as one safetensors file, in pieces; what is published is in it also where it is Θ itself."""
-    tensors = {"theta": values.theta, "published": values.published}
-    if values.momentum is not None:
-        tensors["momentum"] = values.momentum
-    return tensor_file(tensors, {"version": str(values.version), "digest": values.digest})
+    facts = {"version": str(values.version), "digest": values.digest, "optimizer_steps": str(values.optimizer.steps)}
+    return tensor_file(_tensors(values), facts)
+
+
+def _tensors(values: FragmentValues) -> dict[str, Tensor]:
+    return {"theta": values.theta, "published": values.published, **values.optimizer.tensors}
 
 
 def unpack(data: bytes | Tensor) -> FragmentValues:
@@ -300,9 +308,10 @@ def unpack(data: bytes | Tensor) -> FragmentValues:
     header = parse_json(held[8:begin].numpy().tobytes())
     facts = header.pop("__metadata__")
     tensors = {name: _values(held[begin:], told) for name, told in header.items()}
-    return FragmentValues(
-        int(facts["version"]), tensors["theta"], tensors["published"], tensors.get("momentum"), facts["digest"]
-    )
+    version, theta, published = int(facts["version"]), tensors.pop("theta"), tensors.pop("published")
+    # Written before the steps were: by an optimizer with nothing but momentum, which does not ask for them.
+    steps = int(facts.get("optimizer_steps", version if tensors else 0))
+    return FragmentValues(version, theta, published, OuterState(steps, tensors), facts["digest"])
 
 
 def _values(held: Tensor, told: dict[str, object]) -> Tensor:

@@ -138,7 +138,7 @@ class Standby:
             found.machine,
             found.holdings.values,
             self.store.spool,
-            plan.optimizer,
+            plan.rule,
             options.down_codec,
             options.downlinks_kept,
             self.store.lineages,

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from diloco.durable import Disk
-    from diloco.outer.optimizer import OuterOptimizerOptions
+    from diloco.outer.rule import OuterRule
     from diloco.sync.events import Fate
     from diloco.sync.options import OuterOptions
     from diloco.syncer.retention import Choice, Point
@@ -203,7 +203,7 @@ class Store:
     def recover(
         self,
         options: OuterOptions,
-        optimizer: OuterOptimizerOptions,
+        rule: OuterRule,
         down_codec: str,
         downlinks_kept: int = 32,
         *,
@@ -226,7 +226,7 @@ class Store:
                 damaged.append(number)
                 continue
             try:
-                replayer = self._replayed(snapshot, options, optimizer, down_codec, downlinks_kept)
+                replayer = self._replayed(snapshot, options, rule, down_codec, downlinks_kept)
                 if merges:
                     self._check_waiting(replayer.machine)
             except (JournalError, SpoolError, PlainError) as error:
@@ -247,14 +247,12 @@ class Store:
         self,
         snapshot: Snapshot,
         options: OuterOptions,
-        optimizer: OuterOptimizerOptions,
+        rule: OuterRule,
         down_codec: str,
         downlinks_kept: int,
     ) -> Replayer:
         machine = OuterSync.restore(options, snapshot.state)
-        replayer = Replayer(
-            machine, snapshot.fragments, self.spool, optimizer, down_codec, downlinks_kept, self.lineages
-        )
+        replayer = Replayer(machine, snapshot.fragments, self.spool, rule, down_codec, downlinks_kept, self.lineages)
         for record in self.journal.read(snapshot.journal_segment, snapshot.journal_chain):
             replayer.apply(record)
         return replayer

@@ -14,13 +14,19 @@ from diloco.codec.native import Kernels, at_level, kernels
 from diloco.codec.registry import make_codec
 from diloco.codec.sums import sum_of_products
 from diloco.outer.merge import merge_mean
-from diloco.outer.optimizer import OuterOptimizerOptions, outer_step
+from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterState, outer_step
 from tests.codec.test_contract import samples
 from tests.codec.test_ranged import same
 
 NESTEROV = OuterOptimizerOptions()
-HEAVY_BALL = OuterOptimizerOptions(kind="sgd", lr=0.3, momentum=0.8)
+HEAVY_BALL = OuterOptimizerOptions(kind="heavy_ball", lr=0.3, momentum=0.8)
 PLAIN_SGD = OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0)
+WITHOUT_KERNELS = (
+    OuterOptimizerOptions(kind="nesterov_ema"),
+    OuterOptimizerOptions(kind="delayed_nesterov", window=2),
+    OuterOptimizerOptions(kind="adamw", lr=0.1, weight_decay=0.1),
+    OuterOptimizerOptions(kind="gpa", lr=1.0),
+)
 BEST = kernels()
 LEVELS: list[Kernels | None] = [] if BEST is None else [at_level(level) for level in range(BEST.level + 1)]
 Contributions = list[tuple[float, list[tuple[str, torch.Tensor]]]]
@@ -35,9 +41,9 @@ def check(contributions: Contributions, state: State, optimizer: OuterOptimizerO
     ]
     decoded = [(weight, [codec.decode(payload, numel) for codec, payload in updates]) for weight, updates in sent]
     merged = merge_mean(decoded)
-    theta, momentum = outer_step(state.theta, merged, state.momentum, optimizer)
+    theta, following = outer_step(state.theta, merged, state.optimizer, optimizer)
     payload, published = publish(theta, state.published, make_codec(down))
-    before = [None if each is None else each.clone() for each in (state.theta, state.published, state.momentum)]
+    before = [each.clone() for each in tensors(state)]
     norms = set()
     with ThreadPoolExecutor(3) as pool:
         for spread, fast in ((map, None), (pool.map, None), *((pool.map, each) for each in LEVELS)):
@@ -46,15 +52,20 @@ def check(contributions: Contributions, state: State, optimizer: OuterOptimizerO
             assert same(stepped.state.theta, theta)
             assert same(stepped.state.published, published)
             assert stepped.payload == payload
-            assert (stepped.state.momentum is None) == (momentum is None)
-            if momentum is not None and stepped.state.momentum is not None:
-                assert same(stepped.state.momentum, momentum)
+            assert stepped.state.optimizer.steps == following.steps
+            assert stepped.state.optimizer.tensors.keys() == following.tensors.keys()
+            for name, values in stepped.state.optimizer.tensors.items():
+                assert same(values, following.tensors[name]), name
             norms.add(stepped.norm)
             assert stepped.norm == pytest.approx(sum_of_products(merged, merged) ** 0.5, rel=1e-12)
     assert len(norms) == 1, "the threads or the kernels show in the norm"
-    for held, old in zip((state.theta, state.published, state.momentum), before, strict=True):
-        assert held is None or (old is not None and same(held, old)), "the state was written to"
+    for held, old in zip(tensors(state), before, strict=True):
+        assert same(held, old), "the state was written to"
     return stepped.state
+
+
+def tensors(state: State) -> list[torch.Tensor]:
+    return [state.theta, state.published, *state.optimizer.tensors.values()]
 
 
 def draw(numel: int, seed: int, scale: float = 1e-3) -> torch.Tensor:
@@ -64,11 +75,11 @@ def draw(numel: int, seed: int, scale: float = 1e-3) -> torch.Tensor:
 @pytest.mark.parametrize(
     "down", ["fp32", "fp32+zstd1", "bf16", "int8", "int4", "int4:32+zstd1", "int8:6", "e3m0", "int2+auto", "topk"]
 )
-@pytest.mark.parametrize("optimizer", [NESTEROV, HEAVY_BALL, PLAIN_SGD], ids=["nesterov", "heavy ball", "sgd"])
+@pytest.mark.parametrize("optimizer", [NESTEROV, HEAVY_BALL, PLAIN_SGD, *WITHOUT_KERNELS], ids=lambda each: each.kind)
 def test_versions_are_those_of_the_stages(down: str, optimizer: OuterOptimizerOptions) -> None:
     numel = RANGE_VALUES + 4099
     theta = draw(numel, 0, 1.0)
-    state = State(theta, theta.clone(), None)
+    state = State(theta, theta.clone(), NOTHING)
     for version in range(3):
         contributions: Contributions = [
             (0.25, [("int4", draw(numel, 10 * version + 1))]),
@@ -85,7 +96,7 @@ def test_versions_are_those_of_the_stages(down: str, optimizer: OuterOptimizerOp
 def test_the_digest_has_the_form_that_is_asked_for(like: str | None, form: str) -> None:
     values = draw(5000, 3)
     sent = [(1.0, [(make_codec("int8"), make_codec("int8").encode(values))])]
-    stepped = outer_pass(sent, State(values, values, None), NESTEROV, make_codec("int4"), like=like)
+    stepped = outer_pass(sent, State(values, values, NOTHING), NESTEROV, make_codec("int4"), like=like)
     assert stepped.digest == ("" if like is None else digest(stepped.state.published, like))
     assert stepped.digest.startswith(form)
 
@@ -94,7 +105,7 @@ def test_the_digest_has_the_form_that_is_asked_for(like: str | None, form: str) 
 def test_what_is_sent_as_it_is_lies_in_memory_once(down: str) -> None:
     theta = draw(3000, 0)
     sent: Contributions = [(1.0, [("int4", draw(3000, 1))])]
-    after = check(sent, State(theta, theta, None), NESTEROV, down)
+    after = check(sent, State(theta, theta, NOTHING), NESTEROV, down)
     assert after.published.data_ptr() == after.theta.data_ptr()
     stepped = outer_pass([(1.0, [(make_codec("fp32"), bytes(12000))])], after, NESTEROV, make_codec("fp32"))
     stepped.state.theta[5] = 1.0
@@ -103,7 +114,7 @@ def test_what_is_sent_as_it_is_lies_in_memory_once(down: str) -> None:
 
 @pytest.mark.parametrize("numel", [1, 2, 31, 33, 1023, 1025, RANGE_VALUES - 1, RANGE_VALUES, RANGE_VALUES + 1])
 def test_every_length(numel: int) -> None:
-    state = State(draw(numel, 0, 1.0), draw(numel, 1, 1.0), draw(numel, 2))
+    state = State(draw(numel, 0, 1.0), draw(numel, 1, 1.0), OuterState(1, {"momentum": draw(numel, 2)}))
     for up in ("int4", "int8", "fp32"):
         check([(3.0, [(up, draw(numel, 3))]), (1.0, [(up, draw(numel, 4))])], state, NESTEROV, "int4")
 
@@ -118,13 +129,13 @@ def test_adversarial_values(kind: str) -> None:
     for theta in (zeros, values):
         for up in ("fp32", "int4", "int8:256"):
             contributions: Contributions = [(1.0, [(up, values)]), (0.1, [(up, values), (up, zeros)])]
-            check(contributions, State(theta, zeros, None), PLAIN_SGD, "int4")
-            check(contributions, State(theta, theta, zeros), NESTEROV, "int8")
+            check(contributions, State(theta, zeros, NOTHING), PLAIN_SGD, "int4")
+            check(contributions, State(theta, theta, OuterState(1, {"momentum": zeros})), NESTEROV, "int8")
 
 
 def test_blocks_that_share_no_factor_make_one_range() -> None:
     numel = 10_000
-    state = State(draw(numel, 0, 1.0), draw(numel, 1, 1.0), None)
+    state = State(draw(numel, 0, 1.0), draw(numel, 1, 1.0), NOTHING)
     check([(1.0, [("int4:4098", draw(numel, 2))]), (1.0, [("int8:6006", draw(numel, 3))])], state, NESTEROV, "int4:14")
     assert ranges(10_000_000, [make_codec("int4:65534"), make_codec("int4:65522")]) == [(0, 10_000_000)]
 
@@ -144,19 +155,19 @@ def test_what_is_not_finite_makes_no_version() -> None:
     zeros = torch.zeros(numel)
     payload = codec.encode(torch.cat([torch.zeros(numel - 1), torch.tensor([-3e38])]))
     with pytest.raises(NonFiniteError, match="theta"):
-        outer_pass([(1.0, [(codec, payload)])], State(big, big, None), PLAIN_SGD, codec)
+        outer_pass([(1.0, [(codec, payload)])], State(big, big, NOTHING), PLAIN_SGD, codec)
     with pytest.raises(NonFiniteError, match="int4"):
-        outer_pass([(1.0, [(codec, payload)])], State(zeros, -big, None), PLAIN_SGD, make_codec("int4"))
+        outer_pass([(1.0, [(codec, payload)])], State(zeros, -big, NOTHING), PLAIN_SGD, make_codec("int4"))
     with pytest.raises(DecodeError):
-        outer_pass([(1.0, [(codec, payload[:-1])])], State(zeros, zeros, None), PLAIN_SGD, codec)
+        outer_pass([(1.0, [(codec, payload[:-1])])], State(zeros, zeros, NOTHING), PLAIN_SGD, codec)
     with pytest.raises(ValueError, match="no contribution"):
-        outer_pass([(0.0, [(codec, payload)])], State(zeros, zeros, None), PLAIN_SGD, codec)
+        outer_pass([(0.0, [(codec, payload)])], State(zeros, zeros, NOTHING), PLAIN_SGD, codec)
     with pytest.raises(ValueError, match="weight is"):
-        outer_pass([(float("nan"), [(codec, payload)])], State(zeros, zeros, None), PLAIN_SGD, codec)
+        outer_pass([(float("nan"), [(codec, payload)])], State(zeros, zeros, NOTHING), PLAIN_SGD, codec)
 
 
 def test_a_site_without_weight_is_not_read() -> None:
     codec, values = make_codec("fp32"), torch.ones(5)
-    state = State(values, values, None)
+    state = State(values, values, NOTHING)
     stepped = outer_pass([(0.0, [(codec, b"x")]), (1.0, [(codec, codec.encode(values))])], state, PLAIN_SGD, codec)
     assert same(stepped.state.theta, torch.zeros(5))

@@ -60,8 +60,8 @@ def state_of(desk: Desk) -> State:
 
 
 def _digests(values: FragmentValues) -> tuple[str, ...]:
-    momentum = "" if values.momentum is None else digest(values.momentum)
-    return str(values.version), digest(values.theta), digest(values.published), values.digest, momentum
+    remembered = [f"{name} {digest(each)}" for name, each in values.optimizer.tensors.items()]
+    return str(values.version), digest(values.theta), digest(values.published), values.digest, *remembered
 
 
 class RecordedDesk(Desk):

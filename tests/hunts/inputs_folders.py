@@ -26,11 +26,11 @@ from diloco.syncer.snapshots import SnapshotError, Snapshots, same_values
 from diloco.syncer.store import Store, StoreError
 from tests.hunts.inputs import Reader
 from tests.hunts.mutating import json_spoiled
-from tests.syncer.desk import CARD, OPTIMIZER, OUTER, Desk
+from tests.syncer.desk import CARD, OUTER, RULE, Desk
 from tests.syncer.test_store import Story
 from tests.syncer.test_store_formats import FIXTURE, card_of, toy_of
 
-RULES = Rules(OUTER, OPTIMIZER, "int8")
+RULES = Rules(OUTER, RULE, "int8")
 Words = tuple[type[Exception], ...]
 
 
@@ -114,8 +114,8 @@ def format_1(folder: Path) -> Iterator[tuple[str, Reader]]:
     """What the first release has left: its syncer's folder, and a site's checkpoint."""
     shutil.copytree(FIXTURE, folder)
     toy = toy_of(folder)
-    outer, optimizer = toy.rules()
-    yield from past(folder / "syncer", Rules(outer, optimizer, toy.codec), "format 1, kept")
+    outer, rule = toy.rules()
+    yield from past(folder / "syncer", Rules(outer, rule, toy.codec), "format 1, kept")
     for path in sorted((folder / "syncer" / "journal").iterdir()):
 
         def journal(path: Path = path) -> object:

@@ -114,10 +114,10 @@ class CutRun:
         """Recover from a copy, and look for everything that was said."""
         copy = self.place / "copy"
         shutil.copytree(Path(self.toy.folder) / "syncer", copy)
-        rules, optimizer = self.toy.rules()
+        rules, rule = self.toy.rules()
         store = Store(copy, RunCard(RUN, self.toy.layout().fingerprint, "shared"))
         try:
-            found = store.recover(rules, optimizer, self.toy.codec)
+            found = store.recover(rules, rule, self.toy.codec)
         except StoreError as error:
             raise AssertionError(f"no start: {error}") from error
         finally:

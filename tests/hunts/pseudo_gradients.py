@@ -22,7 +22,7 @@ from diloco.inner.optimizer import InnerOptimizers, InnerOptions, build_optimize
 from diloco.outer.adopt import rebase
 from diloco.outer.fragments import Layout, gather, plan_layout, scatter
 from diloco.outer.merge import merge_mean
-from diloco.outer.optimizer import OuterOptimizerOptions, outer_step
+from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
 from diloco.outer.pseudo_gradient import pseudo_gradient
 
 MODEL = ModelOptions(vocab_size=256, layers=2, dim=32, heads=2, context=32)
@@ -93,7 +93,7 @@ class Training:
         self.layout: Layout = plan_layout(shapes, self.scene.fragments)
         parameters = dict(first.named_parameters())
         self.theta = [gather(fragment, parameters) for fragment in self.layout.fragments]
-        self.momentum: list[Tensor | None] = [None] * len(self.theta)
+        self.states = [NOTHING] * len(self.theta)
         self.versions = [0] * len(self.theta)
         text = _text()
         for index, name in enumerate(SITES[: len(self.scene.speeds)]):
@@ -132,7 +132,9 @@ class Training:
                 for index in range(len(self.theta)):
                     gradient = pseudo_gradient(place.base[index], self._local(place, index), in_flight=[])
                     arrived.append(
-                        Sent(place.name, index, place.unsent, gradient, self.momentum[index], self.versions[index])
+                        Sent(
+                            place.name, index, place.unsent, gradient, self.states[index].momentum, self.versions[index]
+                        )
                     )
                 place.unsent = 0
             yield arrived
@@ -141,8 +143,8 @@ class Training:
                 if not mine:
                     continue
                 merged = merge_mean([(1 / len(mine), [sent.gradient]) for sent in mine])
-                self.theta[index], self.momentum[index] = outer_step(
-                    self.theta[index], merged, self.momentum[index], self.outer
+                self.theta[index], self.states[index] = outer_step(
+                    self.theta[index], merged, self.states[index], self.outer
                 )
                 self.versions[index] += 1
             for place in places:

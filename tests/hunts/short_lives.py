@@ -288,7 +288,7 @@ class ShortLives:
         with locked(data):
             store = Store(data, card)
             try:
-                state = store.recover(rules.outer, rules.optimizer, rules.down_codec).machine.state
+                state = store.recover(rules.outer, rules.rule, rules.down_codec).machine.state
             finally:
                 store.journal.close()
         fragments = state.fragments

@@ -67,9 +67,9 @@ class Fortress(Toy):
     )
 
     def syncer(self, emit: Emit, disk: Disk = PLAIN_DISK) -> Syncer:
-        outer, optimizer = self.rules()
+        outer, rule = self.rules()
         options = SyncerOptions(folder=f"{self.folder}/syncer", up_codecs=list(CODECS), snapshot_every=16)
-        plan = RunPlan(self.agreement(), self.layout(), "shared", outer, optimizer)
+        plan = RunPlan(self.agreement(), self.layout(), "shared", outer, rule)
         network = ServerOptions(run_id=RUN, address=f"127.0.0.1:{self.port}", **self.server)
         return Syncer(options, plan, self.version_zero, network, SecurityOptions(**self.security), emit, disk)
 

@@ -23,7 +23,7 @@ from diloco.launch import config as configs
 from diloco.launch.schema import RunConfig
 from diloco.learner.agent import Finished
 from diloco.outer.fragments import Layout
-from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.outer.rule import OuterRule
 from diloco.sync.options import OuterOptions
 from tests.hunts.reporting import why
 from tests.launch.processes import TINY, Place, Verb, place_in, wait_for
@@ -98,8 +98,8 @@ class RealRun:
     def version_zero(self) -> list[Tensor]:
         return build.version_zero(self.config, self.layout())
 
-    def rules(self) -> tuple[OuterOptions, OuterOptimizerOptions]:
-        return build.outer_options(self.config), build.outer_optimizer_options(self.config)
+    def rules(self) -> tuple[OuterOptions, OuterRule]:
+        return build.outer_options(self.config), build.rule(self.config, self.layout())
 
 
 class VerbLives:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions
+from diloco.outer.rule import OuterRule
 from diloco.sync.events import LineageBegan, PushAnswered, Reason
 from diloco.sync.options import OuterOptions
 from diloco.sync.progress import SentState, site_ledger
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
 def begin_lineage(folder: Path) -> None:
     """What an operator's restore leaves in a syncer's folder: the newest values again, as versions of a new lineage."""
     store = Store(folder, RunCard(RUN, LAYOUT.fingerprint, "shared"))
-    found = store.recover(OuterOptions(**NO_WAIT), OuterOptimizerOptions(), "fp32")  # type: ignore[arg-type]
+    found = store.recover(OuterOptions(**NO_WAIT), OuterRule(OuterOptimizerOptions()), "fp32")  # type: ignore[arg-type]
     values = found.holdings.values
     found.machine.handle(LineageBegan(2, tuple(each.digest for each in values), "a test"), found.machine.state.now_ns)
-    again = [FragmentValues(each.version + 1, each.published, each.published, None, each.digest) for each in values]
+    again = [FragmentValues(each.version + 1, each.published, each.published, NOTHING, each.digest) for each in values]
     store.snapshot_writer(found.machine, again)()
     store.journal.close()
 

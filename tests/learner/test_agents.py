@@ -22,6 +22,7 @@ from diloco.learner.outcome import Finished, JoinFailed
 from diloco.outer.fragments import gather
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.outer.placement import part_of
+from diloco.outer.rule import OuterRule
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.effects import StopTraining
 from diloco.sync.events import Ending, FinalAnnounced
@@ -268,7 +269,7 @@ class TwoSyncers:
             self.parts[at],
             "shared",
             OuterOptions(**{**NO_WAIT, "num_fragments": 1}),  # type: ignore[arg-type]
-            OuterOptimizerOptions(),
+            OuterRule(OuterOptimizerOptions()),
             HealthOptions(policy="admit"),
         )
         options = SyncerOptions(folder=str(self.folder / f"syncer-{at}"), heartbeat_s=0.2, linger_s=2.0)

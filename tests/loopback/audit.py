@@ -15,7 +15,8 @@ from torch import Tensor
 from diloco.codec.contract import digest
 from diloco.learner.agent import Finished
 from diloco.outer.fragments import Layout
-from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.outer.optimizer import NOTHING
+from diloco.outer.rule import OuterRule
 from diloco.sync.effects import AnswerPush, PublishVersion, StartOuterStep, TellFate
 from diloco.sync.events import Ending, Fate, LineageBegan, Outcome, OuterStepDone, Reason, SyncerStarted, UpdateArrived
 from diloco.sync.journal import Record, replay
@@ -44,7 +45,7 @@ class Run(Protocol):
     def fragments(self) -> int: ...
     def layout(self) -> Layout: ...
     def version_zero(self) -> list[Tensor]: ...
-    def rules(self) -> tuple[OuterOptions, OuterOptimizerOptions]: ...
+    def rules(self) -> tuple[OuterOptions, OuterRule]: ...
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def _merged_once(step: StartOuterStep, told: History, told_now: set[int]) -> Non
 def version_zero(run: Run) -> tuple[OuterSync, list[FragmentValues]]:
     rules, _ = run.rules()
     machine = OuterSync(rules)
-    values = [FragmentValues(0, first, first.clone(), None, digest(first)) for first in run.version_zero()]
+    values = [FragmentValues(0, first, first.clone(), NOTHING, digest(first)) for first in run.version_zero()]
     for fragment, first in zip(machine.state.fragments, values, strict=True):
         fragment.digest = first.digest
     return machine, values
@@ -182,9 +183,9 @@ def computed_again(run: Run) -> list[FragmentValues]:
     for spool in (Path(run.folder) / "archive" / "spool", Path(run.folder) / "syncer" / "spool"):
         if spool.exists():
             shutil.copytree(spool, folder / "spool", dirs_exist_ok=True)
-    rules, optimizer = run.rules()
+    rules, rule = run.rules()
     store = Store(folder, card)
-    found = store.recover(rules, optimizer, run.codec)
+    found = store.recover(rules, rule, run.codec)
     store.journal.close()
     return found.holdings.values
 

@@ -106,8 +106,8 @@ def test_the_heir_takes_over_from_a_frozen_syncer_which_tells_nothing_when_it_th
     if toy.replication["mode"] == "sync":
         card = RunCard(RUN, toy.layout().fingerprint, "shared")
         store = Store(tmp_path / "standby", card)
-        outer, optimizer = toy.rules()
-        lines = store.recover(outer, optimizer, toy.codec).machine.state.sites["b"].lines
+        outer, rule = toy.rules()
+        lines = store.recover(outer, rule, toy.codec).machine.state.sites["b"].lines
         store.journal.close()
         for event in acknowledged:
             assert lines[int(str(event["fragment"]))].watermark >= int(str(event["sequence"]))

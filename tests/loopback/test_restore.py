@@ -22,8 +22,8 @@ CLOCK_S = 1_800_000_000
 def restore_without(toy: Toy, selections: list[Selection]) -> None:
     """What the two verbs do: replay without some updates, and take the run up from there."""
     folder = Path(toy.folder) / "syncer"
-    outer, optimizer = toy.rules()
-    rules = Rules(outer, optimizer, toy.codec)
+    outer, rule = toy.rules()
+    rules = Rules(outer, rule, toy.codec)
     kept = Kept(folder)
     rebuilt = kept.replay(rules, selections)
     assert rebuilt.left_out, "nothing was left out"

@@ -38,7 +38,9 @@ from diloco.learner.orders import Orders
 from diloco.learner.owners import Dealt
 from diloco.learner.site_tensors import SiteTensors
 from diloco.outer.fragments import Layout, gather, plan_layout
+from diloco.outer.merge import MergeOptions
 from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.outer.rule import OuterRule, outer_rule
 from diloco.sync.adapting import AdaptOptions
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import HealthOptions, LearnerOptions, OuterOptions
@@ -76,6 +78,7 @@ class Toy:
     adopt: str = "rebase"
     inner_steps: int = 5
     lock_step: bool = False
+    merge: str = "mean"
     optimizer: dict[str, object] = field(default_factory=lambda: {"kind": "sgd", "lr": 1.0, "momentum": 0.0})
     outer: dict[str, object] = field(default_factory=dict)
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = SHAPES
@@ -112,8 +115,10 @@ class Toy:
         parameters = {name: torch.randn(shape, generator=generator(self.seed, name, 0)) for name, shape in self.shapes}
         return [gather(fragment, parameters) for fragment in self.layout().fragments]
 
-    def rules(self) -> tuple[OuterOptions, OuterOptimizerOptions]:
-        return OuterOptions(**self.outer), OuterOptimizerOptions(**self.optimizer)  # type: ignore[arg-type]
+    def rules(self) -> tuple[OuterOptions, OuterRule]:
+        optimizer = OuterOptimizerOptions(**self.optimizer)  # type: ignore[arg-type]
+        merge = MergeOptions(kind=self.merge)
+        return OuterOptions(**self.outer), outer_rule(optimizer, merge, self.layout())  # type: ignore[arg-type]
 
     def options(self, folder: str = "syncer") -> SyncerOptions:
         return SyncerOptions(

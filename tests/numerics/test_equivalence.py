@@ -22,7 +22,7 @@ from diloco.codec.registry import make_codec
 from diloco.outer.adopt import rebase
 from diloco.outer.fragments import plan_layout
 from diloco.outer.merge import merge_mean
-from diloco.outer.optimizer import OuterOptimizerOptions, outer_step
+from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
 from diloco.outer.pseudo_gradient import pseudo_gradient
 from diloco.outer.reference import reference_diloco
 
@@ -117,7 +117,7 @@ def test_invariant_01_also_when_it_trains_on_while_the_update_travels() -> None:
         site.train(4)
         sent = pseudo_gradient(base, site.theta, [])
         site.train(3)
-        version, _ = outer_step(base, merge_mean([(7.0, [sent])]), None, PLAIN_OUTER)
+        version, _ = outer_step(base, merge_mean([(7.0, [sent])]), NOTHING, PLAIN_OUTER)
         site.adopt(rebase(site.theta, base, version, [sent]))
         base = version
         plain.train(7)
@@ -136,7 +136,7 @@ def test_invariant_01_two_ulp_of_the_larger_at_each_adopt_at_any_distance() -> N
         if seed % 2:  # neighbours rather than strangers
             local = base * (1 + torch.randn(5000, generator=torch.Generator().manual_seed(seed)))
         sent = pseudo_gradient(base, local, [])
-        version, _ = outer_step(base, merge_mean([(3.0, [sent])]), None, PLAIN_OUTER)
+        version, _ = outer_step(base, merge_mean([(3.0, [sent])]), NOTHING, PLAIN_OUTER)
         adopted = rebase(local, base, version, [sent])
         assert same_bits(adopted, version), f"seed {seed}"
         off = (adopted.double() - local.double()).abs() / ulp(torch.maximum(base.abs(), local.abs()))

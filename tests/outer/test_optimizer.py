@@ -1,84 +1,264 @@
-"""The outer step is torch's, bit for bit."""
+"""The outer steps are those of their papers, and where torch has one, torch's bit for bit."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
+from torch import Tensor
 
-from diloco.outer.optimizer import OuterOptimizerOptions, outer_step
+from diloco.outer.optimizer import (
+    NOTHING,
+    OUTER_KINDS,
+    TENSORS_KEPT,
+    OuterOptimizerOptions,
+    OuterState,
+    evaluated,
+    outer_step,
+)
+
+EVERY = {
+    "sgd": OuterOptimizerOptions(kind="sgd", lr=0.7, momentum=0.0),
+    "heavy_ball": OuterOptimizerOptions(kind="heavy_ball", lr=0.3, momentum=0.9),
+    "nesterov": OuterOptimizerOptions(),
+    "nesterov_ema": OuterOptimizerOptions(kind="nesterov_ema", lr=0.7, momentum=0.6),
+    "delayed_nesterov": OuterOptimizerOptions(kind="delayed_nesterov", window=3, share_ahead=0.2),
+    "adamw": OuterOptimizerOptions(kind="adamw", lr=0.3, weight_decay=0.1),
+    "schedule_free": OuterOptimizerOptions(kind="schedule_free", lr=1.0, weight_decay=0.01),
+    "gpa": OuterOptimizerOptions(kind="gpa", lr=1.0, momentum=0.8, momentum_ahead=0.7),
+}
+
+
+def drawn(shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def steps(
+    theta: Tensor, gradients: list[Tensor], options: OuterOptimizerOptions, state: OuterState = NOTHING
+) -> tuple[Tensor, OuterState]:
+    for g in gradients:
+        theta, state = outer_step(theta, g, state, options)
+    return theta, state
+
+
+def torchs(options: OuterOptimizerOptions, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
+    if options.kind == "adamw":
+        betas = (options.momentum, options.momentum_squares)
+        return torch.optim.AdamW(
+            [parameter], options.lr, betas, options.epsilon, options.weight_decay, foreach=False, fused=False
+        )
+    nesterov = options.kind == "nesterov"
+    return torch.optim.SGD([parameter], options.lr, options.momentum, nesterov=nesterov, foreach=False, fused=False)
 
 
 @pytest.mark.parametrize(
-    ("kind", "lr", "momentum"),
-    [("nesterov", 0.7, 0.9), ("nesterov", 0.4, 0.5), ("sgd", 1.0, 0.0), ("sgd", 0.7, 0.0), ("sgd", 0.3, 0.9)],
+    "options",
+    [
+        OuterOptimizerOptions(),
+        OuterOptimizerOptions(lr=0.4, momentum=0.5),
+        OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0),
+        OuterOptimizerOptions(kind="sgd", lr=0.7, momentum=0.0),
+        OuterOptimizerOptions(kind="heavy_ball", lr=0.3, momentum=0.9),
+        OuterOptimizerOptions(kind="adamw", lr=0.3),
+        OuterOptimizerOptions(kind="adamw", lr=0.1, momentum=0.0, momentum_squares=0.999, weight_decay=0.1),
+    ],
+    ids=str,
 )
-def test_bit_for_bit_as_torch(kind: str, lr: float, momentum: float) -> None:
-    generator = torch.Generator().manual_seed(11)
-    theta = torch.randn(10_007, generator=generator)
+def test_bit_for_bit_as_torch(options: OuterOptimizerOptions) -> None:
+    theta, state = drawn(10_007, 11), NOTHING
     parameter = torch.nn.Parameter(theta.clone())
-    theirs = torch.optim.SGD([parameter], lr=lr, momentum=momentum, nesterov=kind == "nesterov")
-    options = OuterOptimizerOptions(kind=kind, lr=lr, momentum=momentum)
-    ours: torch.Tensor | None = None
+    theirs = torchs(options, parameter)
+    names = (
+        {"momentum": "exp_avg", "squares": "exp_avg_sq"} if options.kind == "adamw" else {"momentum": "momentum_buffer"}
+    )
     for step in range(7):
-        g = torch.randn(theta.shape, generator=generator) * 0.01
+        g = drawn(10_007, 100 + step) * 0.01
         parameter.grad = g.clone()
         theirs.step()
-        theta, ours = outer_step(theta, g, ours, options)
-        assert torch.equal(theta, parameter.detach()), f"seed 11, step {step}"
-        if momentum:
-            assert ours is not None
-            assert torch.equal(ours, theirs.state[parameter]["momentum_buffer"]), f"seed 11, step {step}"
-        else:
-            assert ours is None
+        theta, state = outer_step(theta, g, state, options)
+        assert torch.equal(theta, parameter.detach()), f"step {step}"
+        assert state.steps == step + 1
+        for name, tensor in state.tensors.items():
+            assert torch.equal(tensor, theirs.state[parameter][names[name]]), f"step {step}, {name}"
 
 
 def test_the_first_momentum_is_the_gradient() -> None:
     g = torch.tensor([1.0, -2.0])
-    theta, momentum = outer_step(torch.zeros(2), g, None, OuterOptimizerOptions(lr=0.5, momentum=0.5))
-    assert momentum is not None
-    assert momentum.tolist() == [1.0, -2.0]
+    theta, state = outer_step(torch.zeros(2), g, NOTHING, OuterOptimizerOptions(lr=0.5, momentum=0.5))
+    assert state.momentum is not None
+    assert state.momentum.tolist() == [1.0, -2.0]
     assert theta.tolist() == [-0.75, 1.5]  # gain lr (1 + mu)
-    assert momentum.data_ptr() != g.data_ptr()
-
-
-def test_constant_gradient_reaches_the_gain_of_torchs_form() -> None:
-    options = OuterOptimizerOptions(lr=0.7, momentum=0.9)
-    theta, g = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-    momentum: torch.Tensor | None = None
-    for _ in range(400):
-        before = theta
-        theta, momentum = outer_step(theta, g, momentum, options)
-    assert (before - theta).item() == pytest.approx(0.7 / (1 - 0.9))
-
-
-def test_pure() -> None:
-    theta, g, momentum = torch.ones(5), torch.full((5,), 2.0), torch.full((5,), 3.0)
-    outer_step(theta, g, momentum, OuterOptimizerOptions())
-    assert (theta.sum(), g.sum(), momentum.sum()) == (5, 10, 15)
-
-
-def test_the_number_of_threads_does_not_show() -> None:
-    generator = torch.Generator().manual_seed(5)
-    theta, g, momentum = (torch.randn(300_001, generator=generator) for _ in range(3))
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append(outer_step(theta, g, momentum, OuterOptimizerOptions()))
-    finally:
-        torch.set_num_threads(before)
-    for new_theta, new_momentum in results[1:]:
-        assert torch.equal(new_theta, results[0][0])
-        assert new_momentum is not None
-        assert results[0][1] is not None
-        assert torch.equal(new_momentum, results[0][1])
+    assert state.momentum.data_ptr() != g.data_ptr()
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("kind", "adam"), ("lr", 0.0), ("lr", float("nan")), ("momentum", 1.0), ("momentum", -0.1), ("momentum", 0.0)],
+    ("kind", "gain"),
+    [
+        ("heavy_ball", 0.7 / (1 - 0.9)),
+        ("nesterov", 0.7 / (1 - 0.9)),
+        ("nesterov_ema", 0.7 * (1 + 0.9)),
+        ("delayed_nesterov", 0.7 / (1 - 0.9)),
+        ("schedule_free", 0.7),
+        ("gpa", 0.7),
+    ],
 )
-def test_options_name_the_field_and_the_value(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=f"{field} is {value!r}"):
-        OuterOptimizerOptions(**{field: value})  # type: ignore[arg-type]
+def test_a_constant_gradient_reaches_the_gain_of_its_form(kind: str, gain: float) -> None:
+    """What a learning rate of one form is worth in another."""
+    options = OuterOptimizerOptions(kind=kind, lr=0.7, momentum=0.9)
+    theta, state, g = torch.zeros(1, dtype=torch.float64), NOTHING, torch.ones(1, dtype=torch.float64)
+    means: list[Tensor] = []
+    for _ in range(400):
+        theta, state = outer_step(theta, g, state, options)
+        means.append(evaluated(theta, state))
+    speed = means[-2] - means[-1]
+    # The mean of all that came before moves half as fast as what it follows.
+    assert speed.item() == pytest.approx(gain / 2 if kind == "schedule_free" else gain)
+
+
+@pytest.mark.parametrize("ahead", [0.0, 1.0])
+def test_4_delayed_nesterov_with_window_1_is_nesterov_bit_for_bit(ahead: float) -> None:
+    gradients = [drawn(1003, seed) for seed in range(6)]
+    delayed = OuterOptimizerOptions(kind="delayed_nesterov", window=1, share_ahead=ahead)
+    mine, state = steps(drawn(1003, 9), gradients, delayed)
+    theirs, wanted = steps(drawn(1003, 9), gradients, OuterOptimizerOptions())
+    assert torch.equal(mine, theirs)
+    assert torch.equal(state.tensors["momentum"], wanted.tensors["momentum"])
+
+
+@pytest.mark.parametrize("window", [2, 3, 8])
+def test_4_a_full_window_is_one_nesterov_step_on_the_mean(window: int) -> None:
+    delayed = OuterOptimizerOptions(kind="delayed_nesterov", lr=0.7, momentum=0.9, window=window)
+    mine = theirs = drawn(501, 1, torch.float64)
+    state = wanted = NOTHING
+    for turn in range(5):
+        gradients = [drawn(501, 10 * turn + each, torch.float64) for each in range(window)]
+        mine, state = steps(mine, gradients, delayed, state)
+        theirs, wanted = outer_step(theirs, torch.stack(gradients).mean(0), wanted, OuterOptimizerOptions())
+        assert torch.allclose(mine, theirs, rtol=0, atol=1e-12), turn
+        assert torch.allclose(state.tensors["momentum"], wanted.tensors["momentum"], rtol=0, atol=1e-12), turn
+        assert not state.tensors["window"].any(), turn
+
+
+def test_delayed_nesterov_by_hand() -> None:
+    """Arrivals 1, 3, 5 with N = 2, c = 1/4, momentum 1/2 and lr 1, all exact."""
+    options = OuterOptimizerOptions(kind="delayed_nesterov", lr=1.0, momentum=0.5, window=2, share_ahead=0.25)
+    theta, state = torch.zeros(1, dtype=torch.float64), NOTHING
+    seen = []
+    for g in (1.0, 3.0, 5.0):
+        theta, state = outer_step(theta, torch.tensor([g], dtype=torch.float64), state, options)
+        seen.append((theta.item(), state.tensors["momentum"].item(), state.tensors["window"].item()))
+    # 1: no momentum yet, 1/2 of the way.  3: m = (1 + 3)/2 = 2, of which (1 - 1/2 + 1/4)/2 goes along.  5: 2.5 + 1/4.
+    assert seen == [(-0.5, 0.0, 1.0), (-0.5 - 0.75 - 1.5, 2.0, 0.0), (-2.75 - 0.25 - 2.5, 2.0, 5.0)]
+
+
+def test_what_plain_nesterov_does_with_equal_arrivals_that_come_one_by_one() -> None:
+    """The failure that delayed Nesterov repairs: four equal arrivals move 12 times as far as one merge of them."""
+    g = torch.ones(1, dtype=torch.float64)
+    plain, _ = steps(torch.zeros_like(g), [g] * 4, OuterOptimizerOptions(lr=1.0))
+    delayed, _ = steps(torch.zeros_like(g), [g] * 4, OuterOptimizerOptions(kind="delayed_nesterov", lr=1.0, window=4))
+    assert plain.item() == pytest.approx(-(4 + 4 * 0.9 + 3 * 0.9**2 + 2 * 0.9**3 + 0.9**4))
+    assert delayed.item() == pytest.approx(-1.9)
+
+
+def test_nesterov_ema_by_hand() -> None:
+    options = OuterOptimizerOptions(kind="nesterov_ema", lr=1.0, momentum=0.5)
+    theta, state = steps(torch.zeros(1), [torch.tensor([2.0]), torch.tensor([4.0])], options)
+    assert state.tensors["momentum"].item() == 0.5 * 1.0 + 0.5 * 4.0
+    assert theta.item() == -(2.0 + 0.5 * 1.0) - (4.0 + 0.5 * 2.5)
+
+
+def test_schedule_free_is_the_mean_of_plain_sgd() -> None:
+    """x is the mean of all z, and z is SGD on the gradients at y (arXiv 2405.15682, equations 3 to 5)."""
+    gradients = [drawn(101, seed, torch.float64) for seed in range(9)]
+    theta0 = drawn(101, 77, torch.float64)
+    options = OuterOptimizerOptions(kind="schedule_free", lr=0.5, momentum=0.9)
+    theta, state = steps(theta0, gradients, options)
+    fast = [theta0 - 0.5 * sum(gradients[: count + 1]) for count in range(9)]
+    mean = torch.stack(fast).mean(0)
+    assert torch.allclose(evaluated(theta, state), mean, rtol=0, atol=1e-12)
+    assert torch.allclose(theta, 0.9 * mean + 0.1 * fast[-1], rtol=0, atol=1e-12)
+
+
+def test_gpa_by_hand() -> None:
+    options = OuterOptimizerOptions(kind="gpa", lr=1.0, momentum=0.75, momentum_ahead=0.5, weight_decay=0.5)
+    theta, state = outer_step(torch.full((1,), 4.0), torch.ones(1), NOTHING, options)
+    assert state.tensors["fast"].item() == 0.5 * 4 - 1
+    assert state.tensors["average"].item() == evaluated(theta, state).item() == 0.75 * 4 + 0.25 * 1
+    assert theta.item() == 0.5 * 3.25 + 0.5 * 1
+
+
+@pytest.mark.parametrize("kind", OUTER_KINDS)
+def test_pure_and_of_the_tensors_that_are_said(kind: str) -> None:
+    theta, state = drawn(67, 0), NOTHING
+    for step in range(5):
+        g = drawn(67, step + 1)
+        before = [each.clone() for each in (theta, g, *state.tensors.values())]
+        following, after = outer_step(theta, g, state, EVERY[kind])
+        for held, old in zip((theta, g, *state.tensors.values()), before, strict=True):
+            assert torch.equal(held, old), "an input was written to"
+        made = [following, *after.tensors.values()]
+        assert len({each.data_ptr() for each in (*made, theta, g)}) == len(made) + 2
+        assert tuple(after.tensors) == TENSORS_KEPT[kind]
+        assert (after.steps, {each.dtype for each in made}) == (step + 1, {torch.float32})
+        theta, state = following, after
+
+
+@pytest.mark.parametrize("kind", OUTER_KINDS)
+def test_neither_threads_nor_cuts_into_parts_show(kind: str) -> None:
+    numel, cuts = 300_001, (0, 1024, 131_072, 262_144, 300_001)
+    theta, gradients = drawn(numel, 5), [drawn(numel, 6 + step) for step in range(4)]
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(steps(theta, gradients, EVERY[kind]))
+    finally:
+        torch.set_num_threads(before)
+    parts = [slice(*each) for each in pairwise(cuts)]
+    pieces = [steps(theta[part], [g[part] for g in gradients], EVERY[kind]) for part in parts]
+    joined = {name: torch.cat([state.tensors[name] for _, state in pieces]) for name in TENSORS_KEPT[kind]}
+    found.append((torch.cat([values for values, _ in pieces]), OuterState(4, joined)))
+    for values, state in found[1:]:
+        assert torch.equal(values, found[0][0])
+        for name, tensor in state.tensors.items():
+            assert torch.equal(tensor, found[0][1].tensors[name]), name
+
+
+@pytest.mark.parametrize("kind", OUTER_KINDS)
+def test_going_on_from_what_was_kept_is_going_on(kind: str) -> None:
+    gradients = [drawn(64, seed) for seed in range(8)]
+    whole = steps(drawn(64, 50), gradients, EVERY[kind])
+    for cut in range(1, 8):
+        theta, state = steps(drawn(64, 50), gradients[:cut], EVERY[kind])
+        again = OuterState(state.steps, {name: each.clone() for name, each in state.tensors.items()})
+        values, _ = steps(theta, gradients[cut:], EVERY[kind], again)
+        assert torch.equal(values, whole[0]), cut
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"kind": "adam"}, "kind is 'adam': one of sgd, heavy_ball, nesterov"),
+        ({"lr": 0.0}, "lr is 0.0: must be above 0"),
+        ({"lr": float("nan")}, "lr is nan"),
+        ({"momentum": 1.0}, "momentum is 1.0: from 0 to below 1"),
+        ({"momentum": -0.1}, "momentum is -0.1"),
+        ({"momentum": 0.0}, 'momentum is 0.0: kind "nesterov" needs some'),
+        ({"kind": "sgd"}, 'momentum is 0.9: kind "sgd" has none, kind "heavy_ball" does'),
+        ({"window": 4}, "window is 4: only for delayed_nesterov"),
+        ({"kind": "delayed_nesterov", "window": 0}, "window is 0: at least 1"),
+        ({"kind": "delayed_nesterov", "window": 4, "share_ahead": 0.3}, "share_ahead is 0.3: from 0 to 1/window, 0.25"),
+        ({"kind": "delayed_nesterov", "epsilon": 0.5}, "epsilon is 0.5: only for adamw"),
+        ({"kind": "adamw", "epsilon": 0.0}, "epsilon is 0.0: must be above 0"),
+        ({"kind": "adamw", "momentum_squares": 1.0}, "momentum_squares is 1.0: from 0 to below 1"),
+        ({"weight_decay": 0.1}, "weight_decay is 0.1: only for adamw and schedule_free and gpa"),
+        ({"kind": "gpa", "weight_decay": -1.0}, "weight_decay is -1.0: must not be negative"),
+        ({"kind": "gpa", "weight_decay": 2.0}, "weight_decay is 2.0: lr x weight_decay is below 1"),
+        ({"kind": "gpa", "momentum_ahead": 1.0}, "momentum_ahead is 1.0: from 0 to below 1"),
+    ],
+)
+def test_options_name_the_field_and_the_value(given: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        OuterOptimizerOptions(**given)  # type: ignore[arg-type]

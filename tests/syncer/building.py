@@ -17,6 +17,7 @@ from torch import Tensor
 from diloco.codec.registry import make_codec
 from diloco.outer.fragments import plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.outer.rule import OuterRule
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.syncer.options import RunPlan, SyncerOptions
@@ -95,7 +96,7 @@ def new_syncer(
         LAYOUT,
         "shared",
         OuterOptions(**{**NO_WAIT, **(outer or {})}),
-        OuterOptimizerOptions(**(optimizer or {})),
+        OuterRule(OuterOptimizerOptions(**(optimizer or {}))),
         HealthOptions(**(health or {})),
     )
     network = ServerOptions(run_id=RUN, address=address)

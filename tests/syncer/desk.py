@@ -11,7 +11,8 @@ from pathlib import Path
 
 from diloco.codec.contract import digest
 from diloco.durable import PLAIN_DISK, Disk
-from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions
+from diloco.outer.rule import OuterRule
 from diloco.sync.effects import OuterEffect, PublishVersion, StartOuterStep, TellFate
 from diloco.sync.events import OuterEvent, OuterStepDone, SyncerStarted, UpdateArrived
 from diloco.sync.journal import Record, digest_effects
@@ -27,6 +28,7 @@ from tests.syncer.building import LAYOUT, NO_WAIT, RUN, version_zero
 
 OUTER = OuterOptions(**NO_WAIT)  # type: ignore[arg-type]
 OPTIMIZER = OuterOptimizerOptions()
+RULE = OuterRule(OPTIMIZER)
 CARD = RunCard(RUN, LAYOUT.fingerprint, "shared")
 
 
@@ -47,13 +49,13 @@ class Desk:
         self.recovered: Recovered | None = None
         if self.store.is_new():
             self.machine = OuterSync(outer)
-            self.values = [FragmentValues(0, v, v.clone(), None, digest(v)) for v in version_zero()]
+            self.values = [FragmentValues(0, v, v.clone(), NOTHING, digest(v)) for v in version_zero()]
             for fragment, first in zip(self.machine.state.fragments, self.values, strict=True):
                 fragment.digest = first.digest
             self.store.begin(self.machine, self.values)
         else:
             try:
-                self.recovered = self.store.recover(outer, OPTIMIZER, codec)
+                self.recovered = self.store.recover(outer, RULE, codec)
             except BaseException:
                 self.store.journal.close()
                 raise
@@ -109,7 +111,7 @@ class Desk:
     def finish(self, fragment: int) -> list[OuterEffect]:
         """The outer step that is under way is done."""
         command = self.under_way.pop(fragment)
-        result = run_outer_step(command, self.values[fragment], self.store.spool, OPTIMIZER, self.codec)
+        result = run_outer_step(command, self.values[fragment], self.store.spool, RULE, self.codec)
         assert result is not None
         self.computed[fragment] = result
         return self.handle(OuterStepDone(fragment, command.version, result.values.digest, result.downlink_digest))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from diloco.outer.optimizer import NOTHING
 from diloco.sync.effects import Contribution, StartOuterStep, UpdateRef
 from diloco.syncer import costs as module
 from diloco.syncer.costs import RoundCosts
@@ -24,7 +25,7 @@ def command(*payloads: str) -> StartOuterStep:
 
 
 def result() -> OuterResult:
-    values = FragmentValues(7, torch.zeros(1), torch.zeros(1), None, "d")
+    values = FragmentValues(7, torch.zeros(1), torch.zeros(1), NOTHING, "d")
     return OuterResult(values, b"", "d", 1.0, 0.6, Costs(0.1, 0.2, 0.3))
 
 

@@ -15,7 +15,8 @@ from diloco.codec.digests import digest_of
 from diloco.codec.feedback import follow
 from diloco.codec.registry import make_codec
 from diloco.outer.merge import merge_mean
-from diloco.outer.optimizer import OuterOptimizerOptions, outer_step
+from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterState, outer_step
+from diloco.outer.rule import OuterRule
 from diloco.sync.effects import Contribution, StartOuterStep, UpdateRef
 from diloco.syncer.executor import OuterResult, run_outer_step
 from diloco.syncer.snapshots import FragmentValues
@@ -37,14 +38,17 @@ def stored(spool: Spool, site: str, sequence: int, values: Tensor, encoding: str
 
 
 def step(
-    spool: Spool, parts: list[Contribution], values: FragmentValues, codec: str, rule: OuterOptimizerOptions
+    spool: Spool, parts: list[Contribution], values: FragmentValues, codec: str, optimizer: OuterOptimizerOptions
 ) -> OuterResult | None:
-    return run_outer_step(StartOuterStep(0, values.version + 1, tuple(parts)), values, spool, rule, codec)
+    return run_outer_step(
+        StartOuterStep(0, values.version + 1, tuple(parts)), values, spool, OuterRule(optimizer), codec
+    )
 
 
 def holding(theta: Tensor, published: Tensor | None = None, momentum: Tensor | None = None) -> FragmentValues:
     published = theta.clone() if published is None else published
-    return FragmentValues(4, theta, published, momentum, digest(published))
+    remembered = NOTHING if momentum is None else OuterState(4, {"momentum": momentum})
+    return FragmentValues(4, theta, published, remembered, digest(published))
 
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int4:32+zstd1"])
@@ -58,11 +62,11 @@ def test_it_is_the_definition_bit_for_bit(tmp_path: Path, codec: str) -> None:
     result = step(spool, parts, old, codec, NESTEROV)
     second = make_codec("int8").decode(make_codec("int8").encode(d[1]), d[1].numel())
     merged = merge_mean([(0.25, [d[0], second]), (0.75, [d[2]])])
-    theta, momentum = outer_step(old.theta, merged, old.momentum, NESTEROV)
+    theta, following = outer_step(old.theta, merged, old.optimizer, NESTEROV)
     assert isinstance(result, OuterResult)
     assert torch.equal(result.values.theta, theta)
-    assert result.values.momentum is not None
-    assert torch.equal(result.values.momentum, momentum)
+    assert result.values.optimizer.steps == following.steps == 5
+    assert torch.equal(result.values.optimizer.tensors["momentum"], following.tensors["momentum"])
     assert torch.equal(result.values.published, follow(old.published, result.downlink, make_codec(codec)))
     assert result.values.version == 5
     assert result.values.digest == digest(result.values.published)
@@ -88,10 +92,10 @@ def test_invariant_7_neither_ranges_nor_threads_change_a_bit(
     found = []
     for values, threads in ((1024, 1), (2048, 3), (1 << 17, 1), (1 << 17, 4)):
         monkeypatch.setattr(fused, "RANGE_VALUES", values)
-        result = run_outer_step(StartOuterStep(0, 5, parts), old, spool, NESTEROV, codec, threads=threads)
+        result = run_outer_step(StartOuterStep(0, 5, parts), old, spool, OuterRule(NESTEROV), codec, threads=threads)
         assert isinstance(result, OuterResult)
-        assert result.values.momentum is not None
-        bits = [bytes_of(each) for each in (result.values.theta, result.values.published, result.values.momentum)]
+        momentum = result.values.optimizer.tensors["momentum"]
+        bits = [bytes_of(each) for each in (result.values.theta, result.values.published, momentum)]
         found.append((bits, bytes(result.downlink), result.values.digest, result.downlink_digest, result.norm))
     assert all(each == found[0] for each in found)
 
@@ -105,7 +109,7 @@ def test_a_range_that_is_not_finite_ends_the_step_whatever_the_others_are(
     huge[30_000] = 3e38
     parts = (Contribution("a", 1.0, 4, (stored(spool, "a", 1, huge),)),)
     command = StartOuterStep(0, 5, parts)
-    assert run_outer_step(command, holding(-huge), spool, SGD, "fp32", threads=threads) is None
+    assert run_outer_step(command, holding(-huge), spool, OuterRule(SGD), "fp32", threads=threads) is None
 
 
 def test_without_momentum_a_version_that_is_sent_whole_is_one_tensor(tmp_path: Path) -> None:
@@ -115,7 +119,7 @@ def test_without_momentum_a_version_that_is_sent_whole_is_one_tensor(tmp_path: P
     assert isinstance(result, OuterResult)
     values = result.values
     assert values.published.data_ptr() == values.theta.data_ptr()
-    assert values.momentum is None
+    assert not values.optimizer.tensors
     assert bytes(result.downlink) == bytes(bytes_of(values.theta))
 
 
@@ -136,8 +140,8 @@ def test_a_version_is_made_in_the_memory_of_one_that_nobody_reads_any_more(tmp_p
     seen, wanted = [], []
     for version in range(5, 12):
         command = StartOuterStep(0, version, tuple(parts))
-        alone = run_outer_step(command, held, spool, NESTEROV, "int8")
-        result = run_outer_step(command, held, spool, NESTEROV, "int8", buffers=buffers)
+        alone = run_outer_step(command, held, spool, OuterRule(NESTEROV), "int8")
+        result = run_outer_step(command, held, spool, OuterRule(NESTEROV), "int8", buffers=buffers)
         assert alone is not None
         assert result is not None
         assert (result.values.digest, result.downlink_digest) == (alone.values.digest, alone.downlink_digest)
@@ -172,4 +176,4 @@ def test_a_payload_that_changed_is_named(tmp_path: Path, threads: int) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"!")
     command = StartOuterStep(0, 5, tuple(parts))
     with pytest.raises(SpoolError, match=str(path)):
-        run_outer_step(command, holding(dice("theta", 0)), spool, SGD, "fp32", threads=threads)
+        run_outer_step(command, holding(dice("theta", 0)), spool, OuterRule(SGD), "fp32", threads=threads)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from diloco.codec.contract import digest
 from diloco.durable import Disk, DiskFullError, Step
 from diloco.outer.fragments import Fragment, Layout, Piece
+from diloco.outer.optimizer import NOTHING
 from diloco.syncer.exporting import export, full_parameters
 from diloco.syncer.snapshots import FragmentValues
 from tests.syncer.building import LAYOUT, dice
@@ -20,7 +21,7 @@ from tests.syncer.building import LAYOUT, dice
 
 def values() -> list[FragmentValues]:
     published = [dice("full", index) for index in (0, 1)]
-    return [FragmentValues(3, each, each, None, digest(each)) for each in published]
+    return [FragmentValues(3, each, each, NOTHING, digest(each)) for each in published]
 
 
 def test_full_parameters_are_the_fragments_in_place() -> None:

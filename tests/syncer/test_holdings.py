@@ -12,6 +12,7 @@ from diloco.codec.contract import digest
 from diloco.codec.digests import digest_of
 from diloco.codec.feedback import follow, publish
 from diloco.codec.registry import make_codec
+from diloco.outer.optimizer import NOTHING
 from diloco.sync.events import Fate
 from diloco.syncer.executor import OuterResult
 from diloco.syncer.holdings import Holdings
@@ -29,12 +30,12 @@ def theta(version: int) -> Tensor:
 def moved(old: FragmentValues, codec: str) -> OuterResult:
     new = theta(old.version + 1)
     downlink, published = publish(new, old.published, make_codec(codec))
-    values = FragmentValues(old.version + 1, new, published, None, digest(published))
+    values = FragmentValues(old.version + 1, new, published, NOTHING, digest(published))
     return OuterResult(values, downlink, digest_of(downlink), 1.0, 0.1)
 
 
 def history(codec: str, versions: int, kept: int = 32) -> tuple[Holdings, list[FragmentValues]]:
-    first = FragmentValues(0, theta(0), theta(0), None, digest(theta(0)))
+    first = FragmentValues(0, theta(0), theta(0), NOTHING, digest(theta(0)))
     holdings, values = Holdings([first], codec, kept), [first]
     for _ in range(versions):
         result = moved(values[-1], codec)

@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from diloco.outer.fragments import scatter
+from diloco.outer.optimizer import NOTHING
 from diloco.sync.plain import canonical
 from diloco.syncer.images import Image, ImageError, read_image, write_image
 from diloco.syncer.snapshots import same_values
@@ -27,7 +28,7 @@ def image(folder: Path) -> Image:
     for _ in range(40):
         story.tell()
     desk.close()
-    assert all(values.momentum is not None for values in desk.values)
+    assert all(values.optimizer.tensors for values in desk.values)
     return Image(asdict(CARD), tuple(desk.values), {("a", 1): (300, 3)}, {"from": "a test", "left_out": [1, 2]})
 
 
@@ -44,10 +45,10 @@ def test_it_comes_back_to_the_bit(tmp_path: Path) -> None:
 
 def test_without_momentum_it_says_so(tmp_path: Path) -> None:
     written = image(tmp_path / "run")
-    bare = replace(written, fragments=tuple(replace(values, momentum=None) for values in written.fragments))
+    bare = replace(written, fragments=tuple(replace(values, optimizer=NOTHING) for values in written.fragments))
     write_image(tmp_path / "image", bare)
     assert json.loads((tmp_path / "image" / "image.json").read_bytes())["momentum"] is False
-    assert read_image(tmp_path / "image").fragments[0].momentum is None
+    assert read_image(tmp_path / "image").fragments[0].optimizer == NOTHING
 
 
 def test_the_parameters_lie_beside_it_for_people(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from diloco.syncer.kept import Kept, KeptError, Rules
 from diloco.syncer.retention import Choice
 from diloco.syncer.snapshots import same_values
 from tests.syncer.building import files
-from tests.syncer.desk import OPTIMIZER, OUTER, Desk
+from tests.syncer.desk import OUTER, RULE, Desk
 from tests.syncer.test_store import Story
 
-RULES = Rules(OUTER, OPTIMIZER, "int8")
+RULES = Rules(OUTER, RULE, "int8")
 
 
 def run(folder: Path, seed: int = 4, snapshots: int = 3, keep: int = 100) -> Desk:

@@ -14,7 +14,7 @@ from torch import Tensor
 from diloco.codec.feedback import follow
 from diloco.codec.registry import make_codec
 from diloco.outer.merge import merge_mean
-from diloco.outer.optimizer import outer_step
+from diloco.outer.optimizer import NOTHING, outer_step
 from diloco.sync.effects import AnswerPush, PublishVersion, StartOuterStep
 from diloco.sync.events import DeadlinePassed, JoinRequested, Outcome, UpdateArrived
 from diloco.sync.options import OuterOptions
@@ -24,7 +24,7 @@ from diloco.syncer.leaving_out import LeaveOutError, ReplayerWithout
 from diloco.syncer.snapshots import FragmentValues
 from diloco.syncer.spool import SpoolError
 from tests.syncer.building import update, version_zero
-from tests.syncer.desk import OPTIMIZER, OUTER, Desk
+from tests.syncer.desk import OPTIMIZER, OUTER, RULE, Desk
 from tests.syncer.test_replaying import Told
 from tests.syncer.test_store import SITES
 
@@ -60,7 +60,7 @@ def plain_loop(told: Told, chosen: Sequence[Selection]) -> list[tuple[Tensor, Te
     merged = rounds_of(told)
     spool, codec = told.desk.store.spool, make_codec(told.desk.codec)
     for index, zero in enumerate(version_zero()):
-        theta, published, momentum = zero, zero.clone(), None
+        theta, published, state = zero, zero.clone(), NOTHING
         for version in sorted(version for fragment, version in merged if fragment == index):
             by_site: dict[str, Round] = {}
             for each in merged[index, version]:
@@ -76,10 +76,10 @@ def plain_loop(told: Told, chosen: Sequence[Selection]) -> list[tuple[Tensor, Te
                 )
                 for site, updates in by_site.items()
             ]
-            theta, momentum = outer_step(theta, merge_mean(contributions), momentum, OPTIMIZER)
+            theta, state = outer_step(theta, merge_mean(contributions), state, OPTIMIZER)
             payload = codec.encode(theta if codec.lossless else theta - published)
             published = follow(published, payload, codec)
-        found.append((theta, published, momentum))
+        found.append((theta, published, state.momentum))
     return found
 
 
@@ -130,7 +130,7 @@ def assert_bits(left: Tensor | None, right: Tensor | None, why: object) -> None:
 def without(told: Told, chosen: Sequence[Selection], last: int | None = None) -> ReplayerWithout:
     machine = OuterSync.restore(OUTER, told.first.state)
     replayer = ReplayerWithout(
-        machine, told.first.fragments, told.desk.store.spool, OPTIMIZER, told.desk.codec, chosen, last
+        machine, told.first.fragments, told.desk.store.spool, RULE, told.desk.codec, chosen, last
     )
     told.replay(replayer)
     return replayer
@@ -161,10 +161,10 @@ def test_without_some_updates_it_is_the_plain_loop_and_a_syncer_that_never_got_t
             why = (seed, [str(one) for one in chosen])
             assert_bits(mine.theta, theta, why)
             assert_bits(mine.published, published, why)
-            assert_bits(mine.momentum, momentum, why)
+            assert_bits(mine.optimizer.momentum, momentum, why)
             assert_bits(mine.theta, other.theta, why)
             assert_bits(mine.published, other.published, why)
-            assert_bits(mine.momentum, other.momentum, why)
+            assert_bits(mine.optimizer.momentum, other.optimizer.momentum, why)
             assert mine.digest == other.digest, why
         for (site, index), (tokens, updates) in replayer.held.items():
             line = told.desk.machine.state.sites[site].lines[index]
@@ -216,7 +216,7 @@ def test_what_was_trained_on_it_is_left_out_as_well_if_that_is_wanted(tmp_path: 
     machine = OuterSync.restore(OUTER, told.first.state)
     chosen = [Selection("b", "versions", 2, 4, 0)]
     replayer = ReplayerWithout(
-        machine, told.first.fragments, told.desk.store.spool, OPTIMIZER, told.desk.codec, chosen, and_later=True
+        machine, told.first.fragments, told.desk.store.spool, RULE, told.desk.codec, chosen, and_later=True
     )
     told.replay(replayer)
     first = min(out.version for out in replayer.left_out)
@@ -234,14 +234,14 @@ def test_what_was_trained_on_it_is_left_out_as_well_if_that_is_wanted(tmp_path: 
     for mine, (theta, published, momentum) in zip(replayer.values, plain_loop(told, each_by_name), strict=True):
         assert_bits(mine.theta, theta, gone)
         assert_bits(mine.published, published, gone)
-        assert_bits(mine.momentum, momentum, gone)
+        assert_bits(mine.optimizer.momentum, momentum, gone)
 
 
 def test_it_ends_at_the_last_version_asked_for(tmp_path: Path) -> None:
     told = Told(tmp_path, 9, length=80)
     half = without(told, [], last=2)
     machine = OuterSync.restore(OUTER, told.first.state)
-    stepwise = ReplayerWithout(machine, told.first.fragments, told.desk.store.spool, OPTIMIZER, told.desk.codec)
+    stepwise = ReplayerWithout(machine, told.first.fragments, told.desk.store.spool, RULE, told.desk.codec)
     for record in told.records:
         stepwise.apply(record)
         for index, values in enumerate(stepwise.values):
@@ -273,7 +273,7 @@ def test_what_has_no_finite_result_is_an_error(tmp_path: Path) -> None:
     desk.close()
     machine = OuterSync.restore(desk.machine.options, first.state)
     chosen = [Selection("b", "versions", 1, 1)]
-    replayer = ReplayerWithout(machine, first.fragments, desk.store.spool, OPTIMIZER, "fp32", chosen)
+    replayer = ReplayerWithout(machine, first.fragments, desk.store.spool, RULE, "fp32", chosen)
     for record in before:
         replayer.apply(record)
     with pytest.raises(LeaveOutError, match="version 1 of fragment 0 has no finite result"):

@@ -9,6 +9,7 @@ import pytest
 
 from diloco.codec.contract import digest
 from diloco.durable import Disk, Step
+from diloco.outer.optimizer import NOTHING
 from diloco.sync.events import LineageBegan
 from diloco.sync.journal import JournalError
 from diloco.syncer.images import Image
@@ -28,7 +29,7 @@ class DyingDisk(Disk):
 
 
 def image() -> Image:
-    return Image(asdict(CARD), tuple(FragmentValues(5, v, v.clone(), None, digest(v)) for v in version_zero()))
+    return Image(asdict(CARD), tuple(FragmentValues(5, v, v.clone(), NOTHING, digest(v)) for v in version_zero()))
 
 
 def event(lineage: int, kept: Image) -> LineageBegan:

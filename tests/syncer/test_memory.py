@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor
 
 from diloco.codec.contract import digest
+from diloco.outer.optimizer import NOTHING, OuterState
 from diloco.syncer.memory import MemoryCheck, MemoryDamaged
 from diloco.syncer.snapshots import FragmentValues
 from tests.syncer.building import Events, dice, eventually, files, new_syncer, version_zero
@@ -17,7 +18,9 @@ from tests.syncer.building import Events, dice, eventually, files, new_syncer, v
 
 def held(version: int = 3) -> FragmentValues:
     published = dice("published", 0)
-    return FragmentValues(version, dice("theta", 0), published, dice("momentum", 0), digest(published))
+    return FragmentValues(
+        version, dice("theta", 0), published, OuterState(3, {"momentum": dice("momentum", 0)}), digest(published)
+    )
 
 
 def flip(values: Tensor | None) -> None:
@@ -27,14 +30,14 @@ def flip(values: Tensor | None) -> None:
 
 @pytest.mark.parametrize(
     ("field", "words"),
-    [("published", "what is published"), ("theta", "the parameters"), ("momentum", "the momentum")],
+    [("published", "what is published"), ("theta", "the parameters"), ("momentum", "the optimizer's momentum")],
 )
 def test_one_flipped_bit_is_found_and_named(field: str, words: str) -> None:
     values = held()
     check = MemoryCheck([values], 1.0)
     check.check(0, values)
     check.check(0, values)
-    flip(getattr(values, field))
+    flip(values.optimizer.momentum if field == "momentum" else getattr(values, field))
     with pytest.raises(MemoryDamaged, match=f"{words} of version 3 of fragment 0 changed"):
         check.check(0, values)
 
@@ -42,7 +45,7 @@ def test_one_flipped_bit_is_found_and_named(field: str, words: str) -> None:
 def test_a_new_version_is_no_damage() -> None:
     check = MemoryCheck([], 1.0)
     check.check(0, held(3))
-    moved = replace(held(4), theta=dice("other", 0), momentum=None)
+    moved = replace(held(4), theta=dice("other", 0), optimizer=NOTHING)
     check.check(0, moved)
     check.check(0, moved)
 

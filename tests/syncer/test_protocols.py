@@ -12,6 +12,7 @@ import pytest
 from diloco.codec.contract import digest
 from diloco.codec.digests import digest_of
 from diloco.codec.registry import make_codec
+from diloco.outer.optimizer import NOTHING
 from diloco.sync.agreement import PROTOCOL, PROTOCOL_OLDEST
 from diloco.sync.events import Fate, FateTold, FragmentStanding, Outcome, Reason
 from diloco.syncer import protocols
@@ -78,7 +79,7 @@ def test_the_earlier_digest_of_a_version_is_computed_once(monkeypatch: pytest.Mo
     values, passes = dice("x", 0), []
     real = protocols.digest_of
     monkeypatch.setattr(protocols, "digest_of", lambda *args, **more: (passes.append(1), real(*args, **more))[1])
-    earlier, held = EarlierDigests(1), FragmentValues(3, values, values, None, digest(values))
+    earlier, held = EarlierDigests(1), FragmentValues(3, values, values, NOTHING, digest(values))
     assert earlier.known(0, 3) is None
     assert [earlier.of(0, held) for _ in range(3)] == [digest(values, LIKE_2)] * 3
     assert (passes, earlier.known(0, 3), earlier.known(0, 2)) == ([1], digest(values, LIKE_2), None)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco.outer.rule import OuterRule
 from diloco.sync.effects import StartOuterStep
 from diloco.sync.events import OuterStepDone
 from diloco.sync.journal import JournalError, Record
@@ -18,7 +19,7 @@ from diloco.syncer.snapshots import Snapshot
 from diloco.syncer.spool import SpoolError
 from diloco.wire.messages import PullAsk
 from tests.syncer.building import RUN
-from tests.syncer.desk import OPTIMIZER, OUTER, Desk
+from tests.syncer.desk import OPTIMIZER, OUTER, RULE, Desk
 from tests.syncer.test_store import Story, assert_same
 
 
@@ -42,7 +43,7 @@ class Told:
 
     def replayer(self, kind: type[Replayer] = Replayer) -> Replayer:
         machine = OuterSync.restore(OUTER, self.first.state)
-        return kind(machine, self.first.fragments, self.desk.store.spool, OPTIMIZER, self.desk.codec)
+        return kind(machine, self.first.fragments, self.desk.store.spool, RULE, self.desk.codec)
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int4:32+zstd1"])
@@ -83,7 +84,7 @@ def test_other_decisions_are_named_by_the_record(tmp_path: Path) -> None:
 def test_other_bits_are_named_by_the_version(tmp_path: Path) -> None:
     told = Told(tmp_path, 5)
     replayer = told.replayer()
-    replayer.optimizer = replace(OPTIMIZER, lr=0.125)
+    replayer.rule = OuterRule(replace(OPTIMIZER, lr=0.125))
     with pytest.raises(
         JournalError, match=r"version 1 of fragment \d was xxh3:\w{12} when it was published and is xxh3:\w{12}"
     ):
@@ -129,7 +130,7 @@ def test_a_step_that_was_under_way_at_the_snapshot_is_known(tmp_path: Path) -> N
     desk.close()
     records: list[Record] = desk.store.journal.read(newest.journal_segment)
     machine = OuterSync.restore(OUTER, newest.state)
-    replayer = Replayer(machine, newest.fragments, desk.store.spool, OPTIMIZER, desk.codec)
+    replayer = Replayer(machine, newest.fragments, desk.store.spool, RULE, desk.codec)
     for record in records:
         replayer.apply(record)
     assert [values.digest for values in replayer.values] == [values.digest for values in desk.values]

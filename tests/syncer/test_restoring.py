@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from diloco.durable import Disk, Step
+from diloco.outer.optimizer import NOTHING
 from diloco.sync.effects import AnswerUnits
 from diloco.sync.events import JoinRequested, Reason, UnitsAsked
 from diloco.sync.selection import Selection
@@ -75,7 +76,7 @@ def assert_goes_on(folder: Path, wanted: tuple[FragmentValues, ...], expected: l
     assert versions(desk) == expected
     for mine, other in zip(desk.values, wanted, strict=True):
         assert same_values(
-            mine, FragmentValues(mine.version, other.theta, other.published, other.momentum, other.digest)
+            mine, FragmentValues(mine.version, other.theta, other.published, other.optimizer, other.digest)
         )
     assert [fragment.digest for fragment in desk.machine.state.fragments] == [values.digest for values in wanted]
     assert desk.machine.state.lineage >= CLOCK_S
@@ -259,7 +260,8 @@ def test_a_folder_that_holds_anything_is_not_overwritten(tmp_path: Path) -> None
 def test_values_of_a_site_become_a_run(tmp_path: Path) -> None:
     desk = stopped(tmp_path / "lost")
     values = tuple(
-        FragmentValues(each.version, each.published, each.published.clone(), None, each.digest) for each in desk.values
+        FragmentValues(each.version, each.published, each.published.clone(), NOTHING, each.digest)
+        for each in desk.values
     )
     (tmp_path / "run").mkdir()
     lines = {"a": [Line(watermark=9, tokens_merged=300, updates_merged=3), Line(watermark=8)]}
@@ -278,7 +280,9 @@ def test_values_of_a_site_become_a_run(tmp_path: Path) -> None:
 
 def test_a_run_from_a_site_leases_no_unit_again_that_the_site_knows_of(tmp_path: Path) -> None:
     desk = stopped(tmp_path / "lost")
-    values = [FragmentValues(each.version, each.published, each.published, None, each.digest) for each in desk.values]
+    values = [
+        FragmentValues(each.version, each.published, each.published, NOTHING, each.digest) for each in desk.values
+    ]
     rules = replace(RULES, outer=replace(RULES.outer, unit_sequences=8))
     (tmp_path / "run").mkdir()
     lines = {"a": [Line(watermark=9), Line(watermark=8)]}

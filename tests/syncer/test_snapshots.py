@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from diloco.codec.contract import digest
+from diloco.outer.optimizer import NOTHING, OuterState
 from diloco.syncer.retention import RECOVERY_ONLY, Point, Retention
 from diloco.syncer.snapshots import FragmentValues, NewerSnapshotError, Snapshot, SnapshotError, Snapshots, _digest_of
 from tests.syncer.building import dice
@@ -22,7 +23,7 @@ def snapshot(number: int, momentum: bool = True) -> Snapshot:
     for index in (0, 1):
         theta = dice((number, "theta"), index)
         published = dice((number, "published"), index) if index else theta
-        moved = dice((number, "momentum"), index) if momentum else None
+        moved = OuterState(number, {"momentum": dice((number, "momentum"), index)}) if momentum else NOTHING
         fragments.append(FragmentValues(number, theta, published, moved, digest(published)))
     return Snapshot({"sites": {}, "number": number}, tuple(fragments), 10 + number)
 
@@ -33,8 +34,10 @@ def assert_equal(found: Snapshot, wanted: Snapshot) -> None:
         assert (mine.version, mine.digest) == (theirs.version, theirs.digest)
         assert torch.equal(mine.theta, theirs.theta)
         assert torch.equal(mine.published, theirs.published)
-        assert (mine.momentum is None) == (theirs.momentum is None)
-        assert mine.momentum is None or theirs.momentum is None or torch.equal(mine.momentum, theirs.momentum)
+        assert mine.optimizer.steps == theirs.optimizer.steps
+        assert mine.optimizer.tensors.keys() == theirs.optimizer.tensors.keys()
+        for name, tensor in mine.optimizer.tensors.items():
+            assert torch.equal(tensor, theirs.optimizer.tensors[name]), name
 
 
 def loaded(snapshots: Snapshots, number: int) -> Snapshot | SnapshotError:

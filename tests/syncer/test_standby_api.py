@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.outer.rule import OuterRule
 from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.syncer.options import RunPlan
 from diloco.syncer.standby_api import StandbyApi
@@ -67,7 +68,9 @@ def test_its_status_says_whose_standby_it_is() -> None:
 
 
 def test_a_probe_is_answered_here_and_told_where_the_syncer_is() -> None:
-    api = an_api(plan=RunPlan(agreement(), LAYOUT, "shared", OuterOptions(), OuterOptimizerOptions(), HealthOptions()))
+    api = an_api(
+        plan=RunPlan(agreement(), LAYOUT, "shared", OuterOptions(), OuterRule(OuterOptimizerOptions()), HealthOptions())
+    )
     told = api.probe(ProbeAsk(2, RUN, shared_config={"outer.lr": "9"}), Identity(anyone=True))
     assert (told.standby_of, told.run_id) == ("host:7077", RUN)
     assert told.difference

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from diloco.outer.rule import OuterRule
 from diloco.sync.events import JoinRequested, SiteEvicted, UpdateArrived
 from diloco.sync.journal import Record, digest_effects
 from diloco.sync.options import OuterOptions
@@ -23,7 +24,7 @@ from diloco.syncer.retention import Retention
 from diloco.syncer.store import Store, StoreError
 from diloco.syncer.verifying import payloads_in
 from tests.syncer.building import NO_WAIT, files, update
-from tests.syncer.desk import CARD, OPTIMIZER, OUTER, Desk
+from tests.syncer.desk import CARD, OPTIMIZER, OUTER, RULE, Desk
 
 SITES = ("a", "b", "c")
 
@@ -68,9 +69,10 @@ def assert_same(recovered: Desk, desk: Desk, why: object) -> None:
         assert (left.version, left.digest) == (right.version, right.digest), why
         assert torch.equal(left.theta.view(torch.int32), right.theta.view(torch.int32)), why
         assert torch.equal(left.published.view(torch.int32), right.published.view(torch.int32)), why
-        if right.momentum is not None:
-            assert left.momentum is not None
-            assert torch.equal(left.momentum.view(torch.int32), right.momentum.view(torch.int32)), why
+        assert left.optimizer.steps == right.optimizer.steps, why
+        assert left.optimizer.tensors.keys() == right.optimizer.tensors.keys(), why
+        for name, tensor in left.optimizer.tensors.items():
+            assert torch.equal(tensor.view(torch.int32), right.optimizer.tensors[name].view(torch.int32)), (why, name)
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int4:32+zstd1"])
@@ -253,7 +255,7 @@ def test_another_optimizer_or_codec_is_noticed_in_words(tmp_path: Path) -> None:
     store = Store(tmp_path, CARD)
     for optimizer, codec in ((replace(OPTIMIZER, lr=0.5), "int8"), (OPTIMIZER, "int4")):
         with pytest.raises(StoreError, match="the options or the arithmetic changed"):
-            store.recover(OUTER, optimizer, codec)
+            store.recover(OUTER, OuterRule(optimizer), codec)
     store.journal.close()
 
 
@@ -438,7 +440,7 @@ def test_any_outer_step_within_retention_can_be_replayed_and_what_is_older_goes(
         bound = max(bound, len(kept))
         oldest = desk.store.snapshots.load(kept[0].number)
         machine = OuterSync.restore(OUTER, oldest.state)
-        replayer = Replayer(machine, oldest.fragments, desk.store.spool, OPTIMIZER, desk.codec)
+        replayer = Replayer(machine, oldest.fragments, desk.store.spool, RULE, desk.codec)
         for record in desk.store.journal.read(oldest.journal_segment, oldest.journal_chain):
             replayer.apply(record)
         assert [each.digest for each in replayer.values] == [each.digest for each in desk.values], cycle

@@ -58,9 +58,9 @@ def card_of(toy: Toy) -> RunCard:
 
 
 def recovered(toy: Toy) -> Recovered:
-    rules, optimizer = toy.rules()
+    rules, rule = toy.rules()
     store = Store(Path(toy.folder) / "syncer", card_of(toy))
-    found = store.recover(rules, optimizer, toy.codec)
+    found = store.recover(rules, rule, toy.codec)
     store.journal.close()
     return found
 

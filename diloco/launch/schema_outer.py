@@ -1,0 +1,76 @@
+"""The settings of how sites and the syncer come together: who is waited for, how it is merged, the outer step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(kw_only=True, slots=True)
+class OuterSection:
+    """How sites and the syncer come together."""
+
+    kind: str = "sgd"
+    """sgd, heavy_ball, nesterov (torch's form), nesterov_ema, delayed_nesterov, adamw, schedule_free or gpa; a learning
+    rate of one is wrong in another by up to 1 / (1 - momentum)."""
+    lr: float = 0.7
+    momentum: float = 0.0
+    """0 for sgd; above 0 for all others but adamw."""
+    window: int = 1
+    """Of delayed_nesterov: updates for one step of the momentum; as many as there are sites, usually."""
+    share_ahead: float = 0.0
+    """Of delayed_nesterov: share of the momentum, up to 1 / window, that each update takes along."""
+    momentum_squares: float = 0.95
+    """β2 of adamw."""
+    epsilon: float = 0.1
+    """Of adamw."""
+    weight_decay: float = 0.0
+    """Of adamw, schedule_free and gpa."""
+    momentum_ahead: float = 0.8
+    """Of gpa: where sites train, between the fast parameters (0) and their average (1)."""
+    inner_steps: int = 30
+    """H: inner steps between two updates of one fragment."""
+    num_fragments: int = 1
+    """Parts of the parameters that are exchanged on their own."""
+    quorum: str = "1"
+    """Distinct sites that a round needs, or all."""
+    quorum_min: int = 1
+    """How far a time-out may shrink quorum=all; and fewer sites than that never close a round."""
+    grace: str = "adaptive"
+    """fixed or adaptive: how long a round waits for more after its quorum."""
+    grace_s: float = 1.0
+    """The longest grace."""
+    grace_share_percent: int = 80
+    """Share of the slack that an adaptive grace takes."""
+    overlap_steps: int = 2
+    """τ: inner steps between two publications that adaptive grace leaves for the network."""
+    weights: str = "tokens2_per_step"
+    """tokens2_per_step, tokens or uniform."""
+    merge: str = "mean"
+    """mean, rda, clip, normalise, geometric_median or trimmed_mean.  rda makes longer steps than the mean, by up to the
+    square root of the sites: it wants a smaller lr or momentum."""
+    merge_plain: list[str] = field(default_factory=lambda: ["*embed*", "*head*"])
+    """Under rda: patterns of parameters' names that are merged by the mean, as vectors are."""
+    norm_ratio_max: float = 1.0
+    """Under clip: times the median length."""
+    trim_share: float = 0.2
+    """Under trimmed_mean: of the sites, at either end."""
+    staleness_max: int = 8
+    """Versions that an update may be old at its merge."""
+    adopt: str = "rebase"
+    """rebase keeps progress; overwrite (Decoupled DiLoCo) and blend (Streaming DiLoCo) do not."""
+    adopt_alpha: float = 0.5
+    """Under blend: the share of the site's own values that stays."""
+    lock_step: bool = False
+    """Wait for each version, as classic DiLoCo does."""
+    updates_in_flight_max: int = 2
+    discards_max: int = 5
+    """Updates thrown away in a row after which a site stops in words."""
+    site_timeout_s: float = 15.0
+    """Silence after which a site no longer counts."""
+    final_wait_s: float = 20.0
+    """How long the last round waits."""
+    sites_max: int = 16
+    num_syncers: int = 1
+    """Processes over which the fragments are placed, by their bytes and syncer_mbps; each is a whole syncer."""
+    syncer_mbps: list[float] = field(default_factory=list)
+    """What the link of each of them has in 10^6 bits a second; empty: all the same."""
