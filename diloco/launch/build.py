@@ -19,7 +19,7 @@ from diloco.inner.optimizer import InnerOptions, build_optimizers
 from diloco.inner.streamed import prepare_stream
 from diloco.inner.token_files import prepare_tokens
 from diloco.inner.trainer import Trainer, TrainerOptions
-from diloco.launch import model_file
+from diloco.launch import connecting, model_file
 from diloco.launch.adapting import adapt_options, up_codecs
 from diloco.launch.coding import check_codec, feedback
 from diloco.launch.config import shared_config, shared_digest
@@ -41,9 +41,6 @@ from diloco.sync.agreement import CORPUS, PROTOCOL, Agreement
 from diloco.sync.options import UNITS_AHEAD_MAX, HealthOptions, LearnerOptions, OuterOptions
 from diloco.syncer.backups import BackupOptions
 from diloco.syncer.options import RunPlan, SyncerOptions
-from diloco.wan.link import LinkOptions
-from diloco.wire.options import ClientOptions, ServerOptions
-from diloco.wire.security import SecurityOptions, check_own_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -58,7 +55,6 @@ if TYPE_CHECKING:
     from diloco.launch.schema import RunConfig
 
 UNIT_SEQUENCES_MAX = 1 << 20
-SITE_FILES = ("token_file", "tls_cert", "tls_key", "tls_ca")
 
 
 def check(config: RunConfig) -> None:
@@ -70,16 +66,16 @@ def check(config: RunConfig) -> None:
     inner_options(config)
     trainer_options(config)
     learner_options(config)
-    client_options(config)
+    connecting.client_options(config)
     agent_options(config, Path())
     syncer_options(config, RunDir(Path()))
     lease(config)
-    server_options(config)
-    syncer_security(config)
+    connecting.server_options(config)
+    connecting.syncer_security(config)
     data_options(config)
-    link_options(config, "")
+    connecting.link_options(config, "")
     for site in config.cluster.sites:
-        link_options(config, site)
+        connecting.link_options(config, site)
     if not config.site.canary_every_s >= 0:
         raise ConfigError(f"site.canary_every_s is {config.site.canary_every_s!r}: 0 (never) or more")
     if config.site.canary_steps < 1:
@@ -168,6 +164,7 @@ def outer_options(config: RunConfig) -> OuterOptions:
             num_fragments=num_fragments,
             quorum=quorum(outer.quorum),
             quorum_min=outer.quorum_min,
+            round_updates=outer.round_updates,
             grace=outer.grace,
             grace_ns=to_ns("outer.grace_s", outer.grace_s),
             grace_share_percent=outer.grace_share_percent,
@@ -278,75 +275,6 @@ def syncer_options(config: RunConfig, run_dir: RunDir) -> SyncerOptions:
             backup=BackupOptions(url=backup_of(config), every_s=syncer.backup_every_s, keep=syncer.backup_keep),
             replication=replication_options(config),
         )
-
-
-def server_options(config: RunConfig) -> ServerOptions:
-    """The syncer's end of the wire."""
-    with section("cluster.syncer"):
-        return ServerOptions(
-            run_id=config.run.name or "",
-            address=config.cluster.syncer.listen,
-            sites_max=config.outer.sites_max,
-            calls_per_s=config.cluster.syncer.calls_per_s,
-        )
-
-
-def client_options(config: RunConfig) -> ClientOptions:
-    """A site's end of the wire."""
-    site = config.site
-    with section("site"):
-        return ClientOptions(
-            data_channels=site.data_channels, up_mbps=site.up_mbps or 0.0, down_mbps=site.down_mbps or 0.0
-        )
-
-
-def syncer_security(config: RunConfig) -> SecurityOptions:
-    """Who may speak to the syncer."""
-    syncer = config.cluster.syncer
-    with section("cluster.syncer"):
-        return SecurityOptions(
-            tls_cert=syncer.tls_cert,
-            tls_key=syncer.tls_key,
-            tls_ca=syncer.tls_ca,
-            require_client_cert=syncer.require_client_cert,
-            tokens_file=syncer.tokens_file,
-            permissions=syncer.permissions,
-            revoked_file=syncer.revoked_file,
-            trust_domain=syncer.trust_domain,
-            insecure_non_loopback=syncer.insecure_non_loopback,
-        )
-
-
-def site_security(config: RunConfig) -> SecurityOptions:
-    """How a site, or an operator, speaks to the syncer; what lies in its files is read once, to see that it is good."""
-    site = config.site
-    with section("site"):
-        security = SecurityOptions(
-            tls_cert=site.tls_cert,
-            tls_key=site.tls_key,
-            tls_ca=site.tls_ca,
-            token_file=site.token_file,
-            insecure_non_loopback=site.insecure_non_loopback,
-        )
-        try:
-            check_own_files(security)
-        except OSError as error:
-            name = next(each for each in SITE_FILES if getattr(site, each) == error.filename)
-            raise ConfigError(f"site.{name} is {error.filename!r}: {error.strerror}") from error
-    return security
-
-
-def link_options(config: RunConfig, site: str) -> LinkOptions:
-    """The emulated link of ``site`` ("" for one without wishes of its own)."""
-    network = config.network
-    names = ("rtt_ms", "jitter_ms", "mbps", "queue_kib", "stall_percent", "stall_ms")
-    values: dict[str, float] = {name: getattr(network, name) for name in names}
-    if site:
-        own = config.cluster.sites[site].link
-        values |= {name: getattr(own, name) for name in names if getattr(own, name) is not None}
-    with section(f"cluster.sites.{site}.link" if site else "network"):
-        place = list(config.cluster.sites).index(site) if site else 0
-        return LinkOptions(**values, seed=config.run.seed * 1000 + place)
 
 
 # --- objects --------------------------------------------------------------------------------------------------------

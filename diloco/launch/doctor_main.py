@@ -163,11 +163,11 @@ class Examination:
 
     def _security(self, addresses: Sequence[str]) -> SecurityOptions | None:
         """What this end shows; None, and a finding, where it cannot be shown."""
-        from diloco.launch import build
+        from diloco.launch import connecting
         from diloco.wire.lines import check_address
 
         try:
-            security = build.site_security(self._config)
+            security = connecting.site_security(self._config)
             for address in addresses:
                 check_address(address, security)
         except ConfigError as error:

@@ -19,7 +19,7 @@ from torch import nn
 
 from diloco.inner.holding import Holding, HoldingError
 from diloco.inner.present_group import PresentGroup
-from diloco.launch import asking, build
+from diloco.launch import asking, build, connecting
 from diloco.launch import config as configs
 from diloco.launch.drawing import OwnData
 from diloco.launch.errors import ConfigError
@@ -159,8 +159,8 @@ def _own(syncer: str, site: str, settings: dict[str, object]) -> dict[str, objec
     own = {"site.id": site, "site.syncer": syncer} | {f"site.{name}": value for name, value in settings.items()}
     with _naming_arguments():
         config = configs.of_values(own)
-        build.site_security(config)
-        build.client_options(config)
+        connecting.site_security(config)
+        connecting.client_options(config)
     return own
 
 
@@ -225,7 +225,7 @@ def _asked(known: RunConfig, run: str | None) -> dict[str, object]:
     site = known.site
     if not site.join_timeout_s > 0:
         raise ValueError(f"join_timeout_s is {site.join_timeout_s!r}: positive")
-    told = asking.ask(site.syncer, build.site_security(known), site.join_timeout_s)
+    told = asking.ask(site.syncer, connecting.site_security(known), site.join_timeout_s)
     if run not in (None, told.run_id):
         raise JoinFailed("mismatch", f"run is {run!r} at the site and {told.run_id!r} at the syncer")
     return {"run": told.run_id, "shared": dict(told.shared)}

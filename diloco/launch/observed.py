@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from diloco.launch import build
+from diloco.launch import build, connecting
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.evaluation import Observer
 from diloco.launch.placing import in_whole_order, placement_of, towards
@@ -66,7 +66,7 @@ class _Part:
     """One syncer."""
 
     def __init__(self, config: RunConfig, at_end: Callable[[Callable[[], None]], object]) -> None:
-        security, name, address = build.site_security(config), config.run.name or "", config.site.syncer
+        security, name, address = connecting.site_security(config), config.run.name or "", config.site.syncer
         try:
             client = SyncClient(address, "", name, security)
             self._admin = AdminClient(address, security)

@@ -66,14 +66,14 @@ def number(name: str, text: str) -> int:
 
 
 def _ask(address: str, settings: list[str], words: list[str], say: Callable[[AdminClient, list[str]], str]) -> str:
-    from diloco.launch import build
     from diloco.launch import config as configs
+    from diloco.launch import connecting
     from diloco.launch.unanswered import unanswered
     from diloco.wire.client import AdminClient
     from diloco.wire.messages import MalformedMessage, Refused, Unreachable
     from diloco.wire.security import SecurityOptions
 
-    security = build.site_security(configs.compose(settings)) if settings else SecurityOptions()
+    security = connecting.site_security(configs.compose(settings)) if settings else SecurityOptions()
     try:
         with AdminClient(address, security) as client:
             return say(client, words)

@@ -154,7 +154,7 @@ def check(config: RunConfig) -> None:
 
 def check_reachable(config: RunConfig) -> None:
     """ConfigError where sites on other machines would look for the syncer on their own."""
-    from diloco.launch import build
+    from diloco.launch import connecting
     from diloco.wire.security import check_bind, is_loopback
 
     for address in config.site.syncer.replace("/", ",").split(","):
@@ -164,7 +164,7 @@ def check_reachable(config: RunConfig) -> None:
     towards(config)
     if has_syncer(config):
         try:
-            check_bind(config.cluster.syncer.listen, build.syncer_security(config))
+            check_bind(config.cluster.syncer.listen, connecting.syncer_security(config))
         except ValueError as error:
             raise ConfigError(f"cluster.syncer.{str(error).replace('address is', 'listen is', 1)}") from error
 

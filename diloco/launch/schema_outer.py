@@ -35,6 +35,9 @@ class OuterSection:
     """Distinct sites that a round needs, or all."""
     quorum_min: int = 1
     """How far a time-out may shrink quorum=all; and fewer sites than that never close a round."""
+    round_updates: int = 0
+    """So many updates, the first that came, are a round, and nobody is waited for: 1 (asynchronous) or more (a buffer);
+    0: all that came in time."""
     grace: str = "adaptive"
     """fixed or adaptive: how long a round waits for more after its quorum."""
     grace_s: float = 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from diloco.launch import build
+from diloco.launch import build, connecting
 from diloco.launch.errors import ConfigError
 from diloco.launch.placing import BETWEEN, placement_of, towards
 from diloco.launch.unanswered import unanswered
@@ -132,7 +132,7 @@ def whole_layout(config: RunConfig, holding: Holding) -> Layout:
 def join_text(config: RunConfig, kind: str, text: str) -> str:
     """Why a site was not taken in, in a line that says who asked whom."""
     if kind == "unreachable":
-        text = unanswered(config.site.syncer.replace(BETWEEN, ","), build.site_security(config), text)
+        text = unanswered(config.site.syncer.replace(BETWEEN, ","), connecting.site_security(config), text)
         waited = f"tried for {config.site.join_timeout_s:g} s (site.join_timeout_s)"
         return f"site {config.site.id} cannot reach the syncer at {config.site.syncer}: {text}; {waited}"
     return f"the syncer at {config.site.syncer} does not take site {config.site.id} in: {text}"
@@ -144,7 +144,7 @@ def _data_of(folder: SiteDir, syncer: int) -> Path:
 
 def _client(config: RunConfig, dealt: Dealt) -> SyncClient:
     """One rank's, which has its share of what the site's link is said to have."""
-    whole, ranks = build.client_options(config), len(set(dealt.owners))
+    whole, ranks = connecting.client_options(config), len(set(dealt.owners))
     up_mbps, down_mbps = (max(mbps / ranks, MBPS_MIN) if mbps else 0.0 for mbps in (whole.up_mbps, whole.down_mbps))
     options = replace(whole, up_mbps=up_mbps, down_mbps=down_mbps)
     try:
@@ -152,7 +152,7 @@ def _client(config: RunConfig, dealt: Dealt) -> SyncClient:
             config.site.syncer,
             config.site.id,
             config.run.name or "",
-            build.site_security(config),
+            connecting.site_security(config),
             options,
         )
     except (ValueError, OSError) as error:

@@ -86,7 +86,7 @@ def check_identity(config: RunConfig) -> None:
 
 
 def _check(config: RunConfig) -> None:
-    from diloco.launch import build
+    from diloco.launch import build, connecting
     from diloco.launch.spreading import check_kernels
 
     build.check(config)
@@ -94,7 +94,7 @@ def _check(config: RunConfig) -> None:
     check_kernels(config)
     check_memory_folder(config)
     build.site_share(config)
-    build.site_security(config)
+    connecting.site_security(config)
 
 
 def run_ranks(config: RunConfig, folder: SiteDir) -> tuple[ExitCode, str]:

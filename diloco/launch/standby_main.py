@@ -111,13 +111,13 @@ def _show(address: str, status: dict[str, Any], *, as_json: bool) -> None:
 
 @contextmanager
 def _asking(address: str, settings: Sequence[str]) -> Iterator[AdminClient]:
-    from diloco.launch import build
     from diloco.launch import config as configs
+    from diloco.launch import connecting
     from diloco.launch.unanswered import unanswered
     from diloco.wire.client import AdminClient
     from diloco.wire.messages import Refused, Unreachable
 
-    security = build.site_security(configs.compose(settings))
+    security = connecting.site_security(configs.compose(settings))
     try:
         client = AdminClient(address, security)
     except (ValueError, OSError) as error:
@@ -211,14 +211,14 @@ def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
 
 
 def _standing_by(config: RunConfig, log: EventLog) -> StandingBy:
-    from diloco.launch import build, replicating
+    from diloco.launch import build, connecting, replicating
     from diloco.syncer.standby import Standby
     from diloco.syncer.standing_by import StandingBy
     from diloco.wire.following import FollowClient
 
     primary = config.cluster.standby.primary
     try:
-        client = FollowClient(primary, build.site_security(config))
+        client = FollowClient(primary, connecting.site_security(config))
     except (ValueError, OSError) as error:
         raise ConfigError(f"cluster.standby.primary is {primary!r}: {error}") from error
     run_dir, disk = syncer_dir(config), disk_from_environment()
@@ -233,8 +233,8 @@ def _standing_by(config: RunConfig, log: EventLog) -> StandingBy:
     return StandingBy(
         standby,
         primary,
-        build.server_options(config),
-        build.syncer_security(config),
+        connecting.server_options(config),
+        connecting.syncer_security(config),
         lambda text: log.emit("note", {"note": "identity", "why": text}),
         replicating.lease(config, disk),
     )

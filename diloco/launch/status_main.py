@@ -119,10 +119,10 @@ def _asker(address: str, settings: list[str]) -> Any:
 
     security = SecurityOptions()
     if settings:
-        from diloco.launch import build
         from diloco.launch import config as configs
+        from diloco.launch import connecting
 
-        security = build.site_security(configs.compose(settings))
+        security = connecting.site_security(configs.compose(settings))
     try:
         client = AdminClient(address, security)
     except (ValueError, OSError) as error:

@@ -117,7 +117,7 @@ def serve(
     """Start (on what a standby hands over), wait for the last version, linger, stop; the run's ending."""
     import torch
 
-    from diloco.launch import build, replicating
+    from diloco.launch import build, connecting, replicating
     from diloco.launch.metrics import page_at
     from diloco.launch.syncer_metrics import SyncerMetrics
     from diloco.syncer.lease import LeaseError, LeaseRefusedError
@@ -131,8 +131,8 @@ def serve(
         build.syncer_options(config, run_dir),
         build.plan(config, layout),
         lambda: build.version_zero(config, layout),
-        build.server_options(config),
-        build.syncer_security(config),
+        connecting.server_options(config),
+        connecting.syncer_security(config),
         log.emit,
         disk,
         replicating.lease(config, disk),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from diloco.launch import build
 from diloco.launch import config as configs
+from diloco.launch import connecting
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.placing import BETWEEN
 from diloco.sync.agreement import PROTOCOL
@@ -60,7 +60,7 @@ def told_by(address: str, settings: Sequence[str]) -> RunConfig:
 
 def _asked(address: str, config: RunConfig) -> ProbeAnswer:
     """What the first that answers says of its run; nothing, but for its protocol, where it is of an earlier release."""
-    security = build.site_security(replace(config, site=replace(config.site, syncer=address)))
+    security = connecting.site_security(replace(config, site=replace(config.site, syncer=address)))
     why = ""
     for each in address.replace(BETWEEN, ",").split(","):
         try:

@@ -246,7 +246,7 @@ def _run(
 ) -> ExitCode:
     """Start it, wait for it, and say what came of it."""
     from diloco.inner.corpus import DataError
-    from diloco.launch import build
+    from diloco.launch import build, connecting
     from diloco.launch.references import reference_bits
     from diloco.launch.status_watch import StatusWatch, StatusWatches
 
@@ -269,7 +269,7 @@ def _run(
         options = up_options(config, syncers, relay, steps, references)
         children = children_of(options, run_dir)
         up = Up(options, children, run_dir, log, history, relay, environment)
-        watches = [StatusWatch(each.address, build.site_security(config)) for each in syncers]
+        watches = [StatusWatch(each.address, connecting.site_security(config)) for each in syncers]
         watch = watches[0] if len(watches) == 1 else StatusWatches(watches)
         stack.callback(watch.close)
         try:
@@ -312,12 +312,12 @@ def up_options(
     references: dict[str, float],
 ) -> UpOptions:
     """What ``Up`` is told; makes the links, each site's own to each syncer."""
-    from diloco.launch import build
+    from diloco.launch import build, connecting
 
     links, sites = {}, {}
     num_sites = len(config.cluster.sites)
     for index, (name, site) in enumerate(config.cluster.sites.items()):
-        link = build.link_options(config, name)
+        link = connecting.link_options(config, name)
         dials = []
         for number, syncer in enumerate(syncers):
             own = link_name(name, number)

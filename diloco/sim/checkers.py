@@ -317,6 +317,9 @@ class Grace(Checker):
             arrived = set(state.arrived(index))
             if fragment.round is None:
                 met = False
+            elif options.round_updates:
+                most = max(1, len(state.awaited(index))) * options.updates_in_flight_max
+                met = len(state.waiting(index)) >= min(options.round_updates, most)
             elif options.quorum == "all":
                 met = len(arrived) >= options.quorum_min and arrived >= set(fragment.round.members)
             else:
@@ -329,9 +332,8 @@ class Grace(Checker):
                 self.met_ns[index] = (opened_ns, now_ns)
             waited_ns = now_ns - self.met_ns[index][1]
             if fragment.merging_since_ns is None:
-                self.require(
-                    waited_ns < options.grace_ns, f"fragment {index} waits since {waited_ns} ns with", sorted(arrived)
-                )
+                grace_ns = 0 if options.round_updates else options.grace_ns
+                self.require(waited_ns < grace_ns, f"fragment {index} waits since {waited_ns} ns with", sorted(arrived))
                 self.require(not arrived >= set(state.awaited(index)), f"fragment {index} waits although all are here")
 
 

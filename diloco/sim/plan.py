@@ -147,6 +147,7 @@ def _options(
     quorum: int | str = "all" if everybody else random.choice((1, 1, random.randint(1, num_sites)))
     quorum_min = random.randint(1, num_sites if everybody else int(quorum)) if random.random() < 0.3 else 1
     ends = random.random()
+    one_by_one = not everybody and int(quorum) == quorum_min == 1 and random.random() < 0.3
     return OuterOptions(
         num_fragments=num_fragments,
         quorum=1 if conserving else quorum,
@@ -164,6 +165,7 @@ def _options(
         run_ns=random.randint(8, 40) * SECOND_NS if 0.25 <= ends < 0.4 else 0,
         fates_kept_max=in_flight_max * (staleness_max + 2) + random.choice((0, 0, 4, 60)),
         sites_max=num_sites,
+        round_updates=random.randint(1, 4) if one_by_one and not conserving else 0,
     )
 
 

@@ -47,6 +47,7 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
     line = site.lines[event.fragment]
     line.watermark, line.cursor, line.final = event.sequence, max(line.cursor, event.cursor), event.final
     line.outliers = []  # Whatever comes under this number again is a duplicate or a conflict.
+    arrivals = state.fragments[event.fragment].arrivals = state.fragments[event.fragment].arrivals + 1
     pending = Pending(
         event.sequence,
         event.base_version,
@@ -56,6 +57,7 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
         event.payload,
         event.encoding,
         spans=list(event.spans),
+        arrival=arrivals,
     )
     line.undecided.append(pending)
     if finding.why and state.health.policy_of(event.site) == "hold":

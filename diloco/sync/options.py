@@ -76,6 +76,9 @@ class OuterOptions:
     num_fragments: int = 1
     quorum: int | str = 1
     quorum_min: int = 1
+    round_updates: int = 0
+    """So many updates, the first that came, whoever sent them, are a round, and nobody is waited for: 1 is asynchronous
+    local SGD (arXiv 2401.09135), more are a buffer (FedBuff, arXiv 2106.06639); 0: all that came in time."""
     grace: str = "adaptive"
     """``fixed``: always ``grace_ns``.  ``adaptive``: ``grace_share_percent`` of the slack, never over ``grace_ns``."""
     grace_ns: int = SECOND_NS
@@ -106,6 +109,9 @@ class OuterOptions:
             require(self.quorum >= 1, "quorum", self.quorum, "at least 1")
             require(self.quorum >= self.quorum_min, "quorum", self.quorum, f"not below quorum_min={self.quorum_min}")
         require(self.quorum_min >= 1, "quorum_min", self.quorum_min, "at least 1")
+        require(self.round_updates >= 0, "round_updates", self.round_updates, "0 (all that came in time) or more")
+        alone = self.round_updates == 0 or (self.quorum == 1 and self.quorum_min == 1)
+        require(alone, "round_updates", self.round_updates, f"only with quorum=1, and it is {self.quorum!r}")
         require(self.grace in GRACE_KINDS, "grace", self.grace, f"one of {', '.join(GRACE_KINDS)}")
         require(self.grace_ns >= 0, "grace_ns", self.grace_ns, "not negative")
         require(0 <= self.grace_share_percent < 100, "grace_share_percent", self.grace_share_percent, "0 to 99")

@@ -21,13 +21,20 @@ class QuorumStanding:
 
 
 def standing(
-    options: OuterOptions, members: Collection[str], live: Collection[str], arrived: Collection[str]
+    options: OuterOptions, members: Collection[str], live: Collection[str], arrived: Collection[str], waiting: int
 ) -> QuorumStanding:
     """Judge a round.
 
     ``members`` are the sites of the round (live when it opened and not lost since), ``live`` those live now,
     ``arrived`` those with at least one update waiting: an update counts even when its site has died meanwhile.
+    ``waiting`` is how many updates wait.
     """
+    if options.round_updates:
+        # More than the live sites may send without a fate cannot be waited for.
+        wanted = min(options.round_updates, max(1, len(live)) * options.updates_in_flight_max)
+        return QuorumStanding(
+            waiting >= wanted, waiting >= wanted, f"{waiting} updates are here, {wanted} make a round"
+        )
     missing = sorted(set(live) - set(arrived))
     complete = not missing
     if len(arrived) < options.quorum_min:

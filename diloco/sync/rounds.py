@@ -42,7 +42,8 @@ def consider(turn: Turn, index: int) -> None:
     if not merging and ending.all_final(turn, index):
         _close(turn, index, "the last round is complete")
         return
-    stand = standing(turn.options, collecting.members, state.awaited(index), arrived)
+    waiting = len(state.waiting(index))
+    stand = standing(turn.options, collecting.members, state.awaited(index), arrived, waiting)
     if not stand.met:
         collecting.met_ns = collecting.deadline_ns = None
         if shrunk and set(collecting.members) <= set(arrived):
@@ -60,7 +61,7 @@ def consider(turn: Turn, index: int) -> None:
     if merging:
         return
     if stand.complete:
-        _close(turn, index, "every live site arrived")
+        _close(turn, index, stand.why if turn.options.round_updates else "every live site arrived")
     elif now_ns >= collecting.deadline_ns:
         _close(turn, index, f"{stand.why}; grace over")
 
@@ -85,10 +86,9 @@ def _grace_ns(turn: Turn, fragment: FragmentState) -> int:
 
 def _close(turn: Turn, index: int, why: str) -> None:
     state, fragment = turn.state, turn.state.fragments[index]
-    for site in state.sites.values():
-        for pending in site.lines[index].waiting():
-            assert fragment.version - pending.base_version <= turn.options.staleness_max, "stale at the merge"
-            pending.merging = True
+    for pending in state.waiting(index)[: turn.options.round_updates or None]:
+        assert fragment.version - pending.base_version <= turn.options.staleness_max, "stale at the merge"
+        pending.merging = True
     fragment.round = None
     fragment.merging_since_ns = state.now_ns
     turn.note("round_closed", why, fragment=index, version=fragment.version + 1)

@@ -56,6 +56,8 @@ class Pending:
     merging: bool = False
     held: Held | None = None
     spans: list[Span] = field(default_factory=list)
+    arrival: int = 0
+    """Its place among all that have come for the fragment."""
 
 
 @dataclass(slots=True)
@@ -128,6 +130,8 @@ class FragmentState:
     merging_since_ns: int | None = None
     quorum_ns: int = 0
     sync_ns: int = 0
+    arrivals: int = 0
+    """Updates accepted for the fragment so far."""
 
 
 @dataclass(slots=True)
@@ -160,6 +164,11 @@ class OuterState:
     def arrived(self, fragment: int) -> list[str]:
         """The sites with an update waiting for the fragment's round, in site order."""
         return sorted(name for name, site in self.sites.items() if site.lines[fragment].waiting())
+
+    def waiting(self, fragment: int) -> list[Pending]:
+        """The updates that the fragment's next outer step may take, in the order in which they came."""
+        waiting = [pending for site in self.sites.values() for pending in site.lines[fragment].waiting()]
+        return sorted(waiting, key=lambda pending: pending.arrival)
 
     def run_tokens(self) -> int:
         """Tokens merged, averaged over the fragments: each fragment counts every token once."""

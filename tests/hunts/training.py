@@ -16,7 +16,7 @@ import torch
 
 from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
-from diloco.launch import build
+from diloco.launch import build, connecting
 from diloco.launch.evaluation import Evaluator, model_of
 from diloco.launch.eventlog import EventLog
 from diloco.launch.run_dir import run_dir_of
@@ -104,7 +104,7 @@ class SiteThread(threading.Thread):
             layout,
             Holding(named_parameters_once(model), group),
             build.agreement(config, layout),
-            SyncClient(self.address, self.site, config.run.name or "", build.site_security(config)),
+            SyncClient(self.address, self.site, config.run.name or "", connecting.site_security(config)),
             self.site,
             log.emit,
             Orders(group),
@@ -138,14 +138,14 @@ class Part:
             build.syncer_options(config, run_dir),
             build.plan(config, layout),
             lambda: build.version_zero(config, layout),
-            build.server_options(config),
-            build.syncer_security(config),
+            connecting.server_options(config),
+            connecting.syncer_security(config),
             self._log.emit,
         )
         address = self.syncer.start()
         self._relay = RelayProcess() if config.network.emulate else None
         dial = {
-            site: self._relay.add(site, build.link_options(config, site), address) if self._relay else address
+            site: self._relay.add(site, connecting.link_options(config, site), address) if self._relay else address
             for site in config.cluster.sites
         }
         self.sites = [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from diloco.launch import build
+from diloco.launch import build, connecting
 from diloco.launch.config import compose, write
 from diloco.launch.run_dir import RunDir
 from diloco.launch.schema import RunConfig
@@ -51,8 +51,8 @@ class Hand:
             build.syncer_options(config, run_dir),
             build.plan(config, self.layout),
             lambda: build.version_zero(config, self.layout),
-            build.server_options(config),
-            build.syncer_security(config),
+            connecting.server_options(config),
+            connecting.syncer_security(config),
             emit,
         )
         self.address = self.syncer.start()

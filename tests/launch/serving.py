@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import diloco
-from diloco.launch import build
+from diloco.launch import build, connecting
 from diloco.launch.config import compose
 from diloco.launch.model_file import save_version0
 from diloco.launch.run_dir import RunDir
@@ -51,8 +51,8 @@ def serving_file(folder: Path, first: Path, *settings: str) -> Iterator[Served]:
         build.syncer_options(config, RunDir(folder / "served")),
         build.plan(config, layout),
         lambda: build.version_zero(config, layout),
-        build.server_options(config),
-        build.syncer_security(config),
+        connecting.server_options(config),
+        connecting.syncer_security(config),
         lambda what, fields=None: None,
     )
     try:
