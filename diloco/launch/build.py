@@ -171,6 +171,7 @@ def outer_options(config: RunConfig) -> OuterOptions:
             overlap_steps=outer.overlap_steps,
             weights=outer.weights,
             staleness_max=outer.staleness_max,
+            staleness_power=outer.staleness_power,
             updates_in_flight_max=outer.updates_in_flight_max,
             site_timeout_ns=to_ns("outer.site_timeout_s", outer.site_timeout_s, least_s=0.001),
             final_wait_ns=to_ns("outer.final_wait_s", outer.final_wait_s, least_s=0.001),
@@ -225,6 +226,7 @@ def learner_options(config: RunConfig, whole: Layout | None = None) -> LearnerOp
         rules = LearnerOptions(
             num_fragments=outer.num_fragments,
             inner_steps=outer.inner_steps,
+            dynamic_steps=outer.dynamic_steps,
             adopt=outer.adopt,
             updates_in_flight_max=outer.updates_in_flight_max,
             discards_max=outer.discards_max,

@@ -29,6 +29,8 @@ class OuterSection:
     """Of gpa: where sites train, between the fast parameters (0) and their average (1)."""
     inner_steps: int = 30
     """H: inner steps between two updates of one fragment."""
+    dynamic_steps: bool = False
+    """inner_steps are the fastest site's, and a slower one makes as many fewer as it is slower."""
     num_fragments: int = 1
     """Parts of the parameters that are exchanged on their own."""
     quorum: str = "1"
@@ -59,6 +61,8 @@ class OuterSection:
     """Under trimmed_mean: of the sites, at either end."""
     staleness_max: int = 8
     """Versions that an update may be old at its merge."""
+    staleness_power: float = 0.0
+    """How much less an old contribution counts beside a new one: (1 + staleness)^-power; 0.5 is usual where they do."""
     adopt: str = "rebase"
     """rebase keeps progress; overwrite (Decoupled DiLoCo) and blend (Streaming DiLoCo) do not."""
     adopt_alpha: float = 0.5

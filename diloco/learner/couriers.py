@@ -386,11 +386,8 @@ class Listener:
 
     def _take(self, event: WatchEvent) -> None:
         if isinstance(event, Published):
-            self._tell(
-                VersionPublished(
-                    event.epoch, event.fragment, event.version, event.run_tokens, event.progress_ppm, event.lineage
-                )
-            )
+            run = (event.run_tokens, event.progress_ppm, event.lineage, event.fastest_step_ns)
+            self._tell(VersionPublished(event.epoch, event.fragment, event.version, *run))
         elif isinstance(event, FateTold | FinalAnnounced):
             self._tell(event)
         elif isinstance(event, Dropped):

@@ -18,7 +18,7 @@ from diloco.sync.events import (
 )
 from diloco.sync.membership import PROCESSES_REMEMBERED_MAX
 from diloco.sync.syncer import OuterSync
-from diloco.sync.weights import raw_weight
+from diloco.sync.weights import of_its_age, raw_weight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -257,6 +257,7 @@ class Weights(Checker):
             if isinstance(effect, StartOuterStep):
                 raw = [
                     self._raw(effect.fragment, part.site, [u.sequence for u in part.updates])
+                    * of_its_age(effect.version - 1 - part.base_version, self.plan.options.staleness_power)
                     for part in effect.contributions
                 ]
                 found = [part.weight for part in effect.contributions]

@@ -418,6 +418,7 @@ class OuterProcess(Loop):
                     state.run_tokens(),
                     self.machine.progress_ppm(),
                     state.lineage,
+                    state.fastest_step_ns(),
                 )
                 for _, feed in sorted(self.feeds.items()):
                     feed.tell(published)

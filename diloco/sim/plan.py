@@ -122,6 +122,7 @@ def _alone(seed: int) -> SwarmPlan:
         updates_in_flight_max=in_flight_max,
         discards_max=random.randint(2, 5),
         lock_step=lock_step,
+        dynamic_steps=random.random() < 0.2,
     )
     # Every other one has several ranks.
     sites = tuple(replace(_site(random, learner, outer.options), ranks=index % 2 == 1) for index in range(num_sites))
@@ -165,6 +166,7 @@ def _options(
         run_ns=random.randint(8, 40) * SECOND_NS if 0.25 <= ends < 0.4 else 0,
         fates_kept_max=in_flight_max * (staleness_max + 2) + random.choice((0, 0, 4, 60)),
         sites_max=num_sites,
+        staleness_power=random.choice((0.0, 0.0, 0.5)),
         round_updates=random.randint(1, 4) if one_by_one and not conserving else 0,
     )
 

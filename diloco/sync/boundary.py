@@ -8,7 +8,7 @@ from diloco.sync import site_units
 from diloco.sync.effects import Adopt, Retake, Seal
 from diloco.sync.progress import FragmentProgress, LearnerState, Retaking, Sent
 from diloco.sync.quorum import smoothed
-from diloco.sync.schedule import is_due
+from diloco.sync.schedule import is_due, local_steps
 
 if TYPE_CHECKING:
     from diloco.sync.events import StepDone
@@ -28,9 +28,23 @@ def step_done(turn: SiteTurn, event: StepDone) -> None:
     for index, part in enumerate(state.fragments):
         part.unsent_tokens += event.tokens
         part.unsent_steps += 1
-        part.due = part.due or is_due(event.step, options.offset(index), options.inner_steps)
+        part.due = part.due or _comes_due(options, state, index, event.step)
     if not event.passes:
         boundary(turn)
+
+
+def _comes_due(options: LearnerOptions, state: LearnerState, index: int, step: int) -> bool:
+    """Whether the fragment is due right after inner step number ``step``."""
+    offset = options.offset(index)
+    if not options.dynamic_steps:
+        return is_due(step, offset, options.inner_steps)
+    steps, sealed = (
+        local_steps(options.inner_steps, state.fastest_step_ns, state.step_ns),
+        state.fragments[index].sealed_step,
+    )
+    if not sealed:  # The fragments' first updates stand apart as they do where every site makes as many steps.
+        steps = max(1, (offset or options.inner_steps) * steps // options.inner_steps)
+    return step >= sealed + steps
 
 
 def may_act(options: LearnerOptions, state: LearnerState, step: int) -> bool:
@@ -45,7 +59,7 @@ def may_act(options: LearnerOptions, state: LearnerState, step: int) -> bool:
     return any(
         part.retaking is not None
         or (part.fetched > part.base_version and not _is_held(state, part, step))
-        or ((part.due or is_due(step, options.offset(index), options.inner_steps)) and _may_follow(options, part))
+        or ((part.due or _comes_due(options, state, index, step)) and _may_follow(options, part))
         for index, part in enumerate(state.fragments)
     )
 
@@ -95,6 +109,7 @@ def _retake(turn: SiteTurn, index: int, part: FragmentProgress, retaking: Retaki
     part.unsent_tokens = part.unsent_steps = 0
     part.unsent_spans = []
     part.base_version, part.retaking, part.due = version, None, False
+    part.sealed_step = turn.state.step
     turn.effects.append(Retake(index, version, tuple(s.sequence for s in part.in_flight), retaking.why))
 
 
@@ -124,6 +139,7 @@ def _seal(turn: SiteTurn, index: int, part: FragmentProgress) -> None:
     part.unsent_spans = []
     part.due = False
     site = turn.state
+    part.sealed_step = site.step
     part.held_until = site.step + site.overlap_steps
     where = (index, sent.sequence, sent.base_version, subtract)
     numbers, spans = (sent.tokens, sent.steps, site.step_ns, site.cursor), tuple(sent.spans)

@@ -410,7 +410,9 @@ class FateTold:
 
 @dataclass(frozen=True, slots=True)
 class VersionPublished:
-    """The syncer published ``version`` of ``fragment``; ``lineage`` is 0 from a syncer that does not say it."""
+    """The syncer published ``version`` of ``fragment``; ``lineage`` is 0 from a syncer that does not say it, and
+    ``fastest_step_ns``, which an inner step takes at the fastest site, from one that does not know.
+    """
 
     epoch: int
     fragment: int
@@ -418,6 +420,7 @@ class VersionPublished:
     run_tokens: int
     progress_ppm: int
     lineage: int = 0
+    fastest_step_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

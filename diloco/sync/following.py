@@ -25,6 +25,7 @@ def published(turn: SiteTurn, event: VersionPublished) -> None:
         return
     turn.state.epoch = event.epoch
     turn.state.run_tokens, turn.state.progress_ppm = event.run_tokens, event.progress_ppm
+    turn.state.fastest_step_ns = event.fastest_step_ns
     part = turn.state.fragments[event.fragment]
     part.published = max(part.published, event.version)
     turn.want(event.fragment)

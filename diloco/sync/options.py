@@ -86,6 +86,8 @@ class OuterOptions:
     overlap_steps: int = 2
     weights: str = "tokens2_per_step"
     staleness_max: int = 8
+    staleness_power: float = 0.0
+    """How much less an old contribution counts beside a new one: (1 + staleness)^-power."""
     updates_in_flight_max: int = 2
     site_timeout_ns: int = 15 * SECOND_NS
     final_wait_ns: int = 20 * SECOND_NS
@@ -117,6 +119,7 @@ class OuterOptions:
         require(0 <= self.grace_share_percent < 100, "grace_share_percent", self.grace_share_percent, "0 to 99")
         require(self.overlap_steps >= 0, "overlap_steps", self.overlap_steps, "not negative")
         require(self.weights in WEIGHT_RULES, "weights", self.weights, f"one of {', '.join(WEIGHT_RULES)}")
+        require(0 <= self.staleness_power < inf, "staleness_power", self.staleness_power, "not negative, and finite")
         require(self.staleness_max >= 0, "staleness_max", self.staleness_max, "not negative")
         require(self.updates_in_flight_max >= 1, "updates_in_flight_max", self.updates_in_flight_max, "at least 1")
         require(self.site_timeout_ns > 0, "site_timeout_ns", self.site_timeout_ns, "positive")
@@ -142,6 +145,8 @@ class LearnerOptions:
     num_fragments: int = 1
     inner_steps: int = 15
     """H of DiLoCo: inner steps between two updates of one fragment."""
+    dynamic_steps: bool = False
+    """H is for the fastest site, and a slower one makes as many fewer as it is slower."""
     adopt: str = "rebase"
     """``rebase`` keeps progress, ``overwrite`` is Decoupled DiLoCo, ``blend`` is Streaming DiLoCo with α."""
     updates_in_flight_max: int = 2

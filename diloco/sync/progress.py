@@ -111,7 +111,8 @@ class FragmentProgress:
     """A site's place in one fragment.
 
     ``base_version`` is -1 until the first version of the lineage is here; an update measured from ``stale_base`` was
-    too old.  ``held_until`` is the inner step before which no version is adopted, because an exchange may take so long.
+    too old.  ``held_until`` is the inner step before which no version is adopted, because an exchange may take so long;
+    ``sealed_step`` the one after which its last update was made, or from which the steps to the next are counted anew.
     """
 
     base_version: int = -1
@@ -135,6 +136,7 @@ class FragmentProgress:
     in_flight: list[Sent] = field(default_factory=list)
     orphans: list[Orphan] = field(default_factory=list)
     held_until: int = 0
+    sealed_step: int = 0
     unsent_spans: list[Span] = field(default_factory=list)
 
     def undecided(self) -> list[Sent]:
@@ -172,7 +174,8 @@ class LearnerState:
     ``stopping``: the training loop was told to end; ``at_rest``: it has been at a boundary since, so that no step is
     under way any more; ``closed``: the syncer takes nothing any more; ``left``: goodbye is said; ``keep``: the syncer
     acknowledges what its standby may lack, so that bytes are kept until their fate is known; ``overlap_steps``: inner
-    steps from an update to the adoption of its version, at least, from the next seal on.
+    steps from an update to the adoption of its version, at least, from the next seal on; ``fastest_step_ns``: what an
+    inner step takes at the fastest site, as last told.
     """
 
     fragments: list[FragmentProgress]
@@ -183,6 +186,7 @@ class LearnerState:
     cursor: int = 0
     tokens_processed: int = 0
     step_ns: int = 0
+    fastest_step_ns: int = 0
     run_tokens: int = 0
     progress_ppm: int = 0
     ending: Ending | None = None

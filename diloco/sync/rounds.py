@@ -10,7 +10,7 @@ from diloco.sync.events import Reason
 from diloco.sync.fates import decide, refuse, refuse_stale
 from diloco.sync.quorum import grace_ns, smoothed, standing
 from diloco.sync.state import FragmentState, OuterState, Pending, Round
-from diloco.sync.weights import normalised, raw_weight
+from diloco.sync.weights import normalised, of_its_age, raw_weight
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -107,20 +107,23 @@ def outer_step(
     for name, pending in under_merge(state, index):
         if (name, pending.sequence) not in leave_out:
             merging.setdefault(name, []).append(pending)
+    version = state.fragments[index].version
+    bases = {name: min(update.base_version for update in updates) for name, updates in merging.items()}
     raw = [
         raw_weight(options.weights, sum(u.tokens for u in updates), sum(u.steps for u in updates))
-        for updates in merging.values()
+        * of_its_age(version - bases[name], options.staleness_power)
+        for name, updates in merging.items()
     ]
     contributions = tuple(
         Contribution(
             name,
             weight,
-            min(update.base_version for update in updates),
+            bases[name],
             tuple(UpdateRef(u.sequence, u.payload, u.encoding, u.digest) for u in updates),
         )
         for (name, updates), weight in zip(merging.items(), normalised(raw), strict=True)
     )
-    return StartOuterStep(index, state.fragments[index].version + 1, contributions)
+    return StartOuterStep(index, version + 1, contributions)
 
 
 def outer_step_done(turn: Turn, event: OuterStepDone) -> None:

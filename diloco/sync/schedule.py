@@ -13,6 +13,17 @@ def offset(fragment: int, num_fragments: int, inner_steps: int) -> int:
     return ((fragment + 1) * inner_steps // num_fragments) % inner_steps
 
 
+def local_steps(inner_steps: int, fastest_ns: int, own_ns: int) -> int:
+    """The inner steps that a site makes while the fastest makes ``inner_steps``: dynamic local updates, with which all
+    come at about the same time, whatever their speed (arXiv 2401.09135, section 4.2).
+
+    ``fastest_ns`` and ``own_ns`` are what an inner step takes; 0: not known yet, and then the site is as fast as any.
+    """
+    if not (fastest_ns and own_ns):
+        return inner_steps
+    return min(inner_steps, max(1, inner_steps * fastest_ns // own_ns))
+
+
 def is_due(step: int, offset: int, inner_steps: int) -> bool:
     """Whether a fragment with this ``offset`` is due right after inner step number ``step`` (counted from 1)."""
     return step > 0 and step % inner_steps == offset

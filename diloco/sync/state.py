@@ -170,6 +170,10 @@ class OuterState:
         waiting = [pending for site in self.sites.values() for pending in site.lines[fragment].waiting()]
         return sorted(waiting, key=lambda pending: pending.arrival)
 
+    def fastest_step_ns(self) -> int:
+        """What an inner step takes at the fastest live site; 0 before any is known."""
+        return min((step_ns for name in self.live() if (step_ns := self.sites[name].step_ns)), default=0)
+
     def run_tokens(self) -> int:
         """Tokens merged, averaged over the fragments: each fragment counts every token once."""
         merged = sum(line.tokens_merged for site in self.sites.values() for line in site.lines)

@@ -24,6 +24,16 @@ def raw_weight(rule: str, tokens: int, steps: int) -> float:
     return 1.0
 
 
+def of_its_age(staleness: int, power: float) -> float:
+    """What a contribution so many versions old counts of its weight: (1 + staleness)^-power (arXiv 1903.03934,
+    polynomial).
+
+    The weights of a merge still sum to 1: this takes from the old what it gives to the new, and makes no step smaller.
+    """
+    assert staleness >= 0, staleness
+    return float((1 + staleness) ** -power)
+
+
 def normalised(weights: Sequence[float]) -> tuple[float, ...]:
     """``weights`` divided by their sum, so that they sum to 1 to within 1e-12."""
     total = sum(weights)

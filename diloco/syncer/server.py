@@ -432,7 +432,7 @@ class Syncer:
     def published(self, machine: OuterSync, fragment: int, version: int, digest: str) -> Published:
         """The event that tells of a version, with how the run stands."""
         state = machine.state
-        run = (state.run_tokens(), machine.progress_ppm(), state.lineage)
+        run = (state.run_tokens(), machine.progress_ppm(), state.lineage, state.fastest_step_ns())
         return Published(state.epoch, fragment, version, digest, *run)
 
     def note(self, what: str, why: str, site: str) -> None:

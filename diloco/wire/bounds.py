@@ -266,6 +266,7 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "run_tokens": _NUMBER,
         "progress_ppm": _PPM,
         "lineage": _NUMBER,
+        "fastest_step_ns": _NUMBER,
     },
     FateTold: {"fate": _nested(Fate)},
     FinalAnnounced: {"ending": _one_of(Ending)},

@@ -250,6 +250,7 @@ def pack_watch_event(event: m.WatchEvent) -> bytes:
             proto.published.run_tokens = event.run_tokens
             proto.published.progress_ppm = event.progress_ppm
             proto.published.lineage = event.lineage
+            proto.published.fastest_step_ns = event.fastest_step_ns
         case FateTold():
             proto.fate.CopyFrom(fate_out(event.fate))
         case FinalAnnounced():
@@ -276,6 +277,7 @@ def unpack_watch_event(raw: bytes) -> m.WatchEvent:
                     run_tokens=seen.run_tokens,
                     progress_ppm=seen.progress_ppm,
                     lineage=seen.lineage,
+                    fastest_step_ns=seen.fastest_step_ns,
                 )
             )
         case "fate":

@@ -321,6 +321,7 @@ class Published:
     run_tokens: int
     progress_ppm: int
     lineage: int = 0
+    fastest_step_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

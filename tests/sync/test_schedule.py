@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.sync.schedule import is_due, offset
+from diloco.sync import effects as fx
+from diloco.sync import events as ev
+from diloco.sync.schedule import is_due, local_steps, offset
+from tests.sync.driving import MS, of
+from tests.sync.driving_site import Site
 
 
 @pytest.mark.parametrize(("fragments", "steps"), [(1, 1), (1, 15), (3, 3), (3, 15), (4, 15), (24, 24), (5, 7)])
@@ -29,3 +33,60 @@ def test_one_fragment_is_due_after_every_period() -> None:
 
 def test_nothing_is_due_before_the_first_step() -> None:
     assert not is_due(0, 0, 15)
+
+
+@pytest.mark.parametrize(
+    ("fastest_ms", "own_ms", "steps"),
+    [(0, 100, 40), (100, 0, 40), (100, 100, 40), (100, 150, 26), (100, 9_999, 1), (100, 80, 40)],
+)
+def test_a_slower_site_makes_as_many_fewer_steps_and_at_least_one(fastest_ms: int, own_ms: int, steps: int) -> None:
+    assert local_steps(40, fastest_ms * MS, own_ms * MS) == steps
+
+
+def sealed_at(site: Site, fragments: int, steps: int) -> list[list[int]]:
+    """The steps after which each fragment was sealed, with every update accepted at once."""
+    found: list[list[int]] = [[] for _ in range(fragments)]
+    for _ in range(steps):
+        for seal in of(fx.Seal, site.train()):
+            found[seal.fragment].append(site.step)
+            site.handle(ev.Sealed(seal.fragment, seal.sequence, "u"))
+            site.handle(ev.PushAnswered(seal.fragment, seal.sequence, ev.Outcome.ACCEPTED, None))
+    return found
+
+
+def told(site: Site, fastest_ms: int, fragment: int = 0) -> None:
+    site.handle(ev.VersionPublished(1, fragment, 0, 0, 0, 1, fastest_ms * MS))
+
+
+def test_dynamic_steps_follow_the_fastest_site_as_told() -> None:
+    """Site takes 100 ms a step; an update is of 20 steps where the fastest is as slow, and of 10 where it is twice as
+    fast."""
+    site = Site(inner_steps=20, dynamic_steps=True, updates_in_flight_max=100)
+    assert sealed_at(site, 1, 45) == [[20, 40]]
+    told(site, 50)
+    assert sealed_at(site, 1, 25) == [[50, 60, 70]]
+    told(site, 0)
+    assert sealed_at(site, 1, 30) == [[90]]
+
+
+def test_the_first_updates_of_several_fragments_stand_apart_with_dynamic_steps_too() -> None:
+    plain = sealed_at(Site(inner_steps=20, num_fragments=4, updates_in_flight_max=100), 4, 40)
+    dynamic = Site(inner_steps=20, num_fragments=4, updates_in_flight_max=100, dynamic_steps=True)
+    assert sealed_at(dynamic, 4, 40) == plain
+    slow = Site(inner_steps=20, num_fragments=4, updates_in_flight_max=100, dynamic_steps=True)
+    told(slow, 50)
+    assert sealed_at(slow, 4, 20) == [[2, 12], [5, 15], [7, 17], [10, 20]]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_may_be_done_at_a_boundary_is_what_is_done(dynamic: bool) -> None:
+    site = Site(inner_steps=7, dynamic_steps=dynamic, updates_in_flight_max=100)
+    for step in range(1, 60):
+        if step == 20:
+            told(site, 40)
+        may = site.machine.may_act()
+        assert bool(of(fx.Seal, site.train())) <= may, step
+        for sent in site.machine.state.fragments[0].in_flight:
+            if not sent.digest:
+                site.handle(ev.Sealed(0, sent.sequence, "u"))
+                site.handle(ev.PushAnswered(0, sent.sequence, ev.Outcome.ACCEPTED, None))

@@ -8,7 +8,7 @@ import pytest
 
 from diloco.sync import effects as fx
 from diloco.sync.rounds import outer_step
-from diloco.sync.weights import normalised, raw_weight
+from diloco.sync.weights import normalised, of_its_age, raw_weight
 from tests.sync.driving import Syncer, of
 
 
@@ -41,6 +41,21 @@ def test_invariant_10_weights_sum_to_one() -> None:
         shares = normalised(weights)
         assert abs(sum(shares) - 1) < 1e-12, f"seed {seed}"
         assert all(share > 0 for share in shares), f"seed {seed}"
+
+
+def test_what_is_old_counts_less_beside_what_is_new_and_as_much_alone() -> None:
+    assert [of_its_age(age, 0.0) for age in (0, 3)] == [1.0, 1.0]
+    assert [of_its_age(age, 0.5) for age in (0, 3)] == [1.0, 0.5]
+    syncer = Syncer(weights="uniform", grace="fixed", grace_ns=0, quorum=2, staleness_power=0.5, staleness_max=8)
+    for site in "abc":
+        syncer.join(site)
+    for version in range(3):
+        syncer.push("a", sequence=version + 1, base_version=version)
+        syncer.push("c", sequence=version + 1, base_version=version)
+        syncer.done()
+    syncer.push("a", sequence=4, base_version=3)
+    (step,) = of(fx.StartOuterStep, syncer.push("b", base_version=0))
+    assert [(part.site, part.weight) for part in step.contributions] == [("a", 1 / 1.5), ("b", 0.5 / 1.5)]
 
 
 def test_two_updates_of_one_site_weigh_as_one() -> None:

@@ -314,7 +314,7 @@ class WatchRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class Published(_message.Message):
-    __slots__ = ("epoch", "fragment", "version", "digest", "run_tokens", "progress_ppm", "lineage")
+    __slots__ = ("epoch", "fragment", "version", "digest", "run_tokens", "progress_ppm", "lineage", "fastest_step_ns")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -322,6 +322,7 @@ class Published(_message.Message):
     RUN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_PPM_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    FASTEST_STEP_NS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     fragment: int
     version: int
@@ -329,7 +330,8 @@ class Published(_message.Message):
     run_tokens: int
     progress_ppm: int
     lineage: int
-    def __init__(self, epoch: _Optional[int] = ..., fragment: _Optional[int] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., run_tokens: _Optional[int] = ..., progress_ppm: _Optional[int] = ..., lineage: _Optional[int] = ...) -> None: ...
+    fastest_step_ns: int
+    def __init__(self, epoch: _Optional[int] = ..., fragment: _Optional[int] = ..., version: _Optional[int] = ..., digest: _Optional[str] = ..., run_tokens: _Optional[int] = ..., progress_ppm: _Optional[int] = ..., lineage: _Optional[int] = ..., fastest_step_ns: _Optional[int] = ...) -> None: ...
 
 class Final(_message.Message):
     __slots__ = ("ending",)
