@@ -19,7 +19,7 @@ from diloco.codec.buffers import Buffers
 from diloco.codec.casts import Fp32Codec
 from diloco.codec.contract import Codec, NonFiniteError, Towards, accumulate_into, bytes_of, check_values
 from diloco.codec.digests import hasher
-from diloco.codec.merging import decoded, merge_into
+from diloco.codec.merging import Merging, decoded, merge_into
 from diloco.codec.native import Kernels, address, kernels, refuse, tile
 from diloco.codec.structures import SUM_BLOCK, Layout, OuterJob, Place, Rule, Status, Update
 from diloco.codec.sums import sum_of_products
@@ -29,8 +29,6 @@ from diloco.outer.pseudo_gradient import is_finite
 
 if TYPE_CHECKING:
     import ctypes
-
-    from diloco.outer.merge import Segment
 
 RANGE_VALUES = 128 * 1024
 RANGES_AT_ONCE = 4
@@ -79,7 +77,7 @@ def outer_pass(
     fast: Callable[[], Kernels | None] = kernels,
     buffers: Buffers | None = None,
     like: str | None = None,
-    segments: Sequence[Segment] = (),
+    merging: Merging | None = None,
 ) -> Stepped:
     """Return the version after ``state``, in tensors of its own out of ``buffers``; ``state`` stays as it is.
 
@@ -88,8 +86,8 @@ def outer_pass(
     for a payload that nobody encoded, ``ValueError`` for weights that make no mean.  ``spread`` may give ranges to
     several threads; no bit, of the norm neither, depends on it, nor on ``fast``, which says where the kernels are.
     The digest is in the form of ``like``, made here of what is ready while those threads make the rest; None: there is
-    none.  ``segments`` say how contributions are merged where that is not by the weighted mean: then they are merged
-    first (``merging``), and the pass is made with what came out.
+    none.  ``merging`` says how contributions are merged where that is not by the weighted mean: then they are merged
+    first, and the pass is made with what came out.
 
     What a lossless codec sends is theta itself: theta, what is published and the payload are then the same memory.
 
@@ -105,10 +103,10 @@ def outer_pass(
         for weight, updates in counted(contributions)
     ]
     room = buffers if buffers is not None else Buffers(0)
-    if segments:
+    if merging is not None:
         merged = room.values(numel)
         read = [codec for _, updates in sites for codec, _ in updates]
-        merge_into(merged, sites, segments, ranges(numel, read), spread)
+        merge_into(merged, sites, merging, ranges(numel, read), spread)
         sites = [(1.0, [(Fp32Codec(), bytes_of(merged))])]
     theta, lossless = room.values(numel), codec.lossless
     new = State(

@@ -7,6 +7,8 @@ added up in their order: no bit depends on threads, nor on whether there are ker
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -14,16 +16,15 @@ import torch
 
 from diloco.codec.contract import Add, NonFiniteError, Towards, accumulate_into
 from diloco.codec.sums import sum_of_products
-from diloco.outer.merge import PAIRWISE, blend, shares, trimmed_mean
+from diloco.outer.merge import PAIRWISE, Segment, blend, shares, trimmed_mean
 from diloco.outer.pseudo_gradient import is_finite
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from torch import Tensor
 
     from diloco.codec.contract import Codec
-    from diloco.outer.merge import Segment
 
     Range = tuple[int, int]
     Ranges = Sequence[Range]
@@ -39,11 +40,22 @@ def decoded(updates: Sequence[tuple[Codec, memoryview]], numel: int, bounds: Ran
     return contribution
 
 
-def merge_into(out: Tensor, sites: Sites, segments: Sequence[Segment], cut: Ranges, spread: Spread) -> None:
+@dataclass(frozen=True, slots=True)
+class Merging:
+    """How contributions are merged: ``segments`` partition the fragment in order, and with ``factors``, one for each
+    contribution, each is that times as much.  All have a weight then.
+    """
+
+    segments: Sequence[Segment]
+    factors: Sequence[float] | None = None
+
+
+def merge_into(out: Tensor, sites: Sites, merging: Merging, cut: Ranges, spread: Spread) -> None:
     """Write into ``out``, flat fp32 of the fragment, what ``sites`` (weight, updates) are merged to.
 
-    ``segments`` partition the fragment in order; ``cut`` is where the codecs may be cut.
+    ``cut`` is where the codecs may be cut.  ``NonFiniteError`` where that is not finite.
     """
+    segments, factors = merging.segments, merging.factors
     numel = out.numel()
     assert [0, *(each.stop for each in segments)] == [*(each.start for each in segments), numel], "no partition"
     weights, one_by_one = [weight for weight, _ in sites], [(bounds,) for bounds in cut]
@@ -71,7 +83,9 @@ def merge_into(out: Tensor, sites: Sites, segments: Sequence[Segment], cut: Rang
             if segment.options.kind != "trimmed_mean":
                 before = totals.get(segment, [0.0] * size)
                 totals[segment] = [total + next(each) for total in before]
-    blends = {segment: blend(segment.options, weights, _square(found, count)) for segment, found in totals.items()}
+    blends = {
+        segment: blend(segment.options, weights, _square(found, count), factors) for segment, found in totals.items()
+    }
 
     def write(some: Ranges) -> list[float]:
         (bounds,) = some
@@ -80,6 +94,8 @@ def merge_into(out: Tensor, sites: Sites, segments: Sequence[Segment], cut: Rang
             here = out[bounds[0] : bounds[1]][part]
             mine = [each[part] for each in values]
             if segment.options.kind == "trimmed_mean":
+                for each, factor in zip(mine, factors or (), strict=factors is not None):
+                    each.mul_(factor)
                 trimmed_mean(list(zip(weights, mine, strict=True)), segment.options.trim_share, here)
                 continue
             changed, scale = blends[segment]

@@ -33,7 +33,7 @@ from diloco.launch.spreading import check_spreading, compute_options, peak_tflop
 from diloco.launch.values import load_values
 from diloco.learner.options import AgentOptions
 from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_layout
-from diloco.outer.merge import MergeOptions
+from diloco.outer.merge import Gate, MergeOptions
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.outer.placement import part_of
 from diloco.outer.rule import OuterRule, outer_rule
@@ -215,8 +215,12 @@ def rule(config: RunConfig, layout: Layout) -> OuterRule:
         optimizer = OuterOptimizerOptions(
             **{each.name: getattr(outer, each.name) for each in fields(OuterOptimizerOptions)}
         )
+        gate = Gate(alpha=outer.gate_alpha, cutoff=outer.gate_cutoff)
+        if 0 < gate.cutoff <= outer.staleness_max:
+            wanted = f"above outer.staleness_max={outer.staleness_max}: nothing of older ones would be left to merge"
+            raise ConfigError(f"outer.gate_cutoff is {gate.cutoff}: {wanted}")
         merge = MergeOptions(kind=outer.merge, norm_ratio_max=outer.norm_ratio_max, trim_share=outer.trim_share)
-    return outer_rule(optimizer, merge, layout, outer.merge_plain)
+    return outer_rule(optimizer, merge, layout, outer.merge_plain, gate)
 
 
 def learner_options(config: RunConfig, whole: Layout | None = None) -> LearnerOptions:

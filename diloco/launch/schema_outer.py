@@ -63,6 +63,10 @@ class OuterSection:
     """Versions that an update may be old at its merge."""
     staleness_power: float = 0.0
     """How much less an old contribution counts beside a new one: (1 + staleness)^-power; 0.5 is usual where they do."""
+    gate_alpha: float = 0.0
+    """How fast a contribution gets smaller, and not only less beside others, with each version that it is older."""
+    gate_cutoff: int = 0
+    """Versions after which nothing would be left of it (CGAD), above staleness_max; 0: none."""
     adopt: str = "rebase"
     """rebase keeps progress; overwrite (Decoupled DiLoCo) and blend (Streaming DiLoCo) do not."""
     adopt_alpha: float = 0.5

@@ -7,7 +7,7 @@ contributions with each other, and so the contributions themselves need never be
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite, sqrt
+from math import cos, exp, isfinite, pi, sqrt
 from statistics import median
 from typing import TYPE_CHECKING, TypeVar
 
@@ -53,7 +53,38 @@ class MergeOptions:
             raise ValueError(f"trim_share is {self.trim_share!r}: from 0 to below 0.5")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gate:
+    """CGAD (arXiv 2605.09126): a contribution is made smaller with its staleness, smoothly to nothing at ``cutoff``.
+
+    Unlike a weight, which takes from one what it gives to another, this makes the step itself smaller.  The paper's
+    form of the gate is that of its abstract; ``alpha`` 0 and ``cutoff`` 0 let everything through as it is.
+    """
+
+    alpha: float = 0.0
+    cutoff: int = 0
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.alpha) and self.alpha >= 0):
+            raise ValueError(f"gate_alpha is {self.alpha!r}: must not be negative")
+        if self.cutoff < 0:
+            raise ValueError(f"gate_cutoff is {self.cutoff!r}: 0 (none) or more")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it changes nothing."""
+        return self.alpha == 0 and self.cutoff == 0
+
+    def factor(self, staleness: int) -> float:
+        """What is left of a contribution that is so many versions old: 1 at 0, 0 from the cutoff on."""
+        if self.cutoff and staleness >= self.cutoff:
+            return 0.0
+        gate = 0.5 * (1 + cos(pi * staleness / self.cutoff)) if self.cutoff else 1.0
+        return gate * exp(-self.alpha * staleness)
+
+
 MEAN = MergeOptions()
+OPEN = Gate()
 PAIRWISE = ("rda", "geometric_median")
 """The kinds that read the products of different contributions."""
 
@@ -68,14 +99,25 @@ class Segment:
 
 
 def blend(
-    options: MergeOptions, weights: Sequence[float], products: Sequence[Sequence[float]]
+    options: MergeOptions,
+    weights: Sequence[float],
+    products: Sequence[Sequence[float]],
+    factors: Sequence[float] | None = None,
 ) -> tuple[list[float], float]:
     """Return (weights', scale): what is merged is ``scale`` times the mean with ``weights'``; fp64 throughout.
 
     ``weights`` are positive, ``products[i][j]`` is the inner product of contributions i and j; only ``rda`` and
     ``geometric_median`` read those of different ones.  Where a rule has no answer, as for directions that cancel each
-    other, it is the mean.
+    other, it is the mean.  With ``factors``, of which one is above 0, the contributions are those made so much smaller.
     """
+    if factors is not None:
+        smaller = [
+            [one * other * each for other, each in zip(factors, row, strict=True)]
+            for one, row in zip(factors, products, strict=True)
+        ]
+        changed, scale = blend(options, weights, smaller)
+        weighted = [weight * factor for weight, factor in zip(changed, factors, strict=True)]
+        return weighted, scale * sum(weighted) / sum(changed)
     lengths = [sqrt(products[index][index]) for index in range(len(weights))]
     if options.kind == "rda":
         return _rda(weights, products, lengths)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from diloco.outer.merge import MEAN, MergeOptions, Segment
+from diloco.outer.merge import MEAN, OPEN, Gate, MergeOptions, Segment
 from diloco.outer.optimizer import OuterOptimizerOptions
 
 if TYPE_CHECKING:
@@ -21,6 +21,11 @@ class OuterRule:
 
     optimizer: OuterOptimizerOptions
     segments: tuple[tuple[Segment, ...], ...] = ()
+    gate: Gate = OPEN
+
+    def factors(self, staleness: Sequence[int]) -> list[float] | None:
+        """What is left of contributions that are so many versions old; None: all of all."""
+        return None if self.gate.is_open else [self.gate.factor(each) for each in staleness]
 
     def segments_of(self, fragment: int) -> tuple[Segment, ...]:
         """How the fragment's values are merged."""
@@ -28,7 +33,11 @@ class OuterRule:
 
 
 def outer_rule(
-    optimizer: OuterOptimizerOptions, merge: MergeOptions, layout: Layout, plain: Sequence[str] = ()
+    optimizer: OuterOptimizerOptions,
+    merge: MergeOptions,
+    layout: Layout,
+    plain: Sequence[str] = (),
+    gate: Gate = OPEN,
 ) -> OuterRule:
     """Return the rule of a run with ``layout``.
 
@@ -36,11 +45,11 @@ def outer_rule(
     ``plain`` (shell patterns) and vectors are merged by the mean: an embedding's row moves at the sites that saw its
     token, and is no direction of all.  The other kinds compare whole fragments, as a site's update is good or bad.
     """
-    if merge.kind == "mean":
+    if merge.kind == "mean" and gate.is_open:
         return OuterRule(optimizer)
     shapes = dict(layout.parameters)
     if merge.kind != "rda":
-        return OuterRule(optimizer, tuple((Segment(0, each.numel, merge),) for each in layout.fragments))
+        return OuterRule(optimizer, tuple((Segment(0, each.numel, merge),) for each in layout.fragments), gate)
 
     def options_of(name: str) -> MergeOptions:
         apart = len(shapes[name]) < 2 or any(fnmatchcase(name, pattern) for pattern in plain)
@@ -54,4 +63,4 @@ def outer_rule(
             start = stop
         return tuple(found)
 
-    return OuterRule(optimizer, tuple(map(segments, layout.fragments)))
+    return OuterRule(optimizer, tuple(map(segments, layout.fragments)), gate)

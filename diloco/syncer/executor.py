@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from diloco.codec.contract import NonFiniteError
 from diloco.codec.digests import digest_of
 from diloco.codec.fused import State, outer_pass
+from diloco.codec.merging import Merging
 from diloco.codec.registry import make_codec
 from diloco.syncer.snapshots import FragmentValues
 
@@ -93,6 +94,8 @@ def run_outer_step(
     assert command.version == values.version + 1, (command.version, values.version)
     times = [time.perf_counter()]
     before, segments = State(values.theta, values.published, values.optimizer), rule.segments_of(command.fragment)
+    factors = rule.factors([values.version - part.base_version for part in command.contributions])
+    merging = Merging(segments, factors) if segments else None
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(threads, "fold")) if threads > 1 else None
         contributions, payloads = _opened(command, spool, before.theta.numel(), pool)
@@ -100,7 +103,7 @@ def run_outer_step(
         spread, down = _spread(payloads, pool, stack), make_codec(down_codec)
         try:
             stepped = outer_pass(
-                contributions, before, rule.optimizer, down, spread, buffers=buffers, like=like, segments=segments
+                contributions, before, rule.optimizer, down, spread, buffers=buffers, like=like, merging=merging
             )
         except NonFiniteError:
             return None  # Of Θ itself, or because Θ and Θ̂ are too far apart for fp32.

@@ -11,6 +11,7 @@ from torch import Tensor
 from diloco.codec import fused
 from diloco.codec.contract import NonFiniteError
 from diloco.codec.fused import State, outer_pass
+from diloco.codec.merging import Merging
 from diloco.codec.native import kernels
 from diloco.codec.registry import make_codec
 from diloco.codec.sums import sum_of_products
@@ -70,14 +71,30 @@ def test_by_ranges_it_is_the_definition(kind: str, monkeypatch: pytest.MonkeyPat
             for fast in (lambda: None, kernels):
                 state = State(theta, theta.clone(), NOTHING)
                 found.append(
-                    outer_pass(sent, state, PLAIN, make_codec("fp32"), spread, fast, segments=segments).state.theta
+                    outer_pass(
+                        sent, state, PLAIN, make_codec("fp32"), spread, fast, merging=Merging(segments)
+                    ).state.theta
                 )
         monkeypatch.setattr(fused, "RANGE_VALUES", 1024)
-        cut = outer_pass(sent, State(theta, theta.clone(), NOTHING), PLAIN, make_codec("fp32"), segments=segments)
+        cut = outer_pass(
+            sent, State(theta, theta.clone(), NOTHING), PLAIN, make_codec("fp32"), merging=Merging(segments)
+        )
     assert torch.equal(found[0], wanted)
     assert all(torch.equal(each, found[0]) for each in found[1:])
     # Where ranges are cut shows in the last bits of sums, and so of weights, at most.
     assert torch.allclose(cut.state.theta, wanted, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", MERGE_KINDS)
+def test_contributions_made_smaller_are_merged_as_if_they_were_sent_so(kind: str) -> None:
+    codec, numel, factors = make_codec("fp32"), 3_000, [1.0, 0.5, 0.25]
+    values, weights = [drawn(numel, seed) for seed in (1, 2, 3)], [1.0, 2.0, 0.5]
+    sent = [(weight, [(codec, codec.encode(each))]) for weight, each in zip(weights, values, strict=True)]
+    smaller = [(w, [(codec, codec.encode(each * by))]) for w, each, by in zip(weights, values, factors, strict=True)]
+    state, segments = State(drawn(numel, 4), drawn(numel, 4), NOTHING), segments_of(kind, 100, 200, numel)
+    found = outer_pass(sent, state, PLAIN, codec, merging=Merging(segments, factors))
+    wanted = outer_pass(smaller, state, PLAIN, codec, merging=Merging(segments))
+    assert torch.allclose(found.state.theta, wanted.state.theta, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", MERGE_KINDS)
@@ -86,8 +103,8 @@ def test_6_a_site_without_weight_has_no_influence_not_even_by_nan(kind: str) -> 
     bad = torch.full((numel,), float("nan")).numpy().tobytes()
     good = [(1.0, [(codec, codec.encode(drawn(numel, 1)))]), (2.0, [(codec, codec.encode(drawn(numel, 2)))])]
     state, segments = State(drawn(numel, 3), drawn(numel, 3), NOTHING), segments_of(kind, 100, 200, numel)
-    without = outer_pass(good, state, PLAIN, codec, segments=segments)
-    beside = outer_pass([good[0], (0.0, [(codec, bad)]), good[1]], state, PLAIN, codec, segments=segments)
+    without = outer_pass(good, state, PLAIN, codec, merging=Merging(segments))
+    beside = outer_pass([good[0], (0.0, [(codec, bad)]), good[1]], state, PLAIN, codec, merging=Merging(segments))
     assert torch.equal(without.state.theta, beside.state.theta)
 
 
@@ -97,7 +114,7 @@ def test_what_is_merged_to_more_than_fp32_holds_is_no_version(kind: str) -> None
     huge = [(1.0, [(codec, codec.encode(torch.full((64,), 3e38))), (codec, codec.encode(torch.full((64,), 3e38)))])]
     state = State(torch.zeros(64), torch.zeros(64), NOTHING)
     with pytest.raises(NonFiniteError):
-        outer_pass(huge, state, PLAIN, codec, segments=(Segment(0, 64, MergeOptions(kind=kind)),))
+        outer_pass(huge, state, PLAIN, codec, merging=Merging((Segment(0, 64, MergeOptions(kind=kind)),)))
 
 
 def test_rda_goes_by_parameters_and_leaves_embeddings_and_vectors_to_the_mean() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from diloco.outer.merge import MEAN, MERGE_KINDS, MergeOptions, blend, merge_mean, trimmed_mean
+from diloco.outer.merge import MEAN, MERGE_KINDS, Gate, MergeOptions, blend, merge_mean, trimmed_mean
 
 BLENDS = [kind for kind in MERGE_KINDS if kind != "trimmed_mean"]
 
@@ -143,6 +144,26 @@ def test_trimming_is_value_by_value() -> None:
     values = [torch.tensor([1.0, 300.0]), torch.tensor([200.0, 2.0]), torch.tensor([3.0, 3.0])]
     out = torch.empty(2)
     assert trimmed_mean([(1.0, each) for each in values], 0.34, out).tolist() == [3.0, 3.0]
+
+
+def test_a_gate_lets_the_present_through_and_closes_smoothly_at_its_cutoff() -> None:
+    gate = Gate(alpha=0.1, cutoff=4)
+    found = [gate.factor(staleness) for staleness in range(6)]
+    assert found[0] == 1.0
+    assert found[2] == pytest.approx(0.5 * math.exp(-0.2))
+    assert found == sorted(found, reverse=True)
+    assert found[4:] == [0.0, 0.0]
+    assert [Gate().factor(staleness) for staleness in (0, 9)] == [1.0, 1.0]
+    assert Gate(alpha=1.0).factor(3) == math.exp(-3)
+    assert (Gate().is_open, gate.is_open, Gate(alpha=1.0).is_open) == (True, False, False)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [({"alpha": -1.0}, "gate_alpha is -1.0"), ({"cutoff": -1}, "gate_cutoff is -1")]
+)
+def test_a_gate_names_the_field_and_the_value(given: dict[str, float], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Gate(**given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
