@@ -1,0 +1,31 @@
+"""Known bad combinations are said, and the presets are none."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco.launch.advice import advice
+from diloco.launch.config import choices, compose
+
+
+@pytest.mark.parametrize("experiment", choices()["experiment"])
+def test_a_preset_needs_no_advice(experiment: str) -> None:
+    assert advice(compose([f"experiment={experiment}"])) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["outer=async", "outer.kind=nesterov", "outer.momentum=0.5"], "each update is merged alone: the momentum"),
+        (
+            ["outer.kind=nesterov", "outer.momentum=0.9", "outer.inner_steps=10"],
+            "outer.momentum is 0.9 with outer.inner_steps=10",
+        ),
+        (["outer=async_dn", "outer.window=2"], "outer.window is 2 and there are 3 sites"),
+        (["outer=diloco", "outer.merge=rda"], "outer.merge is rda with outer.lr=0.7 and outer.momentum=0.9"),
+        (["outer=async", "outer.staleness_power=0.5"], "outer.staleness_power is 0.5 and each update is merged alone"),
+    ],
+)
+def test_what_goes_badly_together_is_said_with_its_settings(settings: list[str], words: str) -> None:
+    (said,) = advice(compose(settings))
+    assert words in said
