@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import lcm, sqrt
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,7 +36,7 @@ RANGES_AT_ONCE = 4
 """That a thread is given where there are kernels: to hand it one takes as long as a part of its arithmetic."""
 THETA = "theta is not finite after the outer step"
 PUBLISHED = "what would be published is not finite"
-RULES = {"sgd": Rule.WITHOUT_MOMENTUM, "heavy_ball": Rule.HEAVY_BALL, "nesterov": Rule.NESTEROV}
+RULES = MappingProxyType({"sgd": Rule.WITHOUT_MOMENTUM, "heavy_ball": Rule.HEAVY_BALL, "nesterov": Rule.NESTEROV})
 """The outer optimizers that have kernels."""
 
 Payload = tuple[Codec, bytes | memoryview]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from diloco.codec.registry import make_codec
 from diloco.launch.errors import ConfigError
 from diloco.sync.adapting import AdaptOptions, Way
+from diloco.sync.options import ADOPT_KEEPS_UNSENT
 from diloco.wire.messages import STREAMS_MAX
 
 if TYPE_CHECKING:
@@ -63,10 +64,10 @@ def adapt_options(config: RunConfig, layout: Layout, window: Path = TCP_WMEM) ->
 def _check(config: RunConfig) -> None:
     if config.outer.lock_step:
         raise ConfigError("site.adapt is True: under outer.lock_step a run's bits must not hang on what a link carries")
-    if config.outer.adopt != "rebase":
+    if config.outer.adopt not in ADOPT_KEEPS_UNSENT:
         raise ConfigError(
             f"site.adapt is True: with outer.adopt={config.outer.adopt} what a coarser codec rounds off is lost; "
-            "under rebase it goes out with the next update"
+            "under rebase and eager it goes out with the next update"
         )
 
 

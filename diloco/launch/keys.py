@@ -9,7 +9,7 @@ import typing
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from diloco.launch import schema, schema_launch
+from diloco.launch import schema, schema_launch, schema_outer
 from diloco.launch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -104,7 +104,9 @@ def default_text(item: Field[Any]) -> str:
 def meanings() -> dict[tuple[str, str], str]:
     """The sentence below each field of the schema, by class and field, as the source has it."""
     found: dict[tuple[str, str], str] = {}
-    for node in [each for module in (schema, schema_launch) for each in ast.parse(inspect.getsource(module)).body]:
+    for node in [
+        each for module in (schema, schema_launch, schema_outer) for each in ast.parse(inspect.getsource(module)).body
+    ]:
         if not isinstance(node, ast.ClassDef):
             continue
         found[node.name, ""] = ast.get_docstring(node) or ""

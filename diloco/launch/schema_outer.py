@@ -68,9 +68,11 @@ class OuterSection:
     gate_cutoff: int = 0
     """Versions after which nothing would be left of it (CGAD), above staleness_max; 0: none."""
     adopt: str = "rebase"
-    """rebase keeps progress; overwrite (Decoupled DiLoCo) and blend (Streaming DiLoCo) do not."""
+    """rebase keeps progress; overwrite (Decoupled DiLoCo) and blend (Streaming DiLoCo) do not; eager keeps what is not
+    sent, and a share of what is not merged."""
     adopt_alpha: float = 0.5
-    """Under blend: the share of the site's own values that stays."""
+    """Under blend: the share of the site's own values that stays.  Under eager: the share that a site's own update will
+    have in a version, about lr / sites."""
     lock_step: bool = False
     """Wait for each version, as classic DiLoCo does."""
     updates_in_flight_max: int = 2

@@ -125,7 +125,7 @@ class Exchange:
     def adopt(self, effect: Adopt) -> None:
         """The model takes a version."""
         with self._orders.all_do(ADOPT, effect.fragment):
-            self.tensors.adopt(effect.fragment, effect.version, effect.merged)
+            self.tensors.adopt(effect.fragment, effect.version, effect.merged, effect.fresh, effect.under_way)
         facts: dict[str, object] = {"fragment": effect.fragment, "version": effect.version}
         self._emit("adopted", {**facts, "merged": list(effect.merged)})
 

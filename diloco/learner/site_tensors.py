@@ -18,8 +18,9 @@ from diloco.codec.coded import Coded, coded, values_of
 from diloco.codec.pieces import rebase_pieces
 from diloco.learner.place import HOST, Place
 from diloco.learner.residuals import Carried, Fed, Residuals
-from diloco.outer.adopt import blend, overwrite, rebase
+from diloco.outer.adopt import blend, eager, overwrite, rebase
 from diloco.outer.pseudo_gradient import pseudo_gradient
+from diloco.sync.options import ADOPT_KEEPS_UNSENT
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -49,7 +50,7 @@ class SiteTensors:
     ) -> None:
         """``place`` is where the model is, the host by default; ``feedback`` the share of a residual that goes out with
         the next update, 0 under ``rebase``.  ``owned`` are the fragments whose tensors lie here, all by default."""
-        assert not (feedback and adopt == "rebase"), "what rebase does not merge is its residual"
+        assert not (feedback and adopt in ADOPT_KEEPS_UNSENT), "what is not sent is the residual"
         self.place = place if place is not None else Place(HOST)
         self.buffers = Buffers(SPARE_MAX)
         self.layout = layout
@@ -81,14 +82,23 @@ class SiteTensors:
         """Put ``values`` into the model, on all ranks, which take part."""
         self.holding.scatter(self.layout.fragments[fragment].pieces, values, self.holding.group.rank)
 
-    def adopt(self, fragment: int, version: int, merged: Sequence[int]) -> None:
-        """Take the latest version into the model."""
+    def adopt(
+        self,
+        fragment: int,
+        version: int,
+        merged: Sequence[int],
+        fresh: Sequence[int] = (),
+        under_way: Sequence[int] = (),
+    ) -> None:
+        """Take the latest version into the model; see ``sync.effects.Adopt``."""
         taken, held = self._latest(fragment, version), self.base[fragment]
         assert held is not None
         new_base, old_base = self.place.of(taken), self.place.of(held)
         if self.adopt_rule == "rebase":
             self._rebase(fragment, old_base, new_base, [self.sent[fragment, sequence] for sequence in merged])
             reference = new_base
+        elif self.adopt_rule == "eager":
+            reference = self._eager(fragment, new_base, fresh, under_way)
         else:
             is_overwritten = self.adopt_rule == "overwrite"
             local = None if is_overwritten else self.local(fragment)
@@ -99,6 +109,17 @@ class SiteTensors:
             self.residuals.merged(fragment, sequence)
         self.base[fragment], self.reference[fragment] = taken, reference
         self.told_base[fragment] = self.told_latest[fragment]
+
+    def _eager(self, fragment: int, new_base: Tensor, fresh: Sequence[int], under_way: Sequence[int]) -> Tensor:
+        """Write the values; returns what the next update is measured from."""
+        before = self.reference[fragment]
+        assert before is not None
+        sent = {sequence: values_of(self.sent[fragment, sequence]) for sequence in {*fresh, *under_way}}
+        unsent = pseudo_gradient(before, self.local(fragment), [sent[sequence] for sequence in fresh])
+        shared = [sent[sequence] for sequence in under_way]
+        values, reference = eager(new_base, unsent, shared, self.adopt_alpha)
+        self.write(fragment, values)
+        return reference
 
     def _rebase(self, fragment: int, old_base: Tensor, new_base: Tensor, own: Sequence[Tensor | Coded]) -> None:
         """On the host in one pass over the model's own memory, where that is as the exchange has it."""

@@ -1,4 +1,4 @@
-"""How a site takes a new version of a fragment: keep its progress, overwrite it, or blend.
+"""How a site takes a new version of a fragment: keep its progress, overwrite it, blend, or look ahead by its own part.
 
 All tensors are flat fp32 of the fragment's size; the results are new tensors.
 """
@@ -48,3 +48,21 @@ def blend(local: Tensor, new_base: Tensor, alpha: float) -> Tensor:
     if alpha == 1:
         return local.clone()
     return new_base.sub(new_base.sub(local).mul_(alpha))
+
+
+def eager(new_base: Tensor, unsent: Tensor, under_way: Sequence[Tensor], share: float) -> tuple[Tensor, Tensor]:
+    """Return (values, reference): ``new_base`` with ``share`` of the site's own updates that it lacks, and with what
+    the site has not sent yet.
+
+    Eager updates (arXiv 2502.12996, section 3) apply a site's own part of a round at once and the others' part a round
+    later: with a plain outer step of rate lr over M sites the values are those of the last version that everybody has
+    part in, less lr/M of the site's own update since.  That is ``share``; with 0 a site's own updates come back to it
+    with the version as the others' do (the delay that the paper finds worse), with 1 it is :func:`rebase`, to rounding.
+
+    ``unsent`` is the pseudo-gradient of what was trained and is in no update, and ``under_way`` are the decoded updates
+    that the version lacks, in sequence order.  The next update is measured from ``reference``.
+    """
+    reference = new_base.clone()
+    for sent in under_way:
+        reference.sub_(sent, alpha=share)
+    return reference.sub(unsent), reference

@@ -10,30 +10,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import isfinite, sqrt
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-TENSORS_KEPT = {
-    "sgd": (),
-    "heavy_ball": ("momentum",),
-    "nesterov": ("momentum",),
-    "nesterov_ema": ("momentum",),
-    "delayed_nesterov": ("momentum", "window"),
-    "adamw": ("momentum", "squares"),
-    "schedule_free": ("fast", "average"),
-    "gpa": ("fast", "average"),
-}
+TENSORS_KEPT: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "sgd": (),
+        "heavy_ball": ("momentum",),
+        "nesterov": ("momentum",),
+        "nesterov_ema": ("momentum",),
+        "delayed_nesterov": ("momentum", "window"),
+        "adamw": ("momentum", "squares"),
+        "schedule_free": ("fast", "average"),
+        "gpa": ("fast", "average"),
+    }
+)
 """By kind, what is remembered of a fragment between its steps: so many times the memory of the fragment itself."""
 OUTER_KINDS = tuple(TENSORS_KEPT)
-ONLY_OF = {
-    "window": ("delayed_nesterov",),
-    "share_ahead": ("delayed_nesterov",),
-    "momentum_squares": ("adamw",),
-    "epsilon": ("adamw",),
-    "weight_decay": ("adamw", "schedule_free", "gpa"),
-    "momentum_ahead": ("gpa",),
-}
+ONLY_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "window": ("delayed_nesterov",),
+        "share_ahead": ("delayed_nesterov",),
+        "momentum_squares": ("adamw",),
+        "epsilon": ("adamw",),
+        "weight_decay": ("adamw", "schedule_free", "gpa"),
+        "momentum_ahead": ("gpa",),
+    }
+)
 """The fields that not every kind reads, and the kinds that do."""
 
 

@@ -412,11 +412,20 @@ class SiteProcess(Process):
             self.theta[index] = values.plus(new, rest)
         elif self.plan.options.adopt == "overwrite":
             self.theta[index] = new
-        else:
+        elif self.plan.options.adopt == "blend":
             self.theta[index] = values.blended(self.theta[index], new, self.plan.alpha_tenths)
+        self.base[index], reference = (version, new), self.theta[index]
+        if self.plan.options.adopt == "eager":
+            unsent, reference = values.minus(self.adopted[index], self.theta[index]), new
+            for sequence in effect.fresh:
+                unsent = values.minus(unsent, self.sent[index, sequence])
+            for sequence in effect.under_way:
+                ahead = values.minus(reference, self.sent[index, sequence])
+                reference = values.blended(ahead, reference, self.plan.alpha_tenths)
+            self.theta[index] = values.minus(reference, unsent)
+        self.adopted[index] = reference
         for sequence in effect.merged:
             del self.sent[index, sequence]
-        self.base[index], self.adopted[index] = (version, new), self.theta[index]
 
     def _retake(self, effect: Retake) -> None:
         index = effect.fragment

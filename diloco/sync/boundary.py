@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from diloco.sync import site_units
 from diloco.sync.effects import Adopt, Retake, Seal
+from diloco.sync.options import ADOPT_KEEPS_UNSENT
 from diloco.sync.progress import FragmentProgress, LearnerState, Retaking, Sent
 from diloco.sync.quorum import smoothed
 from diloco.sync.schedule import is_due, local_steps
@@ -58,7 +60,7 @@ def may_act(options: LearnerOptions, state: LearnerState, step: int) -> bool:
         return False
     return any(
         part.retaking is not None
-        or (part.fetched > part.base_version and not _is_held(state, part, step))
+        or (part.fetched > part.base_version and not _is_held(options, state, part, step))
         or ((part.due or _comes_due(options, state, index, step)) and _may_follow(options, part))
         for index, part in enumerate(state.fragments)
     )
@@ -74,14 +76,16 @@ def boundary(turn: SiteTurn) -> None:
             here = max(part.fetched, part.base_version) >= max(part.retaking.version, 0)
             if here and not part.encoding():  # What is kept is subtracted, so it must be known.
                 _retake(turn, index, part, part.retaking)
-        elif part.fetched > part.base_version and not _is_held(turn.state, part, turn.state.step):
+        elif part.fetched > part.base_version and not _is_held(turn.options, turn.state, part, turn.state.step):
             _adopt(turn, index, part)
         if may_seal(turn, part):
             _seal(turn, index, part)
 
 
-def _is_held(state: LearnerState, part: FragmentProgress, step: int) -> bool:
+def _is_held(options: LearnerOptions, state: LearnerState, part: FragmentProgress, step: int) -> bool:
     """Whether the exchange of the last update may take longer still, and nothing hangs on the version that is here."""
+    if options.adopt == "eager" and part.encoding():
+        return True  # A share of it is kept, so it must be known.
     needed = part.base_version <= part.stale_base  # -1, or too old to measure anything from.
     return step < part.held_until and not needed and not state.stopping
 
@@ -89,15 +93,19 @@ def _is_held(state: LearnerState, part: FragmentProgress, step: int) -> bool:
 def _adopt(turn: SiteTurn, index: int, part: FragmentProgress) -> None:
     version = part.fetched
     merged = [s for s in part.in_flight if s.merged_version is not None and s.merged_version <= version]
+    fresh = tuple(sent.sequence for sent in part.in_flight if sent.since_adopt)
     part.in_flight = [sent for sent in part.in_flight if sent not in merged]
     for sent in part.in_flight:
         sent.since_adopt = False
-    if turn.options.adopt != "rebase":
+    if turn.options.adopt not in ADOPT_KEEPS_UNSENT:
         # The next update begins at the value right after this adopt, so what was trained and not sent is given up.
         part.tokens_overwritten += part.unsent_tokens
         part.unsent_tokens = part.unsent_steps = 0
     part.base_version = version
-    turn.effects.append(Adopt(index, version, tuple(sent.sequence for sent in merged)))
+    adopt = Adopt(index, version, tuple(sent.sequence for sent in merged))
+    if turn.options.adopt == "eager":
+        adopt = replace(adopt, fresh=fresh, under_way=tuple(sent.sequence for sent in part.in_flight))
+    turn.effects.append(adopt)
 
 
 def _retake(turn: SiteTurn, index: int, part: FragmentProgress, retaking: Retaking) -> None:

@@ -229,11 +229,17 @@ class Fetch:
 @dataclass(frozen=True, slots=True)
 class Adopt:
     """At this step boundary: take ``version``.  ``merged`` are own in-flight sequences that it contains, in order;
-    they leave the list (rebase: r ← (θ − Θ̂_b) + Σ d over ``merged``; θ ← Θ̂_v + r; DESIGN section 5)."""
+    they leave the list (rebase: r ← (θ − Θ̂_b) + Σ d over ``merged``; θ ← Θ̂_v + r; DESIGN section 5).
+
+    Under eager alone: ``fresh`` are those, merged or not, that were measured since the last adopt, and ``under_way``
+    those that the version lacks.
+    """
 
     fragment: int
     version: int
     merged: tuple[int, ...]
+    fresh: tuple[int, ...] = ()
+    under_way: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,9 @@ SECOND_NS = 1_000_000_000
 
 WEIGHT_RULES = ("tokens2_per_step", "tokens", "uniform")
 GRACE_KINDS = ("fixed", "adaptive")
-ADOPT_RULES = ("rebase", "overwrite", "blend")
+ADOPT_RULES = ("rebase", "overwrite", "blend", "eager")
+ADOPT_KEEPS_UNSENT = ("rebase", "eager")
+"""The rules under which nothing is given up of what was trained and not sent."""
 ADMISSION_POLICIES = ("refuse", "hold", "admit")
 
 UNITS_AHEAD_MAX = 4096
@@ -148,7 +150,8 @@ class LearnerOptions:
     dynamic_steps: bool = False
     """H is for the fastest site, and a slower one makes as many fewer as it is slower."""
     adopt: str = "rebase"
-    """``rebase`` keeps progress, ``overwrite`` is Decoupled DiLoCo, ``blend`` is Streaming DiLoCo with α."""
+    """``rebase`` keeps progress, ``overwrite`` is Decoupled DiLoCo, ``blend`` is Streaming DiLoCo with α, ``eager``
+    keeps what is not sent and a share of what is not merged."""
     updates_in_flight_max: int = 2
     discards_max: int = 5
     """Updates refused with *discard* in a row after which the site stops in words."""

@@ -15,10 +15,8 @@ from diloco.codec.merging import Merging
 from diloco.codec.native import kernels
 from diloco.codec.registry import make_codec
 from diloco.codec.sums import sum_of_products
-from diloco.outer.fragments import plan_layout
 from diloco.outer.merge import MEAN, MERGE_KINDS, MergeOptions, Segment, blend, merge_mean, trimmed_mean
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
-from diloco.outer.rule import OuterRule, outer_rule
 
 PLAIN = OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0)
 ENCODED = "int8"
@@ -115,25 +113,3 @@ def test_what_is_merged_to_more_than_fp32_holds_is_no_version(kind: str) -> None
     state = State(torch.zeros(64), torch.zeros(64), NOTHING)
     with pytest.raises(NonFiniteError):
         outer_pass(huge, state, PLAIN, codec, merging=Merging((Segment(0, 64, MergeOptions(kind=kind)),)))
-
-
-def test_rda_goes_by_parameters_and_leaves_embeddings_and_vectors_to_the_mean() -> None:
-    shapes = [("embed.weight", (20, 4)), ("norm.weight", (4,)), ("a.weight", (4, 4)), ("head.weight", (20, 4))]
-    layout = plan_layout(shapes, 2)
-    rda = MergeOptions(kind="rda")
-    rule = outer_rule(PLAIN, rda, layout, ["*embed*", "*head*"])
-    kinds = {}
-    for fragment in layout.fragments:
-        segments = rule.segments_of(fragment.index)
-        assert [0, *(each.stop for each in segments)] == [*(each.start for each in segments), fragment.numel]
-        for piece, segment in zip(fragment.pieces, segments, strict=True):
-            assert segment.stop - segment.start == piece.stop - piece.start
-            kinds[piece.name] = segment.options.kind
-    assert kinds == {"embed.weight": "mean", "norm.weight": "mean", "a.weight": "rda", "head.weight": "mean"}
-
-
-def test_the_mean_needs_no_segments_and_the_others_but_rda_have_a_fragment_in_one() -> None:
-    layout = plan_layout([("a.weight", (4, 4)), ("b.weight", (4, 4))], 2)
-    assert outer_rule(PLAIN, MEAN, layout) == OuterRule(PLAIN)
-    clip = MergeOptions(kind="clip")
-    assert outer_rule(PLAIN, clip, layout).segments == ((Segment(0, 16, clip),), (Segment(0, 16, clip),))

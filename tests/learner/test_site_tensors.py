@@ -85,7 +85,21 @@ def test_the_others_measure_from_the_value_right_after_the_adopt(rule: str, alph
     assert torch.equal(measured(found, []), torch.zeros_like(new))
 
 
-@pytest.mark.parametrize("rule", ["rebase", "overwrite", "blend"])
+def test_eager_keeps_what_is_unsent_and_a_share_of_what_the_version_lacks() -> None:
+    """Update 5 was measured before the last adopt, so only 6 is in what was trained since; the version has 5."""
+    found = site_tensors("eager")
+    found.latest[0] = (4, dice("new", 0))
+    found.adopt(0, 4, [5], fresh=[6], under_way=[6])
+    unsent = dice("base", 0) - dice("local", 0) - dice("d6", 0)
+    reference = dice("new", 0).sub(dice("d6", 0), alpha=0.25)
+    assert torch.equal(local(found), reference - unsent)
+    assert found.reference[0] is not None
+    assert torch.equal(found.reference[0], reference)
+    assert sorted(found.sent) == [(0, 6), (1, 5)]
+    assert torch.allclose(measured(found, []), unsent, atol=1e-6), "what was not sent goes out with the next update"
+
+
+@pytest.mark.parametrize("rule", ["rebase", "overwrite", "blend", "eager"])
 def test_retake_throws_unsent_progress_away(rule: str) -> None:
     found = site_tensors(rule)
     found.latest[0] = (4, dice("new", 0))

@@ -117,8 +117,7 @@ class Toy:
 
     def rules(self) -> tuple[OuterOptions, OuterRule]:
         optimizer = OuterOptimizerOptions(**self.optimizer)  # type: ignore[arg-type]
-        merge = MergeOptions(kind=self.merge)
-        return OuterOptions(**self.outer), outer_rule(optimizer, merge, self.layout())  # type: ignore[arg-type]
+        return OuterOptions(**self.outer), outer_rule(optimizer, MergeOptions(kind=self.merge), self.layout())  # type: ignore[arg-type]
 
     def options(self, folder: str = "syncer") -> SyncerOptions:
         return SyncerOptions(

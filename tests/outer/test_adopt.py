@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diloco.outer.adopt import blend, overwrite, rebase
+from diloco.outer.adopt import blend, eager, overwrite, rebase
 from diloco.outer.pseudo_gradient import pseudo_gradient
 
 
@@ -99,3 +99,38 @@ def test_blend_ends_and_middle() -> None:
 def test_alpha_is_checked(alpha: float) -> None:
     with pytest.raises(ValueError, match="adopt_alpha is"):
         blend(torch.zeros(1), torch.zeros(1), alpha)
+
+
+def test_eager_by_hand() -> None:
+    """Base 10, own updates of 1 and 2 that it lacks, 4 not sent: a quarter of 3, and all of 4, is taken off."""
+    values, reference = eager(
+        torch.tensor([10.0]), torch.tensor([4.0]), [torch.tensor([1.0]), torch.tensor([2.0])], 0.25
+    )
+    assert (values.item(), reference.item()) == (10 - 0.75 - 4, 10 - 0.75)
+
+
+def test_eager_with_a_share_of_1_is_rebase_to_rounding_and_with_0_it_waits_for_the_version() -> None:
+    generator = torch.Generator().manual_seed(4)
+    old_base, local, new_base, merged, waiting = (torch.randn(999, generator=generator) for _ in range(5))
+    unsent = pseudo_gradient(old_base, local, [merged, waiting])
+    whole, _ = eager(new_base, unsent, [waiting], 1.0)
+    assert torch.allclose(whole, rebase(local, old_base, new_base, [merged]), rtol=0, atol=1e-5)
+    none, reference = eager(new_base, unsent, [waiting], 0.0)
+    assert torch.equal(none, new_base - unsent)
+    assert torch.equal(reference, new_base)
+
+
+def test_eager_is_the_papers_recursion_with_a_plain_outer_step() -> None:
+    """g_m(t) = mean(t - 1) + (d_m(t) - d_m(t - 1)) / M at each site, against versions that all have part in."""
+    generator, sites, lr = torch.Generator().manual_seed(7), 3, 0.7
+    d = torch.randn(6, sites, 50, generator=generator, dtype=torch.float64)
+    version, papers = torch.zeros(50, dtype=torch.float64), torch.zeros(sites, 50, dtype=torch.float64)
+    nothing = torch.zeros(50, dtype=torch.float64)
+    before = torch.zeros_like(d[0])
+    for now in d:
+        papers -= lr * (before.mean(0) + (now - before) / sites)
+        version = version - lr * before.mean(0)
+        for site in range(sites):
+            values, _ = eager(version, nothing, [now[site]], lr / sites)
+            assert torch.allclose(values, papers[site], rtol=0, atol=1e-12)
+        before = now

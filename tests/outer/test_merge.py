@@ -1,11 +1,18 @@
-"""The weighted mean; what DESIGN promises of it is in tests/numerics."""
+"""The merges, against exact numbers and the formulas of their papers; what DESIGN promises of the mean is in
+tests/numerics."""
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
 import torch
+from torch import Tensor
 
-from diloco.outer.merge import merge_mean
+from diloco.outer.merge import MEAN, MERGE_KINDS, Gate, MergeOptions, blend, merge_mean, trimmed_mean
+
+BLENDS = [kind for kind in MERGE_KINDS if kind != "trimmed_mean"]
 
 
 def test_weighted_mean_of_exact_numbers() -> None:
@@ -54,3 +61,168 @@ def test_nothing_to_merge_is_an_error(contributions: list[tuple[float, list[torc
 def test_a_weight_that_is_none_is_an_error(weight: float) -> None:
     with pytest.raises(ValueError, match="weight is"):
         merge_mean([(1.0, [torch.ones(2)]), (weight, [torch.ones(2)])])
+
+
+def merged(options: MergeOptions, weights: list[float], values: list[Tensor]) -> Tensor:
+    if options.kind == "trimmed_mean":
+        out = torch.empty_like(values[0])
+        return trimmed_mean(list(zip(weights, values, strict=True)), options.trim_share, out)
+    products = [[float(a.double() @ b.double()) for b in values] for a in values]
+    changed, scale = blend(options, weights, products)
+    return merge_mean([(weight, [each]) for weight, each in zip(changed, values, strict=True)]).mul_(scale)
+
+
+def drawn(count: int, numel: int, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=generator) * (0.5 + index) for index in range(count)]
+
+
+@pytest.mark.parametrize("kind", MERGE_KINDS)
+@pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [0.1, 0.2, 0.7], [1e-9, 1.0, 3e7]])
+def test_5_equal_pseudo_gradients_are_merged_to_themselves_whatever_the_weights(
+    kind: str, weights: list[float]
+) -> None:
+    for each in (*drawn(5, 501, 3), torch.zeros(501)):
+        assert torch.equal(merged(MergeOptions(kind=kind), weights, [each] * 3), each)
+
+
+@pytest.mark.parametrize("kind", MERGE_KINDS)
+def test_one_contribution_is_itself(kind: str) -> None:
+    (each,) = drawn(1, 501, 4)
+    assert torch.equal(merged(MergeOptions(kind=kind), [0.3], [each]), each)
+
+
+@pytest.mark.parametrize("kind", MERGE_KINDS)
+def test_contributions_of_zeros_are_merged_to_zeros_and_beside_others_break_nothing(kind: str) -> None:
+    zeros, (one, other) = torch.zeros(64), drawn(2, 64, 5)
+    assert not merged(MergeOptions(kind=kind), [1.0, 2.0], [zeros, zeros]).any()
+    assert merged(MergeOptions(kind=kind), [1.0, 2.0, 1.0], [zeros, one, other]).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", MERGE_KINDS)
+def test_the_order_of_the_sites_shows_in_no_more_than_rounding(kind: str) -> None:
+    weights, values = [1.0, 2.0, 0.5, 1.5], drawn(4, 257, 6)
+    first = merged(MergeOptions(kind=kind), weights, values)
+    for order in itertools.permutations(range(4)):
+        other = merged(MergeOptions(kind=kind), [weights[i] for i in order], [values[i] for i in order])
+        assert torch.allclose(first, other, rtol=1e-5, atol=1e-6), order
+
+
+@pytest.mark.parametrize("kind", MERGE_KINDS)
+def test_twice_as_long_contributions_make_twice_as_long_a_merge(kind: str) -> None:
+    weights, values = [1.0, 2.0, 0.5], drawn(3, 257, 7)
+    single, double = (merged(MergeOptions(kind=kind), weights, [by * each for each in values]) for by in (1.0, 2.0))
+    assert torch.allclose(2 * single, double, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", BLENDS)
+def test_turning_the_contributions_turns_the_merge(kind: str) -> None:
+    weights, values = [1.0, 2.0, 0.5], drawn(3, 64, 8)
+    turn, _ = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(9)))
+    turned = merged(MergeOptions(kind=kind), weights, [turn @ each for each in values])
+    assert torch.allclose(turned, turn @ merged(MergeOptions(kind=kind), weights, values), rtol=1e-4, atol=1e-5)
+
+
+def test_rda_is_the_mean_length_along_the_mean_direction() -> None:
+    weights, values = [1.0, 2.0, 0.5], [each.double() for each in drawn(3, 101, 10)]
+    direction = sum(weight * each / each.norm() for weight, each in zip(weights, values, strict=True))
+    assert isinstance(direction, Tensor)
+    length = sum(weight * each.norm() for weight, each in zip(weights, values, strict=True)) / sum(weights)
+    exact = length * direction / direction.norm()
+    found = merged(MergeOptions(kind="rda"), weights, [each.float() for each in values])
+    assert torch.allclose(found.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def test_rda_keeps_the_length_of_what_has_nothing_in_common() -> None:
+    """Where the mean of M is sqrt(M) times shorter."""
+    values = [row * 8.0 for row in torch.eye(16)]
+    assert merged(MergeOptions(kind="rda"), [1.0] * 16, values).norm().item() == pytest.approx(8.0)
+    assert merged(MEAN, [1.0] * 16, values).norm().item() == pytest.approx(2.0)
+
+
+def test_rda_of_directions_that_cancel_is_the_mean() -> None:
+    one = torch.tensor([3.0, 4.0])
+    assert merged(MergeOptions(kind="rda"), [1.0, 1.0], [one, -one]).tolist() == [0.0, 0.0]
+    assert merged(MergeOptions(kind="rda"), [1.0, 1.0], [one, -3 * one]).tolist() == [-3.0, -4.0]
+
+
+def test_clip_and_normalise_by_hand() -> None:
+    """Lengths 1, 2 and 8: the median is 2."""
+    values = [torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0]), torch.tensor([8.0, 0.0])]
+    weights = [1.0, 1.0, 2.0]
+    assert merged(MergeOptions(kind="clip"), weights, values).tolist() == pytest.approx([(1 + 2 * 2) / 4, 2 / 4])
+    wide = MergeOptions(kind="clip", norm_ratio_max=2.0)
+    assert merged(wide, weights, values).tolist() == pytest.approx([(1 + 2 * 4) / 4, 2 / 4])
+    assert merged(MergeOptions(kind="normalise"), weights, values).tolist() == pytest.approx([(2 + 2 * 2) / 4, 2 / 4])
+
+
+def test_the_geometric_median_has_the_least_sum_of_distances() -> None:
+    weights, values = [1.0, 1.0, 2.0, 0.5], drawn(4, 16, 11)
+
+    def far(point: Tensor) -> float:
+        return sum(w * (point - each).double().norm().item() for w, each in zip(weights, values, strict=True))
+
+    found = merged(MergeOptions(kind="geometric_median"), weights, values)
+    for seed in range(50):
+        near = found + 1e-2 * torch.randn(16, generator=torch.Generator().manual_seed(seed))
+        assert far(found) <= far(near) + 1e-6, seed
+
+
+@pytest.mark.parametrize(("kind", "moved_max"), [("clip", 1.0), ("normalise", 1.0), ("geometric_median", 1.0)])
+def test_one_mad_site_of_five_moves_a_robust_merge_little(kind: str, moved_max: float) -> None:
+    good = [torch.ones(64) + 0.1 * each / each.norm() for each in drawn(4, 64, 12)]
+    mad = [*good, torch.full((64,), -1e6)]
+    without = merged(MEAN, [1.0] * 4, good)
+    moved = (merged(MergeOptions(kind=kind), [1.0] * 5, mad) - without).norm() / without.norm()
+    assert moved.item() < moved_max
+    assert (merged(MEAN, [1.0] * 5, mad) - without).norm() / without.norm() > 1e4
+
+
+def test_a_trimmed_mean_by_hand() -> None:
+    values = [torch.tensor([each]) for each in (1.0, 2.0, 4.0, 8.0, 100.0)]
+    weights = [1.0, 1.0, 3.0, 4.0, 9.0]
+    out = torch.empty(1)
+    assert trimmed_mean(list(zip(weights, values, strict=True)), 0.2, out).item() == (2 + 3 * 4 + 4 * 8) / 8
+    assert trimmed_mean(list(zip(weights, values, strict=True)), 0.49, out).item() == 4.0
+    assert trimmed_mean(list(zip(weights, values, strict=True)), 0.1, out).item() == pytest.approx(
+        (1 + 2 + 12 + 32 + 900) / 18
+    )
+
+
+def test_trimming_is_value_by_value() -> None:
+    values = [torch.tensor([1.0, 300.0]), torch.tensor([200.0, 2.0]), torch.tensor([3.0, 3.0])]
+    out = torch.empty(2)
+    assert trimmed_mean([(1.0, each) for each in values], 0.34, out).tolist() == [3.0, 3.0]
+
+
+def test_a_gate_lets_the_present_through_and_closes_smoothly_at_its_cutoff() -> None:
+    gate = Gate(alpha=0.1, cutoff=4)
+    found = [gate.factor(staleness) for staleness in range(6)]
+    assert found[0] == 1.0
+    assert found[2] == pytest.approx(0.5 * math.exp(-0.2))
+    assert found == sorted(found, reverse=True)
+    assert found[4:] == [0.0, 0.0]
+    assert [Gate().factor(staleness) for staleness in (0, 9)] == [1.0, 1.0]
+    assert Gate(alpha=1.0).factor(3) == math.exp(-3)
+    assert (Gate().is_open, gate.is_open, Gate(alpha=1.0).is_open) == (True, False, False)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [({"alpha": -1.0}, "gate_alpha is -1.0"), ({"cutoff": -1}, "gate_cutoff is -1")]
+)
+def test_a_gate_names_the_field_and_the_value(given: dict[str, float], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Gate(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"kind": "average"}, "merge is 'average': one of mean, rda, clip"),
+        ({"kind": "clip", "norm_ratio_max": 0.5}, "norm_ratio_max is 0.5: at least 1"),
+        ({"trim_share": 0.5}, "trim_share is 0.5: from 0 to below 0.5"),
+    ],
+)
+def test_options_name_the_field_and_the_value(given: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        MergeOptions(**given)  # type: ignore[arg-type]

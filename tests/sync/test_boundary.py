@@ -163,3 +163,33 @@ def test_no_version_that_is_held_back_is_acted_on() -> None:
         acts.append(site.machine.may_act())
         acts.append(bool(of(fx.Adopt, site.train())))
     assert acts == [False, False] * 3 + [True, True] + [False, False]
+
+
+def eager(**options: Any) -> Site:
+    return Site(inner_steps=15, adopt="eager", **options)
+
+
+def test_eager_says_what_is_in_the_values_and_what_the_version_lacks_and_gives_up_nothing() -> None:
+    site = eager(updates_in_flight_max=3)
+    site.send(1)
+    site.send(2)
+    site.train(4)
+    merged(site, 1, 1)
+    adopt = only(fx.Adopt, site.boundary())
+    assert (adopt.merged, adopt.fresh, adopt.under_way) == ((1,), (1, 2), (2,))
+    assert ledger_of(site.machine.state, 0).unsent == 40
+    assert ledger_of(site.machine.state, 0).overwritten == 0
+    site.send(3, steps=11)
+    merged(site, 2, 2)
+    adopt = only(fx.Adopt, site.boundary())
+    assert (adopt.merged, adopt.fresh, adopt.under_way) == ((2,), (3,), (3,))
+
+
+def test_eager_waits_with_an_adopt_until_it_knows_what_its_update_decodes_to() -> None:
+    site = eager()
+    site.send(1)
+    assert only(fx.Seal, site.train(15)).in_flight == (1,)
+    merged(site, 1, 1)
+    assert not of(fx.Adopt, site.boundary() + site.train())
+    site.seal(2)
+    assert only(fx.Adopt, site.boundary()).under_way == (2,)

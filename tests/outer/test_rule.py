@@ -1,0 +1,41 @@
+"""What is merged how, for each part of a layout."""
+
+from __future__ import annotations
+
+from diloco.outer.fragments import plan_layout
+from diloco.outer.merge import MEAN, Gate, MergeOptions, Segment
+from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.outer.rule import OuterRule, outer_rule
+
+PLAIN = OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0)
+
+
+def test_rda_goes_by_parameters_and_leaves_embeddings_and_vectors_to_the_mean() -> None:
+    shapes = [("embed.weight", (20, 4)), ("norm.weight", (4,)), ("a.weight", (4, 4)), ("head.weight", (20, 4))]
+    layout = plan_layout(shapes, 2)
+    rda = MergeOptions(kind="rda")
+    rule = outer_rule(PLAIN, rda, layout, ["*embed*", "*head*"])
+    kinds = {}
+    for fragment in layout.fragments:
+        segments = rule.segments_of(fragment.index)
+        assert [0, *(each.stop for each in segments)] == [*(each.start for each in segments), fragment.numel]
+        for piece, segment in zip(fragment.pieces, segments, strict=True):
+            assert segment.stop - segment.start == piece.stop - piece.start
+            kinds[piece.name] = segment.options.kind
+    assert kinds == {"embed.weight": "mean", "norm.weight": "mean", "a.weight": "rda", "head.weight": "mean"}
+
+
+def test_the_mean_needs_no_segments_and_the_others_but_rda_have_a_fragment_in_one() -> None:
+    layout = plan_layout([("a.weight", (4, 4)), ("b.weight", (4, 4))], 2)
+    assert outer_rule(PLAIN, MEAN, layout) == OuterRule(PLAIN)
+    clip = MergeOptions(kind="clip")
+    assert outer_rule(PLAIN, clip, layout).segments == ((Segment(0, 16, clip),), (Segment(0, 16, clip),))
+
+
+def test_a_gate_needs_segments_and_gives_each_contribution_its_factor() -> None:
+    layout = plan_layout([("a.weight", (4, 4))], 1)
+    gate = Gate(cutoff=4)
+    rule = outer_rule(PLAIN, MEAN, layout, gate=gate)
+    assert rule.segments_of(0) == (Segment(0, 16, MEAN),)
+    assert rule.factors([0, 2]) == [1.0, gate.factor(2)]
+    assert outer_rule(PLAIN, MEAN, layout).factors([0, 2]) is None
