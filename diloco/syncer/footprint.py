@@ -9,6 +9,7 @@ With n values in all and m in the largest fragment, T threads, M sites in a roun
     new versions ``VERSIONS_MAX`` times the state of the largest fragment and its down-link
     the fold     for each thread ``RANGES`` ranges of values, and for each update of the round ``PAGES`` of its payload,
                  which lies on the disk, and where there is room for that is unpacked there; each thread unpacks one
+    the merge    where it is not the mean: the largest fragment once more, and for each thread a range of every site
     reception    ``ServerOptions.memory_bytes_max``
 
 Not in it: versions that are kept because somebody still reads them.  A snapshot lets go of each fragment as it is
@@ -54,5 +55,7 @@ def memory_bytes_max(options: SyncerOptions, plan: RunPlan, network: ServerOptio
     state = 4 * copies * sum(numels) + (0 if down.lossless else sum(links))
     made = VERSIONS_MAX * (4 * copies * largest + sent)
     fold = options.threads_used * (RANGES * 4 * RANGE_VALUES + sites * PAGES_BYTES + unpacking)
+    if plan.rule.segments:
+        fold += 4 * largest + options.threads_used * sites * 4 * RANGE_VALUES
     payload = max(codec.payload_bytes_max(largest) for codec in ups)
     return state + made + fold + network.memory_bytes_max(payload, network.push_credits, unpacking)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -43,13 +44,22 @@ SITE_DEATHS = {
 }
 
 
-def the_toy(folder: Path, seed: int, quorum: int = 1, token_budget: int = BUDGET, **changes: object) -> Toy:
+def the_toy(
+    folder: Path,
+    seed: int,
+    quorum: int = 1,
+    token_budget: int = BUDGET,
+    rules: Mapping[str, object] = MappingProxyType({}),
+    **changes: object,
+) -> Toy:
+    """``rules`` are more of the outer machine."""
     outer = {
         "quorum": quorum,
         "grace": "fixed",
         "grace_ns": 5_000_000,
         "token_budget": token_budget,
         "num_fragments": 2,
+        **rules,
     }
     # A site's last fates may wait for a syncer that starts again.
     settings: dict[str, object] = {
@@ -100,10 +110,11 @@ def test_the_syncer_dies_and_the_run_goes_on(tmp_path: Path, chapter: str) -> No
     long_enough(tmp_path, partial(the_syncer_dies, chapter))
 
 
-def the_syncer_dies(chapter: str, folder: Path, budget: int) -> None:
+def the_syncer_dies(chapter: str, folder: Path, budget: int, **changes: object) -> None:
+    """``changes`` are of the toy."""
     seed = seed_of(chapter)
     # Each life may be too short for a site that is backing off; the run must not end before both have trained.
-    toy = the_toy(folder, seed, port=free_port(), quorum=2, token_budget=budget)
+    toy = the_toy(folder, seed, port=free_port(), **{"quorum": 2, "token_budget": budget, **changes})
     address = f"127.0.0.1:{toy.port}"
     logs: list[Log] = []
     with ExitStack() as alive:

@@ -9,6 +9,8 @@ import pytest
 
 from diloco.codec.entropy import UNPACK_BYTES_MAX
 from diloco.codec.fused import RANGE_VALUES
+from diloco.outer.merge import MergeOptions
+from diloco.outer.rule import outer_rule
 from diloco.syncer.footprint import PAGES_BYTES, RANGES, memory_bytes_max
 from diloco.wire.options import ServerOptions
 from tests.hunts.crowd import merged
@@ -20,8 +22,8 @@ LARGEST = max(fragment.numel for fragment in LAYOUT.fragments)
 FOLD = RANGES * 4 * RANGE_VALUES + 3 * PAGES_BYTES
 
 
-def bound(folder: Path, momentum: float = 0.9, **options: object) -> int:
-    kind = "nesterov" if momentum else "sgd"
+def bound(folder: Path, momentum: float = 0.9, kind: str = "", merge: str = "mean", **options: object) -> int:
+    kind = kind or ("nesterov" if momentum else "sgd")
     given = {"threads": 1, "up_codecs": ["fp32"], **options}
     syncer = new_syncer(
         folder,
@@ -30,7 +32,8 @@ def bound(folder: Path, momentum: float = 0.9, **options: object) -> int:
         {"kind": kind, "momentum": momentum},
         **given,  # type: ignore[arg-type]
     )
-    return memory_bytes_max(syncer.options, syncer.plan, syncer.network)
+    rule = outer_rule(syncer.plan.rule.optimizer, MergeOptions(kind=merge), LAYOUT)
+    return memory_bytes_max(syncer.options, replace(syncer.plan, rule=rule), syncer.network)
 
 
 def test_it_is_the_state_two_versions_the_fold_and_what_arrives(tmp_path: Path) -> None:
@@ -42,6 +45,13 @@ def test_it_is_the_state_two_versions_the_fold_and_what_arrives(tmp_path: Path) 
     small = {"down_codec": "bf16", "downlinks_kept": 2}
     assert bound(tmp_path, **small) == 12 * NUMEL + links + 2 * (12 + 2) * LARGEST + FOLD + arriving
     assert bound(tmp_path, **{**small, "downlinks_kept": 9}) == bound(tmp_path, **small) + 8 * NUMEL - links
+
+
+def test_an_optimizer_and_a_merge_cost_what_they_keep(tmp_path: Path) -> None:
+    adamw = bound(tmp_path, kind="adamw") - bound(tmp_path, 0.0)
+    assert adamw == 2 * 4 * NUMEL + 2 * 2 * 4 * LARGEST
+    clip = bound(tmp_path, merge="clip") - bound(tmp_path)
+    assert clip == 4 * LARGEST + 3 * 4 * RANGE_VALUES
 
 
 def test_threads_and_an_entropy_stage_cost_what_they_hold(tmp_path: Path) -> None:
