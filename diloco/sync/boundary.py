@@ -29,24 +29,22 @@ def step_done(turn: SiteTurn, event: StepDone) -> None:
     site_units.drawn(turn, event)
     for index, part in enumerate(state.fragments):
         part.unsent_tokens += event.tokens
-        part.unsent_steps += 1
-        part.due = part.due or _comes_due(options, state, index, event.step)
+        part.unsent_steps += event.steps
+        part.due = part.due or _comes_due(options, state, index, event.step, event.steps)
     if not event.passes:
         boundary(turn)
 
 
-def _comes_due(options: LearnerOptions, state: LearnerState, index: int, step: int) -> bool:
-    """Whether the fragment is due right after inner step number ``step``."""
+def _comes_due(options: LearnerOptions, state: LearnerState, index: int, step: int, steps: int = 1) -> bool:
+    """Whether the fragment is due right after inner step number ``step`` or one of the ``steps`` that end with it."""
     offset = options.offset(index)
     if not options.dynamic_steps:
-        return is_due(step, offset, options.inner_steps)
-    steps, sealed = (
-        local_steps(options.inner_steps, state.fastest_step_ns, state.step_ns),
-        state.fragments[index].sealed_step,
-    )
+        return is_due(step, offset, options.inner_steps, steps)
+    sealed = state.fragments[index].sealed_step
+    period = local_steps(options.inner_steps, state.fastest_step_ns, state.step_ns)
     if not sealed:  # The fragments' first updates stand apart as they do where every site makes as many steps.
-        steps = max(1, (offset or options.inner_steps) * steps // options.inner_steps)
-    return step >= sealed + steps
+        period = max(1, (offset or options.inner_steps) * period // options.inner_steps)
+    return step >= sealed + period
 
 
 def may_act(options: LearnerOptions, state: LearnerState, step: int) -> bool:

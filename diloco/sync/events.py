@@ -347,7 +347,8 @@ class StepDone:
     """The site finished inner step number ``step``: it took ``step_ns`` and read ``tokens``; the site has consumed
     ``cursor`` batches.  It stands between two steps now.  ``sequences`` is how many of them this step read, of data
     that are leased; 0: as many as its tokens say.  It ``passes`` by where nothing is done with values at this boundary,
-    whatever has come meanwhile: its ranks have agreed so, because ``may_act`` saw nothing to do."""
+    whatever has come meanwhile: its ranks have agreed so, because ``may_act`` saw nothing to do.  ``steps`` that all
+    passed by, but for the last, may be told as one, with the tokens of all and the time of one."""
 
     step: int
     tokens: int
@@ -355,6 +356,7 @@ class StepDone:
     cursor: int
     sequences: int = 0
     passes: bool = False
+    steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)

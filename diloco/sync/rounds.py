@@ -42,7 +42,7 @@ def consider(turn: Turn, index: int) -> None:
     if not merging and ending.all_final(turn, index):
         _close(turn, index, "the last round is complete")
         return
-    waiting = len(state.waiting(index))
+    waiting = len(state.waiting(index)) if turn.options.round_updates else 0
     stand = standing(turn.options, collecting.members, state.awaited(index), arrived, waiting)
     if not stand.met:
         collecting.met_ns = collecting.deadline_ns = None

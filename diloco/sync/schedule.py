@@ -24,6 +24,8 @@ def local_steps(inner_steps: int, fastest_ns: int, own_ns: int) -> int:
     return min(inner_steps, max(1, inner_steps * fastest_ns // own_ns))
 
 
-def is_due(step: int, offset: int, inner_steps: int) -> bool:
-    """Whether a fragment with this ``offset`` is due right after inner step number ``step`` (counted from 1)."""
-    return step > 0 and step % inner_steps == offset
+def is_due(step: int, offset: int, inner_steps: int, steps: int = 1) -> bool:
+    """Whether a fragment with this ``offset`` is due right after inner step number ``step`` (counted from 1), or after
+    one of the ``steps`` that end with it."""
+    before = max(0, step - steps)
+    return (step - offset) // inner_steps > (before - offset) // inner_steps

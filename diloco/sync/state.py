@@ -86,11 +86,13 @@ class Line:
 
     def waiting(self) -> list[Pending]:
         """The updates that the next outer step will take: those before the first that is held."""
+        if not self.undecided:  # As it mostly is, and every site is asked at every event.
+            return []
         return list(takewhile(lambda pending: pending.held is None, self.unmerged()))
 
     def holding(self) -> bool:
         """Whether an update waits for an operator's word."""
-        return any(pending.held is not None for pending in self.undecided)
+        return bool(self.undecided) and any(pending.held is not None for pending in self.undecided)
 
 
 @dataclass(slots=True)

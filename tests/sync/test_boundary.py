@@ -9,7 +9,7 @@ import pytest
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.progress import ledger_of
-from tests.sync.driving import of, only
+from tests.sync.driving import MS, of, only
 from tests.sync.driving_site import Site, known
 
 
@@ -193,3 +193,11 @@ def test_eager_waits_with_an_adopt_until_it_knows_what_its_update_decodes_to() -
     assert not of(fx.Adopt, site.boundary() + site.train())
     site.seal(2)
     assert only(fx.Adopt, site.boundary()).under_way == (2,)
+
+
+def test_steps_told_as_one_leave_what_they_leave_one_by_one() -> None:
+    single, several = Site(inner_steps=15, num_fragments=2), Site(inner_steps=15, num_fragments=2)
+    seals = single.train(7)
+    assert several.handle(ev.StepDone(7, 70, 100 * MS, 7, steps=7)) == seals
+    assert of(fx.Seal, seals)
+    assert single.machine.snapshot() == several.machine.snapshot()

@@ -35,6 +35,14 @@ def test_nothing_is_due_before_the_first_step() -> None:
     assert not is_due(0, 0, 15)
 
 
+def test_several_steps_told_as_one_are_due_when_one_of_them_is() -> None:
+    for offset_of in range(7):
+        each = [is_due(step, offset_of, 7) for step in range(40)]
+        for step in range(40):
+            for steps in range(1, step + 1):
+                assert is_due(step, offset_of, 7, steps) == any(each[step - steps + 1 : step + 1]), (step, steps)
+
+
 @pytest.mark.parametrize(
     ("fastest_ms", "own_ms", "steps"),
     [(0, 100, 40), (100, 0, 40), (100, 100, 40), (100, 150, 26), (100, 9_999, 1), (100, 80, 40)],
