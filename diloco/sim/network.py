@@ -32,15 +32,15 @@ class Heap:
     def __init__(self) -> None:
         self.now_ns = 0
         self.events = 0
-        self._planned: list[tuple[int, int, Callable[[], None]]] = []
+        self._planned: list[tuple[int, int, Callable[[], object]]] = []
         self._count = 0
 
-    def at(self, instant_ns: int, action: Callable[[], None]) -> None:
+    def at(self, instant_ns: int, action: Callable[[], object]) -> None:
         """Run ``action`` at ``instant_ns``, or now if that has passed."""
         self._count += 1
         heapq.heappush(self._planned, (max(instant_ns, self.now_ns), self._count, action))
 
-    def after(self, delay_ns: int, action: Callable[[], None]) -> None:
+    def after(self, delay_ns: int, action: Callable[[], object]) -> None:
         """Run ``action`` in ``delay_ns``."""
         self.at(self.now_ns + delay_ns, action)
 

@@ -37,14 +37,32 @@ def step_done(turn: SiteTurn, event: StepDone) -> None:
 
 def _comes_due(options: LearnerOptions, state: LearnerState, index: int, step: int, steps: int = 1) -> bool:
     """Whether the fragment is due right after inner step number ``step`` or one of the ``steps`` that end with it."""
-    offset = options.offset(index)
     if not options.dynamic_steps:
-        return is_due(step, offset, options.inner_steps, steps)
+        return is_due(step, options.offset(index), options.inner_steps, steps)
+    return step >= _dynamic_due(options, state, index)
+
+
+def _dynamic_due(options: LearnerOptions, state: LearnerState, index: int) -> int:
+    """The inner step after which the fragment is due, counted from its last update."""
     sealed = state.fragments[index].sealed_step
     period = local_steps(options.inner_steps, state.fastest_step_ns, state.step_ns)
     if not sealed:  # The fragments' first updates stand apart as they do where every site makes as many steps.
-        period = max(1, (offset or options.inner_steps) * period // options.inner_steps)
-    return step >= sealed + period
+        period = max(1, (options.offset(index) or options.inner_steps) * period // options.inner_steps)
+    return sealed + period
+
+
+def steps_to_act(options: LearnerOptions, state: LearnerState) -> int:
+    """How many inner steps from now the next boundary stands at which anything may be done, unless something comes
+    meanwhile; at least 1, and at most ``inner_steps``."""
+    wanted = [state.step + options.inner_steps]
+    for index, part in enumerate(state.fragments):
+        if options.dynamic_steps:
+            wanted.append(_dynamic_due(options, state, index))
+        else:
+            wanted.append(state.step + options.inner_steps - (state.step - options.offset(index)) % options.inner_steps)
+        if part.fetched > part.base_version:
+            wanted.append(part.held_until)
+    return max(1, min(wanted) - state.step)
 
 
 def may_act(options: LearnerOptions, state: LearnerState, step: int) -> bool:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from diloco.sync.boundary import boundary, may_act, step_done
+from diloco.sync.boundary import boundary, may_act, step_done, steps_to_act
 from diloco.sync.effects import LearnerEffect, Leave
 from diloco.sync.events import (
     BaseDiffers,
@@ -146,6 +146,10 @@ class LearnerSync:
         if self.options.unit_sequences and not self.state.units.real():
             return False
         return all(part.base_version >= 0 and part.retaking is None for part in self.state.fragments)
+
+    def steps_to_act(self) -> int:
+        """Inner steps to the next boundary at which anything may be done, unless something comes meanwhile."""
+        return steps_to_act(self.options, self.state)
 
     def may_act(self) -> bool:
         """Whether, as things stand, anything would be done with values at the boundary after the next step."""

@@ -98,3 +98,28 @@ def test_what_may_be_done_at_a_boundary_is_what_is_done(dynamic: bool) -> None:
             if not sent.digest:
                 site.handle(ev.Sealed(0, sent.sequence, "u"))
                 site.handle(ev.PushAnswered(0, sent.sequence, ev.Outcome.ACCEPTED, None))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_next_boundary_with_anything_to_do_is_known_beforehand(dynamic: bool) -> None:
+    options = {"inner_steps": 20, "num_fragments": 3, "updates_in_flight_max": 100, "dynamic_steps": dynamic}
+    single, several = Site(**options), Site(**options)
+    for site in (single, several):
+        told(site, 60)
+        site.train()  # What a step takes is known from the first one on.
+    acted = []
+    while single.step < 60:
+        acted += [single.step for seal in of(fx.Seal, single.train()) if sealing(single, seal)]
+    found = []
+    while several.step < 60:
+        steps = several.machine.steps_to_act()
+        several.step += steps
+        effects = several.handle(ev.StepDone(several.step, 10 * steps, 100 * MS, several.step, steps=steps))
+        found += [several.step for seal in of(fx.Seal, effects) if sealing(several, seal)]
+    assert [step for step in found if step <= 60] == acted
+
+
+def sealing(site: Site, seal: fx.Seal) -> bool:
+    site.handle(ev.Sealed(seal.fragment, seal.sequence, "u"))
+    site.handle(ev.PushAnswered(seal.fragment, seal.sequence, ev.Outcome.ACCEPTED, None))
+    return True
