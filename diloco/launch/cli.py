@@ -50,6 +50,7 @@ VERBS = (
         "diloco.launch.launch_main",
         "the files for docker, Slurm, Kubernetes or SkyPilot, from the same settings",
     ),
+    Verb("sim", "diloco.launch.sim_main", "a run without tensors under virtual time: who trains, waits, is away"),
     Verb("status", "diloco.launch.status_main", "how a running syncer stands: sites, versions, tokens, bytes"),
     Verb("doctor", "diloco.launch.doctor_main", "what is wrong between this machine and a syncer, and what to change"),
     Verb("admit", "diloco.launch.admit_main", "let a held update be merged"),

@@ -13,7 +13,6 @@ from diloco.sim.site_process import SitePlan
 from diloco.sim.values import OuterRule
 from diloco.sync.options import (
     ADMISSION_POLICIES,
-    ADOPT_RULES,
     GRACE_KINDS,
     SECOND_NS,
     WEIGHT_RULES,
@@ -49,7 +48,7 @@ class SwarmPlan:
 def draw_plan(seed: int) -> SwarmPlan:
     """The plan of ``seed``, always the same."""
     plan, random = _overlapping(_alone(seed), Random(f"{seed}/overlapping")), Random(f"{seed}/replication")
-    plan = _leasing(plan, Random(f"{seed}/units"))
+    plan = _ruled(_leasing(plan, Random(f"{seed}/units")), Random(f"{seed}/rules"))
     return _with_a_standby(plan, random) if random.random() < 0.3 else plan
 
 
@@ -73,6 +72,18 @@ def _leasing(plan: SwarmPlan, random: Random) -> SwarmPlan:
         )
         for site in plan.sites
     ]
+    return replace(plan, outer=replace(plan.outer, options=options), sites=tuple(sites))
+
+
+def _ruled(plan: SwarmPlan, random: Random) -> SwarmPlan:
+    """Some of rounds by a count of updates, weights that fall with staleness, dynamic steps and eager adoption."""
+    options = replace(plan.outer.options, staleness_power=random.choice((0.0, 0.0, 0.5)))
+    if options.quorum == options.quorum_min == 1 and not plan.conserving and random.random() < 0.4:
+        options = replace(options, round_updates=random.randint(1, 4))
+    dynamic, first = random.random() < 0.2, plan.sites[0].options
+    eager = not plan.conserving and not first.lock_step and random.random() < 0.25
+    adopt = "eager" if eager else first.adopt
+    sites = [replace(each, options=replace(each.options, dynamic_steps=dynamic, adopt=adopt)) for each in plan.sites]
     return replace(plan, outer=replace(plan.outer, options=options), sites=tuple(sites))
 
 
@@ -118,11 +129,10 @@ def _alone(seed: int) -> SwarmPlan:
     learner = LearnerOptions(
         num_fragments=num_fragments,
         inner_steps=num_fragments + random.randint(0, 8),
-        adopt="rebase" if conserving else random.choice(ADOPT_RULES),
+        adopt="rebase" if conserving else random.choice(("rebase", "overwrite", "blend")),
         updates_in_flight_max=in_flight_max,
         discards_max=random.randint(2, 5),
         lock_step=lock_step,
-        dynamic_steps=random.random() < 0.2,
     )
     # Every other one has several ranks.
     sites = tuple(replace(_site(random, learner, outer.options), ranks=index % 2 == 1) for index in range(num_sites))
@@ -148,7 +158,6 @@ def _options(
     quorum: int | str = "all" if everybody else random.choice((1, 1, random.randint(1, num_sites)))
     quorum_min = random.randint(1, num_sites if everybody else int(quorum)) if random.random() < 0.3 else 1
     ends = random.random()
-    one_by_one = not everybody and int(quorum) == quorum_min == 1 and random.random() < 0.3
     return OuterOptions(
         num_fragments=num_fragments,
         quorum=1 if conserving else quorum,
@@ -166,8 +175,6 @@ def _options(
         run_ns=random.randint(8, 40) * SECOND_NS if 0.25 <= ends < 0.4 else 0,
         fates_kept_max=in_flight_max * (staleness_max + 2) + random.choice((0, 0, 4, 60)),
         sites_max=num_sites,
-        staleness_power=random.choice((0.0, 0.0, 0.5)),
-        round_updates=random.randint(1, 4) if one_by_one and not conserving else 0,
     )
 
 

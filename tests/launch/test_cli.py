@@ -25,7 +25,11 @@ def test_help_answers_without_torch(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
     assert "HEAVY []" in done.stdout, done.stdout[-200:]
     if len(arguments) == 2 and arguments[0] != "journal":
-        for words in ("outer=       async | decoupled | diloco", "outer.inner_steps [30]", "tokens2_per_step"):
+        for words in (
+            "outer=       async | async_dn | buffered | decoupled | diloco",
+            "outer.inner_steps [30]",
+            "tokens2_per_step",
+        ):
             assert words in done.stdout
     if arguments == ["--help"]:
         assert all(f"  {verb.name} " in done.stdout for verb in VERBS)

@@ -219,7 +219,7 @@ def test_where_feedback_was_turned_off_it_is_dropped_and_said() -> None:
 
 
 def test_rebase_has_none() -> None:
-    with pytest.raises(AssertionError, match="rebase"):
+    with pytest.raises(AssertionError, match="what is not sent is the residual"):
         Model("sign", "rebase")
 
 

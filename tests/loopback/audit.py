@@ -24,7 +24,7 @@ from diloco.sync.options import OuterOptions
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.exporting import full_parameters
 from diloco.syncer.journal_files import JournalFiles
-from diloco.syncer.snapshots import FragmentValues, Snapshots
+from diloco.syncer.snapshots import FragmentValues, Snapshots, same_values
 from diloco.syncer.store import RunCard, Store
 from tests.loopback.cluster import Log
 
@@ -212,10 +212,10 @@ def audit(run: Run, syncers: Sequence[Log], sites: dict[str, Sequence[Log]], fin
     again = computed_again(run)
     for values, kept in zip(again, last_snapshot(run), strict=True):
         assert values.digest == kept.digest == digest(kept.published), "the last snapshot is not the journal's"
-        assert torch.equal(values.theta, kept.theta)
+        assert same_values(values, kept)
     if told.machine.state.ending is Ending.FINISHED:
         final = load_file(Path(run.folder) / "syncer" / "final" / "model.safetensors")
-        wanted = full_parameters(run.layout(), [values.published for values in again])
+        wanted = full_parameters(run.layout(), [values.evaluated for values in again])
         assert all(torch.equal(final[name], wanted[name]) for name in wanted), "the final state is not the journal's"
     return told
 

@@ -1,8 +1,7 @@
 """A whole run in small: real syncer, real agents, real sockets; only the inner training is a formula.
 
-A toy site pulls its parameters towards its own target and adds noise drawn from (seed, site, step), so that two runs of
-the same seed train alike whatever their timing.  ``main`` is one process of such a run; a death names a durable
-step, or a place in ``PLACES``, and how many times it is passed before the process kills itself with SIGKILL.
+A toy site pulls its parameters to its own target with noise of (seed, site, step): two runs of a seed train alike.
+``main`` is one process of a run; a death names a durable step, or one of ``PLACES``, and the pass that is its last.
 """
 
 from __future__ import annotations
@@ -116,8 +115,8 @@ class Toy:
         return [gather(fragment, parameters) for fragment in self.layout().fragments]
 
     def rules(self) -> tuple[OuterOptions, OuterRule]:
-        optimizer = OuterOptimizerOptions(**self.optimizer)  # type: ignore[arg-type]
-        return OuterOptions(**self.outer), outer_rule(optimizer, MergeOptions(kind=self.merge), self.layout())  # type: ignore[arg-type]
+        optimizer, merge = OuterOptimizerOptions(**self.optimizer), MergeOptions(kind=self.merge)  # type: ignore[arg-type]
+        return OuterOptions(**self.outer), outer_rule(optimizer, merge, self.layout())  # type: ignore[arg-type]
 
     def options(self, folder: str = "syncer") -> SyncerOptions:
         return SyncerOptions(

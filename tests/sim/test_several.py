@@ -102,7 +102,14 @@ def test_what_stands_over_all_of_them_notices(
     name: str, mutate: Callable[[Patch], None], words: str, monkeypatch: Patch
 ) -> None:
     mutate(monkeypatch)
-    outcomes = (run_several(seed, ()) for seed in range(60))
-    found = next((each for each in outcomes if each.failure), None)
-    assert found is not None, f"nothing is seen in 60 seeds: {Across.mutation}"
-    assert (found.checker, words in found.failure) == (name, True), found.failure
+    failures = []
+    for seed in range(60):
+        found = run_several(seed, ())
+        if found.failure:
+            failures.append(found.failure)
+            assert found.checker == name, found.failure
+            if (
+                words in found.failure
+            ):  # What never moves again is seen before the heal in some runs, after it in others.
+                return
+    pytest.fail(f"not seen in 60 seeds: {Across.mutation}, but {failures}")

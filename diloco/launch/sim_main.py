@@ -1,0 +1,145 @@
+"""``diloco sim``: a run without tensors under virtual time, or a published table found again."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from diloco.launch.arguments import load_config, settings_parser
+from diloco.launch.errors import ConfigError, ExitCode
+from diloco.launch.keys import nearest
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Mapping, Sequence
+
+    from diloco.sim.fleet import FleetPlan, FleetResult
+    from diloco.sim.studies import Study
+
+SCENARIO = "+scenario="
+DOES = """Simulates the sites, links and rules of a run, with the machines that a run has and without tensors: who
+trains, who waits, who is away, and what crosses the links.  Hours pass in seconds.
+
+  diloco sim experiment=decoupled cluster=local4 network=transatlantic --step-s 0.5 --hours 24
+  diloco sim outer.quorum=all --interruptions-per-day 20 --away-s 120
+  diloco sim +scenario=goodput_decoupled          a published table, and the same found here
+  diloco sim +scenario=bandwidth_streaming --json
+
+Sites, their slowdown and their links are those of cluster.sites and network, sizes those of model and codec."""
+
+
+def main(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    parser = settings_parser("sim", DOES)
+    parser.add_argument("--step-s", type=float, default=0.1, help="an inner step of a site that is not slowed (0.1)")
+    parser.add_argument("--hours", type=float, default=1.0, help="that pass (1)")
+    parser.add_argument("--interruptions-per-day", type=float, default=0.0, help="of each site (0)")
+    parser.add_argument("--away-s", type=float, default=60.0, help="that each of them takes (60)")
+    parser.add_argument("--merge-s", type=float, default=0.0, help="that an outer step takes (0)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    named = [each.removeprefix(SCENARIO) for each in arguments if each.startswith(SCENARIO)]
+    given = parser.parse_args([each for each in arguments if not each.startswith(SCENARIO)])
+    if named:
+        return _study(named[-1], given)
+    return _fleet(given)
+
+
+def _study(name: str, given: argparse.Namespace) -> ExitCode:
+    from diloco.sim.studies import STUDIES
+
+    if name not in STUDIES:
+        near = nearest(name, list(STUDIES))
+        hint = f"did you mean {near}?" if near else f"one of {', '.join(STUDIES)}"
+        raise ConfigError(f"+scenario is {name!r}: {hint}")
+    if given.settings:
+        raise ConfigError(f"{given.settings[0]}: +scenario={name} is as it was published, and takes no settings")
+    study, began_s = STUDIES[name], time.monotonic()
+    cells = []
+    if not given.json:
+        print(study.does)
+        print(f"{'':<24}{'':<16}{'published':>12}{'found':>12}{'off':>8}  ({study.unit})", flush=True)
+    for cell in study.cells(0):
+        cells.append(cell)
+        if not given.json:
+            print(f"{cell.row:<24}{cell.column:<16}{cell.published:>12g}{cell.found:>12g}{cell.off:>8g}", flush=True)
+    worst = max(cell.off for cell in cells)
+    _say(study, worst, [asdict(cell) for cell in cells], time.monotonic() - began_s, given)
+    return ExitCode.OK
+
+
+def _say(
+    study: Study, worst: float, rows: Sequence[Mapping[str, object]], seconds: float, given: argparse.Namespace
+) -> None:
+    if given.json:
+        print(json.dumps({"scenario": study.name, study.worst: worst, "seconds": round(seconds, 1), "cells": rows}))
+    else:
+        print(f"at most {worst:g} {study.unit} off")
+
+
+def _fleet(given: argparse.Namespace) -> ExitCode:
+    config = load_config(given)
+    from diloco.launch.fleeting import fleet_of
+    from diloco.sim.fleet import simulate
+
+    plan = fleet_of(
+        config,
+        step_s=given.step_s,
+        seconds=3600 * given.hours,
+        interruptions_per_day=given.interruptions_per_day,
+        away_s=given.away_s,
+        merge_s=given.merge_s,
+    )
+    began_s = time.monotonic()
+    found = simulate(plan)
+    told = summary(list(config.cluster.sites), plan, found, time.monotonic() - began_s)
+    print(json.dumps(told) if given.json else "\n".join(lines(told)))
+    return ExitCode.OK
+
+
+def summary(names: Sequence[str], plan: FleetPlan, found: FleetResult, took_s: float) -> dict[str, object]:
+    """What became of a fleet, as plain values; shares are of the time that passed."""
+    sites = {
+        name: {
+            "trained_share": round(site.trained_s / found.seconds, 5),
+            "waited_share": round(site.waited_s / found.seconds, 5),
+            "away_share": round(site.away_s / found.seconds, 5),
+            "steps": site.steps,
+            "updates_merged": site.rounds,
+            "interruptions": site.interruptions,
+            "bytes_up": site.bytes_up,
+            "bytes_down": site.bytes_down,
+        }
+        for name, site in zip(names, found.sites, strict=True)
+    }
+    return {
+        "goodput": round(found.goodput, 5),
+        "versions": list(found.versions),
+        "sites_per_version": round(found.sites_per_version, 3),
+        "simulated_s": found.seconds,
+        "took_s": round(took_s, 3),
+        "site_rounds_per_s": round(found.site_rounds / max(took_s, 1e-9)),
+        "seed": plan.seed,
+        "sites": sites,
+    }
+
+
+def lines(told: dict[str, object]) -> list[str]:
+    """The same for people."""
+    sites = told["sites"]
+    assert isinstance(sites, dict)
+    head = f"{'':<14}{'trained':>9}{'waited':>9}{'away':>9}{'steps':>12}{'merged':>9}{'MB up':>12}{'MB down':>12}"
+    table = [
+        f"{name:<14}{site['trained_share']:>9.1%}{site['waited_share']:>9.1%}{site['away_share']:>9.1%}"
+        f"{site['steps']:>12,}{site['updates_merged']:>9,}"
+        f"{site['bytes_up'] / 1e6:>12,.1f}{site['bytes_down'] / 1e6:>12,.1f}"
+        for name, site in sites.items()
+    ]
+    versions = told["versions"]
+    assert isinstance(versions, list)
+    ends = (
+        f"goodput {told['goodput']:.1%}; {sum(versions):,} versions, of {told['sites_per_version']} sites each; "
+        f"{told['simulated_s']:,.0f} s in {told['took_s']} s"
+    )
+    return [head, *table, ends]

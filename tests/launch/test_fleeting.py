@@ -1,0 +1,35 @@
+"""A fleet is the run that the configuration says."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco.codec.registry import make_codec
+from diloco.launch import build
+from diloco.launch.config import compose
+from diloco.launch.errors import ConfigError
+from diloco.launch.fleeting import fleet_of
+from tests.launch.processes import TINY
+
+TIMES = {"step_s": 0.5, "seconds": 60.0, "interruptions_per_day": 0.0, "away_s": 1.0, "merge_s": 0.0}
+
+
+def test_sites_links_sizes_and_rules_are_the_runs() -> None:
+    config = compose(
+        [*TINY, "cluster=local4", "network=wan_bad", "outer.num_fragments=3", "cluster.sites.site-b.slowdown=2"]
+    )
+    plan = fleet_of(config, **TIMES)
+    assert [site.step_s for site in plan.sites][:2] == [0.5, 1.0]
+    assert (plan.sites[0].up_mbps, plan.sites[0].rtt_s) == (20.0, 0.15)
+    assert plan.sites[3].rtt_s == 0.2
+    numels = [fragment.numel for fragment in build.layout_of(config).fragments]
+    assert plan.update_bytes == tuple(make_codec(config.codec.up).payload_bytes_max(numel) for numel in numels)
+    assert plan.whole_bytes == tuple(4 * numel for numel in numels)
+    assert (plan.outer, plan.learner) == (build.outer_options(config), build.learner_options(config))
+
+
+def test_no_sites_are_no_fleet() -> None:
+    config = compose(TINY)
+    config.cluster.sites = {}
+    with pytest.raises(ConfigError, match=r"cluster\.sites is empty"):
+        fleet_of(config, **TIMES)

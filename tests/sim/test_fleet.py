@@ -1,0 +1,122 @@
+"""Fleets without tensors: the books balance, and what has a formula is what the formula says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from diloco.sim.fleet import YEAR_S, FleetPlan, FleetResult, FleetSite, simulate
+from diloco.sync.options import LearnerOptions, OuterOptions
+
+HOUR_S = 3600.0
+
+
+def fleet(
+    sites: tuple[FleetSite, ...],
+    *,
+    fragments: int = 1,
+    inner_steps: int = 24,
+    update_bytes: int = 1000,
+    seconds: float = HOUR_S,
+    seed: int = 0,
+    learner: dict[str, Any] | None = None,
+    **outer: Any,
+) -> FleetPlan:
+    rules = {"quorum": 1, "grace": "fixed", "grace_ns": 0, "sites_max": len(sites), **outer}
+    return FleetPlan(
+        sites=sites,
+        outer=OuterOptions(num_fragments=fragments, **rules),
+        learner=LearnerOptions(num_fragments=fragments, inner_steps=inner_steps, **(learner or {})),
+        update_bytes=(update_bytes,) * fragments,
+        version_bytes=(update_bytes,) * fragments,
+        whole_bytes=(8 * update_bytes,) * fragments,
+        seconds=seconds,
+        seed=seed,
+    )
+
+
+def check(plan: FleetPlan, found: FleetResult) -> None:
+    """What holds whatever happened."""
+    for site in found.sites:
+        assert site.trained_s + site.away_s + site.waited_s == pytest.approx(plan.seconds)
+        assert min(site.trained_s, site.away_s, site.waited_s) >= 0
+
+
+@pytest.mark.parametrize("fragments", [1, 4])
+def test_where_nothing_fails_and_links_are_without_bound_everybody_trains_all_the_time(fragments: int) -> None:
+    plan = fleet((FleetSite(step_s=1.0),) * 4, fragments=fragments)
+    found = simulate(plan)
+    check(plan, found)
+    assert found.goodput == pytest.approx(1.0)
+    assert [site.steps for site in found.sites] == [3600] * 4
+    # Every fragment is due 150 times in 3600 steps; the last updates may not be merged yet.
+    assert found.site_rounds == pytest.approx(4 * fragments * 150, abs=4 * fragments)
+    # Of four that come at one instant the first closes a round, and the others meet in the next.
+    assert found.sites_per_version == pytest.approx(2.0, abs=0.1)
+
+
+def test_invariant_14_nobody_waits_for_a_site_that_is_slow_far_or_away() -> None:
+    slow = FleetSite(step_s=5.0, rtt_s=3.0, up_mbps=0.01, down_mbps=0.01, interruptions_per_s=1 / 300, away_s=60.0)
+    plan = fleet((FleetSite(step_s=1.0), FleetSite(step_s=1.3, rtt_s=0.1), slow), updates_in_flight_max=2)
+    found = simulate(plan)
+    check(plan, found)
+    assert found.sites[0].waited_s == pytest.approx(0.0, abs=1e-6)
+    assert found.sites[1].waited_s < 1.0, "no more than its first version's way"
+    assert found.sites[2].interruptions > 3
+    assert found.sites[2].away_s > 100
+
+
+def test_in_lock_step_everybody_waits_for_the_slowest() -> None:
+    sites = (FleetSite(step_s=1.0), FleetSite(step_s=0.5), FleetSite(step_s=2.0))
+    learner = {"lock_step": True, "updates_in_flight_max": 1, "adopt": "overwrite"}
+    plan = fleet(sites, quorum="all", updates_in_flight_max=1, learner=learner)
+    found = simulate(plan)
+    check(plan, found)
+    shares = [site.trained_s / plan.seconds for site in found.sites]
+    assert shares == pytest.approx([0.5, 0.25, 1.0], abs=0.02)
+
+
+def test_a_link_that_is_too_slow_holds_up_updates_and_not_training() -> None:
+    """A period is 24 s and an update takes 48 s of the link: every other one waits for its turn."""
+    site = FleetSite(step_s=1.0, up_mbps=8 * 1000 / 48 / 1e6)
+    found = simulate(fleet((site,) * 2, seconds=10 * HOUR_S))
+    assert found.goodput == pytest.approx(1.0, abs=0.001)
+    assert found.site_rounds == pytest.approx(2 * 36_000 / 48, rel=0.05)
+    assert all(site.bytes_up == pytest.approx(1000 * 36_000 / 48, rel=0.05) for site in found.sites)
+
+
+def test_a_slow_site_makes_fewer_steps_where_they_are_dynamic_and_all_merge_together() -> None:
+    sites = tuple(FleetSite(step_s=step_s) for step_s in (1.0, 1.0, 2.0, 4.0))
+    plan = fleet(sites, quorum="all", learner={"dynamic_steps": True, "updates_in_flight_max": 1})
+    found = simulate(plan)
+    check(plan, found)
+    assert found.versions[0] > 0.9 * HOUR_S / 24
+    assert simulate(replace(plan, learner=replace(plan.learner, dynamic_steps=False))).versions[0] < 0.3 * HOUR_S / 24
+
+
+@pytest.mark.parametrize("sites", [1, 4])
+def test_goodput_is_what_the_renewal_formula_says(sites: int) -> None:
+    """1 / (1 + rate R), where interruptions that come while a site is away are part of the same one."""
+    rate, away_s = 1.2e6 / sites / YEAR_S, 21.0
+    site = FleetSite(step_s=1.0, interruptions_per_s=rate, away_s=away_s, rtt_s=0.05)
+    plan = fleet((site,) * sites, seconds=20 * HOUR_S, grace="adaptive", grace_ns=10**9)
+    found = simulate(plan)
+    check(plan, found)
+    assert found.goodput == pytest.approx(1 / (1 + rate * away_s), abs=0.02)
+
+
+def test_maintenance_is_away_as_planned() -> None:
+    plan = fleet((FleetSite(step_s=1.0, planned=((600.0, 1200.0),)), FleetSite(step_s=1.0)))
+    found = simulate(plan)
+    check(plan, found)
+    assert [site.away_s for site in found.sites] == [600.0, 0.0]
+    assert found.sites[0].steps == pytest.approx(3000, abs=30)
+
+
+def test_the_same_seed_gives_the_same_weeks_and_another_others() -> None:
+    site = FleetSite(step_s=1.0, step_jitter=0.3, interruptions_per_s=1 / 200, away_s=30.0, rtt_s=0.1)
+    plan = fleet((site,) * 3)
+    assert simulate(plan) == simulate(plan)
+    assert simulate(replace(plan, seed=1)) != simulate(plan)
