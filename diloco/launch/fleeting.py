@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from diloco.codec.registry import make_codec
@@ -16,13 +17,20 @@ DAY_S = 86_400.0
 
 
 def fleet_of(
-    config: RunConfig, *, step_s: float, seconds: float, interruptions_per_day: float, away_s: float, merge_s: float
+    config: RunConfig,
+    *,
+    step_s: float,
+    seconds: float | None,
+    interruptions_per_day: float,
+    away_s: float,
+    merge_s: float,
 ) -> FleetPlan:
     """The sites of ``cluster.sites`` with the links of ``network``, and what each fragment takes in ``codec``.
 
-    ``step_s`` is an inner step of a site that is not slowed down; ``interruptions_per_day`` are of each site.
+    ``step_s`` is an inner step of a site that is not slowed down; ``interruptions_per_day`` are of each site.  The run
+    lasts ``seconds``, or None: as long as its own configuration says.
     """
-    told = {"--step-s": step_s, "--hours": seconds, "--away-s": away_s}
+    told = {"--step-s": step_s, "--away-s": away_s} | ({} if seconds is None else {"--hours": seconds / 3600})
     for name, value in told.items():
         if not value > 0:
             raise ConfigError(f"{name} is {value:g}: must be above 0")
@@ -31,6 +39,11 @@ def fleet_of(
             raise ConfigError(f"{name} is {value:g}: must not be negative")
     if not config.cluster.sites:
         raise ConfigError("cluster.sites is empty: a simulation needs at least one site")
+    outer = build.outer_options(config)
+    if seconds is not None:
+        outer = replace(outer, run_ns=0, token_budget=0)
+    elif not (outer.run_ns or outer.token_budget):
+        raise ConfigError("run.seconds and run.tokens are null: nothing ends this run, and --hours says how long it is")
     layout = build.layout_of(config)
     up, down = make_codec(config.codec.up), make_codec(config.codec.down)
     numels = [fragment.numel for fragment in layout.fragments]
@@ -52,7 +65,7 @@ def fleet_of(
         )
     return FleetPlan(
         sites=tuple(sites),
-        outer=build.outer_options(config),
+        outer=outer,
         learner=build.learner_options(config),
         update_bytes=tuple(up.payload_bytes_max(numel) for numel in numels),
         version_bytes=tuple(down.payload_bytes_max(numel) for numel in numels),

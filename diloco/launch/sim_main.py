@@ -27,14 +27,15 @@ trains, who waits, who is away, and what crosses the links.  Hours pass in secon
   diloco sim +scenario=goodput_decoupled          a published table, and the same found here
   diloco sim +scenario=bandwidth_streaming --json
 
-Sites, their slowdown and their links are those of cluster.sites and network, sizes those of model and codec."""
+Sites, their slowdown and their links are those of cluster.sites and network, sizes those of model and codec.  With
+--hours the run lasts so long; without, until it ends by run.seconds or run.tokens."""
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
     parser = settings_parser("sim", DOES)
     parser.add_argument("--step-s", type=float, default=0.1, help="an inner step of a site that is not slowed (0.1)")
-    parser.add_argument("--hours", type=float, default=1.0, help="that pass (1)")
+    parser.add_argument("--hours", type=float, help="that the run lasts (until its run.seconds or run.tokens)")
     parser.add_argument("--interruptions-per-day", type=float, default=0.0, help="of each site (0)")
     parser.add_argument("--away-s", type=float, default=60.0, help="that each of them takes (60)")
     parser.add_argument("--merge-s", type=float, default=0.0, help="that an outer step takes (0)")
@@ -81,18 +82,21 @@ def _say(
 def _fleet(given: argparse.Namespace) -> ExitCode:
     config = load_config(given)
     from diloco.launch.fleeting import fleet_of
-    from diloco.sim.fleet import simulate
+    from diloco.sim.fleet import EndlessError, simulate
 
     plan = fleet_of(
         config,
         step_s=given.step_s,
-        seconds=3600 * given.hours,
+        seconds=None if given.hours is None else 3600 * given.hours,
         interruptions_per_day=given.interruptions_per_day,
         away_s=given.away_s,
         merge_s=given.merge_s,
     )
     began_s = time.monotonic()
-    found = simulate(plan)
+    try:
+        found = simulate(plan)
+    except EndlessError as error:
+        raise ConfigError(f"{error}: this run does not end, and --hours says how much of it to simulate") from None
     told = summary(list(config.cluster.sites), plan, found, time.monotonic() - began_s)
     print(json.dumps(told) if given.json else "\n".join(lines(told)))
     return ExitCode.OK

@@ -22,12 +22,19 @@ from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.learner import LearnerSync
 from diloco.sync.options import SECOND_NS, LearnerOptions, OuterOptions
+from diloco.sync.state import Phase
 from diloco.sync.syncer import OuterSync
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 YEAR_S = 365.25 * 24 * 3600
+STILL_S = 24 * 3600.0
+"""A run that ends by its tokens and makes no version for so long, or in ten periods of its slowest site, never ends."""
+
+
+class EndlessError(ValueError):
+    """The run that was to be simulated to its end has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +68,8 @@ class FleetPlan:
     version_bytes: tuple[int, ...]
     whole_bytes: tuple[int, ...]
     merge_s: float = 0.0
-    seconds: float = 3600.0
+    seconds: float | None = 3600.0
+    """None: until the run ends by itself, which it may do earlier as well."""
     seed: int = 0
 
 
@@ -74,6 +82,7 @@ class SiteAccount:
     waited_s: float = 0.0
     steps: int = 0
     rounds: int = 0
+    tokens_merged: int = 0
     interruptions: int = 0
     bytes_up: int = 0
     bytes_down: int = 0
@@ -81,7 +90,7 @@ class SiteAccount:
 
 @dataclass(frozen=True, slots=True)
 class FleetResult:
-    """``goodput`` is the share of all sites' time that was spent on inner steps."""
+    """``goodput`` is the share of all sites' time that was spent on inner steps, of ``seconds`` that passed."""
 
     sites: tuple[SiteAccount, ...]
     versions: tuple[int, ...]
@@ -100,10 +109,24 @@ class FleetResult:
 
 
 def simulate(plan: FleetPlan) -> FleetResult:
-    """Let ``plan.seconds`` pass.  The same plan gives the same result."""
+    """Let ``plan.seconds`` pass, or the run end.  The same plan gives the same result."""
     fleet = _Fleet(plan)
-    fleet.heap.run_until(_ns(plan.seconds), lambda: False)
+    if plan.seconds is not None:
+        fleet.heap.run_until(_ns(plan.seconds), fleet.is_over)
+    else:
+        _run_to_the_end(fleet)
     return fleet.result()
+
+
+def _run_to_the_end(fleet: _Fleet) -> None:
+    plan = fleet.plan
+    still_s = max(STILL_S, 10 * plan.learner.inner_steps * max(site.step_s for site in plan.sites))
+    while not fleet.is_over():
+        closed = fleet.closed
+        fleet.heap.run_until(fleet.heap.now_ns + _ns(still_s), fleet.is_over)
+        if fleet.closed == closed and not fleet.is_over() and not plan.outer.run_ns:
+            merged = f"{fleet.machine.state.run_tokens()} of {plan.outer.token_budget} tokens are merged"
+            raise EndlessError(f"no version in the last {still_s / 3600:g} h, and {merged}")
 
 
 class _Fleet:
@@ -116,7 +139,7 @@ class _Fleet:
         self.sites = [_Site(self, index, site) for index, site in enumerate(plan.sites)]
         self.by_name = {site.name: site for site in self.sites}
         self._planned_ns: int | None = None
-        self._merged = self._closed = 0
+        self.closed = self._merged = 0
         self.handle(ev.SyncerStarted(1))
         for site in self.sites:
             site.begin()
@@ -127,12 +150,15 @@ class _Fleet:
         fates: dict[str, list[ev.Fate]] = defaultdict(list)
         for effect in effects:
             if isinstance(effect, fx.StartOuterStep):
-                self._closed += 1
+                self.closed += 1
                 self._merged += len(effect.contributions)
                 done = ev.OuterStepDone(effect.fragment, effect.version, "v", "d")
                 self.heap.after(_ns(self.plan.merge_s), partial(self.handle, done))
             elif isinstance(effect, fx.TellFate):
                 fates[effect.site].append(effect.fate)
+            elif isinstance(effect, fx.AnnounceFinal):
+                for site in self.sites:
+                    site.told_of_the_end(effect.ending)
         for effect in effects:
             if isinstance(effect, fx.PublishVersion):
                 for site in self.sites:
@@ -144,20 +170,30 @@ class _Fleet:
         self._wait()
         return effects
 
+    def is_over(self) -> bool:
+        """Whether every fragment has its final version."""
+        return self.machine.state.phase is Phase.ENDED
+
     def result(self) -> FleetResult:
         """As of now."""
         for site in self.sites:
             site.close()
         state = self.machine.state
         for site in self.sites:
-            site.account.rounds = sum(line.updates_merged for line in state.sites[site.name].lines)
+            lines = state.sites[site.name].lines if site.name in state.sites else []
+            site.account.rounds = sum(line.updates_merged for line in lines)
+            site.account.tokens_merged = sum(line.tokens_merged for line in lines) // len(state.fragments)
         versions = tuple(fragment.version for fragment in state.fragments)
         return FleetResult(
             tuple(site.account for site in self.sites),
             versions,
             self.heap.now_ns / SECOND_NS,
-            self._merged / max(1, self._closed),
+            self._merged / max(1, self.closed),
         )
+
+    def left(self, site: _Site) -> None:
+        """A site says goodbye."""
+        self.handle(ev.SiteLeft(1, site.name, site.machine.state.incarnation))
 
     def _wait(self) -> None:
         wanted = self.machine.next_deadline_ns()
@@ -210,7 +246,7 @@ class _Site:
         self._fail_some_day()
 
     def _stop(self, away_ns: int) -> None:
-        if not self.is_there:
+        if not self.is_there or self.machine.state.left:
             return
         self._account_training()
         self.is_there, self.began_ns, self.turn = False, None, self.turn + 1
@@ -313,6 +349,10 @@ class _Site:
         published = ev.VersionPublished(state.epoch, version.fragment, version.version, *run)
         self._soon(lambda: self.hear(published))
 
+    def told_of_the_end(self, ending: ev.Ending) -> None:
+        """The last round begins."""
+        self._soon(lambda: self.hear(ev.FinalAnnounced(ending)))
+
     def hear(self, event: ev.LearnerEvent) -> None:
         """Tell the machine, and carry out what it wants."""
         if not self.is_there:
@@ -320,17 +360,18 @@ class _Site:
         for effect in self.machine.handle(event, self.heap.now_ns):
             self._carry_out(effect)
         if self.began_ns is None:
-            if self._rests():
+            if self._acts_at_rest():
                 self._boundary_at_rest()
             self._train()
-        elif isinstance(event, ev.VersionFetched):
-            # It is adopted at the boundary after the step that is under way.
+        elif self.machine.state.stopping or isinstance(event, ev.VersionFetched):
+            # It is adopted, or the last update made, at the boundary after the step that is under way.
             passed = -(-(self.heap.now_ns - self.began_ns) // self.step_ns)
             self._until(max(1, passed))
 
-    def _rests(self) -> bool:
-        """Whether this site stands between two steps and waits for a version."""
-        return any(part.fetched > part.base_version for part in self.machine.state.fragments)
+    def _acts_at_rest(self) -> bool:
+        """Whether there may be something to do for a site that stands between two steps."""
+        state = self.machine.state
+        return state.stopping or any(part.fetched > part.base_version for part in state.fragments)
 
     def _boundary_at_rest(self) -> None:
         for effect in self.machine.handle(ev.BoundaryReached(), self.heap.now_ns):
@@ -353,6 +394,8 @@ class _Site:
                 self.heap.at(self.up_free_ns + _ns(self.site.rtt_s / 2), self._mine(lambda: self._pushed(key)))
             case fx.Forget() | fx.Release():
                 self.disk.pop((effect.fragment, effect.sequence), None)
+            case fx.Leave():
+                self._soon(lambda: self.fleet.left(self))
             case fx.Fetch():
                 behind = self.machine.state.fragments[effect.fragment].base_version < 0
                 size = (plan.whole_bytes if behind else plan.version_bytes)[effect.fragment]

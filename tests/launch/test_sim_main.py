@@ -33,7 +33,8 @@ def test_the_table_of_bandwidths(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_run_of_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sim", *TINY, "cluster=local3", "network=wan", "--json", "--interruptions-per-day", "200"]) == 0
+    faults = ["--interruptions-per-day", "200"]
+    assert main(["sim", *TINY, "cluster=local3", "network=wan", "--json", "--hours", "1", *faults]) == 0
     found = told(capsys)
     sites = found["sites"]
     assert isinstance(sites, dict)
@@ -44,6 +45,29 @@ def test_a_run_of_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
         assert site["bytes_up"] > 0
     assert main(["sim", *TINY, "cluster=local3"]) == 0
     assert "goodput" in capsys.readouterr().out
+
+
+def test_hours_are_how_long_the_run_lasts_and_without_them_it_ends_by_itself(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It once ended after run.seconds whatever --hours said, and everybody was said to wait for the rest."""
+    assert main(["sim", *TINY, "cluster=local3", "network=wan", "--hours", "0.5", "--json"]) == 0
+    found = told(capsys)
+    assert found["simulated_s"] == 1800
+    assert found["goodput"] > 0.95  # type: ignore[operator]
+    assert main(["sim", *TINY, "cluster=local3", "network=wan", "--json"]) == 0
+    found = told(capsys)
+    assert 100 < found["simulated_s"] < 110  # type: ignore[operator]
+    assert found["goodput"] > 0.95  # type: ignore[operator]
+
+
+def test_a_run_that_never_ends_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["cluster=local3", "outer.quorum=4", "run.seconds=null", "run.tokens=1000"]
+    assert main(["sim", *TINY, *settings]) == 2
+    said = capsys.readouterr().err
+    assert "0 of 1000 tokens are merged" in said
+    assert "--hours" in said
+    assert len(said.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from diloco.sim.fleet import YEAR_S, FleetPlan, FleetResult, FleetSite, simulate
-from diloco.sync.options import LearnerOptions, OuterOptions
+from diloco.sim.fleet import YEAR_S, EndlessError, FleetPlan, FleetResult, FleetSite, simulate
+from diloco.sync.options import SECOND_NS, LearnerOptions, OuterOptions
 
 HOUR_S = 3600.0
 
@@ -19,7 +19,7 @@ def fleet(
     fragments: int = 1,
     inner_steps: int = 24,
     update_bytes: int = 1000,
-    seconds: float = HOUR_S,
+    seconds: float | None = HOUR_S,
     seed: int = 0,
     learner: dict[str, Any] | None = None,
     **outer: Any,
@@ -40,7 +40,7 @@ def fleet(
 def check(plan: FleetPlan, found: FleetResult) -> None:
     """What holds whatever happened."""
     for site in found.sites:
-        assert site.trained_s + site.away_s + site.waited_s == pytest.approx(plan.seconds)
+        assert site.trained_s + site.away_s + site.waited_s == pytest.approx(found.seconds)
         assert min(site.trained_s, site.away_s, site.waited_s) >= 0
 
 
@@ -120,3 +120,31 @@ def test_the_same_seed_gives_the_same_weeks_and_another_others() -> None:
     plan = fleet((site,) * 3)
     assert simulate(plan) == simulate(plan)
     assert simulate(replace(plan, seed=1)) != simulate(plan)
+
+
+@pytest.mark.parametrize("bound", [{"run_ns": 600 * SECOND_NS}, {"token_budget": 1100}])
+@pytest.mark.parametrize("seconds", [None, HOUR_S])
+def test_the_end_of_the_run_is_the_end_of_time(bound: dict[str, int], seconds: float | None) -> None:
+    sites = (FleetSite(step_s=1.0, rtt_s=0.1), FleetSite(step_s=1.3, rtt_s=0.1))
+    plan = fleet(sites, seconds=seconds, **bound)
+    found = simulate(plan)
+    check(plan, found)
+    assert 600 < found.seconds < 650
+    assert found.goodput > 0.98, "nobody waits when the run is over"
+    for site in found.sites:
+        assert site.tokens_merged == site.steps, "the last round takes what was unsent"
+
+
+def test_a_site_that_is_away_at_the_end_holds_nobody_up_for_longer_than_the_last_round_may_wait() -> None:
+    sites = (FleetSite(step_s=1.0), FleetSite(step_s=1.0, planned=((500.0, 5000.0),)))
+    plan = fleet(sites, seconds=None, run_ns=600 * SECOND_NS, site_timeout_ns=10**15, final_wait_ns=30 * SECOND_NS)
+    found = simulate(plan)
+    check(plan, found)
+    assert found.seconds == pytest.approx(630, abs=1)
+    assert found.sites[0].waited_s == pytest.approx(30, abs=1)
+
+
+def test_a_run_that_never_ends_says_so() -> None:
+    plan = fleet((FleetSite(step_s=1.0),), seconds=None, quorum=2, token_budget=1000)
+    with pytest.raises(EndlessError, match="no version in the last 24 h, and 0 of 1000 tokens are merged"):
+        simulate(plan)
