@@ -60,15 +60,17 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
         arrival=arrivals,
     )
     line.undecided.append(pending)
-    if finding.why and state.health.policy_of(event.site) == "hold":
-        pending.held = held_from(state, event, finding)
+    is_held = bool(finding.why) and state.health.policy_of(event.site) == "hold"
+    pending.held = held_from(state, event, finding) if is_held else None
+    turn.attendance.line_changed(event.site, event.fragment)
+    if is_held:
         turn.note("update_held", _words(event, finding), site=event.site, fragment=event.fragment)
         return
     if finding.why:
         turn.note("outlier_admitted", _words(event, finding), site=event.site, fragment=event.fragment)
     remember(state, event.site, event.fragment, vital_of(event))
     if state.fragments[event.fragment].round is None:
-        open_round(state, event.fragment)
+        open_round(turn, event.fragment)
 
 
 def _judged(turn: Turn, event: UpdateArrived) -> tuple[Verdict, Finding]:

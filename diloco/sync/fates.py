@@ -17,6 +17,7 @@ def decide(turn: Turn, name: str, index: int, pending: Pending, version: int, re
     """Give an accepted update its one fate."""
     line = turn.state.sites[name].lines[index]
     line.undecided.remove(pending)
+    turn.attendance.line_changed(name, index)
     fate = Fate(index, pending.sequence, version, pending.tokens, pending.digest, reason)
     line.fates = [*line.fates, fate][-turn.options.fates_kept_max :]
     if reason is None:
@@ -43,7 +44,7 @@ def refuse(turn: Turn, name: str, index: int, pending: Pending, reason: Reason) 
 def refuse_stale(turn: Turn, index: int) -> None:
     """Staleness is judged against the version that the next outer step begins from."""
     version = turn.state.fragments[index].version
-    for name in sorted(turn.state.sites):
+    for name in sorted(turn.attendance.undecided[index]):
         for pending in turn.state.sites[name].lines[index].unmerged():
             if version - pending.base_version > turn.options.staleness_max:
                 refuse(turn, name, index, pending, Reason.STALE)

@@ -16,6 +16,7 @@ from diloco.sync.health import Finding, Vital, judge
 from diloco.sync.state import Held
 
 if TYPE_CHECKING:
+    from diloco.sync.attendance import Attendance
     from diloco.sync.events import UpdateAdmitted, UpdateArrived, UpdateWithdrawn
     from diloco.sync.state import OuterState, Pending
     from diloco.sync.turn import Turn
@@ -52,9 +53,9 @@ def remember(state: OuterState, site: str, fragment: int, vital: Vital) -> None:
         line.vitals = [*line.vitals, vital][-state.health.history :]
 
 
-def deadline_ns(state: OuterState) -> int | None:
+def deadline_ns(state: OuterState, attendance: Attendance) -> int | None:
     """The instant at which the first held update has waited long enough."""
-    since = [pending.held.since_ns for _, _, pending in _held(state) if pending.held is not None]
+    since = [pending.held.since_ns for _, _, pending in _held(state, attendance) if pending.held is not None]
     return min(since) + state.health.hold_ns if since else None
 
 
@@ -62,7 +63,7 @@ def expire(turn: Turn) -> None:
     """Refuse what nobody has decided in time; in the last round that is all that is held when its time is over."""
     state = turn.state
     over = state.final_deadline_ns is not None and state.now_ns >= state.final_deadline_ns
-    for name, index, pending in _held(state):
+    for name, index, pending in _held(state, turn.attendance):
         assert pending.held is not None
         if over or state.now_ns >= pending.held.since_ns + state.health.hold_ns:
             refuse(turn, name, index, pending, Reason.OUTLIER)
@@ -76,6 +77,7 @@ def admitted(turn: Turn, event: UpdateAdmitted) -> None:
     if pending.held is not None:
         vital = Vital(pending.steps, pending.held.norm, pending.held.cosine)
         pending.held = None
+        turn.attendance.line_changed(event.site, event.fragment)
         remember(turn.state, event.site, event.fragment, vital)
         what = f"an operator's word: sequence {pending.sequence}"
         turn.note("update_admitted", what, site=event.site, fragment=event.fragment)
@@ -119,11 +121,11 @@ def _asked(turn: Turn, event: UpdateAdmitted | UpdateWithdrawn, *, refused: bool
     return None
 
 
-def _held(state: OuterState) -> list[tuple[str, int, Pending]]:
+def _held(state: OuterState, attendance: Attendance) -> list[tuple[str, int, Pending]]:
+    """In site order, and then in that of the fragments."""
     return [
         (name, index, pending)
-        for name in sorted(state.sites)
-        for index, line in enumerate(state.sites[name].lines)
-        for pending in line.undecided
+        for name, index in sorted((name, index) for index, names in enumerate(attendance.holding) for name in names)
+        for pending in state.sites[name].lines[index].undecided
         if pending.held is not None
     ]

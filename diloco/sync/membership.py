@@ -68,6 +68,7 @@ def join(turn: Turn, event: JoinRequested) -> None:
     elif site.status is not Status.LIVE:
         turn.note("site_back", f"it was {site.status.value}", site=event.site)
     site.status = Status.LIVE
+    turn.attendance.site_changed(event.site)
     if state.units is not None:
         state.units.corpus = state.units.corpus or event.corpus
         unit_leases.returned(turn, event.site)
@@ -99,6 +100,7 @@ def presence(turn: Turn, event: SiteSilent | SiteHeard) -> None:
     site = turn.state.sites[event.site]
     if isinstance(event, SiteSilent) and site.status is Status.LIVE:
         site.status = Status.SILENT
+        turn.attendance.site_changed(event.site)
         unit_leases.silent(turn, event.site)
         turn.note("site_silent", f"nothing heard for {turn.options.site_timeout_ns / 1e9:g} s", site=event.site)
     elif not isinstance(event, SiteSilent):
@@ -110,6 +112,7 @@ def back(turn: Turn, name: str) -> None:
     site = turn.state.sites[name]
     if site.status is Status.SILENT:
         site.status = Status.LIVE
+        turn.attendance.site_changed(name)
         unit_leases.returned(turn, name)
         turn.note("site_back", "it was heard again", site=name)
 
@@ -122,6 +125,7 @@ def left(turn: Turn, event: SiteLeft) -> None:
         turn.effects.append(AnswerDone(event.call, reason))
         return
     site.status = Status.LEFT
+    turn.attendance.site_changed(event.site)
     turn.effects.append(AnswerDone(event.call))
     turn.note("site_left", "it said goodbye", site=event.site)
     unit_leases.gone(turn, event.site, "it said goodbye")
@@ -132,6 +136,7 @@ def readmitted(turn: Turn, event: SiteReadmitted) -> None:
     site = turn.state.sites.get(event.site)
     if site is not None and site.status is Status.EVICTED:
         site.status = Status.LEFT
+        turn.attendance.site_changed(event.site)
         turn.note("site_readmitted", "an operator's word", site=event.site)
     turn.effects.append(AnswerDone(event.call, Reason.NOT_JOINED if site is None else None))
 
@@ -143,6 +148,7 @@ def evicted(turn: Turn, event: SiteEvicted) -> None:
         turn.effects.append(AnswerDone(event.call, Reason.NOT_JOINED))
         return
     site.status = Status.EVICTED
+    turn.attendance.site_changed(event.site)
     for index, line in enumerate(site.lines):
         for pending in line.unmerged():
             refuse(turn, event.site, index, pending, Reason.EVICTED)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
 
     from diloco.sync.options import OuterOptions
 
@@ -17,11 +19,16 @@ class QuorumStanding:
 
     met: bool
     complete: bool
-    why: str
+    why: Callable[[], str]
+    """In words, which take longer than to judge."""
 
 
 def standing(
-    options: OuterOptions, members: Collection[str], live: Collection[str], arrived: Collection[str], waiting: int
+    options: OuterOptions,
+    members: Sequence[str],
+    live: AbstractSet[str],
+    arrived: AbstractSet[str],
+    waiting: int,
 ) -> QuorumStanding:
     """Judge a round.
 
@@ -29,25 +36,30 @@ def standing(
     ``arrived`` those with at least one update waiting: an update counts even when its site has died meanwhile.
     ``waiting`` is how many updates wait.
     """
+    here = len(arrived)
     if options.round_updates:
         # More than the live sites may send without a fate cannot be waited for.
         wanted = min(options.round_updates, max(1, len(live)) * options.updates_in_flight_max)
-        return QuorumStanding(
-            waiting >= wanted, waiting >= wanted, f"{waiting} updates are here, {wanted} make a round"
-        )
-    missing = sorted(set(live) - set(arrived))
-    complete = not missing
-    if len(arrived) < options.quorum_min:
-        return QuorumStanding(False, False, f"{len(arrived)} of at least quorum_min={options.quorum_min} sites arrived")
+        enough = waiting >= wanted
+        return QuorumStanding(enough, enough, lambda: f"{waiting} updates are here, {wanted} make a round")
+    complete = live <= arrived
+    if here < options.quorum_min:
+        least = options.quorum_min
+        return QuorumStanding(False, False, lambda: f"{here} of at least quorum_min={least} sites arrived")
     if options.quorum == "all":
-        absent = sorted(set(members) - set(arrived))
-        if absent:
-            return QuorumStanding(False, False, f"waiting for {', '.join(absent)} of all {len(members)} members")
-        return QuorumStanding(True, complete, f"all {len(members)} members arrived")
-    assert isinstance(options.quorum, int)
-    if len(arrived) < options.quorum:
-        return QuorumStanding(False, False, f"{len(arrived)} of quorum={options.quorum} sites arrived")
-    return QuorumStanding(True, complete, f"quorum={options.quorum} met by {', '.join(sorted(arrived))}")
+        if len(members) > here or not arrived >= set(members):
+            return QuorumStanding(False, False, lambda: _absent(members, arrived))
+        return QuorumStanding(True, complete, lambda: f"all {len(members)} members arrived")
+    quorum = options.quorum
+    assert isinstance(quorum, int)
+    if here < quorum:
+        return QuorumStanding(False, False, lambda: f"{here} of quorum={quorum} sites arrived")
+    return QuorumStanding(True, complete, lambda: f"quorum={quorum} met by {', '.join(sorted(arrived))}")
+
+
+def _absent(members: Sequence[str], arrived: AbstractSet[str]) -> str:
+    absent = sorted(set(members) - arrived)
+    return f"waiting for {', '.join(absent)} of all {len(members)} members"
 
 
 def grace_ns(options: OuterOptions, step_ns: int, quorum_ns: int, sync_ns: int) -> int:

@@ -13,16 +13,19 @@ from diloco.sync.state import FragmentState, OuterState, Pending, Round
 from diloco.sync.weights import normalised, of_its_age, raw_weight
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
     from diloco.sync.events import OuterStepDone, OuterStepFailed
     from diloco.sync.options import OuterOptions
     from diloco.sync.turn import Turn
 
 
-def open_round(state: OuterState, index: int) -> Round:
+def open_round(turn: Turn, index: int) -> Round:
     """The fragment's round from now on; its members are the sites that are waited for at this instant."""
-    opened = state.fragments[index].round = Round(members=state.awaited(index), opened_ns=state.now_ns)
+    attendance = turn.attendance
+    members = [name for name in attendance.live if name not in attendance.holding[index]]
+    opened = turn.state.fragments[index].round = Round(members=members, opened_ns=turn.state.now_ns)
+    attendance.missed[index] = False
     return opened
 
 
@@ -32,22 +35,22 @@ def consider(turn: Turn, index: int) -> None:
     A merge under way keeps the round open, but quorum and grace do not wait for it.
     """
     state, fragment = turn.state, turn.state.fragments[index]
-    arrived = state.arrived(index)
+    arrived = turn.attendance.arrived[index]
     if not arrived:
         fragment.round = None  # Every update of it was refused: no version is made of nothing.
         return
-    collecting = fragment.round or open_round(state, index)
-    shrunk = _shrink(turn, index, collecting, arrived)
+    collecting = fragment.round or open_round(turn, index)
+    shrunk = _shrink(turn, index, collecting)
     merging = fragment.merging_since_ns is not None
     if not merging and ending.all_final(turn, index):
         _close(turn, index, "the last round is complete")
         return
-    waiting = len(state.waiting(index)) if turn.options.round_updates else 0
-    stand = standing(turn.options, collecting.members, state.awaited(index), arrived, waiting)
+    waiting = len(turn.attendance.waiting(index)) if turn.options.round_updates else 0
+    stand = standing(turn.options, collecting.members, turn.attendance.awaited(index), arrived, waiting)
     if not stand.met:
         collecting.met_ns = collecting.deadline_ns = None
-        if shrunk and set(collecting.members) <= set(arrived):
-            turn.note("round_waits", stand.why, fragment=index)
+        if shrunk and arrived >= set(collecting.members):
+            turn.note("round_waits", stand.why(), fragment=index)
         return
     now_ns = state.now_ns
     if collecting.met_ns is None:
@@ -56,19 +59,22 @@ def consider(turn: Turn, index: int) -> None:
         collecting.deadline_ns = now_ns + wait_ns
         fragment.quorum_ns = smoothed(fragment.quorum_ns, now_ns - collecting.opened_ns)
         if wait_ns and not stand.complete:
-            turn.note("grace", f"{stand.why}; {wait_ns / 1e6:.0f} ms for more", fragment=index)
+            turn.note("grace", f"{stand.why()}; {wait_ns / 1e6:.0f} ms for more", fragment=index)
     assert collecting.deadline_ns is not None
     if merging:
         return
     if stand.complete:
-        _close(turn, index, stand.why if turn.options.round_updates else "every live site arrived")
+        _close(turn, index, stand.why() if turn.options.round_updates else "every live site arrived")
     elif now_ns >= collecting.deadline_ns:
-        _close(turn, index, f"{stand.why}; grace over")
+        _close(turn, index, f"{stand.why()}; grace over")
 
 
-def _shrink(turn: Turn, index: int, collecting: Round, arrived: list[str]) -> bool:
+def _shrink(turn: Turn, index: int, collecting: Round) -> bool:
     """A member that is gone is waited for no more; what it has delivered still counts."""
-    waited_for = {*turn.state.awaited(index), *arrived}
+    if not turn.attendance.missed[index]:
+        return False
+    turn.attendance.missed[index] = False
+    waited_for = turn.attendance.awaited(index) | turn.attendance.arrived[index]
     gone = [name for name in collecting.members if name not in waited_for]
     for name in gone:
         collecting.members.remove(name)
@@ -80,31 +86,38 @@ def _shrink(turn: Turn, index: int, collecting: Round, arrived: list[str]) -> bo
 
 
 def _grace_ns(turn: Turn, fragment: FragmentState) -> int:
-    step_ns = max((turn.state.sites[name].step_ns for name in turn.state.live()), default=0)
+    step_ns = max((turn.state.sites[name].step_ns for name in turn.attendance.live), default=0)
     return grace_ns(turn.options, step_ns, fragment.quorum_ns, fragment.sync_ns)
 
 
 def _close(turn: Turn, index: int, why: str) -> None:
     state, fragment = turn.state, turn.state.fragments[index]
-    for pending in state.waiting(index)[: turn.options.round_updates or None]:
+    for name, pending in turn.attendance.waiting(index)[: turn.options.round_updates or None]:
         assert fragment.version - pending.base_version <= turn.options.staleness_max, "stale at the merge"
         pending.merging = True
+        turn.attendance.line_changed(name, index)
     fragment.round = None
     fragment.merging_since_ns = state.now_ns
     turn.note("round_closed", why, fragment=index, version=fragment.version + 1)
-    turn.effects.append(outer_step(turn.options, state, index))
+    turn.effects.append(outer_step(turn.options, state, index, among=turn.attendance.undecided[index]))
 
 
 def outer_step(
-    options: OuterOptions, state: OuterState, index: int, leave_out: Collection[tuple[str, int]] = ()
+    options: OuterOptions,
+    state: OuterState,
+    index: int,
+    leave_out: Collection[tuple[str, int]] = (),
+    among: Iterable[str] | None = None,
 ) -> StartOuterStep:
     """The outer step that is under way, from the memory alone, so that a restart gives the same one.
+
+    ``among`` as in ``under_merge``.
 
     ``leave_out`` names updates (site, sequence) without which it is wanted: the weights are then those of the others
     alone, as if these had never come, and there may be no contribution left.
     """
     merging: dict[str, list[Pending]] = {}
-    for name, pending in under_merge(state, index):
+    for name, pending in under_merge(state, index, among):
         if (name, pending.sequence) not in leave_out:
             merging.setdefault(name, []).append(pending)
     version = state.fragments[index].version
@@ -136,7 +149,7 @@ def outer_step_done(turn: Turn, event: OuterStepDone) -> None:
     fragment.merging_since_ns = None
     fates = [
         decide(turn, name, event.fragment, pending, event.version, None)
-        for name, pending in under_merge(turn.state, event.fragment)
+        for name, pending in under_merge(turn.state, event.fragment, turn.attendance.undecided[event.fragment])
     ]
     turn.effects += [PublishVersion(event.fragment, event.version, event.digest), *fates]
     refuse_stale(turn, event.fragment)
@@ -151,7 +164,11 @@ def outer_step_failed(turn: Turn, event: OuterStepFailed) -> None:
         refuse(turn, name, event.fragment, pending, Reason.NON_FINITE)
 
 
-def under_merge(state: OuterState, index: int) -> list[tuple[str, Pending]]:
-    """The updates of the outer step that is under way, each with its site, in the order of the merge."""
+def under_merge(state: OuterState, index: int, among: Iterable[str] | None = None) -> list[tuple[str, Pending]]:
+    """The updates of the outer step that is under way, each with its site, in the order of the merge.
+
+    ``among`` are sites without which there is none, where somebody knows them.
+    """
     sites = state.sites
-    return [(name, p) for name in sorted(sites) for p in list(sites[name].lines[index].undecided) if p.merging]
+    names = sorted(sites if among is None else among)
+    return [(name, p) for name in names for p in list(sites[name].lines[index].undecided) if p.merging]

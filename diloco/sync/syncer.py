@@ -15,7 +15,8 @@ A fragment can collect and merge at the same time: an update that arrives during
 The end is one last round per fragment: every live site marks its last update ``final`` or leaves, and whatever has
 arrived by then, or by ``final_deadline_ns``, is merged whatever the quorum.
 
-Everything here is a function of the events and their instants.  Memory is ``OuterState`` and nothing else.
+Everything here is a function of the events and their instants.  Memory is ``OuterState`` and nothing else; what is
+asked of it at every event is counted along in ``Attendance``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING
 from diloco.sync import ending, unit_leases
 from diloco.sync.admission import Verdict, admit
 from diloco.sync.arrivals import update_arrived
+from diloco.sync.attendance import Attendance
 from diloco.sync.effects import AnnounceFinal, AnswerDone, OuterEffect, StartOuterStep
 from diloco.sync.events import (
     DeadlinePassed,
@@ -73,6 +75,7 @@ class OuterSync:
         assert len(self.state.fragments) == options.num_fragments, "the snapshot has other fragments"
         if options.unit_sequences and self.state.units is None:
             self.state.units = Units()
+        self.attendance = Attendance(self.state)
 
     @classmethod
     def restore(cls, options: OuterOptions, plain: object) -> OuterSync:
@@ -87,7 +90,7 @@ class OuterSync:
         """Take ``event`` at instant ``now_ns`` (never falling) and return what the world must do, in order."""
         assert now_ns >= self.state.now_ns, (now_ns, self.state.now_ns)
         self.state.now_ns = now_ns
-        turn = Turn(self.options, self.state)
+        turn = Turn(self.options, self.state, self.attendance)
         match event:
             case SyncerStarted():
                 _started(turn, event)
@@ -129,7 +132,7 @@ class OuterSync:
         """The instant at which ``DeadlinePassed`` is wanted, if any."""
         state = self.state
         wanted = [f.round.deadline_ns for f in state.fragments if f.round and f.round.deadline_ns is not None]
-        others = (deadline_ns(state), unit_leases.deadline_ns(self.options, state))
+        others = (deadline_ns(state, self.attendance), unit_leases.deadline_ns(self.options, state))
         wanted += [instant for instant in others if instant is not None]
         if state.phase is Phase.ENDING and state.final_deadline_ns is not None:
             wanted.append(state.final_deadline_ns)

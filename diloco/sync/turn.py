@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from diloco.sync.attendance import Attendance
 from diloco.sync.effects import Note, OuterEffect
 from diloco.sync.options import OuterOptions
 from diloco.sync.state import OuterState
@@ -15,6 +16,7 @@ class Turn:
 
     options: OuterOptions
     state: OuterState
+    attendance: Attendance
     effects: list[OuterEffect] = field(default_factory=list)
 
     def note(

@@ -61,6 +61,22 @@ def check_outer(state: OuterState) -> None:
         assert state.phase is not Phase.ENDED or not (merging or state.arrived(index)), f"fragment {index}"
 
 
+def check_attendance(machine: OuterSync) -> None:
+    """What is counted along is what the memory says."""
+    state, attendance = machine.state, machine.attendance
+    assert attendance.live == state.live()
+    for index, fragment in enumerate(state.fragments):
+        lines = [(name, site.lines[index]) for name, site in sorted(state.sites.items())]
+        assert sorted(attendance.arrived[index]) == state.arrived(index)
+        assert sorted(attendance.awaited(index)) == state.awaited(index)
+        assert sorted(attendance.undecided[index]) == [name for name, line in lines if line.undecided]
+        assert sorted(attendance.holding[index]) == [name for name, line in lines if line.holding()]
+        assert [pending for _, pending in attendance.waiting(index)] == state.waiting(index)
+        members = fragment.round.members if fragment.round is not None else []
+        gone = {*members} - {*state.awaited(index), *state.arrived(index)}
+        assert attendance.missed[index] or not gone, f"{gone} are waited for still"
+
+
 class Syncer:
     """An outer machine with its time in seconds and its journal."""
 
@@ -78,6 +94,7 @@ class Syncer:
         effects = self.machine.handle(event, self.now_ns)
         self.records.append(Record(self.now_ns, event, digest_effects(effects)))
         check_outer(self.machine.state)
+        check_attendance(self.machine)
         published = [effect.fragment for effect in of(fx.PublishVersion, effects)]
         for index, fragment in enumerate(self.machine.state.fragments):
             assert fragment.version == versions[index] + published.count(index)

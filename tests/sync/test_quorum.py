@@ -31,14 +31,14 @@ def test_standing(
     quorum: int | str, quorum_min: int, members: str, live: str, arrived: str, met: bool, complete: bool
 ) -> None:
     options = OuterOptions(quorum=quorum, quorum_min=quorum_min)
-    found = standing(options, list(members), list(live), list(arrived), len(arrived))
-    assert (found.met, found.complete) == (met, complete), found.why
+    found = standing(options, list(members), set(live), set(arrived), len(arrived))
+    assert (found.met, found.complete) == (met, complete), found.why()
 
 
 def test_every_standing_says_why() -> None:
-    assert "b" in standing(OuterOptions(quorum="all"), "ab", "ab", "a", 1).why
-    assert "quorum_min=2" in standing(OuterOptions(quorum="all", quorum_min=2), "a", "a", "a", 1).why
-    assert standing(OuterOptions(quorum=2), "ab", "ab", "a", 1).why == "1 of quorum=2 sites arrived"
+    assert "b" in standing(OuterOptions(quorum="all"), "ab", {"a", "b"}, {"a"}, 1).why()
+    assert "quorum_min=2" in standing(OuterOptions(quorum="all", quorum_min=2), "a", {"a"}, {"a"}, 1).why()
+    assert standing(OuterOptions(quorum=2), "ab", {"a", "b"}, {"a"}, 1).why() == "1 of quorum=2 sites arrived"
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def test_every_standing_says_why() -> None:
     ],
 )
 def test_a_buffer_counts_updates_and_waits_for_no_more_than_can_come(live: str, waiting: int, met: bool) -> None:
-    found = standing(OuterOptions(round_updates=3), "abc", live, "ab", waiting)
-    assert (found.met, found.complete) == (met, met), found.why
+    found = standing(OuterOptions(round_updates=3), "abc", set(live), {"a", "b"}, waiting)
+    assert (found.met, found.complete) == (met, met), found.why()
 
 
 def test_fixed_grace_is_always_the_same() -> None:

@@ -1,0 +1,78 @@
+"""Who is live, who has an update in which fragment, and whose waits for a word: what the outer machine asks at every
+event, so that an event costs about the same however many sites there are.
+
+All of it follows from the state and nothing of it is remembered: ``OuterState`` says what the words mean, and the rules
+that change a site or a line say so here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from typing import TYPE_CHECKING
+
+from diloco.sync.state import Status
+
+if TYPE_CHECKING:
+    from collections.abc import Set as AbstractSet
+
+    from diloco.sync.state import OuterState, Pending
+
+
+class Attendance:
+    """The sites of an ``OuterState`` by where they stand; sets are asked and counted, and walked only when sorted."""
+
+    def __init__(self, state: OuterState) -> None:
+        fragments = range(len(state.fragments))
+        self._state = state
+        self.live = state.live()
+        """In site order."""
+        self._live = set(self.live)
+        self.arrived: list[set[str]] = [set() for _ in fragments]
+        """For each fragment the sites with an update that waits for its round."""
+        self.undecided: list[set[str]] = [set() for _ in fragments]
+        """For each fragment the sites with an update that has no fate."""
+        self.holding: list[set[str]] = [set() for _ in fragments]
+        """For each fragment the sites of which an update is held."""
+        self.missed = [True for _ in fragments]
+        """For each fragment whether a member of its round may be gone since that was looked at."""
+        for name in state.sites:
+            for index in fragments:
+                self.line_changed(name, index)
+
+    def site_changed(self, name: str) -> None:
+        """The site is new, or its status is another."""
+        live = self._state.sites[name].status is Status.LIVE
+        if live and name not in self._live:
+            self._live.add(name)
+            insort(self.live, name)
+        elif not live and name in self._live:
+            self._live.remove(name)
+            del self.live[bisect_left(self.live, name)]
+            self.missed = [True for _ in self.missed]
+
+    def line_changed(self, name: str, index: int) -> None:
+        """One of the site's updates of the fragment came, is merged now, has its fate, or is held no more."""
+        line = self._state.sites[name].lines[index]
+        waiting, holding = bool(line.waiting()), line.holding()
+        if holding or (not waiting and name in self.arrived[index]):
+            self.missed[index] = True
+        _put(self.undecided[index], name, bool(line.undecided))
+        _put(self.arrived[index], name, waiting)
+        _put(self.holding[index], name, holding)
+
+    def awaited(self, index: int) -> AbstractSet[str]:
+        """As ``OuterState.awaited``, in no order."""
+        return self._live - self.holding[index] if self.holding[index] else self._live
+
+    def waiting(self, index: int) -> list[tuple[str, Pending]]:
+        """As ``OuterState.waiting``, each with its site."""
+        sites = self._state.sites
+        found = [(name, each) for name in self.arrived[index] for each in sites[name].lines[index].waiting()]
+        return sorted(found, key=lambda pair: (pair[1].arrival, pair[0]))
+
+
+def _put(names: set[str], name: str, is_in: bool) -> None:
+    if is_in:
+        names.add(name)
+    else:
+        names.discard(name)
