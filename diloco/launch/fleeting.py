@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from diloco.codec.registry import make_codec
 from diloco.launch import build, connecting
 from diloco.launch.errors import ConfigError
-from diloco.sim.fleet import FleetPlan, FleetSite
+from diloco.sim.fleet_plan import FleetPlan, FleetSite
 
 if TYPE_CHECKING:
     from diloco.launch.schema import RunConfig

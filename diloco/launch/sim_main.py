@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping, Sequence
 
-    from diloco.sim.fleet import FleetPlan, FleetResult
+    from diloco.sim.fleet_plan import FleetPlan, FleetResult
     from diloco.sim.studies import Study
 
 SCENARIO = "+scenario="

@@ -9,7 +9,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from diloco.sim.bandwidth import GRID_GBPS, Exchange, Model, gbps_needed
-from diloco.sim.fleet import YEAR_S, FleetPlan, FleetSite, simulate
+from diloco.sim.fleet import simulate
+from diloco.sim.fleet_plan import YEAR_S, FleetPlan, FleetSite
 from diloco.sync.options import SECOND_NS, LearnerOptions, OuterOptions
 
 if TYPE_CHECKING:

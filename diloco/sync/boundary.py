@@ -62,6 +62,8 @@ def steps_to_act(options: LearnerOptions, state: LearnerState) -> int:
             wanted.append(state.step + options.inner_steps - (state.step - options.offset(index)) % options.inner_steps)
         if part.fetched > part.base_version:
             wanted.append(part.held_until)
+        if part.due and _may_follow(options, part):
+            wanted.append(state.step + 1)
     return max(1, min(wanted) - state.step)
 
 

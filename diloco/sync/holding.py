@@ -123,6 +123,8 @@ def _asked(turn: Turn, event: UpdateAdmitted | UpdateWithdrawn, *, refused: bool
 
 def _held(state: OuterState, attendance: Attendance) -> list[tuple[str, int, Pending]]:
     """In site order, and then in that of the fragments."""
+    if not any(attendance.holding):
+        return []
     return [
         (name, index, pending)
         for name, index in sorted((name, index) for index, names in enumerate(attendance.holding) for name in names)

@@ -201,6 +201,7 @@ def _sweep(turn: Turn) -> None:
     ending.begin_when_due(turn)
     expire(turn)
     unit_leases.expire(turn)
-    for index in range(len(turn.state.fragments)):
-        consider(turn, index)
+    for index, fragment in enumerate(turn.state.fragments):
+        if fragment.round is not None or turn.attendance.arrived[index]:
+            consider(turn, index)
     ending.finish_when_final(turn)

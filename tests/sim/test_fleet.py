@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from diloco.sim.fleet import YEAR_S, EndlessError, FleetPlan, FleetResult, FleetSite, simulate
+from diloco.sim.fleet import EndlessError, simulate
+from diloco.sim.fleet_plan import YEAR_S, FleetPlan, FleetResult, FleetSite
 from diloco.sync.options import SECOND_NS, LearnerOptions, OuterOptions
 
 HOUR_S = 3600.0

@@ -119,6 +119,15 @@ def test_the_next_boundary_with_anything_to_do_is_known_beforehand(dynamic: bool
     assert [step for step in found if step <= 60] == acted
 
 
+def test_what_is_due_and_was_overwritten_just_now_is_sent_after_the_next_step() -> None:
+    site = Site(inner_steps=20, adopt="overwrite")
+    site.train(19)
+    site.handle(ev.VersionFetched(0, 1, ()))
+    assert not of(fx.Seal, site.train()), "nothing is left of it"
+    assert site.machine.steps_to_act() == 1
+    assert of(fx.Seal, site.train())
+
+
 def sealing(site: Site, seal: fx.Seal) -> bool:
     site.handle(ev.Sealed(seal.fragment, seal.sequence, "u"))
     site.handle(ev.PushAnswered(seal.fragment, seal.sequence, ev.Outcome.ACCEPTED, None))

@@ -1,0 +1,80 @@
+"""What a simulated fleet is, and what became of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diloco.sync.options import LearnerOptions, OuterOptions
+
+YEAR_S = 365.25 * 24 * 3600
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetSite:
+    """One site.  ``mbps`` 0 is a link without bound; ``interruptions_per_s`` are of the whole site (its chips'
+    together), each of which stops it for ``away_s``.
+
+    Interruptions that come while it is stopped are part of the same one: what starts again starts without those too.
+    """
+
+    step_s: float
+    tokens_per_step: int = 1
+    step_jitter: float = 0.0
+    up_mbps: float = 0.0
+    down_mbps: float = 0.0
+    rtt_s: float = 0.0
+    interruptions_per_s: float = 0.0
+    away_s: float = 0.0
+    planned: tuple[tuple[float, float], ...] = ()
+    """(begin, end) of maintenance, in seconds from the start."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetPlan:
+    """``update_bytes`` and ``version_bytes`` are those of each fragment; ``whole_bytes`` of one for who has none."""
+
+    sites: tuple[FleetSite, ...]
+    outer: OuterOptions
+    learner: LearnerOptions
+    update_bytes: tuple[int, ...]
+    version_bytes: tuple[int, ...]
+    whole_bytes: tuple[int, ...]
+    merge_s: float = 0.0
+    seconds: float | None = 3600.0
+    """None: until the run ends by itself, which it may do earlier as well."""
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class SiteAccount:
+    """Where a site's time has gone, in seconds, and what crossed its link; ``rounds`` are its updates merged."""
+
+    trained_s: float = 0.0
+    away_s: float = 0.0
+    waited_s: float = 0.0
+    steps: int = 0
+    rounds: int = 0
+    tokens_merged: int = 0
+    interruptions: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FleetResult:
+    """``goodput`` is the share of all sites' time that was spent on inner steps, of ``seconds`` that passed."""
+
+    sites: tuple[SiteAccount, ...]
+    versions: tuple[int, ...]
+    seconds: float
+    sites_per_version: float
+
+    @property
+    def goodput(self) -> float:
+        """Of all sites together."""
+        return sum(site.trained_s for site in self.sites) / (self.seconds * len(self.sites))
+
+    @property
+    def site_rounds(self) -> int:
+        """Updates merged, over all sites and fragments."""
+        return sum(site.rounds for site in self.sites)

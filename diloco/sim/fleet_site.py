@@ -1,0 +1,327 @@
+"""A site of a fleet: its machine, its place in time, and its link.
+
+A site that trains is not told of versions one by one.  What it would have fetched meanwhile, and when that would have
+been here, follows from when it was published and from the link; it is worked out when something is due, and only the
+newest version is adopted.  Where an adopt keeps what was trained since (``ADOPT_KEEPS_UNSENT``) it makes no difference
+when, between two updates of the fragment, it happens; elsewhere it happens at the boundary at which it would have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import TYPE_CHECKING
+
+from diloco.sim.fleet_link import carry_ns, fetch_bytes
+from diloco.sim.fleet_plan import SiteAccount
+from diloco.sync import effects as fx
+from diloco.sync import events as ev
+from diloco.sync.learner import LearnerSync
+from diloco.sync.options import ADOPT_KEEPS_UNSENT, SECOND_NS
+from diloco.sync.schedule import is_due
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from diloco.sim.fleet import Fleet
+    from diloco.sim.fleet_plan import FleetSite
+
+
+class Site:
+    """One site; ``fleet`` is the rest of the world."""
+
+    def __init__(self, fleet: Fleet, index: int, site: FleetSite) -> None:
+        self.fleet, self.index, self.site, self.heap = fleet, index, site, fleet.heap
+        self.name = f"site-{index:05d}"
+        self.account = SiteAccount()
+        self.machine = LearnerSync(fleet.plan.learner)
+        self._random = Random(f"{fleet.plan.seed}/{index}")
+        self._half_ns = to_ns(site.rtt_s / 2)
+        self._lives = 0
+        self._is_there = False
+        self._since_ns = 0
+        self._began_ns: int | None = None
+        self._step_ns = 0
+        self._turn = 0
+        self._up_free_ns = self._down_free_ns = 0
+        self._arrivals = fleet.arrivals(self._half_ns, site.down_mbps)
+        self._disk: dict[tuple[int, int], tuple[fx.Seal, str]] = {}
+
+    # --- coming and going -----------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The first process, and the calendar of its planned absences."""
+        self._start()
+        for begin_s, end_s in self.site.planned:
+            away_ns = to_ns(end_s - begin_s)
+            self.heap.at(to_ns(begin_s), lambda away_ns=away_ns: self._stop(away_ns))  # type: ignore[misc]
+        self._fail_some_day()
+
+    def _fail_some_day(self) -> None:
+        if self.site.interruptions_per_s:
+            self.heap.after(to_ns(self._random.expovariate(self.site.interruptions_per_s)), self._interrupted)
+
+    def _interrupted(self) -> None:
+        self.account.interruptions += 1
+        self._stop(to_ns(self.site.away_s))
+        self._fail_some_day()
+
+    def _stop(self, away_ns: int) -> None:
+        if not self._is_there or self.machine.state.left:
+            return
+        if self._began_ns is not None:
+            self._advance((self.heap.now_ns - self._began_ns) // self._step_ns)
+        self._end_stretch()
+        self._is_there, self._turn = False, self._turn + 1
+        self.fleet.resting.pop(self.index, None)
+        self._since_ns = self.heap.now_ns
+        life = self._lives
+        timeout_ns = self.fleet.plan.outer.site_timeout_ns
+        if away_ns > timeout_ns:
+            self.heap.after(timeout_ns, lambda: self._silent(life))
+        self.heap.after(away_ns, self._start)
+
+    def _silent(self, life: int) -> None:
+        if self._lives == life and not self._is_there:
+            self.fleet.handle(ev.SiteSilent(self.name))
+
+    def _start(self) -> None:
+        if self._lives:
+            self.account.away_s += (self.heap.now_ns - self._since_ns) / SECOND_NS
+            outbox = {key: digest for key, (_, digest) in self._disk.items()}
+            plain, processed = self.machine.snapshot(), self.machine.state.tokens_processed
+            self.machine = LearnerSync.restore(self.fleet.plan.learner, plain, outbox, processed)
+        self._lives += 1
+        self._is_there, self._since_ns = True, self.heap.now_ns
+        self.fleet.resting[self.index] = self
+        self._soon(self._join)
+
+    def _join(self) -> None:
+        asked = ev.JoinRequested(1, self.name, f"{self.name}/{self._lives}")
+        (answer,) = (each for each in self.fleet.handle(asked) if isinstance(each, fx.AnswerJoin))
+        state, progress = self.fleet.state, self.fleet.machine.progress_ppm()
+        joined = ev.JoinAnswered(
+            state.epoch,
+            answer.incarnation,
+            answer.standings,
+            state.run_tokens(),
+            progress,
+            answer.ending,
+            state.lineage,
+        )
+        self.told(joined)
+
+    def close(self) -> None:
+        """The time is over: what is under way counts as far as it came."""
+        self._end_stretch()
+        if not self._is_there:
+            self.account.away_s += (self.heap.now_ns - self._since_ns) / SECOND_NS
+        whole_s = self.heap.now_ns / SECOND_NS
+        self.account.waited_s = max(0.0, whole_s - self.account.trained_s - self.account.away_s)
+
+    # --- training -------------------------------------------------------------------------------------------------
+
+    def _may_train(self) -> bool:
+        state = self.machine.state
+        if state.stopping or state.left:
+            return False
+        if any(part.base_version < 0 for part in state.fragments):
+            return False
+        lock_step = self.fleet.plan.learner.lock_step
+        return not (lock_step and any(part.in_flight for part in state.fragments))
+
+    def _train(self) -> None:
+        """Go on until something is due, if this site may."""
+        if not self._may_train():
+            self._rest()
+            return
+        self.fleet.resting.pop(self.index, None)
+        jitter = self.site.step_jitter and self.site.step_jitter * (2 * self._random.random() - 1)
+        self._began_ns, self._step_ns = self.heap.now_ns, max(1, to_ns(self.site.step_s * (1 + jitter)))
+        self._until(self.machine.steps_to_act())
+
+    def _rest(self) -> None:
+        """Stand still, and hear of what was published while there was no time to listen."""
+        if self.index in self.fleet.resting:
+            return
+        self.fleet.resting[self.index] = self
+        for fragment, part in enumerate(self.machine.state.fragments):
+            if self.fleet.state.fragments[fragment].version > max(part.fetched, part.base_version):
+                self.told(self.fleet.published(fragment))
+
+    def _until(self, steps: int) -> None:
+        """The boundary after so many steps from the beginning of this stretch is the next one."""
+        self._turn += 1
+        turn = self._turn
+        assert self._began_ns is not None
+        self.heap.at(self._began_ns + steps * self._step_ns, lambda: self._boundary(turn, steps))
+
+    def _boundary(self, turn: int, steps: int) -> None:
+        if turn == self._turn:
+            self._advance(steps)
+            self._end_stretch()
+            self._train()
+
+    def _end_stretch(self) -> None:
+        if self._began_ns is not None:
+            self.account.trained_s += (self.heap.now_ns - self._began_ns) / SECOND_NS
+            self._began_ns = None
+
+    def _advance(self, steps: int) -> None:
+        """So many steps of this stretch are done, with what came in the meantime."""
+        came = self._came(steps)
+        done = 0
+        for boundary in sorted({*came, steps} - {0}):
+            for fragment, version in came.get(boundary, ()):
+                self._take(fragment, version)
+            passed, done = boundary - done, boundary
+            step = self.machine.state.step + passed
+            self.account.steps += passed
+            self._handle(ev.StepDone(step, passed * self.site.tokens_per_step, self._step_ns, step, steps=passed))
+
+    def _came(self, steps: int) -> dict[int, list[tuple[int, int]]]:
+        """Of each fragment the newest version that came in so many steps, by the boundary at which it is adopted."""
+        assert self._began_ns is not None
+        options, state = self.fleet.plan.learner, self.machine.state
+        until_ns = self._began_ns + steps * self._step_ns
+        came: dict[int, list[tuple[int, int]]] = {}
+        for fragment, part in enumerate(state.fragments):
+            keeps = options.adopt in ADOPT_KEEPS_UNSENT
+            if part.fetching or (keeps and not self._comes_due(fragment, steps)):
+                continue
+            here_ns, version = self._arrivals.newest(fragment, until_ns)
+            have = max(part.fetched, part.base_version)
+            if version <= have:
+                continue
+            passed = -(-(here_ns - self._began_ns) // self._step_ns)
+            boundary = steps if keeps else min(max(1, passed, part.held_until - state.step), steps)
+            came.setdefault(boundary, []).append((fragment, version))
+            self.account.bytes_down += fetch_bytes(self.fleet.plan, fragment, have, version)
+        return came
+
+    def _comes_due(self, fragment: int, steps: int) -> bool:
+        options, state = self.fleet.plan.learner, self.machine.state
+        if options.dynamic_steps or state.stopping or state.fragments[fragment].due:
+            return True
+        return is_due(state.step + steps, options.offset(fragment), options.inner_steps, steps)
+
+    # --- versions -------------------------------------------------------------------------------------------------
+
+    def _take(self, fragment: int, version: int) -> None:
+        """A version that was asked for beside training is here."""
+        self._handle(ev.VersionFetched(fragment, version, self._fates(fragment)))
+        if self.fleet.plan.learner.dynamic_steps:  # Nobody else looks at what the news of a version says beside it.
+            self._handle(replace(self.fleet.published(fragment), version=version))
+
+    def _fetch(self, fragment: int) -> None:
+        """A site that stands still asks, and its question is at the syncer now."""
+        plan, part = self.fleet.plan, self.machine.state.fragments[fragment]
+        version = self.fleet.state.fragments[fragment].version
+        size = fetch_bytes(plan, fragment, max(part.fetched, part.base_version), version)
+        self.account.bytes_down += size
+        self._down_free_ns = max(self._down_free_ns, self.heap.now_ns) + carry_ns(size, self.site.down_mbps)
+        here = self._mine(lambda: self._fetched(fragment, version))
+        self.heap.at(self._down_free_ns + self._half_ns, here)
+
+    def _fetched(self, fragment: int, version: int) -> None:
+        self._hear(ev.VersionFetched(fragment, version, self._fates(fragment)))
+
+    def _fates(self, fragment: int) -> tuple[ev.Fate, ...]:
+        """What became of the updates that wait for a word, which comes with a version."""
+        waits = [sent.sequence for sent in self.machine.state.fragments[fragment].undecided()]
+        if not waits:
+            return ()
+        fates = self.fleet.state.sites[self.name].lines[fragment].fates
+        return tuple(fate for fate in fates if fate.sequence in waits)
+
+    # --- the machine ----------------------------------------------------------------------------------------------
+
+    def told(self, event: ev.LearnerEvent) -> None:
+        """The syncer says something."""
+        if self._is_there:
+            self._soon(lambda: self._hear(event))
+
+    def _hear(self, event: ev.LearnerEvent) -> None:
+        self._handle(event)
+        state = self.machine.state
+        acts = state.stopping
+        for part in state.fragments:
+            acts = acts or part.fetched > part.base_version or (part.due and self._began_ns is not None)
+        if self._began_ns is None:
+            if acts:
+                self._handle(ev.BoundaryReached())
+            self._train()
+        elif acts:
+            # It is adopted, or an update made, at the boundary after the step that is under way.
+            passed = -(-(self.heap.now_ns - self._began_ns) // self._step_ns)
+            self._until(max(1, passed))
+
+    def _handle(self, event: ev.LearnerEvent) -> None:
+        """Tell the machine, and carry out what it wants."""
+        for effect in self.machine.handle(event, self.heap.now_ns):
+            match effect:
+                case fx.Join():
+                    self._soon(self._join)
+                case fx.Seal():
+                    self._seal(effect)
+                case fx.Send():
+                    self._send((effect.fragment, effect.sequence))
+                case fx.Forget() | fx.Release():
+                    self._disk.pop((effect.fragment, effect.sequence), None)
+                case fx.Fetch():
+                    fragment = effect.fragment
+                    self._soon(lambda fragment=fragment: self._fetch(fragment))  # type: ignore[misc]
+                case fx.Leave():
+                    self._soon(self._leave)
+
+    def _seal(self, seal: fx.Seal) -> None:
+        digest = f"{self.name}:{seal.fragment}:{seal.sequence}:{self._lives}"
+        self._disk[seal.fragment, seal.sequence] = (seal, digest)
+        self.heap.after(0, self._mine(lambda: self._hear(ev.Sealed(seal.fragment, seal.sequence, digest))))
+
+    def _send(self, key: tuple[int, int]) -> None:
+        size = self.fleet.plan.update_bytes[key[0]]
+        self.account.bytes_up += size
+        self._up_free_ns = max(self._up_free_ns, self.heap.now_ns) + carry_ns(size, self.site.up_mbps)
+        self.heap.at(self._up_free_ns + self._half_ns, self._mine(lambda: self._pushed(key)))
+
+    def _pushed(self, key: tuple[int, int]) -> None:
+        if key not in self._disk:
+            return
+        seal, digest = self._disk[key]
+        update = ev.UpdateArrived(
+            1,
+            self.name,
+            self.machine.state.incarnation,
+            seal.fragment,
+            seal.sequence,
+            seal.base_version,
+            seal.tokens,
+            seal.steps,
+            seal.step_ns,
+            seal.cursor,
+            digest,
+            digest,
+            "",
+            True,
+            seal.final,
+        )
+        (answer,) = (each for each in self.fleet.handle(update) if isinstance(each, fx.AnswerPush))
+        self.told(ev.PushAnswered(*key, answer.outcome, answer.reason))
+
+    def _leave(self) -> None:
+        self.fleet.handle(ev.SiteLeft(1, self.name, self.machine.state.incarnation))
+
+    def _soon(self, do: Callable[[], None]) -> None:
+        """When what is said now has crossed the link."""
+        self.heap.after(self._half_ns, self._mine(do))
+
+    def _mine(self, do: Callable[[], None]) -> Callable[[], None]:
+        """``do``, unless this process has ended by then."""
+        life = self._lives
+        return lambda: do() if self._lives == life and self._is_there else None
+
+
+def to_ns(seconds: float) -> int:
+    """Whole nanoseconds."""
+    return round(seconds * SECOND_NS)
