@@ -34,6 +34,10 @@ UNDO = [
     "diloco replay runs/latest --without site=site-a:versions=1..2 --out without",
     "diloco restore runs/latest --from without",
 ]
+SIM = [
+    "diloco sim experiment=decoupled cluster=local4 network=transatlantic --step-s 0.5 --hours 24",
+    "diloco sim --like runs/latest",
+]
 STANDBY = [
     f"diloco syncer {SECOND} cluster.syncer.listen=127.0.0.1:7077 cluster.replication.mode=sync",
     f"diloco standby follow {SECOND} cluster.syncer.listen=127.0.0.1:7078 cluster.standby.primary=127.0.0.1:7077",
@@ -68,6 +72,8 @@ SHORT: dict[str, list[str]] = {
     "diloco journal show runs/latest": [],
     "diloco canary runs/latest/sites/site-a": [],
     **{line: [] for line in [*CERTS, *UNDO]},
+    SIM[0]: ["--hours=0.5"],
+    SIM[1]: [],
     **{line: [*LONG, "cluster.replication.mode=sync"] for line in STANDBY[:2]},
     STANDBY[2]: LONG,
     STANDBY[3]: [],
@@ -123,7 +129,7 @@ AFTERWARDS = ["diloco report runs/latest", "diloco journal show runs/latest", "d
 LAUNCH = "diloco launch kubernetes --dry-run run.name=first"
 
 
-@pytest.mark.parametrize("command", [*MODEL, LAUNCH, *AFTERWARDS, *UNDO, *CERTS])
+@pytest.mark.parametrize("command", [*MODEL, LAUNCH, *AFTERWARDS, *SIM, *UNDO, *CERTS])
 def test_what_is_asked_of_a_run_afterwards(place: Place, command: str) -> None:
     if "runs/latest" in command:
         assert (place.folder / "runs" / "latest").exists(), "no run was made above"

@@ -39,6 +39,9 @@ def fleet_of(
             raise ConfigError(f"{name} is {value:g}: must not be negative")
     if not config.cluster.sites:
         raise ConfigError("cluster.sites is empty: a simulation needs at least one site")
+    # Leases of data say who draws what, which is nothing here; and several syncers are as one that is fast enough.
+    whole = replace(config.outer, num_syncers=1, syncer_mbps=[])
+    config = replace(config, outer=whole, data=replace(config.data, leased=False))
     outer = build.outer_options(config)
     if seconds is not None:
         outer = replace(outer, run_ns=0, token_budget=0)

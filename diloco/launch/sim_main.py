@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.launch.arguments import load_config, settings_parser
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Mapping, Sequence
 
+    from diloco.launch.likening import Column, MadeRun
     from diloco.sim.fleet_plan import FleetPlan, FleetResult
     from diloco.sim.studies import Study
 
@@ -24,6 +26,7 @@ trains, who waits, who is away, and what crosses the links.  Hours pass in secon
 
   diloco sim experiment=decoupled cluster=local4 network=transatlantic --step-s 0.5 --hours 24
   diloco sim outer.quorum=all --interruptions-per-day 20 --away-s 120
+  diloco sim --like runs/latest                   a run that was made and the same simulated, side by side
   diloco sim +scenario=goodput_decoupled          a published table, and the same found here
   diloco sim +scenario=bandwidth_streaming --json
 
@@ -39,6 +42,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument("--interruptions-per-day", type=float, default=0.0, help="of each site (0)")
     parser.add_argument("--away-s", type=float, default=60.0, help="that each of them takes (60)")
     parser.add_argument("--merge-s", type=float, default=0.0, help="that an outer step takes (0)")
+    parser.add_argument("--like", type=Path, metavar="FOLDER", help="of a run that was made: simulate it, and compare")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     named = [each.removeprefix(SCENARIO) for each in arguments if each.startswith(SCENARIO)]
     given = parser.parse_args([each for each in arguments if not each.startswith(SCENARIO)])
@@ -80,8 +84,14 @@ def _say(
 
 
 def _fleet(given: argparse.Namespace) -> ExitCode:
+    if given.like is not None:
+        if given.config is not None:
+            raise ConfigError("--config and --like: the configuration is that of the run")
+        given.config = given.like / "config.yaml"
     config = load_config(given)
     from diloco.launch.fleeting import fleet_of
+    from diloco.launch.likening import as_made, read_made, simulated
+    from diloco.launch.run_dir import RunDir
     from diloco.sim.fleet import EndlessError, simulate
 
     plan = fleet_of(
@@ -92,14 +102,44 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
         away_s=given.away_s,
         merge_s=given.merge_s,
     )
+    names = list(config.cluster.sites)
+    made = None if given.like is None else read_made(RunDir(given.like))
+    plan = plan if made is None else as_made(plan, names, made)
     began_s = time.monotonic()
     try:
         found = simulate(plan)
     except EndlessError as error:
         raise ConfigError(f"{error}: this run does not end, and --hours says how much of it to simulate") from None
-    told = summary(list(config.cluster.sites), plan, found, time.monotonic() - began_s)
+    told = summary(names, plan, found, time.monotonic() - began_s)
+    if made is not None:
+        told["like"] = likeness(made, simulated(found, names), found.versions)
     print(json.dumps(told) if given.json else "\n".join(lines(told)))
     return ExitCode.OK
+
+
+def likeness(made: MadeRun, found: Mapping[str, Column], versions: Sequence[int]) -> dict[str, object]:
+    """Both columns, as plain values."""
+    return {
+        "versions": {"run": sum(made.versions), "simulation": sum(versions)},
+        "sites": {
+            name: {"run": asdict(made.columns[name]), "simulation": asdict(column)} for name, column in found.items()
+        },
+    }
+
+
+def compared(told: Mapping[str, object]) -> list[str]:
+    """The same for people."""
+    versions, sites = told["versions"], told["sites"]
+    assert isinstance(versions, dict)
+    assert isinstance(sites, dict)
+    head = f"{'':<14}{'':<12}{'steps':>9}{'merged':>9}{'MB up':>10}{'MB down':>10}{'idle':>8}"
+    table = [
+        f"{name if which == 'run' else '':<14}{which:<12}{site['steps']:>9,}{site['updates_merged']:>9,}"
+        f"{site['bytes_up'] / 1e6:>10,.2f}{site['bytes_down'] / 1e6:>10,.2f}{site['idle_share']:>8.1%}"
+        for name, both in sites.items()
+        for which, site in both.items()
+    ]
+    return [head, *table, f"versions: {versions['run']:,} in the run, {versions['simulation']:,} in the simulation"]
 
 
 def summary(names: Sequence[str], plan: FleetPlan, found: FleetResult, took_s: float) -> dict[str, object]:
@@ -146,4 +186,5 @@ def lines(told: dict[str, object]) -> list[str]:
         f"goodput {told['goodput']:.1%}; {sum(versions):,} versions, of {told['sites_per_version']} sites each; "
         f"{told['simulated_s']:,.0f} s in {told['took_s']} s"
     )
-    return [head, *table, ends]
+    like = told.get("like")
+    return [head, *table, ends, *(["", *compared(like)] if isinstance(like, dict) else [])]

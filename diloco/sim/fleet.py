@@ -100,7 +100,7 @@ class Fleet:
                     if self.resting:
                         published = self.published(effect.fragment)
                         for index in sorted(self.resting):
-                            self.resting[index].told(published)
+                            self.resting[index].published(published)
                 case fx.AnnounceFinal():
                     for site in self.sites:
                         site.told(ev.FinalAnnounced(effect.ending))

@@ -20,11 +20,16 @@ class FleetSite:
     step_s: float
     tokens_per_step: int = 1
     step_jitter: float = 0.0
+    """By so large a share the steps between two boundaries may be longer or shorter."""
+    seal_s: float = 0.0
+    """From the boundary at which an update is measured until it can be sent; training goes on meanwhile."""
     up_mbps: float = 0.0
     down_mbps: float = 0.0
     rtt_s: float = 0.0
     interruptions_per_s: float = 0.0
     away_s: float = 0.0
+    starts_s: float = 0.0
+    """When its first process asks to join; before that it is neither there nor away."""
     planned: tuple[tuple[float, float], ...] = ()
     """(begin, end) of maintenance, in seconds from the start."""
 
@@ -52,6 +57,9 @@ class SiteAccount:
     trained_s: float = 0.0
     away_s: float = 0.0
     waited_s: float = 0.0
+    idle_s: float = 0.0
+    """Of ``waited_s`` what lies between its first step and the end of its training, which lasts ``training_s``."""
+    training_s: float = 0.0
     steps: int = 0
     rounds: int = 0
     tokens_merged: int = 0

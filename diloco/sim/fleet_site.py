@@ -40,18 +40,25 @@ class Site:
         self._lives = 0
         self._is_there = False
         self._since_ns = 0
+        self._first_ns: int | None = None
+        self._last_ns: int | None = None
+        """When its first step began, and when its training ended."""
         self._began_ns: int | None = None
         self._step_ns = 0
         self._turn = 0
         self._up_free_ns = self._down_free_ns = 0
         self._arrivals = fleet.arrivals(self._half_ns, site.down_mbps)
+        self._ahead: int | None = None
+        """The fragment of which the next version is waited for at the syncer: that of the update sent last."""
+        self._coming: set[int] = set()
+        """The fragments of which a version is on its way that was waited for there."""
         self._disk: dict[tuple[int, int], tuple[fx.Seal, str]] = {}
 
     # --- coming and going -----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """The first process, and the calendar of its planned absences."""
-        self._start()
+        self.heap.at(to_ns(self.site.starts_s), self._start)
         for begin_s, end_s in self.site.planned:
             away_ns = to_ns(end_s - begin_s)
             self.heap.at(to_ns(begin_s), lambda away_ns=away_ns: self._stop(away_ns))  # type: ignore[misc]
@@ -93,6 +100,8 @@ class Site:
             self.machine = LearnerSync.restore(self.fleet.plan.learner, plain, outbox, processed)
         self._lives += 1
         self._is_there, self._since_ns = True, self.heap.now_ns
+        self._ahead = None
+        self._coming.clear()
         self.fleet.resting[self.index] = self
         self._soon(self._join)
 
@@ -114,10 +123,14 @@ class Site:
     def close(self) -> None:
         """The time is over: what is under way counts as far as it came."""
         self._end_stretch()
-        if not self._is_there:
-            self.account.away_s += (self.heap.now_ns - self._since_ns) / SECOND_NS
-        whole_s = self.heap.now_ns / SECOND_NS
-        self.account.waited_s = max(0.0, whole_s - self.account.trained_s - self.account.away_s)
+        account, now_ns = self.account, self.heap.now_ns
+        if self._lives and not self._is_there:
+            account.away_s += (now_ns - self._since_ns) / SECOND_NS
+        there_s = max(0.0, now_ns / SECOND_NS - self.site.starts_s)
+        account.waited_s = max(0.0, there_s - account.trained_s - account.away_s)
+        if self._first_ns is not None:
+            account.training_s = ((now_ns if self._last_ns is None else self._last_ns) - self._first_ns) / SECOND_NS
+            account.idle_s = max(0.0, account.training_s - account.trained_s - account.away_s)
 
     # --- training -------------------------------------------------------------------------------------------------
 
@@ -136,6 +149,7 @@ class Site:
             self._rest()
             return
         self.fleet.resting.pop(self.index, None)
+        self._first_ns = self.heap.now_ns if self._first_ns is None else self._first_ns
         jitter = self.site.step_jitter and self.site.step_jitter * (2 * self._random.random() - 1)
         self._began_ns, self._step_ns = self.heap.now_ns, max(1, to_ns(self.site.step_s * (1 + jitter)))
         self._until(self.machine.steps_to_act())
@@ -160,6 +174,8 @@ class Site:
         if turn == self._turn:
             self._advance(steps)
             self._end_stretch()
+            if self.machine.state.stopping:
+                self._last_ns = self.heap.now_ns
             self._train()
 
     def _end_stretch(self) -> None:
@@ -178,6 +194,15 @@ class Site:
             step = self.machine.state.step + passed
             self.account.steps += passed
             self._handle(ev.StepDone(step, passed * self.site.tokens_per_step, self._step_ns, step, steps=passed))
+
+    def _catch_up(self) -> None:
+        """The steps that are done by now, which nothing that is heard now changes any more."""
+        if self._began_ns is None or not (done := (self.heap.now_ns - self._began_ns) // self._step_ns):
+            return
+        self._advance(done)
+        self.account.trained_s += done * self._step_ns / SECOND_NS
+        self._began_ns += done * self._step_ns
+        self._until(self.machine.steps_to_act())
 
     def _came(self, steps: int) -> dict[int, list[tuple[int, int]]]:
         """Of each fragment the newest version that came in so many steps, by the boundary at which it is adopted."""
@@ -213,8 +238,16 @@ class Site:
         if self.fleet.plan.learner.dynamic_steps:  # Nobody else looks at what the news of a version says beside it.
             self._handle(replace(self.fleet.published(fragment), version=version))
 
+    def published(self, news: ev.VersionPublished) -> None:
+        """The syncer tells a site that stands still of a version, and sends it where it is waited for."""
+        self.told(news)
+        if self._ahead == news.fragment and self._is_there and news.fragment not in self._coming:
+            self._ahead = None
+            self._coming.add(news.fragment)
+            self._fetch(news.fragment)
+
     def _fetch(self, fragment: int) -> None:
-        """A site that stands still asks, and its question is at the syncer now."""
+        """A site's question is at the syncer now."""
         plan, part = self.fleet.plan, self.machine.state.fragments[fragment]
         version = self.fleet.state.fragments[fragment].version
         size = fetch_bytes(plan, fragment, max(part.fetched, part.base_version), version)
@@ -224,6 +257,7 @@ class Site:
         self.heap.at(self._down_free_ns + self._half_ns, here)
 
     def _fetched(self, fragment: int, version: int) -> None:
+        self._coming.discard(fragment)
         self._hear(ev.VersionFetched(fragment, version, self._fates(fragment)))
 
     def _fates(self, fragment: int) -> tuple[ev.Fate, ...]:
@@ -242,8 +276,10 @@ class Site:
             self._soon(lambda: self._hear(event))
 
     def _hear(self, event: ev.LearnerEvent) -> None:
-        self._handle(event)
         state = self.machine.state
+        if isinstance(event, ev.FinalAnnounced) or any(part.due for part in state.fragments):
+            self._catch_up()
+        self._handle(event)
         acts = state.stopping
         for part in state.fragments:
             acts = acts or part.fetched > part.base_version or (part.due and self._began_ns is not None)
@@ -268,16 +304,19 @@ class Site:
                     self._send((effect.fragment, effect.sequence))
                 case fx.Forget() | fx.Release():
                     self._disk.pop((effect.fragment, effect.sequence), None)
-                case fx.Fetch():
+                case fx.Fetch() if effect.fragment not in self._coming:
                     fragment = effect.fragment
                     self._soon(lambda fragment=fragment: self._fetch(fragment))  # type: ignore[misc]
+                case fx.StopTraining():
+                    self._last_ns = self.heap.now_ns
                 case fx.Leave():
                     self._soon(self._leave)
 
     def _seal(self, seal: fx.Seal) -> None:
         digest = f"{self.name}:{seal.fragment}:{seal.sequence}:{self._lives}"
         self._disk[seal.fragment, seal.sequence] = (seal, digest)
-        self.heap.after(0, self._mine(lambda: self._hear(ev.Sealed(seal.fragment, seal.sequence, digest))))
+        made = ev.Sealed(seal.fragment, seal.sequence, digest)
+        self.heap.after(to_ns(self.site.seal_s), self._mine(lambda: self._hear(made)))
 
     def _send(self, key: tuple[int, int]) -> None:
         size = self.fleet.plan.update_bytes[key[0]]
@@ -307,6 +346,7 @@ class Site:
             seal.final,
         )
         (answer,) = (each for each in self.fleet.handle(update) if isinstance(each, fx.AnswerPush))
+        self._ahead = seal.fragment
         self.told(ev.PushAnswered(*key, answer.outcome, answer.reason))
 
     def _leave(self) -> None:

@@ -25,6 +25,7 @@ def test_sites_links_sizes_and_rules_are_the_runs() -> None:
     numels = [fragment.numel for fragment in build.layout_of(config).fragments]
     assert plan.update_bytes == tuple(make_codec(config.codec.up).payload_bytes_max(numel) for numel in numels)
     assert plan.whole_bytes == tuple(4 * numel for numel in numels)
+    config.data.leased = False
     assert (plan.outer, plan.learner) == (build.outer_options(config), build.learner_options(config))
 
 

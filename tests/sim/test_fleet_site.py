@@ -55,6 +55,15 @@ def test_a_site_that_looks_later_makes_the_same_updates(
         assert site.account.bytes_down == pytest.approx(same.account.bytes_down, rel=0.05), "what nobody looked at yet"
 
 
+def test_the_word_of_the_end_comes_after_what_was_trained_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A last update of each fragment; it once made one of the steps before the last adopt and another of the rest."""
+    sites = (FleetSite(step_s=1.0, rtt_s=0.1), FleetSite(step_s=1.3, rtt_s=0.1), FleetSite(step_s=1.7, rtt_s=0.1))
+    plan = fleet(sites, fragments=4, learner={"adopt": "overwrite"}, seconds=700.0, run_ns=to_ns(600.0))
+    made, _ = made_in(plan, monkeypatch, at_once=False)
+    last = [(name, fragment) for now_ns, name, fragment, *_ in made if now_ns > to_ns(600.0)]
+    assert len(last) == len(set(last)) > 6
+
+
 def test_every_version_crosses_the_link_of_a_site_that_is_there() -> None:
     plan = fleet((FleetSite(step_s=1.0, rtt_s=0.1),) * 3, fragments=2)
     world = Fleet(plan)

@@ -1,0 +1,161 @@
+"""A run that was made beside its simulation: what the simulation is told of it, and what both came to.
+
+Told are what nobody can know without the machine and the text: what an inner step took at each site, when each came,
+what encoding and an outer step took, and what the codec made of an update and of a version.  Found must be everything
+else.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import TYPE_CHECKING
+
+from diloco.launch.errors import ConfigError
+from diloco.launch.eventlog import read_events
+from diloco.launch.history import RunHistory, number, whole
+
+if TYPE_CHECKING:
+    from diloco.launch.eventlog import Event
+    from diloco.launch.records import SiteHistory
+    from diloco.launch.run_dir import RunDir
+    from diloco.sim.fleet_plan import FleetPlan, FleetResult, SiteAccount
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """What one site came to.  ``idle_share`` is of the time from its first step to the end of its training."""
+
+    steps: int
+    updates_merged: int
+    bytes_up: int
+    bytes_down: int
+    idle_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class MadeRun:
+    """``update_bytes`` and ``version_bytes`` are the means of each fragment, None where there was none."""
+
+    step_s: Mapping[str, float]
+    seal_s: Mapping[str, float]
+    starts_s: Mapping[str, float]
+    merge_s: float
+    update_bytes: Sequence[int | None]
+    version_bytes: Sequence[int | None]
+    versions: Sequence[int]
+    columns: Mapping[str, Column]
+
+
+def read_made(folder: RunDir) -> MadeRun:
+    """What ``events.jsonl`` of a run tells."""
+    events, _ = read_events(folder.events) if folder.events.is_file() else ([], 0)
+    history = RunHistory()
+    history.take_all(events)
+    trained = {name: site for name, site in sorted(history.sites.items()) if site.meter("inner_steps")}
+    if not trained or history.ending is None:
+        raise ConfigError(f"{folder.root} is no run that came to its end: there is nothing to liken a simulation to")
+    begins = _joins(events)
+    return MadeRun(
+        step_s={
+            name: (site.meter("train_s") - _idle_s(site)) / site.meter("inner_steps") for name, site in trained.items()
+        },
+        seal_s={name: _seal_s(events, name) for name in trained},
+        starts_s={name: begins.get(name, 0.0) for name in trained},
+        merge_s=_merge_s(events),
+        update_bytes=_mean_bytes(events, "pushed", len(history.layout)),
+        version_bytes=_mean_bytes(events, "published", len(history.layout)),
+        versions=list(history.versions),
+        columns={name: _measured(site) for name, site in trained.items()},
+    )
+
+
+def simulated(found: FleetResult, names: Sequence[str]) -> dict[str, Column]:
+    """The same of a simulation."""
+    return {name: _found(site) for name, site in zip(names, found.sites, strict=True)}
+
+
+def _measured(site: SiteHistory) -> Column:
+    idle = _idle_s(site) / max(site.meter("train_s"), 1e-9)
+    return Column(int(site.meter("inner_steps")), site.merges, site.bytes_up, site.bytes_down, idle)
+
+
+def _found(site: SiteAccount) -> Column:
+    idle = site.idle_s / max(site.training_s, 1e-9)
+    return Column(site.steps, site.rounds, site.bytes_up, site.bytes_down, idle)
+
+
+def _idle_s(site: SiteHistory) -> float:
+    """What training stood still, but for the copies of values, which are work."""
+    return site.meter("stall_s") - site.meter("adopt_s")
+
+
+def _joins(events: Sequence[Event]) -> dict[str, float]:
+    """When the syncer first saw each site, in seconds from the first of them."""
+    seen: dict[str, float] = {}
+    for event in events:
+        if event.get("what") == "site_joined":
+            seen.setdefault(str(event.get("site")), number(event, "at") or 0.0)
+    first = min(seen.values(), default=0.0)
+    return {name: at - first for name, at in seen.items()}
+
+
+def _seal_s(events: Sequence[Event], name: str) -> float:
+    """From the step after which an update was measured until it was made, in the middle."""
+    stepped, took = 0.0, []
+    for event in events:
+        if event.get("who") == name and event.get("what") == "step":
+            stepped = number(event, "at") or 0.0
+        elif event.get("who") == name and event.get("what") == "sealed" and stepped:
+            took.append((number(event, "at") or 0.0) - stepped)
+    return median(took) if took else 0.0
+
+
+def _merge_s(events: Sequence[Event]) -> float:
+    """From the close of a round to its version, in the middle."""
+    closed: dict[int, float] = {}
+    took = []
+    for event in events:
+        at, fragment = number(event, "at") or 0.0, whole(event, "fragment")
+        if event.get("what") == "round_closed":
+            closed[fragment] = at
+        elif event.get("what") == "published" and fragment in closed:
+            took.append(at - closed.pop(fragment))
+    return median(took) if took else 0.0
+
+
+def _mean_bytes(events: Sequence[Event], what: str, fragments: int) -> list[int | None]:
+    sizes: dict[int, list[int]] = defaultdict(list)
+    for event in events:
+        if event.get("what") == what and whole(event, "bytes"):
+            sizes[whole(event, "fragment")].append(whole(event, "bytes"))
+    return [round(sum(sizes[each]) / len(sizes[each])) if sizes[each] else None for each in range(fragments)]
+
+
+def as_made(plan: FleetPlan, names: Sequence[str], made: MadeRun) -> FleetPlan:
+    """The plan of the run's configuration, with what only the run could tell."""
+    missing = [name for name in names if name not in made.step_s]
+    if missing:
+        raise ConfigError(f"cluster.sites has {missing[0]}, which has made no step in the run")
+    pairs = zip(names, plan.sites, strict=True)
+    return replace(
+        plan,
+        sites=tuple(
+            replace(
+                site,
+                step_s=made.step_s[name],
+                seal_s=made.seal_s[name],
+                starts_s=made.starts_s[name],
+            )
+            for name, site in pairs
+        ),
+        merge_s=made.merge_s,
+        update_bytes=_known(made.update_bytes, plan.update_bytes),
+        version_bytes=_known(made.version_bytes, plan.version_bytes),
+    )
+
+
+def _known(measured: Sequence[int | None], otherwise: Sequence[int]) -> tuple[int, ...]:
+    return tuple(size or other for size, other in zip(measured, otherwise, strict=True))

@@ -1,0 +1,63 @@
+"""A run over emulated links and its simulation come to the same: rounds and bytes within 10 %, idle time within 2
+points of wall time.
+
+The simulation is told what only the run can say (what a step and an outer step took, when each site came, what the
+codec made of an update), and finds the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch.processes import TINY, Place, place_in
+
+# Sites that sleep most of the time leave the cores to each other, so that a step takes what it takes.
+SLOW = [f"cluster.sites.{name}.slowdown={times}" for name, times in (("site-a", 3), ("site-b", 4), ("site-c", 5))]
+SETTINGS = [
+    *TINY,
+    *SLOW,
+    "cluster=one",
+    "network=wan",
+    "model.dim=64",
+    "inner.batch_sequences=8",
+    "outer.inner_steps=15",
+]
+RUN = ["run.name=otter", "outer.final_wait_s=5", "run.seconds=60", "scenario=none"]
+BOUND_S = 240.0
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    with place_in(tmp_path) as made:
+        yield made
+
+
+def likened(place: Place, *settings: str) -> dict[str, Any]:
+    """A run, and what ``diloco sim`` says of it."""
+    code, text = place.run("up", *SETTINGS, *RUN, *settings, bound_s=BOUND_S)
+    assert code == 0, text
+    code, text = place.run("sim", "--like", "runs/otter", "--json", bound_s=BOUND_S)
+    assert code == 0, text
+    told = json.loads(text)
+    assert isinstance(told, dict)
+    return told["like"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outer", ["diloco", "decoupled"])
+def test_a_run_and_its_simulation_agree(place: Place, outer: str) -> None:
+    like = likened(place, f"outer={outer}")
+    versions = like["versions"]
+    assert versions["simulation"] == pytest.approx(versions["run"], rel=0.1)
+    for name, both in like["sites"].items():
+        run, simulation = both["run"], both["simulation"]
+        for figure in ("steps", "updates_merged", "bytes_up", "bytes_down"):
+            assert simulation[figure] == pytest.approx(run[figure], rel=0.1), (name, figure, like)
+        assert simulation["idle_share"] == pytest.approx(run["idle_share"], abs=0.02), (name, like)
+    idle = [both["run"]["idle_share"] for both in like["sites"].values()]
+    assert max(idle) > 0.2 or outer != "diloco", "there is something to agree on"
