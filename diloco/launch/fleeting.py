@@ -2,78 +2,147 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from diloco.codec.registry import make_codec
 from diloco.launch import build, connecting
 from diloco.launch.errors import ConfigError
-from diloco.sim.fleet_plan import FleetPlan, FleetSite
+from diloco.launch.scenario import Step, late_sites
+from diloco.launch.up_main import scenario_of
+from diloco.sim.fleet_plan import FleetFault, FleetPlan, FleetSite, Region
 
 if TYPE_CHECKING:
     from diloco.launch.schema import RunConfig
 
 DAY_S = 86_400.0
+FAULTS: Mapping[str, str] = {
+    "kill": "away",
+    "stop": "away",
+    "partition": "cut",
+    "half_open": "cut",
+    "start": "start",
+    "leave": "leave",
+}
+"""What a step of a scenario is in a fleet: who is stopped is away, and half a link carries nothing."""
 
 
-def fleet_of(
-    config: RunConfig,
-    *,
-    step_s: float,
-    seconds: float | None,
-    interruptions_per_day: float,
-    away_s: float,
-    merge_s: float,
-) -> FleetPlan:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Told:
+    """What no configuration says.  ``step_s`` is an inner step of a site that is not slowed down.
+
+    ``interruptions_per_day`` are of each site, ``region_interruptions_per_day`` of each of ``regions``, which are names
+    of sites with commas between them; both keep sites away for ``away_s``.  ``seconds`` None: as long as the run's own
+    configuration says.
+    """
+
+    step_s: float = 0.1
+    seconds: float | None = None
+    interruptions_per_day: float = 0.0
+    away_s: float = 60.0
+    merge_s: float = 0.0
+    regions: Sequence[str] = ()
+    region_interruptions_per_day: float = 0.0
+
+    def __post_init__(self) -> None:
+        hours = 1.0 if self.seconds is None else self.seconds / 3600
+        for name, value in {"--step-s": self.step_s, "--away-s": self.away_s, "--hours": hours}.items():
+            if not value > 0:
+                raise ConfigError(f"{name} is {value:g}: must be above 0")
+        least = {"--interruptions-per-day": self.interruptions_per_day, "--merge-s": self.merge_s}
+        for name, value in (least | {"--region-interruptions-per-day": self.region_interruptions_per_day}).items():
+            if not value >= 0:
+                raise ConfigError(f"{name} is {value:g}: must not be negative")
+
+
+def with_sites(config: RunConfig, count: int) -> RunConfig:
+    """The same with ``count`` sites: those of ``cluster.sites`` over and over."""
+    if count < 1:
+        raise ConfigError(f"--sites is {count}: at least 1")
+    known = list(config.cluster.sites.items())
+    if not known:
+        raise ConfigError("cluster.sites is empty: there is no site to take over and over")
+    sites = dict(known[:count])
+    for place in range(len(known), count):
+        name, site = known[place % len(known)]
+        sites[f"{name}-{place // len(known) + 1}"] = site
+    outer = replace(config.outer, sites_max=max(config.outer.sites_max, count))
+    return replace(config, outer=outer, cluster=replace(config.cluster, sites=sites))
+
+
+def fleet_of(config: RunConfig, told: Told) -> FleetPlan:
     """The sites of ``cluster.sites`` with the links of ``network``, and what each fragment takes in ``codec``.
 
-    ``step_s`` is an inner step of a site that is not slowed down; ``interruptions_per_day`` are of each site.  The run
-    lasts ``seconds``, or None: as long as its own configuration says.
+    What goes wrong at its time is ``scenario``, where one is named.
     """
-    told = {"--step-s": step_s, "--away-s": away_s} | ({} if seconds is None else {"--hours": seconds / 3600})
-    for name, value in told.items():
-        if not value > 0:
-            raise ConfigError(f"{name} is {value:g}: must be above 0")
-    for name, value in {"--interruptions-per-day": interruptions_per_day, "--merge-s": merge_s}.items():
-        if not value >= 0:
-            raise ConfigError(f"{name} is {value:g}: must not be negative")
     if not config.cluster.sites:
         raise ConfigError("cluster.sites is empty: a simulation needs at least one site")
+    names = list(config.cluster.sites)
+    steps = [] if config.scenario is None else scenario_of(config)
+    faults, late = faults_of(steps, names), late_sites(steps)
     # Leases of data say who draws what, which is nothing here; and several syncers are as one that is fast enough.
     whole = replace(config.outer, num_syncers=1, syncer_mbps=[])
     config = replace(config, outer=whole, data=replace(config.data, leased=False))
     outer = build.outer_options(config)
-    if seconds is not None:
+    if told.seconds is not None:
         outer = replace(outer, run_ns=0, token_budget=0)
     elif not (outer.run_ns or outer.token_budget):
         raise ConfigError("run.seconds and run.tokens are null: nothing ends this run, and --hours says how long it is")
-    layout = build.layout_of(config)
+    numels = [fragment.numel for fragment in build.layout_of(config).fragments]
     up, down = make_codec(config.codec.up), make_codec(config.codec.down)
-    numels = [fragment.numel for fragment in layout.fragments]
-    inner = config.inner
-    tokens = inner.batch_sequences * inner.accumulation * (inner.sequence_length or 0)
-    sites = []
-    for name, site in config.cluster.sites.items():
-        link = connecting.link_options(config, name)
-        sites.append(
-            FleetSite(
-                step_s=step_s * site.slowdown,
-                tokens_per_step=tokens * site.nproc,
-                up_mbps=link.mbps if config.network.emulate else 0.0,
-                down_mbps=link.mbps if config.network.emulate else 0.0,
-                rtt_s=link.rtt_ms / 1e3 if config.network.emulate else 0.0,
-                interruptions_per_s=interruptions_per_day / DAY_S,
-                away_s=away_s,
-            )
-        )
     return FleetPlan(
-        sites=tuple(sites),
+        sites=tuple(_site(config, told, name, late=name in late) for name in names),
         outer=outer,
         learner=build.learner_options(config),
         update_bytes=tuple(up.payload_bytes_max(numel) for numel in numels),
         version_bytes=tuple(down.payload_bytes_max(numel) for numel in numels),
         whole_bytes=tuple(4 * numel for numel in numels),
-        merge_s=merge_s,
-        seconds=seconds,
+        merge_s=told.merge_s,
+        faults=faults,
+        regions=tuple(
+            Region(
+                sites=tuple(_place(names, site, region) for site in region.split(",")),
+                interruptions_per_s=told.region_interruptions_per_day / DAY_S,
+                away_s=told.away_s,
+            )
+            for region in told.regions
+        ),
+        seconds=told.seconds,
         seed=config.run.seed,
     )
+
+
+def _site(config: RunConfig, told: Told, name: str, *, late: bool) -> FleetSite:
+    site, link, inner = config.cluster.sites[name], connecting.link_options(config, name), config.inner
+    tokens = inner.batch_sequences * inner.accumulation * (inner.sequence_length or 0)
+    return FleetSite(
+        step_s=told.step_s * site.slowdown,
+        tokens_per_step=tokens * site.nproc,
+        up_mbps=link.mbps if config.network.emulate else 0.0,
+        down_mbps=link.mbps if config.network.emulate else 0.0,
+        rtt_s=link.rtt_ms / 1e3 if config.network.emulate else 0.0,
+        interruptions_per_s=told.interruptions_per_day / DAY_S,
+        away_s=told.away_s,
+        starts_s=inf if late else 0.0,
+    )
+
+
+def faults_of(steps: Sequence[Step], names: Sequence[str]) -> tuple[FleetFault, ...]:
+    """A scenario of ``diloco up`` as what it is to a fleet of these sites; ``ConfigError`` where it is nothing."""
+    faults = []
+    for step in steps:
+        if step.do not in FAULTS:
+            wanted = f"one of {', '.join(FAULTS)}"
+            raise ConfigError(f"line {step.line} of the scenario has do: {step.do}: to simulate, {wanted}")
+        kind, site = (FAULTS[step.do], names.index(step.site)) if step.site else ("pause", None)
+        when = {"at_s": step.at_s, "at_share": step.at_progress}
+        faults.append(FleetFault(kind=kind, site=site, lasts_s=step.for_s, **when))
+    return tuple(faults)
+
+
+def _place(names: Sequence[str], site: str, region: str) -> int:
+    if site not in names:
+        raise ConfigError(f"--region {region} has {site!r}: one of {', '.join(names)}")
+    return names.index(site)

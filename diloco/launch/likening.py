@@ -1,8 +1,8 @@
 """A run that was made beside its simulation: what the simulation is told of it, and what both came to.
 
 Told are what nobody can know without the machine and the text: what an inner step took at each site, when each came,
-what encoding and an outer step took, and what the codec made of an update and of a version.  Found must be everything
-else.
+what encoding and an outer step took, what the codec made of an update and of a version, and what a scenario did.  Found
+must be everything else.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 
 from diloco.launch.errors import ConfigError
 from diloco.launch.eventlog import read_events
+from diloco.launch.fleeting import faults_of
 from diloco.launch.history import RunHistory, number, whole
+from diloco.launch.scenario import Step
 
 if TYPE_CHECKING:
     from diloco.launch.eventlog import Event
@@ -46,6 +48,7 @@ class MadeRun:
     update_bytes: Sequence[int | None]
     version_bytes: Sequence[int | None]
     versions: Sequence[int]
+    faults: Sequence[Step]
     columns: Mapping[str, Column]
 
 
@@ -68,6 +71,7 @@ def read_made(folder: RunDir) -> MadeRun:
         update_bytes=_mean_bytes(events, "pushed", len(history.layout)),
         version_bytes=_mean_bytes(events, "published", len(history.layout)),
         versions=list(history.versions),
+        faults=_faults(events),
         columns={name: _measured(site) for name, site in trained.items()},
     )
 
@@ -113,6 +117,25 @@ def _seal_s(events: Sequence[Event], name: str) -> float:
     return median(took) if took else 0.0
 
 
+def _faults(events: Sequence[Event]) -> list[Step]:
+    """What a scenario did, when and for how long: until the process that was killed was there again."""
+    first = [(number(each, "at") or 0.0) - (number(each, "step_s") or 0.0) for each in events if each["what"] == "step"]
+    steps = []
+    for place, event in enumerate(events):
+        if event.get("what") != "fault":
+            continue
+        what, target, at = str(event.get("fault")), str(event.get("target")), number(event, "at") or 0.0
+        again = [
+            number(later, "at") or 0.0
+            for later in events[place:]
+            if (later.get("what"), later.get("site")) == ("site_joined", target)
+            or (later.get("what"), later.get("who")) == ("syncer_started", target)
+        ]
+        lasts_s = again[0] - at if what == "kill" and again else number(event, "seconds")
+        steps.append(Step(do=what, target=target, at_s=max(0.0, at - min(first)), for_s=lasts_s))
+    return steps
+
+
 def _merge_s(events: Sequence[Event]) -> float:
     """From the close of a round to its version, in the middle."""
     closed: dict[int, float] = {}
@@ -152,6 +175,7 @@ def as_made(plan: FleetPlan, names: Sequence[str], made: MadeRun) -> FleetPlan:
             for name, site in pairs
         ),
         merge_s=made.merge_s,
+        faults=faults_of(made.faults, names),
         update_bytes=_known(made.update_bytes, plan.update_bytes),
         version_bytes=_known(made.version_bytes, plan.version_bytes),
     )

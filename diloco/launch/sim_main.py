@@ -26,6 +26,8 @@ trains, who waits, who is away, and what crosses the links.  Hours pass in secon
 
   diloco sim experiment=decoupled cluster=local4 network=transatlantic --step-s 0.5 --hours 24
   diloco sim outer.quorum=all --interruptions-per-day 20 --away-s 120
+  diloco sim --hours 24 --region site-a,site-b --region-interruptions-per-day 2
+  diloco sim scenario=demo                        with the faults that diloco up plays
   diloco sim --like runs/latest                   a run that was made and the same simulated, side by side
   diloco sim +scenario=goodput_decoupled          a published table, and the same found here
   diloco sim +scenario=bandwidth_streaming --json
@@ -41,7 +43,10 @@ def main(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument("--hours", type=float, help="that the run lasts (until its run.seconds or run.tokens)")
     parser.add_argument("--interruptions-per-day", type=float, default=0.0, help="of each site (0)")
     parser.add_argument("--away-s", type=float, default=60.0, help="that each of them takes (60)")
+    parser.add_argument("--region", action="append", default=[], metavar="SITE,SITE", help="sites that fail together")
+    parser.add_argument("--region-interruptions-per-day", type=float, default=0.0, help="of each region (0)")
     parser.add_argument("--merge-s", type=float, default=0.0, help="that an outer step takes (0)")
+    parser.add_argument("--sites", type=int, metavar="N", help="so many, those of cluster.sites over and over")
     parser.add_argument("--like", type=Path, metavar="FOLDER", help="of a run that was made: simulate it, and compare")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     named = [each.removeprefix(SCENARIO) for each in arguments if each.startswith(SCENARIO)]
@@ -87,21 +92,27 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
     if given.like is not None:
         if given.config is not None:
             raise ConfigError("--config and --like: the configuration is that of the run")
+        if given.sites is not None:
+            raise ConfigError("--sites and --like: the sites are those of the run")
         given.config = given.like / "config.yaml"
     config = load_config(given)
-    from diloco.launch.fleeting import fleet_of
+    from diloco.launch.fleeting import Told, fleet_of, with_sites
     from diloco.launch.likening import as_made, read_made, simulated
     from diloco.launch.run_dir import RunDir
     from diloco.sim.fleet import EndlessError, simulate
 
-    plan = fleet_of(
-        config,
+    told = Told(
         step_s=given.step_s,
         seconds=None if given.hours is None else 3600 * given.hours,
         interruptions_per_day=given.interruptions_per_day,
         away_s=given.away_s,
         merge_s=given.merge_s,
+        regions=given.region,
+        region_interruptions_per_day=given.region_interruptions_per_day,
     )
+    if given.sites is not None:
+        config = with_sites(config, given.sites)
+    plan = fleet_of(config, told)
     names = list(config.cluster.sites)
     made = None if given.like is None else read_made(RunDir(given.like))
     plan = plan if made is None else as_made(plan, names, made)
@@ -110,10 +121,10 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
         found = simulate(plan)
     except EndlessError as error:
         raise ConfigError(f"{error}: this run does not end, and --hours says how much of it to simulate") from None
-    told = summary(names, plan, found, time.monotonic() - began_s)
+    figures = summary(names, plan, found, time.monotonic() - began_s)
     if made is not None:
-        told["like"] = likeness(made, simulated(found, names), found.versions)
-    print(json.dumps(told) if given.json else "\n".join(lines(told)))
+        figures["like"] = likeness(made, simulated(found, names), found.versions)
+    print(json.dumps(figures) if given.json else "\n".join(lines(figures)))
     return ExitCode.OK
 
 

@@ -6,7 +6,7 @@ a version on its down-link, one after the other; a site fails as often as its ch
 to go on without the lost one, and goes on from where it was.
 
 What this does not have, and ``swarm`` does: messages that are lost, come twice or overtake each other, disks, and a
-syncer that dies.
+syncer that dies (it may do nothing for a while).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from diloco.sim.fleet_faults import Faults
 from diloco.sim.fleet_link import Arrivals
 from diloco.sim.fleet_plan import FleetPlan, FleetResult
 from diloco.sim.fleet_site import Site, to_ns
@@ -70,11 +71,14 @@ class Fleet:
         self._arrivals: dict[tuple[int, float], Arrivals] = {}
         self.closed = self._merged = 0
         self._planned_ns: int | None = None
+        self.paused_until_ns = 0
+        """Until then the syncer does nothing, and nobody reaches it."""
         self.sites = [Site(self, index, site) for index, site in enumerate(plan.sites)]
         self._by_name = {site.name: site for site in self.sites}
         self.handle(ev.SyncerStarted(1))
         for site in self.sites:
             site.begin()
+        self._faults: Faults | None = Faults(self)
 
     @property
     def state(self) -> OuterState:
@@ -90,7 +94,7 @@ class Fleet:
                     self.closed += 1
                     self._merged += len(effect.contributions)
                     done = ev.OuterStepDone(effect.fragment, effect.version, "v", "d")
-                    self.heap.after(to_ns(self.plan.merge_s), partial(self.handle, done))
+                    self.heap.after(to_ns(self.plan.merge_s), partial(self.told, done))
                 case fx.TellFate():
                     self._by_name[effect.site].told(ev.FateTold(effect.fate))
                 case fx.PublishVersion():
@@ -106,6 +110,28 @@ class Fleet:
                         site.told(ev.FinalAnnounced(effect.ending))
         self._wait()
         return effects
+
+    def told(self, event: ev.OuterEvent) -> None:
+        """The same of what nobody is answered, when the syncer does anything again."""
+        if self.heap.now_ns < self.paused_until_ns:
+            self.heap.at(self.paused_until_ns, partial(self.told, event))
+        else:
+            self.handle(event)
+
+    def pause(self, lasts_ns: int) -> None:
+        """The syncer does nothing for so long; what is told to it waits."""
+        self.paused_until_ns = max(self.paused_until_ns, self.heap.now_ns + lasts_ns)
+
+    def first_step(self) -> None:
+        """A site begins to train."""
+        if self._faults is not None:
+            faults, self._faults = self._faults, None
+            faults.first_step()
+
+    def share_done(self) -> float:
+        """Of the run: by its tokens or its time, or of the time that is simulated."""
+        share = self.machine.progress_ppm() / 1e6
+        return max(share, self.heap.now_ns / to_ns(self.plan.seconds)) if self.plan.seconds else share
 
     def arrivals(self, half_ns: int, mbps: float) -> Arrivals:
         """What comes over a link like that, which is the same for all sites that have one."""
@@ -149,4 +175,4 @@ class Fleet:
     def _pass(self, instant_ns: int) -> None:
         if self._planned_ns == instant_ns:
             self._planned_ns = None
-            self.handle(ev.DeadlinePassed())
+            self.told(ev.DeadlinePassed())

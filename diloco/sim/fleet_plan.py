@@ -29,9 +29,33 @@ class FleetSite:
     interruptions_per_s: float = 0.0
     away_s: float = 0.0
     starts_s: float = 0.0
-    """When its first process asks to join; before that it is neither there nor away."""
+    """When its first process asks to join; before that it is neither there nor away.  Infinite: a fault starts it."""
     planned: tuple[tuple[float, float], ...] = ()
     """(begin, end) of maintenance, in seconds from the start."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FleetFault:
+    """What happens to a site at ``at_s`` seconds from the first step of any, or when ``at_share`` of the run is done.
+
+    ``kind``: "away": it stops; "cut": nothing crosses its link; "start": it comes only now; "leave": it goes for good;
+    "pause", of no site: the syncer does nothing.  ``lasts_s`` None is for good.
+    """
+
+    kind: str
+    site: int | None
+    at_s: float | None = None
+    at_share: float | None = None
+    lasts_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Region:
+    """Sites that fail together, each for ``away_s``: those of one grid, or of one operator."""
+
+    sites: tuple[int, ...]
+    interruptions_per_s: float
+    away_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +69,8 @@ class FleetPlan:
     version_bytes: tuple[int, ...]
     whole_bytes: tuple[int, ...]
     merge_s: float = 0.0
+    faults: tuple[FleetFault, ...] = ()
+    regions: tuple[Region, ...] = ()
     seconds: float | None = 3600.0
     """None: until the run ends by itself, which it may do earlier as well."""
     seed: int = 0

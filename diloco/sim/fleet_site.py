@@ -9,6 +9,7 @@ when, between two updates of the fragment, it happens; elsewhere it happens at t
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,10 @@ class Site:
         self._lives = 0
         self._is_there = False
         self._since_ns = 0
+        self._there_ns: int | None = None
+        self._gone_ns: int | None = None
+        """When it was there for the first time, and when it left a run that goes on."""
+        self._cut_from_ns = self._cut_until_ns = 0
         self._first_ns: int | None = None
         self._last_ns: int | None = None
         """When its first step began, and when its training ended."""
@@ -58,22 +63,53 @@ class Site:
 
     def begin(self) -> None:
         """The first process, and the calendar of its planned absences."""
-        self.heap.at(to_ns(self.site.starts_s), self._start)
+        if self.site.starts_s < inf:
+            self.heap.at(to_ns(self.site.starts_s), self._start)
         for begin_s, end_s in self.site.planned:
             away_ns = to_ns(end_s - begin_s)
-            self.heap.at(to_ns(begin_s), lambda away_ns=away_ns: self._stop(away_ns))  # type: ignore[misc]
+            self.heap.at(to_ns(begin_s), lambda away_ns=away_ns: self.stop(away_ns))  # type: ignore[misc]
         self._fail_some_day()
 
     def _fail_some_day(self) -> None:
         if self.site.interruptions_per_s:
-            self.heap.after(to_ns(self._random.expovariate(self.site.interruptions_per_s)), self._interrupted)
+            self.heap.after(to_ns(self._random.expovariate(self.site.interruptions_per_s)), self._fails)
 
-    def _interrupted(self) -> None:
-        self.account.interruptions += 1
-        self._stop(to_ns(self.site.away_s))
+    def _fails(self) -> None:
+        self.interrupted(to_ns(self.site.away_s))
         self._fail_some_day()
 
-    def _stop(self, away_ns: int) -> None:
+    def interrupted(self, away_ns: int) -> None:
+        """It fails, by itself or with others."""
+        self.account.interruptions += 1
+        self.stop(away_ns)
+
+    def start(self) -> None:
+        """The first process of a site that was not there before."""
+        if not self._lives:
+            self._start()
+
+    def asked_to_leave(self) -> None:
+        """It sends what it has, and goes for good."""
+        if self._is_there:
+            self._hear(ev.LeaveAsked())
+
+    def cut(self, lasts_ns: int) -> None:
+        """Nothing crosses its link for so long; what is on its way comes when that is over."""
+        self._cut_from_ns, self._cut_until_ns = self.heap.now_ns, self.heap.now_ns + lasts_ns
+        if lasts_ns > self.fleet.plan.outer.site_timeout_ns:
+            self.heap.after(self.fleet.plan.outer.site_timeout_ns, self._unheard)
+            self.heap.after(lasts_ns, self._heard)
+
+    def _unheard(self) -> None:
+        if self._lives and self.heap.now_ns < self._cut_until_ns:
+            self.fleet.told(ev.SiteSilent(self.name))
+
+    def _heard(self) -> None:
+        if self._is_there and self.name in self.fleet.state.sites:
+            self.fleet.told(ev.SiteHeard(self.name))
+
+    def stop(self, away_ns: int | None) -> None:
+        """It is away for so long, or for good."""
         if not self._is_there or self.machine.state.left:
             return
         if self._began_ns is not None:
@@ -84,16 +120,19 @@ class Site:
         self._since_ns = self.heap.now_ns
         life = self._lives
         timeout_ns = self.fleet.plan.outer.site_timeout_ns
-        if away_ns > timeout_ns:
+        if away_ns is None or away_ns > timeout_ns:
             self.heap.after(timeout_ns, lambda: self._silent(life))
-        self.heap.after(away_ns, self._start)
+        if away_ns is not None:
+            self.heap.after(away_ns, self._start)
 
     def _silent(self, life: int) -> None:
         if self._lives == life and not self._is_there:
-            self.fleet.handle(ev.SiteSilent(self.name))
+            self.fleet.told(ev.SiteSilent(self.name))
 
     def _start(self) -> None:
-        if self._lives:
+        if not self._lives:
+            self._there_ns = self.heap.now_ns
+        else:
             self.account.away_s += (self.heap.now_ns - self._since_ns) / SECOND_NS
             outbox = {key: digest for key, (_, digest) in self._disk.items()}
             plain, processed = self.machine.snapshot(), self.machine.state.tokens_processed
@@ -122,11 +161,13 @@ class Site:
 
     def close(self) -> None:
         """The time is over: what is under way counts as far as it came."""
-        self._end_stretch()
         account, now_ns = self.account, self.heap.now_ns
+        if self._began_ns is not None:
+            account.steps += (now_ns - self._began_ns) // self._step_ns
+        self._end_stretch()
         if self._lives and not self._is_there:
             account.away_s += (now_ns - self._since_ns) / SECOND_NS
-        there_s = max(0.0, now_ns / SECOND_NS - self.site.starts_s)
+        there_s = 0.0 if self._there_ns is None else ((self._gone_ns or now_ns) - self._there_ns) / SECOND_NS
         account.waited_s = max(0.0, there_s - account.trained_s - account.away_s)
         if self._first_ns is not None:
             account.training_s = ((now_ns if self._last_ns is None else self._last_ns) - self._first_ns) / SECOND_NS
@@ -149,7 +190,9 @@ class Site:
             self._rest()
             return
         self.fleet.resting.pop(self.index, None)
-        self._first_ns = self.heap.now_ns if self._first_ns is None else self._first_ns
+        if self._first_ns is None:
+            self._first_ns = self.heap.now_ns
+            self.fleet.first_step()
         jitter = self.site.step_jitter and self.site.step_jitter * (2 * self._random.random() - 1)
         self._began_ns, self._step_ns = self.heap.now_ns, max(1, to_ns(self.site.step_s * (1 + jitter)))
         self._until(self.machine.steps_to_act())
@@ -214,7 +257,8 @@ class Site:
             keeps = options.adopt in ADOPT_KEEPS_UNSENT
             if part.fetching or (keeps and not self._comes_due(fragment, steps)):
                 continue
-            here_ns, version = self._arrivals.newest(fragment, until_ns)
+            crossed_ns = self._cut_from_ns if self._cut_from_ns <= until_ns < self._cut_until_ns else until_ns
+            here_ns, version = self._arrivals.newest(fragment, crossed_ns)
             have = max(part.fetched, part.base_version)
             if version <= have:
                 continue
@@ -253,8 +297,7 @@ class Site:
         size = fetch_bytes(plan, fragment, max(part.fetched, part.base_version), version)
         self.account.bytes_down += size
         self._down_free_ns = max(self._down_free_ns, self.heap.now_ns) + carry_ns(size, self.site.down_mbps)
-        here = self._mine(lambda: self._fetched(fragment, version))
-        self.heap.at(self._down_free_ns + self._half_ns, here)
+        self._over(self._down_free_ns + self._half_ns, lambda: self._fetched(fragment, version))
 
     def _fetched(self, fragment: int, version: int) -> None:
         self._coming.discard(fragment)
@@ -277,7 +320,7 @@ class Site:
 
     def _hear(self, event: ev.LearnerEvent) -> None:
         state = self.machine.state
-        if isinstance(event, ev.FinalAnnounced) or any(part.due for part in state.fragments):
+        if isinstance(event, ev.FinalAnnounced | ev.LeaveAsked) or any(part.due for part in state.fragments):
             self._catch_up()
         self._handle(event)
         acts = state.stopping
@@ -310,6 +353,7 @@ class Site:
                 case fx.StopTraining():
                     self._last_ns = self.heap.now_ns
                 case fx.Leave():
+                    self._gone_ns = self.heap.now_ns if effect.ending is None else None
                     self._soon(self._leave)
 
     def _seal(self, seal: fx.Seal) -> None:
@@ -322,7 +366,7 @@ class Site:
         size = self.fleet.plan.update_bytes[key[0]]
         self.account.bytes_up += size
         self._up_free_ns = max(self._up_free_ns, self.heap.now_ns) + carry_ns(size, self.site.up_mbps)
-        self.heap.at(self._up_free_ns + self._half_ns, self._mine(lambda: self._pushed(key)))
+        self._over(self._up_free_ns + self._half_ns, lambda: self._pushed(key))
 
     def _pushed(self, key: tuple[int, int]) -> None:
         if key not in self._disk:
@@ -354,7 +398,19 @@ class Site:
 
     def _soon(self, do: Callable[[], None]) -> None:
         """When what is said now has crossed the link."""
-        self.heap.after(self._half_ns, self._mine(do))
+        self._over(self.heap.now_ns + self._half_ns, do)
+
+    def _over(self, instant_ns: int, do: Callable[[], None]) -> None:
+        """``do`` when what crosses the link arrives, which waits for the link and for the syncer."""
+
+        def arrive() -> None:
+            open_ns = max(self._cut_until_ns, self.fleet.paused_until_ns)
+            if self.heap.now_ns < open_ns:
+                self._over(open_ns + self._half_ns, do)
+            else:
+                do()
+
+        self.heap.at(instant_ns, self._mine(arrive))
 
     def _mine(self, do: Callable[[], None]) -> Callable[[], None]:
         """``do``, unless this process has ended by then."""

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
 import pytest
 
 from diloco.codec.registry import make_codec
 from diloco.launch import build
 from diloco.launch.config import compose
 from diloco.launch.errors import ConfigError
-from diloco.launch.fleeting import fleet_of
+from diloco.launch.fleeting import Told, fleet_of, with_sites
+from diloco.sim.fleet_plan import FleetFault, Region
 from tests.launch.processes import TINY
 
-TIMES = {"step_s": 0.5, "seconds": None, "interruptions_per_day": 0.0, "away_s": 1.0, "merge_s": 0.0}
+TIMES = Told(step_s=0.5, away_s=1.0)
 
 
 def test_sites_links_sizes_and_rules_are_the_runs() -> None:
     config = compose(
         [*TINY, "cluster=local4", "network=wan_bad", "outer.num_fragments=3", "cluster.sites.site-b.slowdown=2"]
     )
-    plan = fleet_of(config, **TIMES)
+    plan = fleet_of(config, TIMES)
     assert [site.step_s for site in plan.sites][:2] == [0.5, 1.0]
     assert (plan.sites[0].up_mbps, plan.sites[0].rtt_s) == (20.0, 0.15)
     assert plan.sites[3].rtt_s == 0.2
@@ -33,15 +38,65 @@ def test_no_sites_are_no_fleet() -> None:
     config = compose(TINY)
     config.cluster.sites = {}
     with pytest.raises(ConfigError, match=r"cluster\.sites is empty"):
-        fleet_of(config, **TIMES)
+        fleet_of(config, TIMES)
 
 
 def test_a_run_lasts_as_long_as_is_asked_for_or_until_it_ends_by_itself() -> None:
     config = compose([*TINY, "cluster=local3", "run.seconds=30", "run.tokens=1000"])
-    plan = fleet_of(config, **TIMES)
+    plan = fleet_of(config, TIMES)
     assert (plan.seconds, plan.outer.run_ns, plan.outer.token_budget) == (None, 30 * 10**9, 1000)
-    plan = fleet_of(config, **{**TIMES, "seconds": 60.0})
+    plan = fleet_of(config, replace(TIMES, seconds=60.0))
     assert (plan.seconds, plan.outer.run_ns, plan.outer.token_budget) == (60.0, 0, 0)
     config.run.seconds = config.run.tokens = None
     with pytest.raises(ConfigError, match=r"run\.seconds and run\.tokens are null"):
-        fleet_of(config, **TIMES)
+        fleet_of(config, TIMES)
+
+
+def test_a_scenario_of_a_run_is_one_of_its_fleet(tmp_path: Path) -> None:
+    file = tmp_path / "faults.yaml"
+    file.write_text(
+        "- {at_s: 30, do: kill, target: site-b, for_s: 8}\n"
+        "- {at_progress: 0.5, do: partition, target: 'link:site-a', for_s: 10}\n"
+        "- {at_s: 40, do: kill, target: syncer, for_s: 3}\n"
+        "- {at_s: 50, do: start, target: site-c}\n"
+    )
+    plan = fleet_of(compose([*TINY, "cluster=local3", f"scenario={file}"]), TIMES)
+    assert plan.faults == (
+        FleetFault(kind="away", site=1, at_s=30.0, lasts_s=8.0),
+        FleetFault(kind="cut", site=0, at_share=0.5, lasts_s=10.0),
+        FleetFault(kind="pause", site=None, at_s=40.0, lasts_s=3.0),
+        FleetFault(kind="start", site=2, at_s=50.0),
+    )
+    assert [site.starts_s for site in plan.sites] == [0.0, 0.0, inf]
+    file.write_text("- {at_s: 30, do: reset, target: 'link:site-b'}")
+    with pytest.raises(ConfigError, match=r"line 1 of the scenario has do: reset: to simulate, one of kill, stop,"):
+        fleet_of(compose([*TINY, "cluster=local3", f"scenario={file}"]), TIMES)
+    assert fleet_of(compose([*TINY, "cluster=local3"]), TIMES).faults == (), "the demo is for diloco up"
+
+
+def test_regions_are_sites_that_fail_together() -> None:
+    config = compose([*TINY, "cluster=local3"])
+    plan = fleet_of(config, replace(TIMES, regions=["site-c,site-a"], region_interruptions_per_day=86_400.0))
+    assert plan.regions == (Region(sites=(2, 0), interruptions_per_s=1.0, away_s=1.0),)
+    with pytest.raises(ConfigError, match=r"--region site-a,site-z has 'site-z': one of site-a, site-b, site-c"):
+        fleet_of(config, replace(TIMES, regions=["site-a,site-z"]))
+
+
+def test_many_sites_are_those_that_there_are_over_and_over() -> None:
+    config = compose([*TINY, "cluster=local3"])
+    many = with_sites(config, 20)
+    assert list(many.cluster.sites)[:7] == [
+        "site-a",
+        "site-b",
+        "site-c",
+        "site-a-2",
+        "site-b-2",
+        "site-c-2",
+        "site-a-3",
+    ]
+    steps = [site.step_s for site in fleet_of(many, TIMES).sites]
+    assert steps == pytest.approx([0.5 * (1.0, 1.25, 1.6)[place % 3] for place in range(20)])
+    assert many.outer.sites_max == 20
+    assert list(with_sites(config, 2).cluster.sites) == ["site-a", "site-b"]
+    with pytest.raises(ConfigError, match="--sites is 0: at least 1"):
+        with_sites(config, 0)

@@ -15,6 +15,7 @@ from diloco.launch.errors import ConfigError
 from diloco.launch.fleeting import fleet_of
 from diloco.launch.likening import Column, as_made, read_made, simulated
 from diloco.launch.run_dir import RunDir
+from diloco.launch.scenario import Step
 from diloco.sim.fleet_plan import FleetResult, SiteAccount
 from tests.launch.processes import TINY
 from tests.launch.test_fleeting import TIMES
@@ -31,6 +32,9 @@ EVENTS: list[dict[str, Any]] = [
     {"at": 105.0, "who": "syncer", "what": "round_closed", "fragment": 0, "version": 1},
     {"at": 105.1, "who": "syncer", "what": "outer_step", "fragment": 0, "version": 1, "sites": {"site-a": 1.0}},
     {"at": 105.2, "who": "syncer", "what": "published", "fragment": 0, "version": 1, "bytes": 700},
+    {"at": 106.0, "who": "up", "what": "fault", "fault": "kill", "target": "site-a", "seconds": 2.0},
+    {"at": 107.0, "who": "up", "what": "fault", "fault": "partition", "target": "link:site-b", "seconds": 1.5},
+    {"at": 108.75, "who": "syncer", "what": "site_joined", "site": "site-a"},
     {"at": 110.0, "who": "site-a", "what": "meter", **METER},
     {"at": 110.0, "who": "site-b", "what": "meter", **METER, "inner_steps": 10, "stall_s": 0.0, "adopt_s": 0.0},
     {"at": 110.0, "who": "up", "what": "link", "site": "site-a", "bytes_up": 900, "bytes_down": 9000},
@@ -53,16 +57,21 @@ def test_what_the_run_tells(tmp_path: Path) -> None:
     assert made.seal_s == {"site-a": 0.25, "site-b": 0.0}
     assert made.merge_s == pytest.approx(0.2)
     assert (made.update_bytes, made.version_bytes, made.versions) == ([400, None], [700, None], [1])
+    assert made.faults == [
+        Step(do="kill", target="site-a", at_s=2.5, for_s=2.75),
+        Step(do="partition", target="link:site-b", at_s=3.5, for_s=1.5),
+    ]
     assert made.columns["site-a"] == Column(20, 1, 900, 9000, pytest.approx(5 / 15))
 
 
 def test_the_plan_has_it_and_keeps_the_rest(tmp_path: Path) -> None:
     made = read_made(run_in(tmp_path, EVENTS))
     config = compose([*TINY, "outer.num_fragments=2", "cluster=one", "cluster.sites.site-b.slowdown=3"])
-    before = fleet_of(config, **TIMES)
+    before = fleet_of(config, TIMES)
     plan = as_made(before, ["site-a", "site-b"], made)
     assert [(site.step_s, site.starts_s, site.seal_s) for site in plan.sites] == [(0.5, 2.5, 0.25), (1.5, 0.0, 0.0)]
     assert plan.update_bytes == (400, before.update_bytes[1])
+    assert [(fault.kind, fault.site) for fault in plan.faults] == [("away", 0), ("cut", 1)]
     assert plan.sites[0].rtt_s == before.sites[0].rtt_s
     with pytest.raises(ConfigError, match="site-z, which has made no step"):
         as_made(before, ["site-a", "site-z"], made)

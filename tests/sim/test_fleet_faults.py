@@ -1,0 +1,82 @@
+"""What goes wrong at its time, and to several sites at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from diloco.sim.fleet import simulate
+from diloco.sim.fleet_plan import FleetFault, FleetPlan, Region
+from diloco.sync.options import SECOND_NS
+from tests.sim.test_fleet import FleetSite, check, fleet
+
+HOUR_S = 3600.0
+TIMEOUT_NS = 15 * SECOND_NS
+
+
+def with_fault(fault: FleetFault, sites: int = 2, starts_s: float = 0.0, **rules: object) -> FleetPlan:
+    each = (FleetSite(step_s=1.0, rtt_s=0.1), FleetSite(step_s=1.0, rtt_s=0.1, starts_s=starts_s))
+    return replace(fleet(each[:sites], site_timeout_ns=TIMEOUT_NS, **rules), faults=(fault,))
+
+
+@pytest.mark.parametrize("when", [{"at_s": 900.0}, {"at_share": 0.25}])
+def test_a_killed_site_is_away_for_its_time_and_the_other_goes_on(when: dict[str, float]) -> None:
+    plan = with_fault(FleetFault(kind="away", site=1, lasts_s=300.0, **when))
+    found = simulate(plan)
+    check(plan, found)
+    assert [site.away_s for site in found.sites] == [0.0, pytest.approx(300.0)]
+    assert found.sites[0].trained_s > HOUR_S - 1
+    assert found.sites[1].steps == pytest.approx(3300, abs=3)
+    assert found.sites[1].rounds == pytest.approx(3300 / 24, abs=2)
+
+
+def test_a_site_that_is_killed_for_good_does_not_come_back() -> None:
+    found = simulate(with_fault(FleetFault(kind="away", site=1, at_s=600.0)))
+    assert found.sites[1].away_s == pytest.approx(3000, abs=1)
+    assert found.sites[1].steps == pytest.approx(600, abs=2)
+
+
+def test_behind_a_cut_link_a_site_trains_on_and_its_updates_come_late() -> None:
+    plan = with_fault(FleetFault(kind="cut", site=1, at_s=1000.0, lasts_s=1000.0), quorum="all")
+    found = simulate(plan)
+    check(plan, found)
+    assert found.sites[1].steps == pytest.approx(3600, abs=2), "it never waits for the syncer"
+    # Once it has been silent for its lease the rounds go on without it; of what it made, its window holds two.
+    assert found.sites[0].rounds == pytest.approx(150, abs=3)
+    assert found.sites[1].rounds == pytest.approx((3600 - 1000) / 24, abs=4)
+    assert found.sites[1].tokens_merged > 3500, "and nothing of it is lost"
+
+
+def test_a_syncer_that_does_nothing_holds_back_versions_and_nobody_who_trains() -> None:
+    fault = FleetFault(kind="pause", site=None, at_s=1000.0, lasts_s=600.0)
+    calm, plan = with_fault(replace(fault, at_s=10 * HOUR_S)), with_fault(fault)
+    found = simulate(plan)
+    check(plan, found)
+    assert all(site.trained_s > HOUR_S - 1 for site in found.sites)
+    assert sum(simulate(calm).versions) - sum(found.versions) == pytest.approx(2 * 600 / 24 - 2, abs=5)
+    lock_step = {"lock_step": True, "updates_in_flight_max": 1, "adopt": "overwrite"}
+    waits = simulate(with_fault(fault, quorum="all", updates_in_flight_max=1, learner=lock_step))
+    assert all(500 < site.waited_s < 800 for site in waits.sites)
+
+
+def test_a_site_may_come_late_or_leave_for_good() -> None:
+    late = simulate(with_fault(FleetFault(kind="start", site=1, at_s=1600.0), starts_s=float("inf")))
+    assert late.sites[1].steps == pytest.approx(2000, abs=3)
+    assert late.sites[1].waited_s < 1, "it was not there before"
+    left = simulate(with_fault(FleetFault(kind="leave", site=1, at_s=1600.0)))
+    assert left.sites[1].steps == left.sites[1].tokens_merged == pytest.approx(1600, abs=3)
+    assert left.sites[1].waited_s < 1, "and is gone afterwards"
+
+
+def test_the_sites_of_a_region_fail_together_and_the_others_do_not() -> None:
+    site = FleetSite(step_s=1.0, rtt_s=0.1)
+    region = Region(sites=(0, 2), interruptions_per_s=1 / 500, away_s=60.0)
+    plan = replace(fleet((site,) * 3, seconds=10 * HOUR_S), regions=(region,))
+    found = simulate(plan)
+    check(plan, found)
+    assert [each.away_s for each in found.sites] == [found.sites[2].away_s, 0.0, found.sites[0].away_s]
+    assert found.sites[0].interruptions == pytest.approx(72, abs=30)
+    # Interruptions that come while the sites are away are part of the same one.
+    assert found.sites[0].away_s / found.seconds == pytest.approx(60 / 560, abs=0.04)
+    assert simulate(plan) == found
