@@ -359,8 +359,12 @@ class Site:
     def _seal(self, seal: fx.Seal) -> None:
         digest = f"{self.name}:{seal.fragment}:{seal.sequence}:{self._lives}"
         self._disk[seal.fragment, seal.sequence] = (seal, digest)
-        made = ev.Sealed(seal.fragment, seal.sequence, digest)
-        self.heap.after(to_ns(self.site.seal_s), self._mine(lambda: self._hear(made)))
+        made, life = ev.Sealed(seal.fragment, seal.sequence, digest), self._lives
+        if not self.site.seal_s:
+            self._handle(made)
+            return
+        done_ns = to_ns(self.site.seal_s)
+        self.heap.after(done_ns, lambda: self._hear(made) if self._lives == life and self._is_there else None)
 
     def _send(self, key: tuple[int, int]) -> None:
         size = self.fleet.plan.update_bytes[key[0]]
@@ -403,19 +407,18 @@ class Site:
     def _over(self, instant_ns: int, do: Callable[[], None]) -> None:
         """``do`` when what crosses the link arrives, which waits for the link and for the syncer."""
 
+        life = self._lives
+
         def arrive() -> None:
+            if self._lives != life or not self._is_there:
+                return  # Who asked, or was to be told, has ended.
             open_ns = max(self._cut_until_ns, self.fleet.paused_until_ns)
             if self.heap.now_ns < open_ns:
                 self._over(open_ns + self._half_ns, do)
             else:
                 do()
 
-        self.heap.at(instant_ns, self._mine(arrive))
-
-    def _mine(self, do: Callable[[], None]) -> Callable[[], None]:
-        """``do``, unless this process has ended by then."""
-        life = self._lives
-        return lambda: do() if self._lives == life and self._is_there else None
+        self.heap.at(instant_ns, arrive)
 
 
 def to_ns(seconds: float) -> int:
