@@ -136,7 +136,9 @@ def faults_of(steps: Sequence[Step], names: Sequence[str]) -> tuple[FleetFault, 
         if step.do not in FAULTS:
             wanted = f"one of {', '.join(FAULTS)}"
             raise ConfigError(f"line {step.line} of the scenario has do: {step.do}: to simulate, {wanted}")
-        kind, site = (FAULTS[step.do], names.index(step.site)) if step.site else ("pause", None)
+        kind, site = FAULTS[step.do], names.index(step.site) if step.site else None
+        if site is None:
+            kind = "down" if step.do == "kill" else "pause"
         when = {"at_s": step.at_s, "at_share": step.at_progress}
         faults.append(FleetFault(kind=kind, site=site, lasts_s=step.for_s, **when))
     return tuple(faults)

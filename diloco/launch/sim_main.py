@@ -110,6 +110,8 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
         regions=given.region,
         region_interruptions_per_day=given.region_interruptions_per_day,
     )
+    if given.like is not None:
+        config.scenario = None  # What it did to the run is known better than what it asked for.
     if given.sites is not None:
         config = with_sites(config, given.sites)
     plan = fleet_of(config, told)

@@ -73,6 +73,8 @@ class Fleet:
         self._planned_ns: int | None = None
         self.paused_until_ns = 0
         """Until then the syncer does nothing, and nobody reaches it."""
+        self._behind_ns = 0
+        """What has not passed for the syncer, which was not there."""
         self.sites = [Site(self, index, site) for index, site in enumerate(plan.sites)]
         self._by_name = {site.name: site for site in self.sites}
         self.handle(ev.SyncerStarted(1))
@@ -87,7 +89,7 @@ class Fleet:
 
     def handle(self, event: ev.OuterEvent) -> list[fx.OuterEffect]:
         """Tell the syncer, and do what it wants that is no answer to this one."""
-        effects = self.machine.handle(event, self.heap.now_ns)
+        effects = self.machine.handle(event, self.heap.now_ns - self._behind_ns)
         for effect in effects:
             match effect:
                 case fx.StartOuterStep():
@@ -118,9 +120,12 @@ class Fleet:
         else:
             self.handle(event)
 
-    def pause(self, lasts_ns: int) -> None:
-        """The syncer does nothing for so long; what is told to it waits."""
-        self.paused_until_ns = max(self.paused_until_ns, self.heap.now_ns + lasts_ns)
+    def pause(self, lasts_ns: int, *, is_there: bool) -> None:
+        """The syncer does nothing for so long; what is told to it waits.  If it is not there, no time passes for it."""
+        before_ns = max(self.paused_until_ns, self.heap.now_ns)
+        self.paused_until_ns = max(before_ns, self.heap.now_ns + lasts_ns)
+        if not is_there:
+            self._behind_ns += self.paused_until_ns - before_ns
 
     def first_step(self) -> None:
         """A site begins to train."""
@@ -167,6 +172,7 @@ class Fleet:
 
     def _wait(self) -> None:
         wanted = self.machine.next_deadline_ns()
+        wanted = None if wanted is None else wanted + self._behind_ns
         if wanted is None or (self._planned_ns is not None and self.heap.now_ns < self._planned_ns <= wanted):
             return
         self._planned_ns = wanted

@@ -45,7 +45,7 @@ class Faults:
         lasts_ns = None if fault.lasts_s is None else to_ns(fault.lasts_s)
         if fault.site is None:
             assert lasts_ns is not None, fault
-            self._fleet.pause(lasts_ns)
+            self._fleet.pause(lasts_ns, is_there=fault.kind != "down")
             return
         site = self._fleet.sites[fault.site]
         match fault.kind:

@@ -39,7 +39,8 @@ class FleetFault:
     """What happens to a site at ``at_s`` seconds from the first step of any, or when ``at_share`` of the run is done.
 
     ``kind``: "away": it stops; "cut": nothing crosses its link; "start": it comes only now; "leave": it goes for good;
-    "pause", of no site: the syncer does nothing.  ``lasts_s`` None is for good.
+    of no site, "pause": the syncer does nothing; "down": it is not there, and its time stands still.  ``lasts_s`` None:
+    for good.
     """
 
     kind: str

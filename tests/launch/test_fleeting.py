@@ -64,7 +64,7 @@ def test_a_scenario_of_a_run_is_one_of_its_fleet(tmp_path: Path) -> None:
     assert plan.faults == (
         FleetFault(kind="away", site=1, at_s=30.0, lasts_s=8.0),
         FleetFault(kind="cut", site=0, at_share=0.5, lasts_s=10.0),
-        FleetFault(kind="pause", site=None, at_s=40.0, lasts_s=3.0),
+        FleetFault(kind="down", site=None, at_s=40.0, lasts_s=3.0),
         FleetFault(kind="start", site=2, at_s=50.0),
     )
     assert [site.starts_s for site in plan.sites] == [0.0, 0.0, inf]

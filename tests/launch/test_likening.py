@@ -83,7 +83,7 @@ def test_what_a_simulation_came_to() -> None:
 
 
 def test_the_verb_puts_both_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ("cluster=one", "cluster.sites.site-b.slowdown=3", "run.seconds=10")
+    settings = ("cluster=one", "cluster.sites.site-b.slowdown=3", "run.seconds=10", "scenario=not-here.yaml")
     folder = str(run_in(tmp_path, EVENTS, *settings).root)
     assert main(["sim", "--like", folder, "--json"]) == 0
     like = json.loads(capsys.readouterr().out)["like"]

@@ -27,7 +27,7 @@ SETTINGS = [
     "inner.batch_sequences=8",
     "outer.inner_steps=15",
 ]
-RUN = ["run.name=otter", "outer.final_wait_s=5", "run.seconds=60", "scenario=none"]
+RUN = ["run.name=otter", "outer.final_wait_s=5", "run.seconds=60", "scenario=none", "outer.inner_steps=15"]
 BOUND_S = 240.0
 
 
@@ -61,3 +61,22 @@ def test_a_run_and_its_simulation_agree(place: Place, outer: str) -> None:
         assert simulation["idle_share"] == pytest.approx(run["idle_share"], abs=0.02), (name, like)
     idle = [both["run"]["idle_share"] for both in like["sites"].values()]
     assert max(idle) > 0.2 or outer != "diloco", "there is something to agree on"
+
+
+FAULTS = """
+- {at_s: 12, do: kill, target: site-b, for_s: 4}
+- {at_s: 30, do: partition, target: "link:site-c", for_s: 8}
+- {at_s: 44, do: kill, target: syncer, for_s: 2}
+"""
+
+
+@pytest.mark.slow
+def test_what_goes_wrong_in_a_run_goes_wrong_in_its_simulation(place: Place) -> None:
+    """What is sent twice because a process died is not simulated, so nothing is said of bytes."""
+    (place.folder / "faults.yaml").write_text(FAULTS)
+    like = likened(place, "outer=merge", "scenario=faults.yaml")
+    assert like["versions"]["simulation"] == pytest.approx(like["versions"]["run"], rel=0.1, abs=1)
+    for name, both in like["sites"].items():
+        run, simulation = both["run"], both["simulation"]
+        assert simulation["steps"] == pytest.approx(run["steps"], rel=0.1), (name, like)
+        assert simulation["updates_merged"] == pytest.approx(run["updates_merged"], rel=0.1, abs=1), (name, like)

@@ -60,6 +60,13 @@ def test_a_syncer_that_does_nothing_holds_back_versions_and_nobody_who_trains() 
     assert all(500 < site.waited_s < 800 for site in waits.sites)
 
 
+@pytest.mark.parametrize(("kind", "lasts_s"), [("pause", 600.0), ("down", 900.0)])
+def test_for_a_syncer_that_is_not_there_the_time_of_the_run_stands_still(kind: str, lasts_s: float) -> None:
+    fault = FleetFault(kind=kind, site=None, at_s=200.0, lasts_s=300.0)
+    found = simulate(with_fault(fault, seconds=None, run_ns=600 * SECOND_NS))
+    assert found.seconds == pytest.approx(lasts_s, abs=3)
+
+
 def test_a_site_may_come_late_or_leave_for_good() -> None:
     late = simulate(with_fault(FleetFault(kind="start", site=1, at_s=1600.0), starts_s=float("inf")))
     assert late.sites[1].steps == pytest.approx(2000, abs=3)
