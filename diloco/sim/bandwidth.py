@@ -1,21 +1,26 @@
-"""How fast a link must be for a share of the time to be spent training, layer by layer.
+"""How fast a link must be for a share of the time to be spent training.
 
-The forward pass takes a third of an inner step and the backward pass two thirds, each evenly over the layers.  What is
-exchanged of a layer leaves when the backward pass of the step in which it is due has passed it, in the order in which
-layers come by, over one link that carries one after the other; and the forward pass of the step that uses it waits for
-it.  This is the simulation behind table 1 of Streaming DiLoCo (arXiv 2501.18512), which is for two sites: in an
-all-reduce each of N sends 2 (N - 1)/N copies, and with two of them that is one.
+``utilisation`` goes layer by layer.  The forward pass takes a third of an inner step and the backward pass two thirds,
+each evenly over the layers.  What is exchanged of a layer leaves when the backward pass of the step in which it is due
+has passed it, in the order in which layers come by, over one link that carries one after the other; and the forward
+pass of the step that uses it waits for it.  This is the simulation behind table 1 of Streaming DiLoCo (arXiv
+2501.18512), which is for two sites: in an all-reduce each of N sends 2 (N - 1)/N copies, and with two that is one.
+
+``star_utilisation`` is of sites around a syncer, fragment by fragment: what is due leaves when its inner step is over,
+is merged when it has come from everybody, comes back, and the step that is to use it waits for it.  Sites of ours that
+are not in lock-step train on instead, and a version that is late is older by as much.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diloco.sync.schedule import is_due, offset
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 FORWARD_SHARE = 1 / 3
 GRID_GBPS = tuple(10 ** (-1 + 4 * index / 49) for index in range(50))
@@ -75,10 +80,15 @@ def utilisation(model: Model, exchange: Exchange, gbps: float) -> float:
 def gbps_needed(model: Model, exchange: Exchange, share: float, grid: Sequence[float] = GRID_GBPS) -> float | None:
     """The least of ``grid``, in rising order, with which a site trains for ``share`` of the time; None: not even the
     last one is enough."""
+    return least(grid, lambda gbps: utilisation(model, exchange, gbps) >= share)
+
+
+def least(grid: Sequence[float], enough: Callable[[float], bool]) -> float | None:
+    """The first of ``grid`` that is ``enough``, as all behind it are; None: none is."""
     low, high = 0, len(grid)
     while low < high:
         middle = (low + high) // 2
-        if utilisation(model, exchange, grid[middle]) >= share:
+        if enough(grid[middle]):
             high = middle
         else:
             low = middle + 1
@@ -92,3 +102,85 @@ def _due(exchange: Exchange, layers: range, step: int) -> list[int]:
         if is_due(step, offset(fragment, exchange.fragments, exchange.inner_steps), exchange.inner_steps):
             found += layers[fragment :: exchange.fragments]
     return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Star:
+    """The rhythm of sites around a syncer: ``inner_steps`` of ``step_s`` between two exchanges of a fragment.
+
+    A version is used ``overlap_steps`` after the step that follows its update; ``merge_s`` is of one fragment.
+    """
+
+    inner_steps: int
+    step_s: float
+    fragments: int = 1
+    overlap_steps: int = 0
+    rtt_s: float = 0.0
+    merge_s: float = 0.0
+
+    @property
+    def period_s(self) -> float:
+        """Training between two exchanges of the same fragment."""
+        return self.inner_steps * self.step_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """Bits through one site's link while every fragment is exchanged once: updates first, then versions.
+
+    A site that holds a part of the syncer also takes in others' updates and sends them versions.
+    """
+
+    updates_up: float
+    updates_down: float = 0.0
+    versions_up: float = 0.0
+    versions_down: float
+
+    @property
+    def up(self) -> float:
+        """In both phases."""
+        return self.updates_up + self.versions_up
+
+    @property
+    def down(self) -> float:
+        """In both phases."""
+        return self.updates_down + self.versions_down
+
+
+def star_utilisation(star: Star, load: Load, up_gbps: float, down_gbps: float) -> float:
+    """The share of the time that a site trains behind such a link, once the rhythm has settled."""
+    assert star.overlap_steps < star.inner_steps, star
+    share_up, share_down = 1e-9 / (up_gbps * star.fragments), 1e-9 / (down_gbps * star.fragments)
+    updates_s = (load.updates_up * share_up, load.updates_down * share_down)
+    versions_s = (load.versions_up * share_up, load.versions_down * share_down)
+    due = {offset(fragment, star.fragments, star.inner_steps) for fragment in range(star.fragments)}
+    free_s, here_s = [0.0, 0.0], dict[int, float]()
+    waiting: deque[tuple[float, int]] = deque()  # Merged versions: since when, and the step that will use them.
+    now_s = settled_s = 0.0
+    for step in range(1, PERIODS * star.inner_steps + 1):
+        while waiting and waiting[0][1] <= step:
+            since_s, used_in = waiting.popleft()
+            here_s[used_in] = _carried(free_s, since_s, versions_s) + star.rtt_s / 2
+        now_s = max(now_s, here_s.pop(step, 0.0)) + star.step_s
+        if step == star.inner_steps:
+            settled_s = now_s
+        while waiting and waiting[0][0] <= now_s:
+            since_s, used_in = waiting.popleft()
+            here_s[used_in] = _carried(free_s, since_s, versions_s) + star.rtt_s / 2
+        if step % star.inner_steps in due:
+            merged_s = _carried(free_s, now_s, updates_s) + star.rtt_s / 2 + star.merge_s
+            waiting.append((merged_s, step + 1 + star.overlap_steps))
+    # A link that is a little too slow falls behind for many periods until somebody waits for it.
+    busiest_s = max(load.up / up_gbps, load.down / down_gbps) * 1e-9
+    return min((PERIODS - 1) * star.period_s / (now_s - settled_s), star.period_s / max(busiest_s, star.period_s))
+
+
+def _carried(free_s: list[float], since_s: float, takes_s: tuple[float, float]) -> float:
+    """When both links have carried what waits ``since_s``, each when it is ``free_s``; a link that takes no part of it
+    is left alone."""
+    end_s = since_s
+    for link, seconds in enumerate(takes_s):
+        if seconds:
+            free_s[link] = max(free_s[link], since_s) + seconds
+            end_s = max(end_s, free_s[link])
+    return end_s

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from diloco.sim.bandwidth import Exchange, Model, gbps_needed, utilisation
+from diloco.sim.bandwidth import Exchange, Load, Model, Star, gbps_needed, least, star_utilisation, utilisation
 from diloco.sim.studies import MODELS, SHARES, exchange_of
 
 
@@ -33,3 +35,42 @@ def test_more_overlap_and_fewer_bits_never_need_a_faster_link() -> None:
 
 def test_none_where_no_link_of_the_grid_is_enough() -> None:
     assert gbps_needed(MODELS["100B"][0], Exchange(inner_steps=1, bits=1e6), 0.99) is None
+
+
+def test_a_star_in_lock_step_costs_what_the_formula_says() -> None:
+    """Up, merged, down, and nothing beside it: x = H t / (H t + (V + W) / B + round trip + merge)."""
+    star = Star(inner_steps=10, step_s=1.0, rtt_s=0.5, merge_s=0.25)
+    load = Load(updates_up=2e9, versions_down=1e9)
+    assert star_utilisation(star, load, 1.0, 0.5) == pytest.approx(10 / (10 + 2 + 2 + 0.75))
+
+
+def test_an_exchange_that_takes_no_longer_than_the_overlap_costs_nothing() -> None:
+    load = Load(updates_up=4e9, versions_down=4e9)
+    star = Star(inner_steps=10, step_s=1.0, fragments=2, overlap_steps=4, rtt_s=0.0)
+    assert star_utilisation(star, load, 1.0, 1.0) == pytest.approx(1.0)
+    late = star_utilisation(replace(star, overlap_steps=3), load, 1.0, 1.0)
+    assert late == pytest.approx(10 / (10 + 2 * 1)), "each of two fragments comes a second late"
+
+
+def test_a_link_that_carries_others_too_is_full_at_its_sum() -> None:
+    """A site with a part of the syncer: 12 s of traffic each way in a round of 10 s, however much overlap there is."""
+    star = Star(inner_steps=10, step_s=1.0, fragments=5, overlap_steps=9)
+    load = Load(updates_up=6e9, updates_down=6e9, versions_up=6e9, versions_down=6e9)
+    assert star_utilisation(star, load, 1.0, 1.0) == pytest.approx(10 / 12)
+    assert star_utilisation(star, load, 1.3, 1.3) == pytest.approx(1.0, abs=1e-9)
+
+
+def test_the_round_trip_of_one_fragment_does_not_keep_the_link_from_the_next() -> None:
+    star = Star(inner_steps=10, step_s=1.0, fragments=10, overlap_steps=5, rtt_s=4.0)
+    load = Load(updates_up=4e9, updates_down=4e9, versions_up=4e9, versions_down=4e9)
+    assert star_utilisation(star, load, 1.0, 1.0) == pytest.approx(1.0)
+
+
+def test_least_is_the_first_that_is_enough() -> None:
+    assert [least((1, 2, 3, 4), lambda found, wanted=wanted: found >= wanted) for wanted in (0, 1, 2.5, 4, 5)] == [
+        1,
+        1,
+        3,
+        4,
+        None,
+    ]
