@@ -26,6 +26,8 @@ from diloco.codec.registry import make_codec
 from diloco.outer.optimizer import TENSORS_KEPT
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from diloco.syncer.options import RunPlan, SyncerOptions
     from diloco.wire.options import ServerOptions
 
@@ -43,19 +45,26 @@ def spare_max(plan: RunPlan) -> int:
     return 3 + len(TENSORS_KEPT[plan.rule.optimizer.kind])
 
 
+def state_bytes_max(numels: Sequence[int], outer_kind: str, down_codec: str, downlinks_kept: int) -> int:
+    """What grows with the model: the state, its down-links, and the new versions."""
+    down = make_codec(down_codec)
+    copies = 1 + len(TENSORS_KEPT[outer_kind]) + (not down.lossless)
+    largest = max(numels)
+    sent = 0 if down.lossless else down.payload_bytes_max(largest)
+    links = [min(downlinks_kept * down.payload_bytes_max(numel), 8 * numel) for numel in numels]
+    state = 4 * copies * sum(numels) + (0 if down.lossless else sum(links))
+    return state + VERSIONS_MAX * (4 * copies * largest + sent)
+
+
 def memory_bytes_max(options: SyncerOptions, plan: RunPlan, network: ServerOptions) -> int:
     """The sum of all that, with as many sites in a round as may join, each with one update."""
     numels = [fragment.numel for fragment in plan.layout.fragments]
-    down, ups = make_codec(options.down_codec), [make_codec(name) for name in options.up_codecs]
-    copies = 1 + len(TENSORS_KEPT[plan.rule.optimizer.kind]) + (not down.lossless)
+    ups = [make_codec(name) for name in options.up_codecs]
     largest, sites = max(numels), plan.outer.sites_max
-    sent = 0 if down.lossless else down.payload_bytes_max(largest)
-    links = [min(options.downlinks_kept * down.payload_bytes_max(numel), 8 * numel) for numel in numels]
+    state = state_bytes_max(numels, plan.rule.optimizer.kind, options.down_codec, options.downlinks_kept)
     unpacking = UNPACK_BYTES_MAX if any(codec.plain is not codec for codec in ups) else 0
-    state = 4 * copies * sum(numels) + (0 if down.lossless else sum(links))
-    made = VERSIONS_MAX * (4 * copies * largest + sent)
     fold = options.threads_used * (RANGES * 4 * RANGE_VALUES + sites * PAGES_BYTES + unpacking)
     if plan.rule.segments:
         fold += 4 * largest + options.threads_used * sites * 4 * RANGE_VALUES
     payload = max(codec.payload_bytes_max(largest) for codec in ups)
-    return state + made + fold + network.memory_bytes_max(payload, network.push_credits, unpacking)
+    return state + fold + network.memory_bytes_max(payload, network.push_credits, unpacking)

@@ -11,7 +11,7 @@ from diloco.codec.entropy import UNPACK_BYTES_MAX
 from diloco.codec.fused import RANGE_VALUES
 from diloco.outer.merge import MergeOptions
 from diloco.outer.rule import outer_rule
-from diloco.syncer.footprint import PAGES_BYTES, RANGES, memory_bytes_max
+from diloco.syncer.footprint import PAGES_BYTES, RANGES, memory_bytes_max, state_bytes_max
 from diloco.wire.options import ServerOptions
 from tests.hunts.crowd import merged
 from tests.hunts.reporting import Hunt
@@ -45,6 +45,15 @@ def test_it_is_the_state_two_versions_the_fold_and_what_arrives(tmp_path: Path) 
     small = {"down_codec": "bf16", "downlinks_kept": 2}
     assert bound(tmp_path, **small) == 12 * NUMEL + links + 2 * (12 + 2) * LARGEST + FOLD + arriving
     assert bound(tmp_path, **{**small, "downlinks_kept": 9}) == bound(tmp_path, **small) + 8 * NUMEL - links
+
+
+def test_what_grows_with_the_model_alone() -> None:
+    """Ten values of which four are the largest fragment; int8 in one block takes a byte each and two for its scale."""
+    numels = [4, 3, 3]
+    assert state_bytes_max(numels, "sgd", "fp32", 32) == 4 * 10 + 2 * 4 * 4
+    links = 2 * (6 + 5 + 5)
+    assert state_bytes_max(numels, "nesterov", "int8", 2) == 12 * 10 + links + 2 * (12 * 4 + 6)
+    assert state_bytes_max(numels, "nesterov", "int8", 32) == 12 * 10 + 8 * 10 + 2 * (12 * 4 + 6)
 
 
 def test_an_optimizer_and_a_merge_cost_what_they_keep(tmp_path: Path) -> None:
