@@ -5,7 +5,7 @@ from __future__ import annotations
 
 def count(value: float) -> str:
     """A number of things in at most five characters: 999, 12.3k, 1.05M, 27.0G."""
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         # Rounding must not lead to 1000k.
         if abs(value) >= size * 0.9995:
             scaled = value / size

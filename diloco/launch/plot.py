@@ -18,7 +18,21 @@ WIDTH, HEIGHT = 880, 300
 LEFT, RIGHT, TOP, BOTTOM = 82, 16, 14, 44
 BINS = 150
 HOVERS = 90
+NAME_PX = 24
 LABEL_CHARS = 11
+
+STYLE = """
+:root { --paper: #ffffff; --ink: #1b1f24; --soft: #667080; --edge: #d5dae1;
+  --s0: #1f6feb; --s1: #d0660a; --s2: #16876a }
+@media (prefers-color-scheme: dark) { :root { --paper: #14171b; --ink: #e4e8ee; --soft: #98a2b0; --edge: #333a44;
+  --s0: #6ba6ff; --s1: #f2a057; --s2: #52c9a2 } }
+svg { background: var(--paper) }
+text { fill: var(--ink); font: 12px system-ui, sans-serif } text.soft { fill: var(--soft) }
+.grid { stroke: var(--edge) } .axis { stroke: var(--soft) }
+.line { fill: none; stroke: currentColor; stroke-width: 1.7 } .dot { fill: currentColor } .hidden { opacity: 0 }
+text.named { fill: currentColor } .s0 { color: var(--s0) } .s1 { color: var(--s1) } .s2 { color: var(--s2) }
+"""
+"""Of a picture by itself: as the report's page has it."""
 
 Points = list[tuple[float, float] | None]
 
@@ -93,6 +107,12 @@ class _Drawing:
         return f'<svg viewBox="0 0 {WIDTH} {self.height}" role="img" aria-label="{escape(label)}">\n{body}\n</svg>'
 
 
+def standalone(svg: str) -> str:
+    """``svg`` as a file of its own."""
+    head, body = svg.split(">", 1)
+    return f'{head} xmlns="http://www.w3.org/2000/svg">\n<style>{STYLE}</style>{body}\n'
+
+
 def ticks(low: float, high: float, about: int = 6) -> list[float]:
     """Round values (1, 2 or 5 times a power of ten apart) inside [``low``, ``high``], some ``about`` of them."""
     if not high > low:
@@ -128,8 +148,13 @@ def thinned(points: Points, bins: int = BINS) -> Points:
     return thin[:-1]
 
 
-def line_chart(lines: Sequence[Line], x: Axis, y: Axis, rules: Sequence[Rule] = (), *, time: bool = False) -> str:
-    """An SVG with one line for each series, axes with grid, and dots that say their values; "" without a point."""
+def line_chart(
+    lines: Sequence[Line], x: Axis, y: Axis, rules: Sequence[Rule] = (), *, time: bool = False, named: bool = False
+) -> str:
+    """An SVG with one line for each series, axes with grid, and dots that say their values; "" without a point.
+
+    Where lines are ``named`` each has its label over its end, for a picture without a legend.
+    """
     drawn = [Line(line.label, line.style, _drawable(thinned(line.points), y)) for line in lines]
     xs = [point[0] for line in drawn for point in line.points if point]
     ys = [point[1] for line in drawn for point in line.points if point] + [rule.y for rule in rules]
@@ -147,7 +172,17 @@ def line_chart(lines: Sequence[Line], x: Axis, y: Axis, rules: Sequence[Rule] = 
         drawing.parts.append(f'<path class="line {line.style}" d="{_path(line.points, across, up)}"/>')
     for line in drawn:
         _hovers(drawing, line, across, up, x, y)
+    if named:
+        _names(drawing, drawn, across, up)
     return drawing.done(f"{y.label} against {x.label}")
+
+
+def _names(drawing: _Drawing, lines: Sequence[Line], across: Scale, up: Scale) -> None:
+    """Each label over the end of its line, or below, where another line passes there."""
+    ends = [(across(end[0]), up(end[1]), line) for line in lines if line.points and (end := line.points[-1])]
+    for at, height, line in ends:
+        crowded = any(0 < height - other < NAME_PX for _, other, _ in ends)
+        drawing.text(at, height + (15 if crowded else -6), line.label, "end", f' class="named {line.style}"')
 
 
 def _drawable(points: Points, y: Axis) -> Points:

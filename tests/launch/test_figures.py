@@ -15,6 +15,7 @@ from diloco.launch.figures import clock, count, size, times_less
         (999_700, "1.00M"),
         (1_050_000, "1.05M"),
         (27e9, "27.0G"),
+        (2.1375e15, "2.14P"),
     ],
 )
 def test_count(value: float, wanted: str) -> None:

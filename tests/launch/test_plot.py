@@ -18,6 +18,7 @@ from diloco.launch.plot import (
     Rule,
     clock_ticks,
     line_chart,
+    standalone,
     thinned,
     ticks,
     time_line,
@@ -104,3 +105,14 @@ def test_a_time_line_has_a_row_for_each_name() -> None:
     assert float(tick.attrib["width"]) > 1
     assert elements(svg, "title")[0].text == "site-a & its bar"
     assert time_line([], [], 10.0, X) == ""
+
+
+def test_a_picture_by_itself_has_a_style_and_names_its_lines_apart() -> None:
+    far, near = Line("far", "s0", [(0.0, 1.0), (9.0, 9.0)]), Line("near", "s1", [(0.0, 1.0), (9.0, 8.8)])
+    svg = standalone(line_chart([far, near], X, Y, named=True))
+    root = ElementTree.fromstring(svg)
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert root[0].tag.endswith("style")
+    names = {text.text: float(text.attrib["y"]) for text in root.iter() if text.text in ("far", "near")}
+    assert names["near"] - names["far"] > 12, "one name lies on the other"
+    assert "far</text>" not in line_chart([far, near], X, Y)
