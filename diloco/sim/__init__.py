@@ -5,6 +5,9 @@
 what has died, ``plan`` draws a run from a seed, ``swarm`` runs it, and ``checkers`` and ``site_checkers`` say what must
 hold at every event.  ``python -m diloco.sim --help`` runs it.
 
+For figures instead of faults: ``fleet`` runs the same machines for weeks, ``bandwidth`` the links alone, ``studies``
+compares both with what was published, and ``planning`` and ``expected`` ask them about a run that there is not yet.
+
 Not modelled: bytes (chunks, checksums, credits, resumed transfers), a disk that loses or damages what it has
 acknowledged, two syncers on one disk, and ranks inside a site.
 """
