@@ -68,6 +68,7 @@ SHORT: dict[str, list[str]] = {
     "diloco up run.init_from=runs/warm/train/checkpoints": [*UP, "run.name=from-warm"],
     **{line: [] for line in MODEL},
     "diloco launch kubernetes --dry-run run.name=first": [],
+    "diloco plan +experiment=100t_20dc": [],
     "diloco report runs/latest": [],
     "diloco journal show runs/latest": [],
     "diloco canary runs/latest/sites/site-a": [],
@@ -127,9 +128,10 @@ AFTERWARDS = ["diloco report runs/latest", "diloco journal show runs/latest", "d
 
 
 LAUNCH = "diloco launch kubernetes --dry-run run.name=first"
+PLAN = "diloco plan +experiment=100t_20dc"
 
 
-@pytest.mark.parametrize("command", [*MODEL, LAUNCH, *AFTERWARDS, *SIM, *UNDO, *CERTS])
+@pytest.mark.parametrize("command", [PLAN, *MODEL, LAUNCH, *AFTERWARDS, *SIM, *UNDO, *CERTS])
 def test_what_is_asked_of_a_run_afterwards(place: Place, command: str) -> None:
     if "runs/latest" in command:
         assert (place.folder / "runs" / "latest").exists(), "no run was made above"

@@ -13,9 +13,11 @@ from diloco.launch import schema, schema_launch, schema_outer
 from diloco.launch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
+    from types import ModuleType
 
 ANY_NAME = "<name>"
+SCHEMAS = (schema, schema_launch, schema_outer)
 WANTED: Mapping[type, str] = {
     int: "a whole number",
     float: "a number",
@@ -101,12 +103,10 @@ def default_text(item: Field[Any]) -> str:
     return '""' if value == "" else str(value)
 
 
-def meanings() -> dict[tuple[str, str], str]:
-    """The sentence below each field of the schema, by class and field, as the source has it."""
+def meanings(modules: Sequence[ModuleType] = SCHEMAS) -> dict[tuple[str, str], str]:
+    """The sentence below each field of the ``modules``' classes, by class and field, as the source has it."""
     found: dict[tuple[str, str], str] = {}
-    for node in [
-        each for module in (schema, schema_launch, schema_outer) for each in ast.parse(inspect.getsource(module)).body
-    ]:
+    for node in [each for module in modules for each in ast.parse(inspect.getsource(module)).body]:
         if not isinstance(node, ast.ClassDef):
             continue
         found[node.name, ""] = ast.get_docstring(node) or ""

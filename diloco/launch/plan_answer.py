@@ -1,0 +1,121 @@
+"""What ``diloco plan`` answers, as plain values: bytes, links, rhythm, memory, money, goodput, and how they grow."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from diloco.outer.optimizer import OUTER_KINDS
+from diloco.sim import planning
+from diloco.sim.expected import expected
+from diloco.syncer.footprint import state_bytes_max
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from diloco.sim.planning import Found, Question
+
+PARAMETERS = (10e9, 100e9, 1e12, 10e12, 100e12)
+SITES = (2, 5, 10, 20, 50)
+DAY_S = 86_400.0
+
+
+def answer(question: Question) -> dict[str, Any]:
+    """All of it; ``ValueError`` where a codec or an outer optimizer does not exist.
+
+    What has a formula and a simulation stands as ``name`` (simulated) and ``name_formula``.
+    """
+    size, star = planning.sizes(question), planning.star_of(question)
+    loads = planning.loads(question.sites, question.shards, size.up, size.down)
+    wan = planning.wan_bytes(question, size)
+    goodputs = expected(question)
+    (asked,) = (each for each in goodputs if each.syncer == question.syncer)
+    return {
+        "asked": asdict(question),
+        "step_s": question.inner_step_s,
+        "round_s": star.period_s,
+        "bits_per_parameter_up": 8 * size.up / sum(question.numels),
+        "bits_per_parameter_down": 8 * size.down / sum(question.numels),
+        "bytes_per_site_per_round_up": size.up,
+        "bytes_per_site_per_round_down": size.down,
+        "bytes_busiest_link_per_round_up": round(max(load.up for load in loads)),
+        "bytes_busiest_link_per_round_down": round(max(load.down for load in loads)),
+        "bytes_wan_per_round": wan,
+        **_both("gbps_for_utilisation", planning.gbps_needed(question, question.utilisation)),
+        **_both("utilisation_on_links", planning.utilisation_found(question)),
+        **_both("inner_steps_needed", planning.inner_steps_needed(question)),
+        "gbps": _gbps(question),
+        "advice": _advice(planning.advised(question)),
+        **memory(question),
+        "merge_s": star.merge_s,
+        "merge_share_of_round": planning.merging_share(question),
+        "dollars_per_round": wan / 1e9 * question.dollars_per_gb,
+        "dollars_per_day": wan / 1e9 * question.dollars_per_gb * DAY_S / star.period_s,
+        "goodput": asked.goodput_formula if asked.goodput is None else asked.goodput,
+        "goodput_formula": asked.goodput_formula,
+        "goodputs": [asdict(each) for each in goodputs],
+        "scaling": [asdict(each) for each in planning.scaled(question, PARAMETERS, SITES)],
+    }
+
+
+def memory(question: Question) -> dict[str, Any]:
+    """Bytes of the syncer, of each part, and how many processes it takes on machines of ``host_gb``; None: a fragment
+    alone is too large for one."""
+    if question.outer_kind not in OUTER_KINDS:
+        raise ValueError(f"outer_kind is {question.outer_kind!r}: one of {', '.join(OUTER_KINDS)}")
+    parts = max(1, question.shards)
+    held = [question.numels[part::parts] for part in range(parts)]
+    each = [_bytes(question, numels) for numels in held]
+    return {
+        "syncer_bytes": sum(each),
+        "syncer_parts": parts,
+        "syncer_bytes_per_part": max(each),
+        "syncers_needed": _syncers(question, held),
+    }
+
+
+def _bytes(question: Question, numels: Sequence[int]) -> int:
+    return state_bytes_max(numels, question.outer_kind, question.codec_down, question.downlinks_kept)
+
+
+def _syncers(question: Question, held: Sequence[Sequence[int]]) -> int | None:
+    """Each part's fragments over as few processes as fit."""
+    room = question.host_gb * 1e9
+    if _bytes(question, [max(question.numels)]) > room:
+        return None
+    count = 0
+    for numels in held:
+        fits = max(many for many in range(1, len(numels) + 1) if _bytes(question, numels[:many]) <= room)
+        count += -(-len(numels) // fits)
+    return count
+
+
+def _gbps(question: Question) -> list[dict[str, Any]]:
+    """Gbit/s each way at the busiest site, for shares of the time spent training: in the rhythm that was asked for, and
+    if gradients went round after every step instead."""
+    shares = sorted({*planning.SHARES, question.utilisation})
+    ways = {"as asked": planning.gbps_needed, "data parallel": planning.data_parallel_gbps}
+    return [
+        {"way": way, "share": share, **_both("gbps", find(question, share))}
+        for way, find in ways.items()
+        for share in shares
+    ]
+
+
+def _advice(advice: Question | None) -> dict[str, Any] | None:
+    """The settings of a run, by their names there."""
+    if advice is None:
+        return None
+    waits, syncers = advice.overlap_steps == 0, memory(advice)["syncers_needed"]
+    return {
+        "outer.inner_steps": advice.inner_steps,
+        "outer.num_fragments": advice.fragments,
+        **({"outer.num_syncers": syncers} if syncers is not None and syncers > 1 else {}),
+        **({"outer.lock_step": True} if waits else {"site.overlap_steps": advice.overlap_steps}),
+        "codec.up": advice.codec_up,
+        "codec.down": advice.codec_down,
+    }
+
+
+def _both(name: str, found: Found) -> dict[str, float | None]:
+    return {name: found.simulated, f"{name}_formula": found.formula}

@@ -1,0 +1,133 @@
+"""``diloco plan``: what a run of so many parameters at so many sites takes of links, memory, money and time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import MISSING, Field, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from diloco.durable import write_file
+from diloco.launch.arguments import OneLineParser
+from diloco.launch.errors import ConfigError, ExitCode
+from diloco.launch.keys import default_text, meanings, nearest
+from diloco.sim import planning
+from diloco.sim.planning import PRESETS, Question
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+EXPERIMENT = "experiment"
+DOES = """Answers, before any machine is rented: the bytes of a round and site, the links that a share of the time spent
+training needs, the rhythm that the links you have allow, the syncer's memory, the price, the goodput, and how all of it
+grows with the model and with the sites.  Bytes are the codecs' own; each figure that follows is found by a formula and
+by a simulation.
+
+  diloco plan +experiment=100t_20dc
+  diloco plan +experiment=100t_20dc sites=40 utilisation=0.9 --json
+  diloco plan parameters=70e9 step_s=6 sites=3 up_gbps=10,2.5,10 rtt_ms=80
+"""
+WANTED: Mapping[object, str] = MappingProxyType(
+    {float: "a number", int: "a whole number", tuple[float, ...]: "numbers with commas between"}
+)
+
+
+class _Parser(OneLineParser):
+    """Looks all settings up only where --help asks for them."""
+
+    def format_help(self) -> str:
+        told = meanings([planning])
+        lines = [f"  experiment=   {' | '.join(PRESETS)}", ""]
+        for item in fields(Question):
+            default = "" if item.default in (MISSING, ()) else f" [{_default(item)}]"
+            meaning = " ".join(told.get((Question.__name__, item.name), "").split())
+            lines.append(f"  {item.name + default:<34} {meaning}")
+        return "\n".join(
+            [super().format_help(), "What can be set (in brackets: unless an experiment says other):", *lines, ""]
+        )
+
+
+def main(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    parser = _Parser(prog="diloco plan", description=DOES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, listed below")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="how bytes grow with the sites, as a picture")
+    given = parser.parse_intermixed_args(list(arguments))
+    began_s = time.monotonic()
+    name, question = question_of(given.settings)
+    try:
+        from diloco.launch.plan_answer import answer
+
+        told = answer(question)
+    except ValueError as error:  # A codec's name, or an outer optimizer's.
+        raise ConfigError(str(error)) from error
+    told = {EXPERIMENT: name, **told, "took_s": round(time.monotonic() - began_s, 3)}
+    if given.plot:
+        from diloco.launch.plan_text import picture
+
+        write_file(given.plot, picture(question).encode())
+    if given.json:
+        print(json.dumps(told))
+    else:
+        from diloco.launch.plan_text import show
+
+        show(told)
+    return ExitCode.OK
+
+
+def question_of(settings: Sequence[str]) -> tuple[str | None, Question]:
+    """The preset that is named, if any, and what is asked; ConfigError in one line."""
+    hints, name, values = get_type_hints(Question), None, dict[str, object]()
+    for text in settings:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"{text!r} is no setting: key=value, or +experiment=NAME")
+        if key.removeprefix("+") == EXPERIMENT:
+            name = value
+        elif key in hints:
+            values[key] = _value(key, value, hints[key])
+        else:
+            near = nearest(key, list(hints))
+            hint = f"did you mean {near}?" if near else f"there are {', '.join(hints)}"
+            raise ConfigError(f"unknown key {key}: {hint}")
+    if name is not None and name not in PRESETS:
+        near = nearest(name, list(PRESETS))
+        hint = f"did you mean {near}?" if near else f"one of {', '.join(PRESETS)}"
+        raise ConfigError(f"+experiment is {name!r}: {hint}")
+    if name is None and "parameters" not in values:
+        raise ConfigError("parameters is not set: parameters=70e9, or +experiment=NAME")
+    try:
+        if name is not None:
+            return name, replace(PRESETS[name], **values)  # type: ignore[arg-type]
+        return None, Question(**values)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _value(key: str, text: str, kind: object) -> object:
+    try:
+        if kind is str:
+            return text
+        numbers = [float(part) for part in text.split(",")] if text else []
+        if kind == tuple[float, ...]:
+            return tuple(numbers)
+        (number,) = numbers
+        if kind is float:
+            return number
+        if number.is_integer():  # 1e3 is what people write
+            return int(number)
+    except (ValueError, OverflowError):
+        pass
+    raise ConfigError(f"{key} is {text!r}: {WANTED[kind]}")
+
+
+def _default(item: Field[Any]) -> str:
+    """As it would be typed."""
+    value = item.default
+    if isinstance(value, tuple):
+        return ",".join(f"{each:g}" for each in value)
+    return f"{value:g}" if isinstance(value, float) else default_text(item)

@@ -1,0 +1,113 @@
+"""``diloco plan`` from the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from diloco.launch.cli import main
+from diloco.launch.plan_main import question_of
+from diloco.sim import expected
+from diloco.sim.planning import PRESETS, Question
+
+SMALL = ["parameters=1e9", "step_s=2", "fragments=4"]
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_answers_in_time(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    began_s = time.process_time()
+    found = told(capsys, f"+experiment={name}")
+    assert time.process_time() - began_s < 10
+    assert found["experiment"] == name
+    bits = PRESETS[name].parameters * 4.5
+    assert found["bytes_per_site_per_round_up"] == found["bytes_per_site_per_round_down"]
+    assert 8 * found["bytes_per_site_per_round_up"] == pytest.approx(bits, rel=1e-6)
+    for key in ("gbps_for_utilisation", "syncer_bytes", "goodput"):
+        assert found[key] > 0
+    assert found["gbps_for_utilisation"] == pytest.approx(found["gbps_for_utilisation_formula"], rel=0.03)
+    assert found["goodput"] == pytest.approx(found["goodput_formula"], abs=0.03)
+
+
+def test_settings_go_over_an_experiment(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expected, "SITE_ROUNDS", 100)
+    found = told(capsys, "+experiment=100t_20dc", "sites=40", "utilisation=0.9", "chips=0")
+    assert (found["asked"]["sites"], found["asked"]["utilisation"]) == (40, 0.9)
+    assert found["bytes_wan_per_round"] == 39 * 2 * 56.25e12
+    assert found["gbps_for_utilisation"] == pytest.approx(0.9 * 2 * 39 / 40 * 8 * 56.25e12 / 3000 / 1e9, rel=0.02)
+    name, question = question_of(["experiment=10b_8dc", "up_gbps=1,2,3,4,5,6,7,8", "inner_steps=2e2"])
+    assert (name, question.link_gbps, question.inner_steps) == ("10b_8dc", (1.0, 1.0), 200)
+
+
+def test_a_model_of_ones_own_in_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(expected, "SITE_ROUNDS", 100)
+    picture = tmp_path / "plan.svg"
+    assert main(["plan", *SMALL, "--plot", str(picture)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("1.00B parameters at 4 sites: to train 95 % of the time a site needs ")
+    assert "as asked, simulated" in said
+    assert "Linear in both?" in said
+    names = [text.text for text in ElementTree.parse(picture).iter() if "named" in text.get("class", "")]
+    assert names == [
+        f"{size}: {words}"
+        for size in ("1.00B", "10.0M")
+        for words in ("one site", "a site with a part of the syncer", "one syncer")
+    ]
+
+
+def test_help_lists_every_setting_without_torch() -> None:
+    code = (
+        "import sys\nfrom diloco.launch.cli import main\ntry:\n    main(['plan', '--help'])\nfinally:\n"
+        "    print('HEAVY', [name for name in ('torch', 'hydra', 'grpc') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "HEAVY []" in done.stdout
+    assert "100t_20dc | gpt3_4dc | 10b_8dc" in done.stdout
+    settings = [line for line in done.stdout.partition("What can be set")[2].splitlines()[1:] if line.startswith("  ")]
+    assert {line.split()[0] for line in settings} == {"experiment=", *(item.name for item in fields(Question))}
+    assert any(line.startswith("  up_gbps [10]") for line in settings)
+    assert all(len(line.split("]")[-1].split()) > 1 for line in settings), "a setting without a word about it"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "parameters is not set: parameters=70e9, or +experiment=NAME"),
+        (["+experiment=100t_20d"], "+experiment is '100t_20d': did you mean 100t_20dc?"),
+        (["+experiment=zzz"], "+experiment is 'zzz': one of 100t_20dc, gpt3_4dc, 10b_8dc"),
+        ([*SMALL, "sits=3"], "unknown key sits: did you mean sites?"),
+        ([*SMALL, "outer.inner_steps=3"], "unknown key outer.inner_steps: did you mean inner_steps?"),
+        ([*SMALL, "sites=many"], "sites is 'many': a whole number"),
+        ([*SMALL, "sites=2.5"], "sites is '2.5': a whole number"),
+        ([*SMALL, "sites=inf"], "sites is 'inf': a whole number"),
+        ([*SMALL, "up_gbps=1,x"], "up_gbps is '1,x': numbers with commas between"),
+        ([*SMALL, "up_gbps="], "up_gbps is (): one value, or one for each of 4 sites"),
+        ([*SMALL, "sites"], "'sites' is no setting: key=value"),
+        ([*SMALL, "codec_up=int5"], "codec is 'int5'"),
+        ([*SMALL, "outer_kind=newton"], "outer_kind is 'newton': one of sgd"),
+        ([*SMALL, "utilisation=1"], "utilisation is 1.0: between 0 and 1"),
+        ([*SMALL, "--nope"], "--nope"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert len(said.strip().splitlines()) == 1
