@@ -1,6 +1,6 @@
 """A run that was made beside its simulation: what the simulation is told of it, and what both came to.
 
-Told are what nobody can know without the machine and the text: what an inner step took at each site, when each came,
+Told are what nobody can know without the machine and the text: what inner steps took at each site, when each came,
 what encoding and an outer step took, what the codec made of an update and of a version, and what a scenario did.  Found
 must be everything else.
 """
@@ -42,6 +42,7 @@ class MadeRun:
     """``update_bytes`` and ``version_bytes`` are the means of each fragment, None where there was none."""
 
     step_s: Mapping[str, float]
+    steps_s: Mapping[str, tuple[float, ...]]
     seal_s: Mapping[str, float]
     starts_s: Mapping[str, float]
     merge_s: float
@@ -61,10 +62,12 @@ def read_made(folder: RunDir) -> MadeRun:
     if not trained or history.ending is None:
         raise ConfigError(f"{folder.root} is no run that came to its end: there is nothing to liken a simulation to")
     begins = _joins(events)
+    step_s = {
+        name: (site.meter("train_s") - _idle_s(site)) / site.meter("inner_steps") for name, site in trained.items()
+    }
     return MadeRun(
-        step_s={
-            name: (site.meter("train_s") - _idle_s(site)) / site.meter("inner_steps") for name, site in trained.items()
-        },
+        step_s=step_s,
+        steps_s={name: _steps_s(events, name, step_s[name]) for name in trained},
         seal_s={name: _seal_s(events, name) for name in trained},
         starts_s={name: begins.get(name, 0.0) for name in trained},
         merge_s=_merge_s(events),
@@ -106,6 +109,17 @@ def _joins(events: Sequence[Event]) -> dict[str, float]:
     return {name: at - first for name, at in seen.items()}
 
 
+def _steps_s(events: Sequence[Event], name: str, step_s: float) -> tuple[float, ...]:
+    """What each step took, with its share of what lies between steps, so that their mean is ``step_s``.
+
+    Sites on one machine are slow at the same times, which no mean tells.
+    """
+    mine = [event for event in events if event.get("what") == "step" and event.get("who") == name]
+    steps = [number(event, "step_s") or 0.0 for event in mine]
+    total = sum(steps)
+    return tuple(step * step_s * len(steps) / total for step in steps) if total else ()
+
+
 def _seal_s(events: Sequence[Event], name: str) -> float:
     """From the step after which an update was measured until it was made, in the middle."""
     stepped, took = 0.0, []
@@ -132,7 +146,7 @@ def _faults(events: Sequence[Event]) -> list[Step]:
             or (later.get("what"), later.get("who")) == ("syncer_started", target)
         ]
         lasts_s = again[0] - at if what == "kill" and again else number(event, "seconds")
-        steps.append(Step(do=what, target=target, at_s=max(0.0, at - min(first)), for_s=lasts_s))
+        steps.append(Step(do=what, target=target, at_s=max(0.0, at - first[0]), for_s=lasts_s))
     return steps
 
 
@@ -169,6 +183,7 @@ def as_made(plan: FleetPlan, names: Sequence[str], made: MadeRun) -> FleetPlan:
             replace(
                 site,
                 step_s=made.step_s[name],
+                steps_s=made.steps_s[name],
                 seal_s=made.seal_s[name],
                 starts_s=made.starts_s[name],
             )

@@ -19,6 +19,8 @@ class FleetSite:
 
     step_s: float
     tokens_per_step: int = 1
+    steps_s: tuple[float, ...] = ()
+    """What its first steps took one by one, where that is known; the others take ``step_s``."""
     step_jitter: float = 0.0
     """By so large a share the steps between two boundaries may be longer or shorter."""
     seal_s: float = 0.0

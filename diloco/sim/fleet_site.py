@@ -193,9 +193,12 @@ class Site:
         if self._first_ns is None:
             self._first_ns = self.heap.now_ns
             self.fleet.first_step()
+        steps = self.machine.steps_to_act()
+        known = self.site.steps_s[self.account.steps : self.account.steps + steps]
+        step_s = (sum(known) + (steps - len(known)) * self.site.step_s) / steps if known else self.site.step_s
         jitter = self.site.step_jitter and self.site.step_jitter * (2 * self._random.random() - 1)
-        self._began_ns, self._step_ns = self.heap.now_ns, max(1, to_ns(self.site.step_s * (1 + jitter)))
-        self._until(self.machine.steps_to_act())
+        self._began_ns, self._step_ns = self.heap.now_ns, max(1, to_ns(step_s * (1 + jitter)))
+        self._until(steps)
 
     def _rest(self) -> None:
         """Stand still, and hear of what was published while there was no time to listen."""

@@ -26,6 +26,7 @@ EVENTS: list[dict[str, Any]] = [
     {"at": 101.0, "who": "syncer", "what": "site_joined", "site": "site-b"},
     {"at": 103.5, "who": "syncer", "what": "site_joined", "site": "site-a"},
     {"at": 104.0, "who": "site-a", "what": "step", "step": 10, "step_s": 0.5},
+    {"at": 104.0, "who": "site-a", "what": "step", "step": 20, "step_s": 0.75},
     {"at": 104.25, "who": "site-a", "what": "sealed", "fragment": 0, "sequence": 1},
     {"at": 104.5, "who": "site-a", "what": "pushed", "fragment": 0, "outcome": "accepted", "bytes": 300},
     {"at": 104.6, "who": "site-b", "what": "pushed", "fragment": 0, "outcome": "accepted", "bytes": 500},
@@ -53,6 +54,7 @@ def run_in(folder: Path, events: list[dict[str, Any]], *settings: str) -> RunDir
 def test_what_the_run_tells(tmp_path: Path) -> None:
     made = read_made(run_in(tmp_path, EVENTS))
     assert made.step_s == {"site-a": 0.5, "site-b": 1.5}, "a copy of values is work, and waiting is not"
+    assert made.steps_s == {"site-a": (0.4, 0.6), "site-b": ()}, "their mean is step_s"
     assert made.starts_s == {"site-a": 2.5, "site-b": 0.0}
     assert made.seal_s == {"site-a": 0.25, "site-b": 0.0}
     assert made.merge_s == pytest.approx(0.2)

@@ -27,7 +27,7 @@ SETTINGS = [
     "inner.batch_sequences=8",
     "outer.inner_steps=15",
 ]
-RUN = ["run.name=otter", "outer.final_wait_s=5", "run.seconds=60", "scenario=none", "outer.inner_steps=15"]
+RUN = ["run.name=otter", "outer.final_wait_s=5", "run.seconds=60", "scenario=none"]
 BOUND_S = 240.0
 
 
@@ -75,8 +75,8 @@ def test_what_goes_wrong_in_a_run_goes_wrong_in_its_simulation(place: Place) -> 
     """What is sent twice because a process died is not simulated, so nothing is said of bytes."""
     (place.folder / "faults.yaml").write_text(FAULTS)
     like = likened(place, "outer=merge", "scenario=faults.yaml")
-    assert like["versions"]["simulation"] == pytest.approx(like["versions"]["run"], rel=0.1, abs=1)
+    assert like["versions"]["simulation"] == pytest.approx(like["versions"]["run"], rel=0.1, abs=2)
     for name, both in like["sites"].items():
         run, simulation = both["run"], both["simulation"]
         assert simulation["steps"] == pytest.approx(run["steps"], rel=0.1), (name, like)
-        assert simulation["updates_merged"] == pytest.approx(run["updates_merged"], rel=0.1, abs=1), (name, like)
+        assert simulation["updates_merged"] == pytest.approx(run["updates_merged"], rel=0.1, abs=2), (name, like)

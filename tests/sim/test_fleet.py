@@ -116,6 +116,13 @@ def test_maintenance_is_away_as_planned() -> None:
     assert found.sites[0].steps == pytest.approx(3000, abs=30)
 
 
+def test_steps_take_what_is_known_of_each_and_then_what_is_usual() -> None:
+    known = FleetSite(step_s=2.0, steps_s=(3.0,) * 24 + (1.0,) * 24)
+    found = simulate(fleet((known, FleetSite(step_s=2.0)), seconds=240.0))
+    # 72 s and 24 s for the first two periods, and 72 more steps of 2 s.
+    assert [site.steps for site in found.sites] == [48 + 72, 120]
+
+
 def test_the_same_seed_gives_the_same_weeks_and_another_others() -> None:
     site = FleetSite(step_s=1.0, step_jitter=0.3, interruptions_per_s=1 / 200, away_s=30.0, rtt_s=0.1)
     plan = fleet((site,) * 3)
