@@ -60,7 +60,7 @@ def steps_to_act(options: LearnerOptions, state: LearnerState) -> int:
             wanted.append(_dynamic_due(options, state, index))
         else:
             wanted.append(state.step + options.inner_steps - (state.step - options.offset(index)) % options.inner_steps)
-        if part.fetched > part.base_version:
+        if part.fetched > part.base_version and not _would_lose_work(options, part):
             wanted.append(part.held_until)
         if part.due and _may_follow(options, part):
             wanted.append(state.step + 1)
@@ -105,7 +105,21 @@ def _is_held(options: LearnerOptions, state: LearnerState, part: FragmentProgres
     if options.adopt == "eager" and part.encoding():
         return True  # A share of it is kept, so it must be known.
     needed = part.base_version <= part.stale_base  # -1, or too old to measure anything from.
-    return step < part.held_until and not needed and not state.stopping
+    if needed:
+        return False
+    return _would_lose_work(options, part) or (step < part.held_until and not state.stopping)
+
+
+def _would_lose_work(options: LearnerOptions, part: FragmentProgress) -> bool:
+    """Whether the version that is here would overwrite what was trained, and is not the answer to an update.
+
+    The rules that overwrite are published for sites that adopt once in a period, when the version with their own update
+    comes back.  Where nobody waits, the others' versions come at any time, and each would cost what was trained since
+    the last update.
+    """
+    if options.adopt in ADOPT_KEEPS_UNSENT or not part.unsent_steps:
+        return False
+    return not any(s.merged_version is not None and s.merged_version <= part.fetched for s in part.in_flight)
 
 
 def _adopt(turn: SiteTurn, index: int, part: FragmentProgress) -> None:

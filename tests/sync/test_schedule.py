@@ -121,7 +121,9 @@ def test_the_next_boundary_with_anything_to_do_is_known_beforehand(dynamic: bool
 
 def test_what_is_due_and_was_overwritten_just_now_is_sent_after_the_next_step() -> None:
     site = Site(inner_steps=20, adopt="overwrite")
+    site.send(1, steps=20)
     site.train(19)
+    site.fate(1, version=1)
     site.handle(ev.VersionFetched(0, 1, ()))
     assert not of(fx.Seal, site.train()), "nothing is left of it"
     assert site.machine.steps_to_act() == 1
