@@ -1,20 +1,19 @@
 """``report.html``: one file that opens anywhere, offline, and shows what a run was; also for a run that failed.
 
-The page is ``report.html`` beside this module, filled in; the pictures are static SVG (``plot``).
+The pictures are static SVG (``plot``).
 """
 
 from __future__ import annotations
 
 import json
 from html import escape
-from importlib import resources
-from string import Template
 from typing import TYPE_CHECKING
 
 from diloco.durable import write_file
 from diloco.launch.eventlog import read_events
 from diloco.launch.figures import clock, count, size, times_less
 from diloco.launch.history import RunHistory
+from diloco.launch.page import legend, page, section, series_style, table
 from diloco.launch.plot import Axis, Bar, Line, Points, Rule, line_chart, time_line
 from diloco.launch.story import CAUSED
 from diloco.launch.summary import LEDGER, complaints, summarize
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
     from diloco.launch.records import Fault
 
-SITE_STYLES = 8
 TIME = Axis("time, m:ss", clock)
 LOSS = Axis("nats per token", lambda value: f"{value:.3g}")
 
@@ -52,30 +50,19 @@ def rebuild(run_dir: Path) -> tuple[dict[str, Any], RunHistory]:
 def render(title: str, history: RunHistory, summary: Mapping[str, Any], config: str) -> str:
     """The page."""
     sections = [
-        _section("Loss against time", _loss_legend(history), _loss(history, 0, TIME), _LOSS_NOTE),
-        _section("Loss against tokens", _loss_legend(history), _loss(history, 1, Axis("tokens", count)), _TOKENS_NOTE),
-        _section(
-            "Validation, bits per byte", "", _bits(history), "The published values on text that no site has seen."
-        ),
-        _section("Rounds, merges and faults", _time_legend(history), _time_line(history), _TIME_NOTE),
-        _section("Bytes between the sites", _legend(_WIRE), _wire(history), _WIRE_NOTE),
-        _section("Where every token went", "", _ledger_table(summary), _ledger_note(summary)),
-        _section("Time and wire of each site", "", _site_table(summary), ""),
-        _section("Faults", "", _fault_table(summary), ""),
+        section("Loss against time", _loss_legend(history), _loss(history, 0, TIME), _LOSS_NOTE),
+        section("Loss against tokens", _loss_legend(history), _loss(history, 1, Axis("tokens", count)), _TOKENS_NOTE),
+        section("Validation, bits per byte", "", _bits(history), "The published values on text that no site has seen."),
+        section("Rounds, merges and faults", _time_legend(history), _time_line(history), _TIME_NOTE),
+        section("Bytes between the sites", legend(_WIRE), _wire(history), _WIRE_NOTE),
+        section("Where every token went", "", _ledger_table(summary), _ledger_note(summary)),
+        section("Time and wire of each site", "", _site_table(summary), ""),
+        section("Faults", "", _fault_table(summary), ""),
         f"<details><summary>What happened</summary><pre>{_log(history)}</pre></details>",
         f"<details><summary>Configuration</summary><pre>{escape(config)}</pre></details>",
     ]
     status = str(summary["status"])
-    page = Template(resources.files("diloco.launch").joinpath("report.html").read_text("utf-8"))
-    return page.substitute(
-        title=escape(title),
-        mood="ok" if status == "ok" else "wrong",
-        status=escape(status),
-        tiles="".join(
-            f'<div class="tile"><b>{value}</b><span>{words}</span></div>' for value, words in _tiles(summary)
-        ),
-        sections="\n".join(sections),
-    )
+    return page(title, status, _tiles(summary), sections, good=status == "ok")
 
 
 _LOSS_NOTE = "Sites: their own training loss, averaged over neighbouring steps. Global model: validation loss."
@@ -109,31 +96,16 @@ def _tiles(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _section(title: str, legend: str, picture: str, note: str) -> str:
-    shown = picture or '<div class="empty">Nothing was recorded.</div>'
-    words = f'<p class="soft">{escape(note)}</p>' if note else ""
-    return f"<h2>{escape(title)}</h2>\n{words}{legend}\n{shown}"
-
-
-def _legend(entries: Sequence[tuple[str, str]]) -> str:
-    items = "".join(f'<span class="{style}"><i></i><span>{escape(label)}</span></span>' for label, style in entries)
-    return f'<div class="legend">{items}</div>'
-
-
-def _style(number: int) -> str:
-    return f"s{number % SITE_STYLES}"
-
-
 def _styled(history: RunHistory) -> list[tuple[str, str]]:
-    return [(name, _style(number)) for number, name in enumerate(sorted(history.sites))]
+    return [(name, series_style(number)) for number, name in enumerate(sorted(history.sites))]
 
 
 def _loss_legend(history: RunHistory) -> str:
-    return _legend([*_styled(history), ("global model (validation)", "global")])
+    return legend([*_styled(history), ("global model (validation)", "global")])
 
 
 def _time_legend(history: RunHistory) -> str:
-    return _legend([*_styled(history), ("fault", "bad"), ("outer step", "global")])
+    return legend([*_styled(history), ("fault", "bad"), ("outer step", "global")])
 
 
 def _loss(history: RunHistory, column: int, x: Axis) -> str:
@@ -170,7 +142,7 @@ def _time_line(history: RunHistory) -> str:
     bars = []
     for number, name in enumerate(names):
         site = history.sites[name]
-        bars += _lives(number, site.spans, history, f"life {_style(number)}", name)
+        bars += _lives(number, site.spans, history, f"life {series_style(number)}", name)
     bars += _lives(len(names), history.syncer_spans, history, "life global", "syncer")
     bars += [_fault_bar(fault, rows, history) for fault in history.faults if _row_of(fault) in rows]
     for round_ in history.rounds:
@@ -180,7 +152,7 @@ def _time_line(history: RunHistory) -> str:
             title = f"{name} in {made} at {clock(round_.at_s)}: weight {weight:.2f}, staleness {stale}"
             if name in names:
                 row = names.index(name)
-                bars.append(Bar(row, round_.at_s, round_.at_s, f"merge {_style(row)}", title))
+                bars.append(Bar(row, round_.at_s, round_.at_s, f"merge {series_style(row)}", title))
         begin = round_.at_s if round_.met_s is None else round_.met_s
         end = round_.at_s if round_.published_s is None else round_.published_s
         title = (
@@ -209,14 +181,6 @@ def _fault_bar(fault: Fault, rows: Sequence[str], history: RunHistory) -> Bar:
     return Bar(rows.index(_row_of(fault)), fault.at_s, end, style, title)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    if not rows:
-        return ""
-    top = "".join(f"<th>{escape(name)}</th>" for name in head)
-    body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead>\n<tbody>{body}</tbody></table></div>'
-
-
 def _ledger_note(summary: Mapping[str, Any]) -> str:
     units = summary.get("units")
     return f"{_LEDGER_NOTE} Data in {units_text(units)}." if units else _LEDGER_NOTE
@@ -225,7 +189,7 @@ def _ledger_note(summary: Mapping[str, Any]) -> str:
 def _ledger_table(summary: Mapping[str, Any]) -> str:
     names = ("processed", *LEDGER)
     rows = [[name, *(f"{site[f'tokens_{part}']:,}" for part in names)] for name, site in summary["sites"].items()]
-    return _table(["site", *(name.replace("_", " ") for name in names)], rows)
+    return table(["site", *(name.replace("_", " ") for name in names)], rows)
 
 
 def _site_table(summary: Mapping[str, Any]) -> str:
@@ -239,7 +203,7 @@ def _site_table(summary: Mapping[str, Any]) -> str:
         merged = [str(site["updates_merged"]), refused, str(site["restarts"])]
         wire = [size(site["bytes_up"]), size(site["bytes_down"])]
         rows.append([name, f"{site['inner_steps']:,}", *times, *stall, *merged, *wire])
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _fault_table(summary: Mapping[str, Any]) -> str:
@@ -248,7 +212,7 @@ def _fault_table(summary: Mapping[str, Any]) -> str:
         healed = fault["healed_seconds"]
         lasted = "-" if healed is None else f"{healed - fault['at_seconds']:.1f} s"
         rows.append([fault["target"], CAUSED.get(fault["what"], fault["what"]), clock(fault["at_seconds"]), lasted])
-    return _table(("target", "what happened", "at", "lasted"), rows)
+    return table(("target", "what happened", "at", "lasted"), rows)
 
 
 def _log(history: RunHistory) -> str:
