@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from diloco.sim.fleet import YEAR_S, FleetPlan, FleetSite, simulate
+from diloco.sim.fleet import simulate
+from diloco.sim.fleet_plan import YEAR_S, FleetPlan, FleetSite
 from diloco.sim.planning import loads_of, merging_share, sizes, star_of, utilisation_found
 from diloco.sync.options import SECOND_NS, LearnerOptions, OuterOptions
 from diloco.sync.schedule import offset
@@ -30,6 +31,8 @@ INTERRUPTIONS_OF_JOB = 600
 """Of one job they take half of that, and most may come while it is stopped."""
 FRAGMENTS_MAX = 8
 """That the fleet has; more of them change when something is exchanged, not how much."""
+WHOLE_TIMES = 8
+"""As much as a version, in another's differences, is the whole of it in fp32."""
 JOB = "one job of all chips"
 LAYOUTS: Mapping[str, str] = MappingProxyType(
     {
@@ -183,7 +186,8 @@ def _plan(
         learner=learner,
         update_bytes=up,
         version_bytes=down,
-        whole_bytes=(1,) * question.fragments,
+        whole_bytes=tuple(WHOLE_TIMES * each for each in down),
+        is_joined=True,
         seconds=seconds,
         seed=question.seed,
     )

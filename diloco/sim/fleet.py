@@ -5,6 +5,9 @@ time.  A site's inner steps pass as one as long as nothing is due; an update tak
 a version on its down-link, one after the other; a site fails as often as its chips do, is away for as long as it takes
 to go on without the lost one, and goes on from where it was.
 
+It has no tensors of its own.  ``Cargo`` is what it calls where there are any: then a model is trained, by the same
+machines and at the same virtual instants.
+
 What this does not have, and ``swarm`` does: messages that are lost, come twice or overtake each other, disks, and a
 syncer that dies (it may do nothing for a while).
 """
@@ -16,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from diloco.sim.fleet_faults import Faults
 from diloco.sim.fleet_link import Arrivals
-from diloco.sim.fleet_plan import FleetPlan, FleetResult
+from diloco.sim.fleet_plan import Cargo, FleetPlan, FleetResult
 from diloco.sim.fleet_site import Site, to_ns
 from diloco.sim.network import Heap
 from diloco.sync import effects as fx
@@ -36,9 +39,9 @@ class EndlessError(ValueError):
     """The run that was to be simulated to its end has none."""
 
 
-def simulate(plan: FleetPlan) -> FleetResult:
+def simulate(plan: FleetPlan, cargo: Cargo | None = None) -> FleetResult:
     """Let ``plan.seconds`` pass, or the run end.  The same plan gives the same result."""
-    fleet = Fleet(plan)
+    fleet = Fleet(plan, cargo)
     if plan.seconds is not None:
         fleet.heap.run_until(to_ns(plan.seconds), fleet.is_over)
     else:
@@ -60,17 +63,19 @@ def _run_to_the_end(fleet: Fleet) -> None:
 class Fleet:
     """The syncer and the clock."""
 
-    def __init__(self, plan: FleetPlan) -> None:
-        self.plan = plan
+    def __init__(self, plan: FleetPlan, cargo: Cargo | None = None) -> None:
+        self.plan, self.cargo = plan, cargo
         self.heap = Heap()
         self.machine = OuterSync(plan.outer)
         self.published_ns: list[list[int]] = [[0] for _ in range(plan.outer.num_fragments)]
         """For each fragment when each version was published."""
         self.resting: dict[int, Site] = {}
-        """The sites that stand still: they are told at once, and who trains looks when it has an update to make."""
+        """The sites that stand still: they are told at once, and who trains looks when it has an update to make, unless
+        it matters to its steps or to what becomes of them when it hears."""
         self._arrivals: dict[tuple[int, float], Arrivals] = {}
         self.closed = self._merged = 0
         self._planned_ns: int | None = None
+        self._is_drained = False
         self.paused_until_ns = 0
         """Until then the syncer does nothing, and nobody reaches it."""
         self._behind_ns = 0
@@ -95,8 +100,7 @@ class Fleet:
                 case fx.StartOuterStep():
                     self.closed += 1
                     self._merged += len(effect.contributions)
-                    done = ev.OuterStepDone(effect.fragment, effect.version, "v", "d")
-                    self.heap.after(to_ns(self.plan.merge_s), partial(self.told, done))
+                    self.heap.after(to_ns(self.plan.merge_s), partial(self._made, effect))
                 case fx.TellFate():
                     self._by_name[effect.site].told(ev.FateTold(effect.fate))
                 case fx.PublishVersion():
@@ -112,6 +116,29 @@ class Fleet:
                         site.told(ev.FinalAnnounced(effect.ending))
         self._wait()
         return effects
+
+    def _made(self, command: fx.StartOuterStep) -> None:
+        if self.heap.now_ns < self.paused_until_ns:
+            self.heap.at(self.paused_until_ns, partial(self._made, command))
+            return
+        if self.cargo is not None:
+            self.cargo.merged(command, self.heap.now_ns / SECOND_NS, self.progress_ppm())
+        self.handle(ev.OuterStepDone(command.fragment, command.version, "v", "d"))
+
+    def stepped(self) -> None:
+        """A site has made steps."""
+        bound = self.plan.tokens_trained
+        if bound and not self._is_drained and self._tokens_trained() >= bound:
+            self._is_drained = True
+            self.told(ev.DrainRequested(1))
+
+    def progress_ppm(self) -> int:
+        """Of the run: of the bound on what is trained where there is one, else of what is merged."""
+        bound = self.plan.tokens_trained
+        return min(1_000_000, self._tokens_trained() * 1_000_000 // bound) if bound else self.machine.progress_ppm()
+
+    def _tokens_trained(self) -> int:
+        return sum(site.steps_made() * site.site.tokens_per_step for site in self.sites)
 
     def told(self, event: ev.OuterEvent) -> None:
         """The same of what nobody is answered, when the syncer does anything again."""

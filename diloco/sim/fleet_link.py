@@ -23,7 +23,7 @@ def carry_ns(size: int, mbps: float) -> int:
 
 def fetch_bytes(plan: FleetPlan, fragment: int, have: int, version: int) -> int:
     """What a version costs who has an earlier one: the differences, or all of it where that is less."""
-    whole = plan.whole_bytes[fragment]
+    whole = 0 if have < 0 and plan.is_joined else plan.whole_bytes[fragment]
     return whole if have < 0 else min((version - have) * plan.version_bytes[fragment], whole)
 
 

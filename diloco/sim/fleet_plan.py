@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from diloco.sync.options import LearnerOptions, OuterOptions
+
+if TYPE_CHECKING:
+    from diloco.sync import effects as fx
 
 YEAR_S = 365.25 * 24 * 3600
 
@@ -30,6 +34,8 @@ class FleetSite:
     rtt_s: float = 0.0
     interruptions_per_s: float = 0.0
     away_s: float = 0.0
+    lost_share: float = 0.0
+    """Of its updates that never arrive; the site is told so at once, and sends what it keeps with the next."""
     starts_s: float = 0.0
     """When its first process asks to join; before that it is neither there nor away.  Infinite: a fault starts it."""
     planned: tuple[tuple[float, float], ...] = ()
@@ -71,12 +77,46 @@ class FleetPlan:
     update_bytes: tuple[int, ...]
     version_bytes: tuple[int, ...]
     whole_bytes: tuple[int, ...]
+    is_joined: bool = False
+    """Whether all sites have version 0 already, which then crosses no link."""
     merge_s: float = 0.0
     faults: tuple[FleetFault, ...] = ()
     regions: tuple[Region, ...] = ()
     seconds: float | None = 3600.0
     """None: until the run ends by itself, which it may do earlier as well."""
     seed: int = 0
+    tokens_trained: int = 0
+    """By all sites together, after which the run is drained; 0: no such bound.  The run's own bound counts what is
+    merged, so that a rule under which progress is thrown away trains more."""
+
+
+class Cargo(Protocol):
+    """The tensors of a fleet, if it has any.  Each call is made at the virtual instant at which it takes effect; sites
+    are named by their place in the plan."""
+
+    def trained(self, site: int, steps: int, progress_ppm: int) -> None:
+        """The site has made ``steps`` inner steps, up to this progress of the run."""
+
+    def sealed(self, site: int, seal: fx.Seal) -> None:
+        """Measure and encode the site's update."""
+
+    def adopted(self, site: int, effect: fx.Adopt) -> None:
+        """The site takes the version that it fetched last."""
+
+    def retaken(self, site: int, effect: fx.Retake) -> None:
+        """The same, and what it had not sent is gone."""
+
+    def released(self, site: int, effect: fx.Release) -> None:
+        """An update of the site is not going to be merged."""
+
+    def published(self, fragment: int) -> object:
+        """The values of the newest version."""
+
+    def fetched(self, site: int, fragment: int, version: int, values: object) -> None:
+        """A version is at the site; ``values`` are what ``published`` gave when it was asked for."""
+
+    def merged(self, command: fx.StartOuterStep, now_s: float, progress_ppm: int) -> None:
+        """Make a version."""
 
 
 @dataclass(slots=True)

@@ -1,9 +1,9 @@
 """A site of a fleet: its machine, its place in time, and its link.
 
-A site that trains is not told of versions one by one.  What it would have fetched meanwhile, and when that would have
-been here, follows from when it was published and from the link; it is worked out when something is due, and only the
-newest version is adopted.  Where an adopt keeps what was trained since (``ADOPT_KEEPS_UNSENT``) it makes no difference
-when, between two updates of the fragment, it happens; elsewhere it happens at the boundary at which it would have.
+Where an adopt keeps what was trained since (``ADOPT_KEEPS_UNSENT``) it makes no difference when, between two updates of
+the fragment, it happens, unless somebody trains on it.  There a site that trains is not told of versions one by one:
+what it would have fetched meanwhile, and when that would have been here, follows from when it was published and from
+the link; it is worked out when something is due, and only the newest version is adopted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Site:
     """One site; ``fleet`` is the rest of the world."""
 
     def __init__(self, fleet: Fleet, index: int, site: FleetSite) -> None:
-        self.fleet, self.index, self.site, self.heap = fleet, index, site, fleet.heap
+        self.fleet, self.index, self.site, self.heap, self.cargo = fleet, index, site, fleet.heap, fleet.cargo
         self.name = f"site-{index:05d}"
         self.account = SiteAccount()
         self.machine = LearnerSync(fleet.plan.learner)
@@ -51,12 +51,16 @@ class Site:
         self._began_ns: int | None = None
         self._step_ns = 0
         self._turn = 0
+        self._steps_before = 0
+        """Those before this stretch."""
         self._up_free_ns = self._down_free_ns = 0
         self._arrivals = fleet.arrivals(self._half_ns, site.down_mbps)
         self._ahead: int | None = None
         """The fragment of which the next version is waited for at the syncer: that of the update sent last."""
         self._coming: set[int] = set()
         """The fragments of which a version is on its way that was waited for there."""
+        self._listens = fleet.cargo is not None or fleet.plan.learner.adopt not in ADOPT_KEEPS_UNSENT
+        """Whether it is told of every version at once, also while it trains."""
         self._disk: dict[tuple[int, int], tuple[fx.Seal, str]] = {}
 
     # --- coming and going -----------------------------------------------------------------------------------------
@@ -189,7 +193,8 @@ class Site:
         if not self._may_train():
             self._rest()
             return
-        self.fleet.resting.pop(self.index, None)
+        if not self._listens:
+            self.fleet.resting.pop(self.index, None)
         if self._first_ns is None:
             self._first_ns = self.heap.now_ns
             self.fleet.first_step()
@@ -222,6 +227,7 @@ class Site:
             self._end_stretch()
             if self.machine.state.stopping:
                 self._last_ns = self.heap.now_ns
+            self.fleet.stepped()
             self._train()
 
     def _end_stretch(self) -> None:
@@ -231,15 +237,21 @@ class Site:
 
     def _advance(self, steps: int) -> None:
         """So many steps of this stretch are done, with what came in the meantime."""
-        came = self._came(steps)
-        done = 0
-        for boundary in sorted({*came, steps} - {0}):
-            for fragment, version in came.get(boundary, ()):
-                self._take(fragment, version)
-            passed, done = boundary - done, boundary
-            step = self.machine.state.step + passed
-            self.account.steps += passed
-            self._handle(ev.StepDone(step, passed * self.site.tokens_per_step, self._step_ns, step, steps=passed))
+        if not steps:
+            return
+        for fragment, version in self._came(steps):
+            self._take(fragment, version)
+        step = self.machine.state.step + steps
+        self.account.steps += steps
+        if self.cargo is not None:
+            self.cargo.trained(self.index, steps, self.fleet.progress_ppm())
+        self._handle(ev.StepDone(step, steps * self.site.tokens_per_step, self._step_ns, step, steps=steps))
+        self._steps_before = self.account.steps
+
+    def steps_made(self) -> int:
+        """Those of the stretch under way as well, the whole ones."""
+        under_way = 0 if self._began_ns is None else (self.heap.now_ns - self._began_ns) // self._step_ns
+        return self._steps_before + under_way
 
     def _catch_up(self) -> None:
         """The steps that are done by now, which nothing that is heard now changes any more."""
@@ -250,25 +262,22 @@ class Site:
         self._began_ns += done * self._step_ns
         self._until(self.machine.steps_to_act())
 
-    def _came(self, steps: int) -> dict[int, list[tuple[int, int]]]:
-        """Of each fragment the newest version that came in so many steps, by the boundary at which it is adopted."""
+    def _came(self, steps: int) -> list[tuple[int, int]]:
+        """The newest version of each fragment that comes due, where one came in so many steps."""
         assert self._began_ns is not None
-        options, state = self.fleet.plan.learner, self.machine.state
-        until_ns = self._began_ns + steps * self._step_ns
-        came: dict[int, list[tuple[int, int]]] = {}
+        if self._listens:
+            return []
+        state, until_ns = self.machine.state, self._began_ns + steps * self._step_ns
+        came = []
         for fragment, part in enumerate(state.fragments):
-            keeps = options.adopt in ADOPT_KEEPS_UNSENT
-            if part.fetching or (keeps and not self._comes_due(fragment, steps)):
+            if part.fetching or not self._comes_due(fragment, steps):
                 continue
             crossed_ns = self._cut_from_ns if self._cut_from_ns <= until_ns < self._cut_until_ns else until_ns
-            here_ns, version = self._arrivals.newest(fragment, crossed_ns)
+            _, version = self._arrivals.newest(fragment, crossed_ns)
             have = max(part.fetched, part.base_version)
-            if version <= have:
-                continue
-            passed = -(-(here_ns - self._began_ns) // self._step_ns)
-            boundary = steps if keeps else min(max(1, passed, part.held_until - state.step), steps)
-            came.setdefault(boundary, []).append((fragment, version))
-            self.account.bytes_down += fetch_bytes(self.fleet.plan, fragment, have, version)
+            if version > have:
+                came.append((fragment, version))
+                self.account.bytes_down += fetch_bytes(self.fleet.plan, fragment, have, version)
         return came
 
     def _comes_due(self, fragment: int, steps: int) -> bool:
@@ -300,9 +309,12 @@ class Site:
         size = fetch_bytes(plan, fragment, max(part.fetched, part.base_version), version)
         self.account.bytes_down += size
         self._down_free_ns = max(self._down_free_ns, self.heap.now_ns) + carry_ns(size, self.site.down_mbps)
-        self._over(self._down_free_ns + self._half_ns, lambda: self._fetched(fragment, version))
+        values = self.cargo.published(fragment) if self.cargo is not None else None
+        self._over(self._down_free_ns + self._half_ns, lambda: self._fetched(fragment, version, values))
 
-    def _fetched(self, fragment: int, version: int) -> None:
+    def _fetched(self, fragment: int, version: int, values: object) -> None:
+        if self.cargo is not None:
+            self.cargo.fetched(self.index, fragment, version, values)
         self._coming.discard(fragment)
         self._hear(ev.VersionFetched(fragment, version, self._fates(fragment)))
 
@@ -350,6 +362,12 @@ class Site:
                     self._send((effect.fragment, effect.sequence))
                 case fx.Forget() | fx.Release():
                     self._disk.pop((effect.fragment, effect.sequence), None)
+                    if self.cargo is not None and isinstance(effect, fx.Release):
+                        self.cargo.released(self.index, effect)
+                case fx.Adopt() if self.cargo is not None:
+                    self.cargo.adopted(self.index, effect)
+                case fx.Retake() if self.cargo is not None:
+                    self.cargo.retaken(self.index, effect)
                 case fx.Fetch() if effect.fragment not in self._coming:
                     fragment = effect.fragment
                     self._soon(lambda fragment=fragment: self._fetch(fragment))  # type: ignore[misc]
@@ -360,6 +378,8 @@ class Site:
                     self._soon(self._leave)
 
     def _seal(self, seal: fx.Seal) -> None:
+        if self.cargo is not None:
+            self.cargo.sealed(self.index, seal)
         digest = f"{self.name}:{seal.fragment}:{seal.sequence}:{self._lives}"
         self._disk[seal.fragment, seal.sequence] = (seal, digest)
         made, life = ev.Sealed(seal.fragment, seal.sequence, digest), self._lives
@@ -377,6 +397,9 @@ class Site:
 
     def _pushed(self, key: tuple[int, int]) -> None:
         if key not in self._disk:
+            return
+        if self.site.lost_share and self._random.random() < self.site.lost_share:
+            self.told(ev.PushAnswered(*key, ev.Outcome.REFUSED, ev.Reason.OVERLOAD))
             return
         seal, digest = self._disk[key]
         update = ev.UpdateArrived(

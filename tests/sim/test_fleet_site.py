@@ -37,7 +37,7 @@ def made_in(plan: FleetPlan, monkeypatch: pytest.MonkeyPatch, *, at_once: bool) 
     return sorted(made), world
 
 
-@pytest.mark.parametrize("adopt", ["rebase", "overwrite", "blend"])
+@pytest.mark.parametrize("adopt", ["rebase", "eager"])
 @pytest.mark.parametrize("fragments", [1, 3])
 def test_a_site_that_looks_later_makes_the_same_updates(
     adopt: str, fragments: int, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,272 @@
+"""A fleet that trains: a real model at every site of a simulation, with the product's own trainer, tensors and codecs.
+
+What a run's processes do to tensors is done here by the same objects, one after the other and at the virtual instants
+that the machines decide on.  So a run under speeds and faults that this machine has not, in the time of its inner steps
+alone, and the same to the last bit whenever it is made again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from diloco.codec.fused import State, outer_pass
+from diloco.codec.merging import Merging
+from diloco.codec.registry import make_codec
+from diloco.durable import write_file
+from diloco.inner.holding import Holding
+from diloco.inner.parallel import SiteGroup
+from diloco.launch import build
+from diloco.launch.coding import feedback
+from diloco.launch.evaluation import Evaluator
+from diloco.learner.encoding import encoders
+from diloco.learner.site_tensors import SiteTensors
+from diloco.outer.fragments import gather, named_parameters_once, scatter
+from diloco.outer.optimizer import NOTHING, evaluated
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from diloco.inner.data import CorpusManifest
+    from diloco.inner.model import Transformer
+    from diloco.inner.trainer import Trainer
+    from diloco.launch.schema import RunConfig
+    from diloco.outer.fragments import Layout
+    from diloco.sync import effects as fx
+
+TOLD = "diloco"
+"""In the file of a warm start, the key of what is no tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """Where a training stood after ``step`` steps: the values by name, and what its inner optimizers remember."""
+
+    step: int
+    values: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]
+    plain: Mapping[str, float | int | bool]
+    optimizer: str
+
+    def save(self, path: Path) -> None:
+        """Into a file that is whole or not there."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {f"values/{name}": each for name, each in self.values.items()}
+        tensors |= {f"inner/{name}": each for name, each in self.tensors.items()}
+        told = {"step": self.step, "optimizer": self.optimizer, "plain": dict(self.plain)}
+        write_file(path, safetensors.torch.save(tensors, {TOLD: json.dumps(told)}))
+
+    @classmethod
+    def load(cls, path: Path) -> Warm:
+        """What :meth:`save` left."""
+        with safetensors.safe_open(path, "pt") as file:
+            told = json.loads(file.metadata()[TOLD])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        parts: dict[str, dict[str, Tensor]] = {"values": {}, "inner": {}}
+        for name, each in tensors.items():
+            part, _, key = name.partition("/")
+            parts[part][key] = each
+        return cls(told["step"], parts["values"], parts["inner"], told["plain"], told["optimizer"])
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The global model at one time: nats per token on a fixed part of the validation text."""
+
+    progress: float
+    seconds: float
+    bytes_up: int
+    loss: float
+
+
+class Control:
+    """One process on all the text with the batch of all sites together: what no communication could do better."""
+
+    def __init__(self, config: RunConfig, sites: int, tokens: int) -> None:
+        """It trains for ``tokens`` in all, which its learning-rate schedule goes by."""
+        inner = replace(config.inner, batch_sequences=config.inner.batch_sequences * sites)
+        self._share = 0.0
+        self._tokens = tokens
+        self._trainer, self._model = _trainer(replace(config, inner=inner), (0, 1), self)
+
+    def progress(self) -> float:
+        """Of its own tokens."""
+        return self._share
+
+    def begin(self, warm: Warm) -> None:
+        """Go on from ``warm``."""
+        _begin(self._trainer, self._model, warm)
+
+    def steps(self, count: int) -> None:
+        """Make ``count`` steps at the progress as it is."""
+        self._trainer.run(until_step=self._trainer.step + count)
+
+    def whole(self) -> None:
+        """Train until the tokens are used up."""
+        step_tokens = self._trainer.stream.tokens_per_batch * self._trainer.optimizers.options.accumulation
+        for done in range(0, self._tokens, step_tokens):
+            self._share = done / self._tokens
+            self.steps(1)
+
+    def score(self, evaluator: Evaluator) -> float:
+        """Its loss, nats per token."""
+        return evaluator.score(self._model).val_loss
+
+    def state(self) -> Warm:
+        """As it is now, copied."""
+        tensors, plain = self._trainer.optimizers.state_dict()
+        values = {name: each.detach().clone() for name, each in named_parameters_once(self._model).items()}
+        return Warm(
+            self._trainer.step,
+            values,
+            {name: each.clone() for name, each in tensors.items()},
+            dict(plain),
+            self._trainer.optimizers.options.optimizer,
+        )
+
+
+class TrainedFleet:
+    """The tensors of all sites and of the syncer (``sim.fleet.Cargo``)."""
+
+    def __init__(self, config: RunConfig, names: Sequence[str], text: CorpusManifest, warm: Warm | None, points: int):
+        """``points`` are how many looks at the global model there are, one for so much of the run's progress."""
+        self._layout = build.layout_of(config)
+        self._rule = build.rule(config, self._layout)
+        self._down = make_codec(config.codec.down)
+        self._evaluator = Evaluator(config, text)
+        self._eval_model = build.build_model(config)
+        if warm is not None:
+            _put(self._eval_model, warm.values)
+        parameters = named_parameters_once(self._eval_model)
+        first = [gather(fragment, parameters) for fragment in self._layout.fragments]
+        self._states = [State(each, each.clone(), NOTHING) for each in first]
+        self._sites = [_Site(config, self._layout, (index, len(names)), warm) for index in range(len(names))]
+        self._places = {name: index for index, name in enumerate(names)}
+        self._payloads: dict[tuple[int, int, int], bytes | memoryview] = {}
+        self._encoding = config.codec.up
+        self._points_wanted = points
+        self.bytes_up, self.last_merge_s = 0, 0.0
+        self.points: list[Point] = []
+
+    def values(self) -> Mapping[str, Tensor]:
+        """Of the newest versions by name, as the rule means them to be evaluated; a view of one model's."""
+        parameters = named_parameters_once(self._eval_model)
+        for fragment, state in zip(self._layout.fragments, self._states, strict=True):
+            scatter(fragment, evaluated(state.theta, state.optimizer), parameters)
+        return parameters
+
+    def score(self) -> float:
+        """The loss of these, nats per token."""
+        self.values()
+        return self._evaluator.score(self._eval_model).val_loss
+
+    # --- what the fleet calls -----------------------------------------------------------------------------------------
+
+    def trained(self, site: int, steps: int, progress_ppm: int) -> None:  # noqa: D102
+        self._sites[site].train(steps, progress_ppm / 1e6)
+
+    def sealed(self, site: int, seal: fx.Seal) -> None:  # noqa: D102
+        here = self._sites[site]
+        encoded = here.encoder.encode(here.tensors.measure(seal.fragment, seal.in_flight))
+        here.tensors.sealed(seal.fragment, seal.sequence, encoded.sent, encoded.fed)
+        # The encoder's memory is used again when nobody refers to it; a payload of the simulation is its own.
+        payload = bytes(encoded.payload)
+        self._payloads[site, seal.fragment, seal.sequence] = payload
+        self.bytes_up += len(payload)
+
+    def adopted(self, site: int, effect: fx.Adopt) -> None:  # noqa: D102
+        self._sites[site].tensors.adopt(effect.fragment, effect.version, effect.merged, effect.fresh, effect.under_way)
+
+    def retaken(self, site: int, effect: fx.Retake) -> None:  # noqa: D102
+        self._sites[site].tensors.retake(effect.fragment, effect.version, effect.keep)
+
+    def released(self, site: int, effect: fx.Release) -> None:  # noqa: D102
+        self._sites[site].tensors.release(effect.fragment, effect.sequence)
+        self._payloads.pop((site, effect.fragment, effect.sequence), None)
+
+    def published(self, fragment: int) -> object:  # noqa: D102
+        return self._states[fragment].published
+
+    def fetched(self, site: int, fragment: int, version: int, values: object) -> None:  # noqa: D102
+        assert isinstance(values, Tensor)
+        self._sites[site].tensors.arrived(fragment, version, values, "")
+
+    def merged(self, command: fx.StartOuterStep, now_s: float, progress_ppm: int) -> None:  # noqa: D102
+        before, segments = self._states[command.fragment], self._rule.segments_of(command.fragment)
+        held = command.version - 1
+        factors = self._rule.factors([held - part.base_version for part in command.contributions])
+        contributions = [
+            (
+                part.weight,
+                [
+                    (make_codec(self._encoding), self._take(part.site, command.fragment, each.sequence))
+                    for each in part.updates
+                ],
+            )
+            for part in command.contributions
+        ]
+        merging = Merging(segments, factors) if segments else None
+        stepped = outer_pass(contributions, before, self._rule.optimizer, self._down, merging=merging)
+        self._states[command.fragment] = stepped.state
+        self.last_merge_s, share = now_s, progress_ppm / 1e6
+        if share * self._points_wanted >= len(self.points) + 1 and share < 1:
+            self.points.append(Point(share, now_s, self.bytes_up, self.score()))
+
+    def _take(self, site: str, fragment: int, sequence: int) -> bytes | memoryview:
+        return self._payloads.pop((self._places[site], fragment, sequence))
+
+
+class _Site:
+    """A site's trainer and its tensors of the exchange."""
+
+    def __init__(self, config: RunConfig, layout: Layout, share: tuple[int, int], warm: Warm | None) -> None:
+        self._share = 0.0
+        self._trainer, model = _trainer(config, share, self)
+        if warm is not None:
+            _begin(self._trainer, model, warm)
+        holding = Holding(named_parameters_once(model), SiteGroup())
+        outer = config.outer
+        self.tensors = SiteTensors(layout, holding, outer.adopt, outer.adopt_alpha, feedback=feedback(config))
+        (self.encoder,) = encoders([config.codec.up], self.tensors)
+
+    def progress(self) -> float:
+        """Of the run, as it was told."""
+        return self._share
+
+    def train(self, steps: int, progress: float) -> None:
+        """Make so many inner steps, during which the run comes evenly to ``progress``."""
+        before = self._share
+        for done in range(steps):
+            self._share = before + (progress - before) * done / steps
+            self._trainer.run(until_step=self._trainer.step + 1)
+        self._share = progress
+
+
+def _trainer(config: RunConfig, share: tuple[int, int], asked: Control | _Site) -> tuple[Trainer, Transformer]:
+    return build.build_trainer(config, SiteGroup(), share, None, lambda what, fields: None, asked.progress)
+
+
+def _begin(trainer: Trainer, model: Transformer, warm: Warm) -> None:
+    _put(model, warm.values)
+    if trainer.optimizers.options.optimizer == warm.optimizer:
+        trainer.optimizers.load_state_dict(warm.tensors, warm.plain)
+    trainer.step = warm.step
+
+
+@torch.no_grad()
+def _put(model: Transformer, values: Mapping[str, Tensor]) -> None:
+    for name, parameter in named_parameters_once(model).items():
+        parameter.copy_(values[name])
+
+
+def tokens_per_step(config: RunConfig) -> int:
+    """Of one site."""
+    assert config.inner.sequence_length is not None
+    return config.inner.batch_sequences * config.inner.accumulation * config.inner.sequence_length
