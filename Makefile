@@ -142,6 +142,11 @@ examples: .venv/.ready
 layouts: .venv/.ready
 	OMP_NUM_THREADS=1 $(HUNT).layouts $(ARGS)
 
+# The smallest laboratory; the others are diloco lab +lab=NAME, hours each.
+.PHONY: lab-smoke
+lab-smoke: .venv/.ready
+	$(BIN)/diloco lab +lab=smoke $(ARGS)
+
 fuzz-inputs: .venv/.ready
 	$(HUNT).fuzz_inputs $(if $(N),--n $(N)) $(ARGS)
 

@@ -52,6 +52,7 @@ SEVERAL = [
     "diloco status 127.0.0.1:7077/127.0.0.1:7078",
 ]
 MIXED = "diloco up cluster.sites.site-a.nproc=2 cluster.sites.site-a.parallel=fsdp outer.num_fragments=2"
+LAB = "diloco lab +lab=smoke"
 MODEL = ["diloco export runs/latest --to otter", 'diloco generate otter "def main("', "diloco eval otter --json"]
 SHORT: dict[str, list[str]] = {
     "diloco up": UP,
@@ -67,6 +68,7 @@ SHORT: dict[str, list[str]] = {
     "diloco train run.name=warm run.tokens=500000 inner.schedule=constant": [*UP, "run.tokens=3000"],
     "diloco up run.init_from=runs/warm/train/checkpoints": [*UP, "run.name=from-warm"],
     **{line: [] for line in MODEL},
+    LAB: ["run.tokens=3840", "--jobs", "1"],
     "diloco launch kubernetes --dry-run run.name=first": [],
     "diloco plan +experiment=100t_20dc": [],
     "diloco report runs/latest": [],
@@ -131,7 +133,7 @@ LAUNCH = "diloco launch kubernetes --dry-run run.name=first"
 PLAN = "diloco plan +experiment=100t_20dc"
 
 
-@pytest.mark.parametrize("command", [PLAN, *MODEL, LAUNCH, *AFTERWARDS, *SIM, *UNDO, *CERTS])
+@pytest.mark.parametrize("command", [PLAN, *MODEL, LAUNCH, LAB, *AFTERWARDS, *SIM, *UNDO, *CERTS])
 def test_what_is_asked_of_a_run_afterwards(place: Place, command: str) -> None:
     if "runs/latest" in command:
         assert (place.folder / "runs" / "latest").exists(), "no run was made above"

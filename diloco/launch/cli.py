@@ -51,6 +51,7 @@ VERBS = (
         "the files for docker, Slurm, Kubernetes or SkyPilot, from the same settings",
     ),
     Verb("sim", "diloco.launch.sim_main", "a run without tensors under virtual time: who trains, waits, is away"),
+    Verb("lab", "diloco.launch.lab_main", "rules beside each other: a small model trained by each, at equal tokens"),
     Verb("plan", "diloco.launch.plan_main", "what a run takes of links, memory, money and time, before there is one"),
     Verb("status", "diloco.launch.status_main", "how a running syncer stands: sites, versions, tokens, bytes"),
     Verb("doctor", "diloco.launch.doctor_main", "what is wrong between this machine and a syncer, and what to change"),

@@ -1,0 +1,237 @@
+"""Experiments of rules beside each other: rows of settings, each trained under virtual time with several seeds.
+
+A laboratory is a YAML file (``configs/lab``): what all rows share, and what each has of its own.  A **cell** is one row
+with one seed; what it found is kept under the digest of all that it depends on, so that the same command goes on where
+it was, and a row that was changed is made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from diloco.durable import write_file
+from diloco.launch import config as configs
+from diloco.launch.errors import ConfigError
+from diloco.launch.keys import nearest
+from diloco.launch.schema import RunConfig
+
+OWN = ("data.leased=false", "inner.checkpoint_every_steps=0", "network=loopback")
+"""What a training without processes, disks and links of its own is always told."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One configuration.  ``control``: one process on all the text, with the batch of all sites together."""
+
+    does: str = ""
+    settings: tuple[str, ...] = ()
+    control: bool = False
+    speeds: tuple[float, ...] = ()
+    """Of the sites, in steps a second; those of the laboratory where it is empty."""
+    jitter: float = 0.0
+    """A site's steps take up to this share more or less, drawn for each stretch."""
+    interruptions_per_hour: float = 0.0
+    away_s: float = 0.0
+    rtt_s: float = 0.0
+    lost_share: float = 0.0
+    """Of its updates that the syncer never has; the site is told so."""
+    against: str = ""
+    """The row that it is compared with; the laboratory's reference where it is empty."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Laboratory:
+    """``speeds`` are those of the sites, as many as there are; ``warm_steps`` of the control come before every row."""
+
+    name: str
+    title: str
+    rows: Mapping[str, Row]
+    settings: tuple[str, ...] = ()
+    speeds: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    warm_steps: int = 0
+    points: int = 10
+    reference: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One row with one seed, and the configuration that this makes."""
+
+    name: str
+    seed: int
+    row: Row
+    config: RunConfig
+    warm: RunConfig
+    """Of the start that all rows of a seed have in common."""
+    warm_steps: int
+    points: int
+
+    @property
+    def digest(self) -> str:
+        """Equal where the same is trained."""
+        row = {key: value for key, value in asdict(self.row).items() if key not in ("does", "against", "settings")}
+        shared = configs.as_text(self.config)
+        return _digest([sorted(shared.items()), row, self.points, self.warm_digest])
+
+    @property
+    def warm_digest(self) -> str:
+        """Equal where the same comes before; empty where nothing does."""
+        parts = ("model.", "data.", "inner.", "run.seed")
+        told = {key: value for key, value in configs.as_text(self.warm).items() if key.startswith(parts)}
+        return _digest([sorted(told.items()), len(self.row.speeds), self.warm_steps]) if self.warm_steps else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What a cell came to.  ``loss`` is nats per token of the final model, ``points`` on the way to it are (progress,
+    seconds, bytes up, loss); shares are of the sites' virtual time, ``took_s`` is real."""
+
+    row: str
+    seed: int
+    loss: float
+    tokens: int
+    seconds: float
+    bytes_up: int
+    took_s: float
+    points: list[list[float]] = field(default_factory=list)
+    goodput: float = 1.0
+    versions: int = 0
+    sites_per_version: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A row over its seeds: the mean, and the difference from another row with the same seed, as a share of that."""
+
+    name: str
+    does: str
+    losses: Mapping[int, float]
+    off: Mapping[int, float]
+    against: str
+    found: Sequence[Found] = field(default_factory=list)
+
+    @property
+    def loss(self) -> float:
+        """Mean over the seeds."""
+        return fmean(self.losses.values())
+
+
+def read(name: str) -> Laboratory:
+    """The laboratory of ``configs/lab/NAME.yaml``, or of a file; ConfigError in one line.
+
+    ``base: NAME`` takes over what that one has in common for all rows, and ``rows_of_base: [name, ...]`` rows of it.
+    """
+    return _read(name, _path(name))
+
+
+def _path(name: str) -> Path:
+    folder = configs.folder() / "lab"
+    path = folder / f"{name}.yaml" if "/" not in name and not name.endswith(".yaml") else Path(name)
+    if not path.is_file():
+        known = sorted(each.stem for each in folder.glob("*.yaml"))
+        near = nearest(name, known)
+        hint = f"did you mean {near}?" if near else f"one of {', '.join(known)}"
+        raise ConfigError(f"+lab is {name!r}: {hint}")
+    return path
+
+
+def _read(name: str, path: Path) -> Laboratory:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError  # type: ignore[import-untyped]
+
+    try:
+        plain = OmegaConf.to_container(OmegaConf.load(path))
+    except (YAMLError, OmegaConfBaseException, OSError) as error:
+        raise ConfigError(f"{path}: {configs.first_line(error)}") from error
+    if not isinstance(plain, dict) or not isinstance(plain.get("rows"), dict) or not plain["rows"]:
+        raise ConfigError(f"{path}: a laboratory has rows, and each a name")
+    below, taken = plain.pop("base", None), plain.pop("rows_of_base", [])
+    base = read(below) if below else None
+    rows = {key: base.rows[key] for key in taken} if base is not None else {}
+    rows |= {str(key): _made(Row, value or {}, f"{path}: rows.{key}") for key, value in plain.pop("rows").items()}
+    shared = {} if base is None else {each.name: getattr(base, each.name) for each in fields(base)}
+    shared["settings"] = [*shared.get("settings", ()), *plain.pop("settings", ())]
+    own = {str(key): value for key, value in plain.items()}
+    lab: Laboratory = _made(
+        Laboratory, {**shared, "title": path.stem, **own, "name": path.stem, "rows": rows}, str(path)
+    )
+    for key in filter(None, (lab.reference, *(row.against for row in rows.values()))):
+        if key not in rows:
+            raise ConfigError(f"{path}: {key!r} is to be compared with, and is no row")
+    return lab
+
+
+def _made(kind: Any, plain: object, where: str) -> Any:
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{where} is {plain!r}: must be keys and values")
+    known = {each.name for each in fields(kind)}
+    for key in plain:
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key {key}: one of {', '.join(sorted(known))}")
+    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in plain.items()})
+
+
+def cells(lab: Laboratory, more: Sequence[str], seeds: Sequence[int], names: Sequence[str]) -> list[Cell]:
+    """The cells of these rows (all where there is none), ordered by seed; ConfigError for settings that cannot be."""
+    for name in names:
+        if name not in lab.rows:
+            raise ConfigError(f"--rows is {name!r}: one of {', '.join(lab.rows)}")
+    found = []
+    for seed in seeds:
+        for name, row in lab.rows.items():
+            if names and name not in names:
+                continue
+            settled = replace(row, speeds=row.speeds or lab.speeds)
+            try:
+                config = configs.compose([*lab.settings, *OWN, *row.settings, *more, f"run.seed={seed}"])
+                warm = configs.compose([*lab.settings, *OWN, *more, f"run.seed={seed}"])
+            except ConfigError as error:
+                raise ConfigError(f"row {name}: {error}") from error
+            if not config.run.tokens:
+                raise ConfigError(f"row {name}: run.tokens is {config.run.tokens}: a laboratory compares equal tokens")
+            found.append(Cell(name, seed, settled, config, warm, lab.warm_steps, lab.points))
+    return found
+
+
+def _digest(told: object) -> str:
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+
+def kept(folder: Path, cell: Cell) -> Found | None:
+    """What was found of ``cell`` before."""
+    path = folder / "cells" / f"{cell.digest}.json"
+    if not path.is_file():
+        return None
+    return replace(Found(**json.loads(path.read_text("utf-8"))), row=cell.name)  # Another row may be the same.
+
+
+def keep(folder: Path, cell: Cell, found: Found) -> None:
+    """For the next time."""
+    path = folder / "cells" / f"{cell.digest}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, json.dumps(asdict(found), indent=1).encode())
+
+
+def lines(lab: Laboratory, found: Sequence[Found]) -> list[Line]:
+    """A line for each row of which anything was found, in the file's order."""
+    by_row: dict[str, list[Found]] = {}
+    for each in found:
+        by_row.setdefault(each.row, []).append(each)
+    losses = {name: {each.seed: each.loss for each in some} for name, some in by_row.items()}
+    made = []
+    for name, row in lab.rows.items():
+        if name not in by_row:
+            continue
+        against = row.against or lab.reference
+        other = losses.get(against, {}) if against != name else {}
+        off = {seed: loss / other[seed] - 1 for seed, loss in losses[name].items() if seed in other}
+        made.append(Line(name, row.does, losses[name], off, against, by_row[name]))
+    return made

@@ -1,0 +1,100 @@
+"""One cell of a laboratory, trained in a process of its own."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from diloco.launch.lab import Cell, Found
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+UNIT_S = 1.0
+"""Virtual seconds that a step takes at speed 1."""
+SLACK = 4
+"""How many times as long as the slowest site would need for its share a run may take before it counts as stuck."""
+
+
+def run_cell(cell: Cell, folder: Path) -> Found:
+    """Train ``cell``; ``folder`` has what all rows of its seed begin with."""
+    import torch
+
+    from diloco.launch import build
+    from diloco.launch.evaluation import Evaluator
+    from diloco.launch.fleeting import Told, fleet_of
+    from diloco.launch.schema import ClusterSite
+    from diloco.launch.trained_fleet import Control, TrainedFleet, Warm, tokens_per_step
+    from diloco.sim.fleet import simulate
+
+    torch.set_num_threads(1)
+    began_s, config, row, speeds = time.monotonic(), cell.config, cell.row, cell.row.speeds
+    text = build.corpus(config)
+    warm = Warm.load(_warm_path(cell, folder)) if cell.warm_steps else None
+    tokens, sites = config.run.tokens or 0, len(speeds)
+    if row.control:
+        control = Control(config, sites, tokens)
+        if warm is not None:
+            control.begin(warm)
+        control.whole()
+        loss, took_s = control.score(Evaluator(config, text)), time.monotonic() - began_s
+        steps = -(-tokens // (sites * tokens_per_step(config)))
+        seconds = steps * UNIT_S / min(speeds)
+        return Found(
+            row=cell.name, seed=cell.seed, loss=loss, tokens=tokens, seconds=seconds, bytes_up=0, took_s=took_s
+        )
+    names = [f"site-{index:05d}" for index in range(sites)]
+    there = {name: ClusterSite(slowdown=1 / speed) for name, speed in zip(names, speeds, strict=True)}
+    told = Told(
+        step_s=UNIT_S,
+        seconds=SLACK * tokens / (tokens_per_step(config) * sites) * UNIT_S / min(speeds),
+        interruptions_per_day=24 * row.interruptions_per_hour,
+        away_s=row.away_s or UNIT_S,
+    )
+    plan = fleet_of(replace(config, cluster=replace(config.cluster, sites=there)), told)
+    plan = replace(
+        plan,
+        sites=tuple(
+            replace(site, step_jitter=row.jitter, rtt_s=row.rtt_s, lost_share=row.lost_share) for site in plan.sites
+        ),
+        seed=cell.seed,
+        tokens_trained=tokens,
+    )
+    fleet = TrainedFleet(config, names, text, warm, cell.points)
+    found = simulate(plan, fleet)
+    points = [[each.progress, each.seconds, each.bytes_up, each.loss] for each in fleet.points]
+    ended_s = fleet.last_merge_s
+    trained_s = sum(site.trained_s for site in found.sites)
+    return Found(
+        row=cell.name,
+        seed=cell.seed,
+        loss=fleet.score(),
+        points=points,
+        tokens=sum(site.steps for site in found.sites) * tokens_per_step(config),
+        seconds=ended_s,
+        bytes_up=fleet.bytes_up,
+        goodput=min(1.0, trained_s / (ended_s * sites)),
+        versions=sum(found.versions),
+        sites_per_version=found.sites_per_version,
+        took_s=time.monotonic() - began_s,
+    )
+
+
+def make_warm(cell: Cell, folder: Path) -> None:
+    """Make what the rows of this seed begin with, unless it is there."""
+    import torch
+
+    from diloco.launch.trained_fleet import Control
+
+    path = _warm_path(cell, folder)
+    if not cell.warm_steps or path.is_file():
+        return
+    torch.set_num_threads(1)
+    control = Control(cell.warm, len(cell.row.speeds), 1)
+    control.steps(cell.warm_steps)
+    control.state().save(path)
+
+
+def _warm_path(cell: Cell, folder: Path) -> Path:
+    return folder / "warm" / f"{cell.warm_digest}.safetensors"

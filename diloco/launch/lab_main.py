@@ -1,0 +1,138 @@
+"""``diloco lab``: rules beside each other, at equal tokens, under virtual time, with real training of a small model."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco.durable import write_file
+from diloco.launch import lab as labs
+from diloco.launch.arguments import limit_threads, settings_parser
+from diloco.launch.errors import ConfigError, ExitCode
+from diloco.launch.lab_cell import make_warm, run_cell
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from diloco.launch.lab import Cell, Found, Laboratory, Line
+
+LAB = "+lab="
+DOES = """Trains each row of a laboratory with each seed, under virtual time, and shows them beside each other: loss at
+equal tokens, time and bytes.  What was trained before is taken from the folder, so that the same command goes on.
+
+  diloco lab +lab=orderings
+  diloco lab +lab=orderings --rows sync,quorum_1 --seeds 0 outer.lr=0.4
+  diloco lab +lab=my/rows.yaml --jobs 8
+
+A laboratory is a file like those in configs/lab.  Settings given here are those of every row."""
+
+
+def main(arguments: Sequence[str]) -> ExitCode:
+    """Run the verb."""
+    parser = settings_parser("lab", DOES, file=False, shown=False)
+    parser.add_argument("--seeds", metavar="0,1,2", help="in place of the laboratory's own")
+    parser.add_argument("--rows", metavar="NAME,NAME", default="", help="these alone (all)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="cells at once (one for each core)")
+    parser.add_argument("--out", type=Path, help="the folder (runs/lab)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    named = [each.removeprefix(LAB) for each in arguments if each.startswith(LAB)]
+    given = parser.parse_args([each for each in arguments if not each.startswith(LAB)])
+    if not named:
+        raise ConfigError("+lab is not given: which laboratory, such as +lab=smoke")
+    if given.jobs < 1:
+        raise ConfigError(f"--jobs is {given.jobs}: at least 1")
+    lab = labs.read(named[-1])
+    seeds = _seeds(given.seeds) if given.seeds else lab.seeds
+    cells = labs.cells(lab, given.settings, seeds, [name for name in given.rows.split(",") if name])
+    folder = given.out or Path("runs") / "lab"
+    (folder / lab.name).mkdir(parents=True, exist_ok=True)
+    began_s = time.monotonic()
+    found = {cell.digest: here for cell in cells if (here := labs.kept(folder, cell)) is not None}
+    missing = [cell for cell in cells if cell.digest not in found]
+    limit_threads(1)
+    with _bar(len(cells), len(found), quiet=given.json) as advance:
+        for cell, here in _trained(missing, folder, given.jobs):
+            labs.keep(folder, cell, here)
+            found[cell.digest] = here
+            advance(cell, here)
+    lines = labs.lines(lab, [found[cell.digest] for cell in cells])
+    _report(lab, lines, folder / lab.name, time.monotonic() - began_s, as_json=given.json)
+    return ExitCode.OK
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(each) for each in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--seeds is {text!r}: whole numbers, such as 0,1,2") from None
+
+
+def _trained(cells: Sequence[Cell], folder: Path, jobs: int) -> Iterator[tuple[Cell, Found]]:
+    """Each cell with what it came to, as they end; of every seed what comes first is made first."""
+    if not cells:
+        return
+    warm = {cell.warm_digest: cell for cell in cells if cell.warm_steps}
+    with ProcessPoolExecutor(min(jobs, len(cells)), get_context("spawn")) as pool:
+        try:
+            list(pool.map(make_warm, warm.values(), [folder] * len(warm)))
+            under_way: dict[Future[Found], Cell] = {pool.submit(run_cell, cell, folder): cell for cell in cells}
+            while under_way:
+                done, _ = wait(under_way, return_when=FIRST_COMPLETED)
+                for each in done:
+                    yield under_way.pop(each), each.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _bar:  # noqa: N801
+    """One progress bar over all cells, on standard error."""
+
+    def __init__(self, total: int, before: int, *, quiet: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        console = Console(stderr=True, quiet=quiet)
+        self._bars = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._console = console
+        self._task = self._bars.add_task("cells", total=total, completed=before)
+
+    def __enter__(self) -> Callable[[Cell, Found], None]:
+        self._bars.start()
+        return self._advance
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def _advance(self, cell: Cell, found: Found) -> None:
+        self._bars.advance(self._task)
+        if not self._console.is_terminal:
+            self._console.print(f"{cell.name}, seed {cell.seed}: {found.loss:.4f} in {found.took_s:.0f} s")
+
+
+def _report(lab: Laboratory, lines: Sequence[Line], folder: Path, took_s: float, *, as_json: bool) -> None:
+    from diloco.launch.lab_report import html, table
+
+    told = {
+        "lab": lab.name,
+        "seconds": round(took_s, 1),
+        "rows": [
+            {"row": line.name, "loss": line.loss, "losses": line.losses, "against": line.against, "off": line.off,
+             "seconds": [each.seconds for each in line.found], "bytes_up": [each.bytes_up for each in line.found],
+             "goodput": [each.goodput for each in line.found],
+             "sites_per_version": [each.sites_per_version for each in line.found]}
+            for line in lines
+        ],
+    }  # fmt: skip
+    write_file(folder / "table.json", json.dumps(told, indent=1).encode())
+    write_file(folder / "report.html", html(lab, lines).encode())
+    if as_json:
+        print(json.dumps(told))
+        return
+    print(table(lines))
+    print(f"{folder}/report.html")

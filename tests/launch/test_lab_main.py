@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from diloco.launch.cli import main
+from tests.launch.laboratories import rows, written
+
+
+def test_a_mistake_is_one_line_and_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = written(tmp_path, rows("a"))
+    for arguments, words in (
+        ([], "+lab is not given"),
+        (["+lab=smok"], "did you mean smoke?"),
+        ([f"+lab={mine}", "--rows", "b"], "--rows is 'b': one of a"),
+        ([f"+lab={mine}", "--seeds", "x"], "--seeds is 'x'"),
+        ([f"+lab={mine}", "--jobs", "0"], "--jobs is 0"),
+        ([f"+lab={mine}", "outer.lrr=1"], "row a: unknown key outer.lrr"),
+        ([f"+lab={mine}", "run.tokens=null"], "row a: run.tokens is None"),
+    ):
+        assert main(["lab", *arguments, "--out", str(tmp_path / "out")]) == 2
+        said = capsys.readouterr().err
+        assert words in said
+        assert said.count("\n") == 1
+    assert not (tmp_path / "out" / "cells").exists()
+
+
+@pytest.mark.slow
+def test_the_smallest_laboratory_ends_and_goes_on_where_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``make lab-smoke``, with fewer tokens."""
+    less = ["+lab=smoke", "--out", str(tmp_path), "--jobs", "1", "run.tokens=3840", "--json"]
+    assert main(["lab", *less, "--rows", "sync"]) == 0
+    (sync,) = json.loads(capsys.readouterr().out)["rows"]
+    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
+    assert main(["lab", *less]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [row["row"] for row in told["rows"]] == ["data_parallel", "sync", "decoupled"]
+    assert told["rows"][1]["losses"] == sync["losses"]
+    assert {path: path.stat().st_mtime_ns for path in made} == made, "what was there was not made again"
+    assert all(row["losses"]["0"] < 5.6 for row in told["rows"]), "untrained: 5.55"
+    assert "<svg" in (tmp_path / "smoke" / "report.html").read_text(encoding="utf-8")

@@ -1,0 +1,85 @@
+"""A simulation that trains is what the same objects make of a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco.inner.data import CorpusManifest
+from diloco.launch import build
+from diloco.launch import config as configs
+from diloco.launch.fleeting import Told, fleet_of
+from diloco.launch.lab import OWN
+from diloco.launch.schema import ClusterSite, RunConfig
+from diloco.launch.trained_fleet import Control, TrainedFleet, Warm, tokens_per_step
+from diloco.sim.fleet import simulate
+from tests.launch.laboratories import SMALL
+
+STEP_TOKENS = 2 * 16
+
+
+def configured(*settings: str) -> RunConfig:
+    return configs.compose([*SMALL, *OWN, *settings])
+
+
+@pytest.fixture(scope="module")
+def text() -> CorpusManifest:
+    return build.corpus(configured())
+
+
+def trained(
+    config: RunConfig, text: CorpusManifest, speeds: tuple[float, ...], warm: Warm | None = None
+) -> TrainedFleet:
+    names = [f"site-{index:05d}" for index in range(len(speeds))]
+    sites = {name: ClusterSite(slowdown=1 / speed) for name, speed in zip(names, speeds, strict=True)}
+    there = replace(config, cluster=replace(config.cluster, sites=sites))
+    plan = fleet_of(there, Told(step_s=1.0, seconds=10_000))
+    fleet = TrainedFleet(config, names, text, warm, 4)
+    simulate(replace(plan, tokens_trained=config.run.tokens or 0), fleet)
+    return fleet
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_one_site_is_plain_training(fragments: int, text: CorpusManifest) -> None:
+    """Invariant 1, to rounding: ``base - (base - x)`` is x only where the two are near each other."""
+    plain = ("inner.optimizer=sgd", "inner.lr=0.1", "outer.kind=sgd", "outer.lr=1", "outer.momentum=0")
+    config = configured("outer=merge", *plain, f"outer.num_fragments={fragments}", f"run.tokens={12 * STEP_TOKENS}")
+    assert tokens_per_step(config) == STEP_TOKENS
+    control = Control(config, 1, 12 * STEP_TOKENS)
+    control.steps(13)
+    fleet = trained(config, text, (1.0,))  # The step that is under way when the tokens are used up is made and sent.
+    for name, values in control.state().values.items():
+        torch.testing.assert_close(fleet.values()[name], values, rtol=1e-5, atol=1e-7)
+
+
+def test_the_same_seed_is_the_same_to_the_last_bit_and_another_is_not(text: CorpusManifest) -> None:
+    config = configured("outer=decoupled", "outer.num_fragments=2", f"run.tokens={60 * STEP_TOKENS}", "codec=int4")
+    first, again = (trained(config, text, (1.0, 0.6, 0.4)) for _ in range(2))
+    other = trained(replace(config, run=replace(config.run, seed=1)), text, (1.0, 0.6, 0.4))
+    same = first.values()
+    assert all(torch.equal(same[name], values) for name, values in again.values().items())
+    assert not all(torch.equal(same[name], values) for name, values in other.values().items())
+    assert first.points == again.points
+    assert len(first.points) == 3
+    assert 0 < first.points[0].bytes_up < first.points[-1].bytes_up
+
+
+def test_a_warm_start_is_where_the_control_stood(text: CorpusManifest, tmp_path: Path) -> None:
+    config = configured("outer=diloco", f"run.tokens={6 * STEP_TOKENS}")
+    control = Control(config, 2, 1)
+    control.steps(4)
+    path = tmp_path / "warm" / "one.safetensors"
+    control.state().save(path)
+    warm = Warm.load(path)
+    assert warm.step == 4
+    assert warm.plain == control.state().plain
+    for name, values in control.state().values.items():
+        assert torch.equal(warm.values[name], values)
+    for name, values in control.state().tensors.items():
+        assert torch.equal(warm.tensors[name], values)
+    began = trained(replace(config, run=replace(config.run, tokens=STEP_TOKENS)), text, (1.0, 1.0), warm)
+    cold = trained(replace(config, run=replace(config.run, tokens=STEP_TOKENS)), text, (1.0, 1.0))
+    assert began.score() < cold.score()
