@@ -210,7 +210,7 @@ def kept(folder: Path, cell: Cell) -> Found | None:
     path = folder / "cells" / f"{cell.digest}.json"
     if not path.is_file():
         return None
-    return replace(Found(**json.loads(path.read_text("utf-8"))), row=cell.name)  # Another row may be the same.
+    return Found(**json.loads(path.read_text("utf-8")))
 
 
 def keep(folder: Path, cell: Cell, found: Found) -> None:

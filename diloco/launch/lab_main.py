@@ -6,6 +6,7 @@ import json
 import os
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,14 +54,14 @@ def main(arguments: Sequence[str]) -> ExitCode:
     (folder / lab.name).mkdir(parents=True, exist_ok=True)
     began_s = time.monotonic()
     found = {cell.digest: here for cell in cells if (here := labs.kept(folder, cell)) is not None}
-    missing = [cell for cell in cells if cell.digest not in found]
+    missing = list({cell.digest: cell for cell in cells if cell.digest not in found}.values())
     limit_threads(1)
-    with _bar(len(cells), len(found), quiet=given.json) as advance:
+    with _bar(len(found) + len(missing), len(found), quiet=given.json) as advance:
         for cell, here in _trained(missing, folder, given.jobs):
             labs.keep(folder, cell, here)
             found[cell.digest] = here
             advance(cell, here)
-    lines = labs.lines(lab, [found[cell.digest] for cell in cells])
+    lines = labs.lines(lab, [replace(found[cell.digest], row=cell.name) for cell in cells])  # Rows may be the same.
     _report(lab, lines, folder / lab.name, time.monotonic() - began_s, as_json=given.json)
     return ExitCode.OK
 

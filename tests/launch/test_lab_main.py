@@ -27,6 +27,19 @@ def test_a_mistake_is_one_line_and_trains_nothing(tmp_path: Path, capsys: pytest
     assert not (tmp_path / "out" / "cells").exists()
 
 
+def test_rows_of_the_same_settings_are_trained_once_and_shown_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = written(tmp_path, rows("a", "b"))
+    assert main(["lab", f"+lab={mine}", "run.tokens=192", "--seeds", "0", "--out", str(tmp_path), "--json"]) == 0
+    said = capsys.readouterr()
+    a, b = json.loads(said.out)["rows"]
+    assert (a["row"], b["row"]) == ("a", "b")
+    assert a["losses"] == b["losses"]
+    assert len(a["seconds"]) == len(b["seconds"]) == 1
+    assert len(list((tmp_path / "cells").iterdir())) == 1
+
+
 @pytest.mark.slow
 def test_the_smallest_laboratory_ends_and_goes_on_where_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
