@@ -1,7 +1,4 @@
-"""What is known to go badly together, said once where a run begins; nothing here refuses anything.
-
-The figures are this project's own where no paper is named: a small model, four sites of uneven speed, few rounds.
-"""
+"""What is known to go badly together, said once where a run begins; nothing here refuses anything."""
 
 from __future__ import annotations
 
@@ -29,8 +26,7 @@ def advice(config: RunConfig) -> list[str]:
     if outer.kind in WITH_MOMENTUM and outer.momentum >= MUCH_MOMENTUM and outer.inner_steps <= FEW_STEPS:
         said.append(
             f"outer.momentum is {outer.momentum:g} with outer.inner_steps={outer.inner_steps}: successive rounds are "
-            f"alike then, and steps become up to {1 / (1 - outer.momentum):.0f} times too long; 0.5 or none did better "
-            f"up to {FEW_STEPS} steps and from scratch"
+            f"alike then, and steps become up to {1 / (1 - outer.momentum):.0f} times too long: compare 0.5 and none"
         )
     sites = len(config.cluster.sites)
     if outer.kind == "delayed_nesterov" and sites and outer.window < sites:
@@ -40,7 +36,7 @@ def advice(config: RunConfig) -> list[str]:
     if outer.merge == "rda" and outer.lr * (1 + outer.momentum) > 1:
         said.append(
             f"outer.merge is rda with outer.lr={outer.lr:g} and outer.momentum={outer.momentum:g}: its steps are "
-            "longer than the mean's by up to the square root of the sites; a smaller lr, or no momentum, did better"
+            "longer than the mean's by up to the square root of the sites: compare a smaller lr, or no momentum"
         )
     if outer.staleness_power and outer.round_updates == 1:
         said.append(
