@@ -62,6 +62,8 @@ class Site:
         self._listens = fleet.cargo is not None or fleet.plan.learner.adopt not in ADOPT_KEEPS_UNSENT
         """Whether it is told of every version at once, also while it trains."""
         self._disk: dict[tuple[int, int], tuple[fx.Seal, str]] = {}
+        self._lost: dict[int, ev.PushAnswered] = {}
+        """Of each fragment the update that never arrives: it is part of the next, when that one is due."""
 
     # --- coming and going -----------------------------------------------------------------------------------------
 
@@ -120,6 +122,7 @@ class Site:
             self._advance((self.heap.now_ns - self._began_ns) // self._step_ns)
         self._end_stretch()
         self._is_there, self._turn = False, self._turn + 1
+        self._lost.clear()  # The next process sends again what it finds on its disk.
         self.fleet.resting.pop(self.index, None)
         self._since_ns = self.heap.now_ns
         life = self._lives
@@ -183,10 +186,7 @@ class Site:
         state = self.machine.state
         if state.stopping or state.left:
             return False
-        if any(part.base_version < 0 for part in state.fragments):
-            return False
-        lock_step = self.fleet.plan.learner.lock_step
-        return not (lock_step and any(part.in_flight for part in state.fragments))
+        return all(part.base_version >= 0 for part in state.fragments) and not self.machine.must_wait()
 
     def _train(self) -> None:
         """Go on until something is due, if this site may."""
@@ -206,7 +206,9 @@ class Site:
         self._until(steps)
 
     def _rest(self) -> None:
-        """Stand still, and hear of what was published while there was no time to listen."""
+        """Stand still, and hear of what was lost, and of what was published while there was no time to listen."""
+        while self._lost:
+            self.told(self._lost.popitem()[1])
         if self.index in self.fleet.resting:
             return
         self.fleet.resting[self.index] = self
@@ -239,6 +241,8 @@ class Site:
         """So many steps of this stretch are done, with what came in the meantime."""
         if not steps:
             return
+        for fragment in [each for each in self._lost if self._comes_due(each, steps)]:
+            self._handle(self._lost.pop(fragment))
         for fragment, version in self._came(steps):
             self._take(fragment, version)
         step = self.machine.state.step + steps
@@ -399,7 +403,11 @@ class Site:
         if key not in self._disk:
             return
         if self.site.lost_share and self._random.random() < self.site.lost_share:
-            self.told(ev.PushAnswered(*key, ev.Outcome.REFUSED, ev.Reason.OVERLOAD))
+            refused = ev.PushAnswered(*key, ev.Outcome.REFUSED, ev.Reason.OVERLOAD)
+            if self._began_ns is None:
+                self.told(refused)
+            else:
+                self._lost[key[0]] = refused
             return
         seal, digest = self._disk[key]
         update = ev.UpdateArrived(

@@ -105,7 +105,7 @@ def _is_held(options: LearnerOptions, state: LearnerState, part: FragmentProgres
     if options.adopt == "eager" and part.encoding():
         return True  # A share of it is kept, so it must be known.
     needed = part.base_version <= part.stale_base  # -1, or too old to measure anything from.
-    if needed:
+    if needed or state.closed:  # Nothing more goes out.
         return False
     return _would_lose_work(options, part) or (step < part.held_until and not state.stopping)
 
@@ -115,9 +115,9 @@ def _would_lose_work(options: LearnerOptions, part: FragmentProgress) -> bool:
 
     The rules that overwrite are published for sites that adopt once in a period, when the version with their own update
     comes back.  Where nobody waits, the others' versions come at any time, and each would cost what was trained since
-    the last update.
+    the last update.  In lock-step the version is what the site stands still for: it comes back to it, having been away.
     """
-    if options.adopt in ADOPT_KEEPS_UNSENT or not part.unsent_steps:
+    if options.lock_step or options.adopt in ADOPT_KEEPS_UNSENT or not part.unsent_steps:
         return False
     return not any(s.merged_version is not None and s.merged_version <= part.fetched for s in part.in_flight)
 

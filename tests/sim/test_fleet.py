@@ -69,6 +69,29 @@ def test_invariant_14_nobody_waits_for_a_site_that_is_slow_far_or_away() -> None
     assert found.sites[2].away_s > 100
 
 
+def test_in_lock_step_the_others_go_on_without_a_site_that_is_away_and_with_it_afterwards() -> None:
+    learner = {"lock_step": True, "updates_in_flight_max": 1, "adopt": "overwrite"}
+    sites = (FleetSite(step_s=1.0, planned=((1000.0, 1100.0),)), FleetSite(step_s=1.0))
+    plan = fleet(sites, quorum="all", updates_in_flight_max=1, learner=learner)
+    found = simulate(plan)
+    check(plan, found)
+    assert found.versions[0] == pytest.approx(HOUR_S / 24, abs=3)
+    assert found.sites[0].steps == pytest.approx(HOUR_S - 100, abs=50)
+
+
+@pytest.mark.parametrize("adopt", ["rebase", "overwrite"])
+@pytest.mark.parametrize("rtt_s", [0.0, 0.1])
+def test_what_is_lost_goes_out_with_the_next_update_a_period_later(adopt: str, rtt_s: float) -> None:
+    site = FleetSite(step_s=1.0, rtt_s=rtt_s, lost_share=0.5)
+    plan = fleet((site,) * 2, seconds=10 * HOUR_S, learner={"adopt": adopt})
+    found = simulate(plan)
+    check(plan, found)
+    assert found.goodput > 0.99
+    assert all(site.rounds == pytest.approx(10 * HOUR_S / 24 / 2, rel=0.1) for site in found.sites)
+    if adopt == "rebase":
+        assert all(site.tokens_merged > 0.99 * site.steps * plan.sites[0].tokens_per_step for site in found.sites)
+
+
 def test_in_lock_step_everybody_waits_for_the_slowest() -> None:
     sites = (FleetSite(step_s=1.0), FleetSite(step_s=0.5), FleetSite(step_s=2.0))
     learner = {"lock_step": True, "updates_in_flight_max": 1, "adopt": "overwrite"}

@@ -104,6 +104,35 @@ def test_who_stops_holds_nothing_back(event: ev.LearnerEvent) -> None:
     assert of(fx.Adopt, site.boundary())
 
 
+@pytest.mark.parametrize("adopt", ["overwrite", "blend"])
+@pytest.mark.parametrize("num_fragments", [1, 2])
+def test_lock_step_goes_on_with_the_version_that_was_made_while_the_site_was_away(
+    adopt: str, num_fragments: int
+) -> None:
+    """It stands still for that version, so nothing else would ever come due."""
+    lock_step = {"lock_step": True, "adopt": adopt, "updates_in_flight_max": 1, "num_fragments": num_fragments}
+    site = Site(inner_steps=50, **lock_step)
+    site.train(20)
+    site.restart(site.machine.snapshot(), {}, site.machine.state.tokens_processed)
+    site.join(*(known(index, version=1) for index in range(num_fragments)), incarnation=2)
+    for index in range(num_fragments):
+        site.handle(ev.VersionFetched(index, 1, ()))
+    assert site.machine.must_wait()
+    assert len(of(fx.Adopt, site.boundary())) == num_fragments
+    assert not site.machine.must_wait()
+
+
+def test_an_update_that_comes_after_the_last_round_leaves_the_final_version_to_be_adopted() -> None:
+    site = Site(inner_steps=15, adopt="overwrite")
+    site.train(5)
+    site.handle(ev.FinalAnnounced(ev.Ending.DRAINED))
+    assert of(fx.Seal, site.boundary())
+    site.seal(1)
+    site.answer(1, ev.Outcome.REFUSED, ev.Reason.FINISHED)
+    site.handle(ev.VersionFetched(0, 3, ()))
+    assert only(fx.Adopt, site.boundary()).version == 3
+
+
 def test_a_version_that_the_next_update_needs_is_adopted_at_once() -> None:
     site = overlapping()
     site.send(1)
