@@ -49,12 +49,12 @@ class Told:
     def __post_init__(self) -> None:
         hours = 1.0 if self.seconds is None else self.seconds / 3600
         for name, value in {"--step-s": self.step_s, "--away-s": self.away_s, "--hours": hours}.items():
-            if not value > 0:
-                raise ConfigError(f"{name} is {value:g}: must be above 0")
+            if not 1e-6 <= value <= 1e9:
+                raise ConfigError(f"{name} is {value:g}: must be from 1e-06 to 1e+09")
         least = {"--interruptions-per-day": self.interruptions_per_day, "--merge-s": self.merge_s}
         for name, value in (least | {"--region-interruptions-per-day": self.region_interruptions_per_day}).items():
-            if not value >= 0:
-                raise ConfigError(f"{name} is {value:g}: must not be negative")
+            if not 0 <= value <= DAY_S:
+                raise ConfigError(f"{name} is {value:g}: must be from 0 to {DAY_S:g}")
 
 
 def with_sites(config: RunConfig, count: int) -> RunConfig:
@@ -91,7 +91,10 @@ def fleet_of(config: RunConfig, told: Told) -> FleetPlan:
     elif not (outer.run_ns or outer.token_budget):
         raise ConfigError("run.seconds and run.tokens are null: nothing ends this run, and --hours says how long it is")
     numels = [fragment.numel for fragment in build.layout_of(config).fragments]
-    up, down = make_codec(config.codec.up), make_codec(config.codec.down)
+    try:
+        up, down = make_codec(config.codec.up), make_codec(config.codec.down)
+    except ValueError as error:
+        raise ConfigError(f"codec: {error}") from error
     return FleetPlan(
         sites=tuple(_site(config, told, name, late=name in late) for name in names),
         outer=outer,

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,7 +21,15 @@ from diloco.launch import config as configs
 from diloco.launch.errors import ConfigError
 from diloco.launch.keys import nearest
 from diloco.launch.schema import RunConfig
+from diloco.sync.options import require
 
+KINDS: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
+    "str": ("text", str),
+    "bool": ("true or false", bool),
+    "int": ("a whole number", int),
+    "float": ("a number", (int, float)),
+}
+"""What the fields of a row and a laboratory are, and a tuple's parts."""
 OWN = ("data.leased=false", "inner.checkpoint_every_steps=0", "network=loopback")
 """What a training without processes, disks and links of its own is always told."""
 
@@ -44,6 +53,13 @@ class Row:
     against: str = ""
     """The row that it is compared with; the laboratory's reference where it is empty."""
 
+    def __post_init__(self) -> None:
+        for name in ("interruptions_per_hour", "away_s", "rtt_s"):
+            require(0 <= getattr(self, name) < inf, name, getattr(self, name), "not negative, and finite")
+        for name in ("jitter", "lost_share"):
+            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
+        require(all(0 < each < inf for each in self.speeds), "speeds", self.speeds, "above 0 and finite")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Laboratory:
@@ -58,6 +74,13 @@ class Laboratory:
     warm_steps: int = 0
     points: int = 10
     reference: str = ""
+
+    def __post_init__(self) -> None:
+        good = self.speeds and all(0 < each < inf for each in self.speeds)
+        require(bool(good), "speeds", self.speeds, "one or more, each above 0 and finite")
+        require(bool(self.seeds), "seeds", self.seeds, "one or more")
+        require(self.warm_steps >= 0, "warm_steps", self.warm_steps, "not negative")
+        require(self.points >= 1, "points", self.points, "at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +151,7 @@ def read(name: str) -> Laboratory:
 
     ``base: NAME`` takes over what that one has in common for all rows, and ``rows_of_base: [name, ...]`` rows of it.
     """
-    return _read(name, _path(name))
+    return _read(_path(name), ())
 
 
 def _path(name: str) -> Path:
@@ -142,7 +165,8 @@ def _path(name: str) -> Path:
     return path
 
 
-def _read(name: str, path: Path) -> Laboratory:
+def _read(path: Path, above: tuple[Path, ...]) -> Laboratory:
+    """``above`` are the laboratories of which this is the base."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError  # type: ignore[import-untyped]
@@ -154,14 +178,17 @@ def _read(name: str, path: Path) -> Laboratory:
     if not isinstance(plain, dict) or not isinstance(plain.get("rows"), dict) or not plain["rows"]:
         raise ConfigError(f"{path}: a laboratory has rows, and each a name")
     below, taken = plain.pop("base", None), plain.pop("rows_of_base", [])
-    base = read(below) if below else None
-    rows = {key: base.rows[key] for key in taken} if base is not None else {}
+    base = None if below is None else _base(below, (*above, path))
+    known = {} if base is None else base.rows
+    if not isinstance(taken, list) or not all(key in known for key in taken):
+        raise ConfigError(f"{path}: rows_of_base is {taken!r}: a list of {', '.join(known) or 'rows, of a base'}")
+    rows = {key: known[key] for key in taken}
     rows |= {str(key): _made(Row, value or {}, f"{path}: rows.{key}") for key, value in plain.pop("rows").items()}
     shared = {} if base is None else {each.name: getattr(base, each.name) for each in fields(base)}
-    shared["settings"] = [*shared.get("settings", ()), *plain.pop("settings", ())]
-    own = {str(key): value for key, value in plain.items()}
-    lab: Laboratory = _made(
-        Laboratory, {**shared, "title": path.stem, **own, "name": path.stem, "rows": rows}, str(path)
+    own = _values(Laboratory, plain, str(path))
+    settings = (*shared.pop("settings", ()), *own.pop("settings", ()))
+    lab: Laboratory = _new(
+        Laboratory, {**shared, "title": path.stem, **own, "name": path.stem, "rows": rows, "settings": settings}, path
     )
     for key in filter(None, (lab.reference, *(row.against for row in rows.values()))):
         if key not in rows:
@@ -169,14 +196,44 @@ def _read(name: str, path: Path) -> Laboratory:
     return lab
 
 
+def _base(name: object, above: tuple[Path, ...]) -> Laboratory:
+    path = _path(str(name))
+    if path in above:
+        raise ConfigError(f"{above[-1]}: base is {name!r}: that begins with this one")
+    return _read(path, above)
+
+
 def _made(kind: Any, plain: object, where: str) -> Any:
+    return _new(kind, _values(kind, plain, where), where)
+
+
+def _new(kind: Any, values: Mapping[str, object], where: object) -> Any:
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _values(kind: Any, plain: object, where: str) -> dict[str, Any]:
+    """The values of ``plain`` for the fields of ``kind``, each of the kind that its field is."""
     if not isinstance(plain, dict):
         raise ConfigError(f"{where} is {plain!r}: must be keys and values")
-    known = {each.name for each in fields(kind)}
+    known = {each.name: str(each.type) for each in fields(kind) if each.name not in ("name", "rows")}
     for key in plain:
         if key not in known:
             raise ConfigError(f"{where}: unknown key {key}: one of {', '.join(sorted(known))}")
-    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in plain.items()})
+    return {key: _value(known[key], value, f"{where}: {key}") for key, value in plain.items()}
+
+
+def _value(kind: str, value: object, where: str) -> object:
+    part = kind.removeprefix("tuple[").removesuffix(", ...]")
+    what, types = KINDS[part]
+    parts = value if isinstance(value, list) and part != kind else [value]
+    if part != kind and not isinstance(value, list):
+        raise ConfigError(f"{where} is {value!r}: must be a list, each part {what}")
+    if not all(isinstance(each, types) and (part == "bool" or not isinstance(each, bool)) for each in parts):
+        raise ConfigError(f"{where} is {value!r}: must be {what}")
+    return tuple(parts) if part != kind else value
 
 
 def cells(lab: Laboratory, more: Sequence[str], seeds: Sequence[int], names: Sequence[str]) -> list[Cell]:
@@ -210,7 +267,10 @@ def kept(folder: Path, cell: Cell) -> Found | None:
     path = folder / "cells" / f"{cell.digest}.json"
     if not path.is_file():
         return None
-    return Found(**json.loads(path.read_text("utf-8")))
+    try:
+        return Found(**json.loads(path.read_text("utf-8")))
+    except (ValueError, TypeError):  # Damaged, so that it is made again.
+        return None
 
 
 def keep(folder: Path, cell: Cell, found: Found) -> None:

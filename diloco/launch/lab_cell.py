@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from diloco.launch.errors import ConfigError
 from diloco.launch.lab import Cell, Found
 
 if TYPE_CHECKING:
@@ -64,6 +65,12 @@ def run_cell(cell: Cell, folder: Path) -> Found:
     fleet = TrainedFleet(config, names, text, warm, cell.points)
     found = simulate(plan, fleet)
     points = [[each.progress, each.seconds, each.bytes_up, each.loss] for each in fleet.points]
+    trained = sum(site.steps for site in found.sites) * tokens_per_step(config)
+    if trained < tokens:
+        raise ConfigError(
+            f"row {cell.name}, seed {cell.seed}: {trained} of {tokens} tokens were trained in {plan.seconds or 0:,.0f}"
+            f" s of virtual time, {SLACK} times what the slowest site needs: its links or faults leave it no more"
+        )
     ended_s = fleet.last_merge_s
     trained_s = sum(site.trained_s for site in found.sites)
     return Found(
@@ -71,7 +78,7 @@ def run_cell(cell: Cell, folder: Path) -> Found:
         seed=cell.seed,
         loss=fleet.score(),
         points=points,
-        tokens=sum(site.steps for site in found.sites) * tokens_per_step(config),
+        tokens=trained,
         seconds=ended_s,
         bytes_up=fleet.bytes_up,
         goodput=min(1.0, trained_s / (ended_s * sites)),
@@ -85,10 +92,10 @@ def make_warm(cell: Cell, folder: Path) -> None:
     """Make what the rows of this seed begin with, unless it is there."""
     import torch
 
-    from diloco.launch.trained_fleet import Control
+    from diloco.launch.trained_fleet import Control, Warm
 
     path = _warm_path(cell, folder)
-    if not cell.warm_steps or path.is_file():
+    if not cell.warm_steps or Warm.is_at(path):
         return
     torch.set_num_threads(1)
     control = Control(cell.warm, len(cell.row.speeds), 1)

@@ -63,6 +63,15 @@ class Warm:
         told = {"step": self.step, "optimizer": self.optimizer, "plain": dict(self.plain)}
         write_file(path, safetensors.torch.save(tensors, {TOLD: json.dumps(told)}))
 
+    @staticmethod
+    def is_at(path: Path) -> bool:
+        """Whether a whole one is there."""
+        try:
+            with safetensors.safe_open(path, "pt") as file:
+                return TOLD in (file.metadata() or {})
+        except (OSError, safetensors.SafetensorError):
+            return False
+
     @classmethod
     def load(cls, path: Path) -> Warm:
         """What :meth:`save` left."""

@@ -40,7 +40,11 @@ OVERLAP_STEPS = (0, 1, 2, 5)
 INNER_STEPS_ADVISED = 500
 """DiLoCo's own H (arXiv 2311.08105); beyond it learning suffers."""
 INNER_STEPS_MAX = 5000
-SITES_MAX, LAYERS_MAX = 1000, 1000
+SITES_MAX, LAYERS_MAX, FRAGMENTS_MAX = 1000, 1000, 1000
+STEPS_S = (1e-6, 1e6)
+INTERRUPTIONS_MAX = 10_000
+"""In a year, of a chip: one in an hour."""
+AWAY_S_MAX = 1e8
 """Simulations of more take minutes."""
 
 
@@ -118,6 +122,13 @@ class Question:
         require(self.layers <= LAYERS_MAX, "layers", self.layers, f"at most {LAYERS_MAX}")
         told = self.step_s > 0 or (self.flops > 0 and self.tokens_per_step > 0)
         require(told, "step_s", self.step_s, "above 0, or flops and tokens_per_step")
+        step_s, wanted = self.inner_step_s, f"that an inner step takes, from {STEPS_S[0]:g} to {STEPS_S[1]:g}"
+        require(STEPS_S[0] <= step_s <= STEPS_S[1], "step_s", step_s, wanted)
+        rate, wanted = self.interruptions_per_chip_year, f"at most {INTERRUPTIONS_MAX}"
+        require(rate <= INTERRUPTIONS_MAX, "interruptions_per_chip_year", rate, wanted)
+        require(self.away_s <= AWAY_S_MAX, "away_s", self.away_s, f"at most {AWAY_S_MAX:g}")
+        require(self.merge_values_per_s >= 1, "merge_values_per_s", self.merge_values_per_s, "at least 1")
+        require(self.fragments <= FRAGMENTS_MAX, "fragments", self.fragments, f"at most {FRAGMENTS_MAX}")
         require(self.inner_steps <= INNER_STEPS_MAX, "inner_steps", self.inner_steps, f"at most {INNER_STEPS_MAX}")
         wanted = f"at least fragments={self.fragments}"
         require(self.parameters >= self.fragments, "parameters", self.parameters, wanted)

@@ -19,12 +19,40 @@ from tests.launch.laboratories import found, rows, written
         ("[1", "mine.yaml: "),
         ("reference: b\nrows: {a: {}}", "'b' is to be compared with, and is no row"),
         ("rows: {a: {against: c}}", "'c' is to be compared with"),
+        ("rows: {a: {speeds: [1, 0]}}", "rows.a: speeds is (1, 0): above 0"),
+        ("rows: {a: {speeds: 3}}", "rows.a: speeds is 3: must be a list, each part a number"),
+        ("rows: {a: {speeds: [fast]}}", "rows.a: speeds is ['fast']: must be a number"),
+        ("rows: {a: {jitter: 1.5}}", "rows.a: jitter is 1.5: at least 0 and below 1"),
+        ("rows: {a: {jitter: .nan}}", "rows.a: jitter is nan"),
+        ("rows: {a: {lost_share: 1}}", "rows.a: lost_share is 1: at least 0 and below 1"),
+        ("rows: {a: {rtt_s: -1}}", "rows.a: rtt_s is -1: not negative"),
+        ("rows: {a: {control: 1}}", "rows.a: control is 1: must be true or false"),
+        ("seeds: 3\nrows: {a: {}}", "seeds is 3: must be a list, each part a whole number"),
+        ("seeds: []\nrows: {a: {}}", "seeds is (): one or more"),
+        ("speeds: []\nrows: {a: {}}", "speeds is (): one or more"),
+        ("warm_steps: many\nrows: {a: {}}", "warm_steps is 'many': must be a whole number"),
+        ("warm_steps: -1\nrows: {a: {}}", "warm_steps is -1: not negative"),
+        ("points: true\nrows: {a: {}}", "points is True: must be a whole number"),
+        ("title: [1]\nrows: {a: {}}", "title is [1]: must be text"),
+        ("name: b\nrows: {a: {}}", "unknown key name"),
+        ("rows_of_base: [sync]\nrows: {a: {}}", "rows_of_base is ['sync']: a list of rows, of a base"),
+        ("base: smoke\nrows_of_base: [sink]\nrows: {a: {}}", "rows_of_base is ['sink']: a list of data_parallel, sync"),
+        ("base: PATH\nrows: {a: {}}", "begins with this one"),
     ],
 )
 def test_a_file_that_is_no_laboratory_is_named(text: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(configs.ConfigError) as refused:
-        labs.read(written(tmp_path, text))
+        labs.read(written(tmp_path, text.replace("PATH", str(tmp_path / "mine.yaml"))))
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"{}", b"\xff"])
+def test_a_damaged_cell_is_made_again(damage: bytes, tmp_path: Path) -> None:
+    (cell,) = labs.cells(labs.read(written(tmp_path, rows("a"))), (), (0,), ())
+    labs.keep(tmp_path, cell, found("a", 0, 1.5))
+    assert labs.kept(tmp_path, cell) == found("a", 0, 1.5)
+    (tmp_path / "cells" / f"{cell.digest}.json").write_bytes(damage)
+    assert labs.kept(tmp_path, cell) is None
 
 
 def test_a_cell_is_known_again_by_all_that_it_depends_on(tmp_path: Path) -> None:

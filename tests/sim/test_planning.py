@@ -249,6 +249,12 @@ def test_what_crosses_in_all_of_10b_parameters_at_8_sites() -> None:
         ({"utilisation": 1.0}, "utilisation is 1.0: between 0 and 1"),
         ({"away_s": float("nan")}, "away_s is nan: not negative"),
         ({"parameters": 0.5}, "parameters is 0.5: at least fragments=1"),
+        ({"step_s": 1e-300}, "step_s is 1e-300: that an inner step takes, from 1e-06 to 1e+06"),
+        ({"step_s": 0.0, "flops": 1e300, "tokens_per_step": 1.0}, "that an inner step takes, from 1e-06"),
+        ({"interruptions_per_chip_year": 1e300}, "interruptions_per_chip_year is 1e+300: at most 10000"),
+        ({"away_s": 1e300}, "away_s is 1e+300: at most 1e+08"),
+        ({"merge_values_per_s": 1e-300}, "merge_values_per_s is 1e-300: at least 1"),
+        ({"inner_steps": 5000, "fragments": 5000}, "fragments is 5000: at most 1000"),
     ],
 )
 def test_what_cannot_be_is_said(told: dict[str, Any], words: str) -> None:
