@@ -38,6 +38,18 @@ def advice(config: RunConfig) -> list[str]:
             f"outer.merge is rda with outer.lr={outer.lr:g} and outer.momentum={outer.momentum:g}: its steps are "
             "longer than the mean's by up to the square root of the sites: compare a smaller lr, or no momentum"
         )
+    if outer.adopt in ("overwrite", "blend") and outer.quorum != "all" and outer.staleness_max < 2 * sites:
+        said.append(
+            f"outer.staleness_max is {outer.staleness_max} and there are {sites} sites: under outer.adopt={outer.adopt}"
+            " an update is as old as all versions of its period, and older ones are refused; allow twice the "
+            "sites, more where speeds differ more than twofold, or take rebase, which measures from the newest version"
+        )
+    if outer.lock_step and outer.num_fragments > 1 and outer.quorum == "all":
+        said.append(
+            f"outer.lock_step is True with outer.num_fragments={outer.num_fragments}: a site that was away for longer "
+            f"than outer.site_timeout_s={outer.site_timeout_s:g} is out of turn with the others, and they wait for each"
+            " other until a site gives up; with one fragment they do not"
+        )
     if outer.staleness_power and outer.round_updates == 1:
         said.append(
             f"outer.staleness_power is {outer.staleness_power:g} and each update is merged alone: a weight says how "

@@ -23,6 +23,11 @@ def test_a_preset_needs_no_advice(experiment: str) -> None:
         ),
         (["outer=async_dn", "outer.window=2"], "outer.window is 2 and there are 3 sites"),
         (["outer=diloco", "outer.merge=rda"], "outer.merge is rda with outer.lr=0.7 and outer.momentum=0.9"),
+        (
+            ["outer=decoupled", "outer.staleness_max=5"],
+            "outer.staleness_max is 5 and there are 3 sites: under outer.adopt",
+        ),
+        (["outer=diloco", "outer.num_fragments=2"], "outer.lock_step is True with outer.num_fragments=2"),
         (["outer=async", "outer.staleness_power=0.5"], "outer.staleness_power is 0.5 and each update is merged alone"),
     ],
 )

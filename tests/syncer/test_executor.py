@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import log
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from diloco.codec.contract import bytes_of, digest
 from diloco.codec.digests import digest_of
 from diloco.codec.feedback import follow
 from diloco.codec.registry import make_codec
-from diloco.outer.merge import merge_mean
+from diloco.outer.merge import MEAN, Gate, Segment, merge_mean
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterState, outer_step
 from diloco.outer.rule import OuterRule
 from diloco.sync.effects import Contribution, StartOuterStep, UpdateRef
@@ -76,6 +77,18 @@ def test_it_is_the_definition_bit_for_bit(tmp_path: Path, codec: str) -> None:
         result.values.digest,
         result.downlink,
     )
+
+
+@pytest.mark.parametrize(("base_version", "left"), [(4, 1.0), (3, 0.5), (2, 0.25)])
+def test_a_gate_makes_an_update_smaller_by_the_versions_that_it_did_not_know(
+    tmp_path: Path, base_version: int, left: float
+) -> None:
+    theta, d = dice("theta", 0), dice("d", 0)
+    part = Contribution("a", 1.0, base_version, (stored(Spool(tmp_path), "a", 1, d),))
+    rule = OuterRule(SGD, ((Segment(0, d.numel(), MEAN),),), Gate(alpha=log(2)))
+    result = run_outer_step(StartOuterStep(0, 5, (part,)), holding(theta), Spool(tmp_path), rule, "fp32")
+    assert isinstance(result, OuterResult)
+    torch.testing.assert_close(result.values.theta, theta - left * d, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int4:32", "int8+zstd"])
