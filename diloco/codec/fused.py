@@ -107,7 +107,7 @@ def outer_pass(
     if merging is not None:
         merged = room.values(numel)
         read = [codec for _, updates in sites for codec, _ in updates]
-        merge_into(merged, sites, merging, ranges(numel, read), spread)
+        merge_into(merged, sites, merging, ranges(numel, read), spread, state.optimizer.momentum)
         sites = [(1.0, [(Fp32Codec(), bytes_of(merged))])]
     theta, lossless = room.values(numel), codec.lossless
     new = State(

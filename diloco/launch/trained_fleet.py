@@ -208,9 +208,8 @@ class TrainedFleet:
         self._sites[site].tensors.arrived(fragment, version, values, "")
 
     def merged(self, command: fx.StartOuterStep, now_s: float, progress_ppm: int) -> None:  # noqa: D102
-        before, segments = self._states[command.fragment], self._rule.segments_of(command.fragment)
-        held = command.version - 1
-        factors = self._rule.factors([held - part.base_version for part in command.contributions])
+        before, held = self._states[command.fragment], command.version - 1
+        staleness = [held - part.base_version for part in command.contributions]
         contributions = [
             (
                 part.weight,
@@ -221,7 +220,7 @@ class TrainedFleet:
             )
             for part in command.contributions
         ]
-        merging = Merging(segments, factors) if segments else None
+        merging = Merging.of(self._rule, command.fragment, staleness)
         stepped = outer_pass(contributions, before, self._rule.optimizer, self._down, merging=merging)
         self._states[command.fragment] = stepped.state
         self.last_merge_s, share = now_s, progress_ppm / 1e6

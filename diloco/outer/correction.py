@@ -40,9 +40,9 @@ class Correction:
     that of nesterov_ema, which is the paper's, is a mean of updates, others are up to 1 / (1 - momentum) times longer
     and want a smaller ``doubt``.  A gate, which may be the paper's weight of an old update, comes after it.
 
-    ``cosine`` is the paper's c_ok, ``project`` its
-    k_s, ``project_max`` its b_max, ``rotate`` its k_d and ``doubt`` its kappa.  The formulas are the paper's; its
-    values of the five are not verified, and the defaults are this project's own.
+    ``cosine`` is the paper's c_ok, ``project`` its k_s, ``project_max`` its b_max, ``rotate`` its k_d and ``doubt`` its
+    kappa.  The formulas are the paper's; its values of the five are not verified, and the defaults are this project's
+    own.
     """
 
     kind: str = "none"

@@ -91,11 +91,15 @@ PAIRWISE = ("rda", "geometric_median")
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The values ``[start, stop)`` of a fragment, which are merged on their own: a piece of a parameter, or all."""
+    """The values ``[start, stop)`` of a fragment, which are merged on their own: a piece of a parameter, or all.
+
+    ``cuts``, rising, are where its tensors meet, if each of them is to be corrected on its own.
+    """
 
     start: int
     stop: int
     options: MergeOptions
+    cuts: tuple[int, ...] = ()
 
 
 def blend(

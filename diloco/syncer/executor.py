@@ -93,9 +93,9 @@ def run_outer_step(
     """
     assert command.version == values.version + 1, (command.version, values.version)
     times = [time.perf_counter()]
-    before, segments = State(values.theta, values.published, values.optimizer), rule.segments_of(command.fragment)
-    factors = rule.factors([values.version - part.base_version for part in command.contributions])
-    merging = Merging(segments, factors) if segments else None
+    before = State(values.theta, values.published, values.optimizer)
+    staleness = [values.version - part.base_version for part in command.contributions]
+    merging = Merging.of(rule, command.fragment, staleness)
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(threads, "fold")) if threads > 1 else None
         contributions, payloads = _opened(command, spool, before.theta.numel(), pool)

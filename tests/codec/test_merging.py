@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,10 +16,13 @@ from diloco.codec.merging import Merging
 from diloco.codec.native import kernels
 from diloco.codec.registry import make_codec
 from diloco.codec.sums import sum_of_products
+from diloco.outer.correction import UNCORRECTED, Correction, corrected, corrected_products
 from diloco.outer.merge import MEAN, MERGE_KINDS, MergeOptions, Segment, blend, merge_mean, trimmed_mean
-from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
+from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterState, outer_step
 
 PLAIN = OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0)
+EMA = OuterOptimizerOptions(kind="nesterov_ema", lr=0.5, momentum=0.5)
+HELOCO = Correction(kind="heloco", cosine=0.5, rotate=1.0)
 ENCODED = "int8"
 
 
@@ -26,61 +30,97 @@ def drawn(numel: int, seed: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 1e-3
 
 
-def segments_of(kind: str, *stops: int) -> tuple[Segment, ...]:
+def segments_of(kind: str, *stops: int, cuts: tuple[int, ...] = ()) -> tuple[Segment, ...]:
     starts = (0, *stops[:-1])
     return tuple(
-        Segment(start, stop, MEAN if index == 1 else MergeOptions(kind=kind))
+        Segment(
+            start, stop, MEAN if index == 1 else MergeOptions(kind=kind), tuple(c for c in cuts if start < c < stop)
+        )
         for index, (start, stop) in enumerate(zip(starts, stops, strict=True))
     )
 
 
-def whole(segments: tuple[Segment, ...], contributions: list[tuple[float, list[Tensor]]]) -> Tensor:
+def remembered(numel: int, seed: int) -> OuterState:
+    return OuterState(3, {"momentum": drawn(numel, seed)})
+
+
+def whole(
+    segments: tuple[Segment, ...],
+    contributions: list[tuple[float, list[Tensor]]],
+    momentum: Tensor,
+    correction: Correction = UNCORRECTED,
+) -> Tensor:
     """The definition, on whole tensors."""
     weights = [weight for weight, _ in contributions]
     values = [merge_mean([(1.0, updates)]) for _, updates in contributions]
-    out = torch.empty_like(values[0])
+    out, count = torch.empty_like(values[0]), len(values)
     for segment in segments:
+        products = [[0.0] * count for _ in values]
+        for start, stop in pairwise((segment.start, *segment.cuts, segment.stop)):
+            mine = [each[start:stop] for each in (*values, momentum)]
+            square = [[sum_of_products(a, b) for b in mine] for a in mine]
+            changes = [correction.change(square[at][at], square[at][-1], square[-1][-1]) for at in range(count)]
+            for row, more in zip(products, corrected_products(square, changes), strict=True):
+                row[:] = [one + other for one, other in zip(row, more, strict=True)]
+            for each, change in zip(mine[:-1], changes, strict=True):
+                each.copy_(corrected(each, mine[-1], change))
         part = slice(segment.start, segment.stop)
-        mine = [each[part].clone() for each in values]
+        mine = [each[part] for each in values]
         if segment.options.kind == "trimmed_mean":
             trimmed_mean(list(zip(weights, mine, strict=True)), segment.options.trim_share, out[part])
             continue
-        products = [[sum_of_products(a, b) for b in mine] for a in mine]
         changed, scale = blend(segment.options, weights, products)
         out[part] = merge_mean([(weight, [each]) for weight, each in zip(changed, mine, strict=True)]).mul_(scale)
     return out
 
 
+@pytest.mark.parametrize("correction", [UNCORRECTED, HELOCO], ids=["", "corrected"])
 @pytest.mark.parametrize("kind", MERGE_KINDS)
-def test_by_ranges_it_is_the_definition(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_ranges_it_is_the_definition(kind: str, correction: Correction, monkeypatch: pytest.MonkeyPatch) -> None:
     numel, codec = 9_001, make_codec(ENCODED)
-    segments = segments_of(kind, 1_500, 2_048, 2_050, 8_000, 9_001)
+    cuts = () if correction.is_none else (700, 1_600, 4_000, 4_001)
+    segments = segments_of(kind, 1_500, 2_048, 2_050, 8_000, 9_001, cuts=cuts)
+    merging = Merging(segments, correction=correction)
     updates = [[drawn(numel, 1)], [drawn(numel, 2), drawn(numel, 3)], [5 * drawn(numel, 4)], [drawn(numel, 1)]]
     weights = [1.0, 2.0, 0.25, 0.0]
     sent = [
         (weight, [(codec, codec.encode(each)) for each in some]) for weight, some in zip(weights, updates, strict=True)
     ]
     decoded = [(weight, [codec.decode(payload, numel) for codec, payload in some]) for weight, some in sent if weight]
-    theta = drawn(numel, 9)
-    wanted, _ = outer_step(theta, whole(segments, decoded), NOTHING, PLAIN)
-    found = []
+    theta, before = drawn(numel, 9), remembered(numel, 10)
+    assert before.momentum is not None
+    wanted, _ = outer_step(theta, whole(segments, decoded, before.momentum, correction), before, EMA)
+    state, found = State(theta, theta.clone(), before), []
     with ThreadPoolExecutor(3) as pool:
         for spread in (map, pool.map):
             for fast in (lambda: None, kernels):
-                state = State(theta, theta.clone(), NOTHING)
-                found.append(
-                    outer_pass(
-                        sent, state, PLAIN, make_codec("fp32"), spread, fast, merging=Merging(segments)
-                    ).state.theta
-                )
+                each = outer_pass(sent, state, EMA, make_codec("fp32"), spread, fast, merging=merging)
+                found.append(each.state.theta)
         monkeypatch.setattr(fused, "RANGE_VALUES", 1024)
-        cut = outer_pass(
-            sent, State(theta, theta.clone(), NOTHING), PLAIN, make_codec("fp32"), merging=Merging(segments)
-        )
+        cut = outer_pass(sent, state, EMA, make_codec("fp32"), merging=merging)
     assert torch.equal(found[0], wanted)
     assert all(torch.equal(each, found[0]) for each in found[1:])
     # Where ranges are cut shows in the last bits of sums, and so of weights, at most.
     assert torch.allclose(cut.state.theta, wanted, rtol=0, atol=1e-9)
+    left = outer_pass(sent, state, EMA, make_codec("fp32"), merging=Merging(segments))
+    assert torch.equal(left.state.theta, wanted) == correction.is_none
+
+
+@pytest.mark.parametrize("kind", MERGE_KINDS)
+def test_5_equal_contributions_that_go_with_the_momentum_give_themselves_and_so_do_the_first(kind: str) -> None:
+    codec, numel = make_codec("fp32"), 3_000
+    values, before = drawn(numel, 1), remembered(numel, 2)
+    sent = [(weight, [(codec, codec.encode(values))]) for weight in (0.1, 0.7, 3.0)]
+    merging = Merging(segments_of(kind, 100, 200, numel, cuts=(300, 301)), correction=HELOCO)
+    along = OuterState(3, {"momentum": 0.3 * values})
+    for momentum, is_kept in ((along, True), (NOTHING, True), (before, False)):
+        state = State(drawn(numel, 4), drawn(numel, 4), momentum)
+        found = outer_pass(sent, state, EMA, codec, merging=merging)
+        wanted, following = outer_step(state.theta, values, momentum, EMA)
+        assert torch.allclose(found.state.theta, wanted, rtol=0, atol=1e-9) == is_kept
+        if kind in ("mean", "trimmed_mean"):
+            assert torch.equal(found.state.theta, wanted) == is_kept
+            assert torch.equal(found.state.optimizer.tensors["momentum"], following.tensors["momentum"]) == is_kept
 
 
 @pytest.mark.parametrize("kind", MERGE_KINDS)
@@ -96,13 +136,35 @@ def test_contributions_made_smaller_are_merged_as_if_they_were_sent_so(kind: str
 
 
 @pytest.mark.parametrize("kind", MERGE_KINDS)
-def test_6_a_site_without_weight_has_no_influence_not_even_by_nan(kind: str) -> None:
+def test_contributions_are_corrected_as_they_came_and_then_made_smaller(kind: str) -> None:
+    codec, numel, factors = make_codec("fp32"), 3_000, [1.0, 0.5, 0.25]
+    stops, weights, before = (0, 100, 200, 700, numel), [1.0, 2.0, 0.5], remembered(numel, 5)
+    segments = segments_of(kind, 100, 200, numel, cuts=(700,))
+    values = [drawn(numel, seed) for seed in (1, 2, 3)]
+    sent = [(weight, [(codec, codec.encode(each))]) for weight, each in zip(weights, values, strict=True)]
+    assert before.momentum is not None
+    for each, by in zip(values, factors, strict=True):
+        for start, stop in pairwise(stops):
+            mine, ahead = each[start:stop], before.momentum[start:stop]
+            products = (sum_of_products(mine, mine), sum_of_products(mine, ahead), sum_of_products(ahead, ahead))
+            mine.copy_(corrected(mine, ahead, HELOCO.change(*products)) * by)
+    smaller = [(weight, [(codec, codec.encode(each))]) for weight, each in zip(weights, values, strict=True)]
+    state = State(drawn(numel, 4), drawn(numel, 4), before)
+    found = outer_pass(sent, state, EMA, codec, merging=Merging(segments, factors, HELOCO))
+    wanted = outer_pass(smaller, state, EMA, codec, merging=Merging(segments))
+    assert torch.allclose(found.state.theta, wanted.state.theta, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("correction", [UNCORRECTED, HELOCO], ids=["", "corrected"])
+@pytest.mark.parametrize("kind", MERGE_KINDS)
+def test_6_a_site_without_weight_has_no_influence_not_even_by_nan(kind: str, correction: Correction) -> None:
     codec, numel = make_codec("fp32"), 3_000
     bad = torch.full((numel,), float("nan")).numpy().tobytes()
     good = [(1.0, [(codec, codec.encode(drawn(numel, 1)))]), (2.0, [(codec, codec.encode(drawn(numel, 2)))])]
-    state, segments = State(drawn(numel, 3), drawn(numel, 3), NOTHING), segments_of(kind, 100, 200, numel)
-    without = outer_pass(good, state, PLAIN, codec, merging=Merging(segments))
-    beside = outer_pass([good[0], (0.0, [(codec, bad)]), good[1]], state, PLAIN, codec, merging=Merging(segments))
+    state = State(drawn(numel, 3), drawn(numel, 3), remembered(numel, 5))
+    merging = Merging(segments_of(kind, 100, 200, numel), correction=correction)
+    without = outer_pass(good, state, EMA, codec, merging=merging)
+    beside = outer_pass([good[0], (0.0, [(codec, bad)]), good[1]], state, EMA, codec, merging=merging)
     assert torch.equal(without.state.theta, beside.state.theta)
 
 

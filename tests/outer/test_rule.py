@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from diloco.outer.correction import Correction
 from diloco.outer.fragments import plan_layout
 from diloco.outer.merge import MEAN, Gate, MergeOptions, Segment
 from diloco.outer.optimizer import OuterOptimizerOptions
@@ -39,3 +42,25 @@ def test_a_gate_needs_segments_and_gives_each_contribution_its_factor() -> None:
     assert rule.segments_of(0) == (Segment(0, 16, MEAN),)
     assert rule.factors([0, 2]) == [1.0, gate.factor(2)]
     assert outer_rule(PLAIN, MEAN, layout).factors([0, 2]) is None
+
+
+@pytest.mark.parametrize("kind", ["mean", "clip", "rda"])
+def test_a_correction_goes_by_parameters_whatever_the_merge(kind: str) -> None:
+    layout = plan_layout([("a.weight", (4, 4)), ("b.weight", (3,)), ("c.weight", (5, 1)), ("d.weight", (2, 2))], 2)
+    heloco, options = Correction(kind="heloco"), MergeOptions(kind=kind)
+    rule = outer_rule(OuterOptimizerOptions(), options, layout, correction=heloco)
+    assert rule.correction is heloco
+    for fragment in layout.fragments:
+        stops = [each for segment in rule.segments_of(fragment.index) for each in (*segment.cuts, segment.stop)]
+        sizes = [piece.stop - piece.start for piece in fragment.pieces]
+        assert [stop - start for start, stop in zip([0, *stops], stops, strict=False)] == sizes
+        assert len(rule.segments_of(fragment.index)) == (len(sizes) if kind == "rda" else 1)
+    uncorrected = outer_rule(OuterOptimizerOptions(), options, layout)
+    assert not any(segment.cuts for segments in uncorrected.segments for segment in segments)
+
+
+def test_a_correction_wants_a_momentum() -> None:
+    layout = plan_layout([("a.weight", (4, 4))], 1)
+    words = "correction is 'heloco': kind 'sgd' has no momentum, heavy_ball or nesterov or nesterov_ema or"
+    with pytest.raises(ValueError, match=words):
+        outer_rule(PLAIN, MEAN, layout, correction=Correction(kind="heloco"))

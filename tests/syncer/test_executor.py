@@ -15,9 +15,12 @@ from diloco.codec.contract import bytes_of, digest
 from diloco.codec.digests import digest_of
 from diloco.codec.feedback import follow
 from diloco.codec.registry import make_codec
-from diloco.outer.merge import MEAN, Gate, Segment, merge_mean
+from diloco.codec.sums import sum_of_products
+from diloco.outer.correction import Correction, corrected
+from diloco.outer.fragments import plan_layout
+from diloco.outer.merge import MEAN, Gate, MergeOptions, Segment, merge_mean
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterState, outer_step
-from diloco.outer.rule import OuterRule
+from diloco.outer.rule import OuterRule, outer_rule
 from diloco.sync.effects import Contribution, StartOuterStep, UpdateRef
 from diloco.syncer.executor import OuterResult, run_outer_step
 from diloco.syncer.snapshots import FragmentValues
@@ -111,6 +114,38 @@ def test_invariant_7_neither_ranges_nor_threads_change_a_bit(
         bits = [bytes_of(each) for each in (result.values.theta, result.values.published, momentum)]
         found.append((bits, bytes(result.downlink), result.values.digest, result.downlink_digest, result.norm))
     assert all(each == found[0] for each in found)
+
+
+def test_invariant_7_a_rule_s_gate_and_correction_are_those_of_the_whole_on_any_number_of_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tensor of two goes against the momentum; a site's update is two versions old, and half of it is left."""
+    monkeypatch.setattr(fused, "RANGE_VALUES", 1024)
+    spool, layout = Spool(tmp_path), plan_layout([("a", (60, 50)), ("b", (2000,))], 1)
+    gate, heloco = Gate(cutoff=4), Correction(kind="heloco", doubt=0.0)
+    ema = OuterOptimizerOptions(kind="nesterov_ema", lr=0.5, momentum=0.5)
+    rule = outer_rule(ema, MergeOptions(kind="trimmed_mean"), layout, gate=gate, correction=heloco)
+    theta, momentum, *d = torch.randn(4, 5000, generator=torch.Generator().manual_seed(5)).unbind()
+    old, d[0] = holding(theta, None, momentum), momentum + 0.1 * d[0]
+    d[1][3000:].sub_(2 * momentum[3000:])
+    parts = (
+        Contribution("a", 1.0, 4, (stored(spool, "a", 1, d[0]),)),
+        Contribution("b", 1.0, 2, (stored(spool, "b", 1, d[1]),)),
+    )
+    found = []
+    for threads in (1, 4):
+        result = run_outer_step(StartOuterStep(0, 5, parts), old, spool, rule, "fp32", threads=threads)
+        assert isinstance(result, OuterResult)
+        found.append(result.values.theta)
+    changed = []
+    for part in (slice(0, 3000), slice(3000, 5000)):
+        one, ahead = d[1][part], momentum[part]
+        products = [sum_of_products(a, b) for a, b in ((one, one), (one, ahead), (ahead, ahead))]
+        changed.append(corrected(one, ahead, heloco.change(*products)))
+    assert not torch.equal(changed[1], d[1][3000:])
+    wanted, _ = outer_step(theta, merge_mean([(1.0, [d[0]]), (1.0, [torch.cat(changed) * 0.5])]), old.optimizer, ema)
+    assert torch.equal(found[0], found[1])
+    assert torch.allclose(found[0], wanted, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
