@@ -32,6 +32,7 @@ from diloco.launch.sections import quorum, section, to_ns, units_ahead
 from diloco.launch.spreading import check_spreading, compute_options, peak_tflops, spread, without_memory
 from diloco.launch.values import load_values
 from diloco.learner.options import AgentOptions
+from diloco.outer.correction import CORRECTION_NUMBERS, Correction
 from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_layout
 from diloco.outer.merge import Gate, MergeOptions
 from diloco.outer.optimizer import OuterOptimizerOptions
@@ -220,7 +221,9 @@ def rule(config: RunConfig, layout: Layout) -> OuterRule:
             wanted = f"above outer.staleness_max={outer.staleness_max}: nothing of older ones would be left to merge"
             raise ConfigError(f"outer.gate_cutoff is {gate.cutoff}: {wanted}")
         merge = MergeOptions(kind=outer.merge, norm_ratio_max=outer.norm_ratio_max, trim_share=outer.trim_share)
-    return outer_rule(optimizer, merge, layout, outer.merge_plain, gate)
+        numbers = {name: getattr(outer, f"correction_{name}") for name in CORRECTION_NUMBERS}
+        correction = Correction(kind=outer.correction, **numbers)
+        return outer_rule(optimizer, merge, layout, outer.merge_plain, gate, correction)
 
 
 def learner_options(config: RunConfig, whole: Layout | None = None) -> LearnerOptions:

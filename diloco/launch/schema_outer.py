@@ -67,6 +67,20 @@ class OuterSection:
     """How fast a contribution gets smaller, and not only less beside others, with each version that it is older."""
     gate_cutoff: int = 0
     """Versions after which nothing would be left of it (CGAD), above staleness_max; 0: none."""
+    correction: str = "none"
+    """none, or heloco: each tensor of a contribution is compared with the outer momentum of that tensor before it is
+    merged (arXiv 2606.00271), and kept, turned towards it, or what goes against it is taken out.  Wants a kind with
+    momentum; the paper steps by nesterov_ema.  Its values of the five below are not verified: they are our own."""
+    correction_cosine: float = 0.2
+    """With the momentum, from which on a tensor is kept as it is; 0: only what goes against it is corrected (c_ok)."""
+    correction_project: float = 1.0
+    """How much of what goes against the momentum is taken out (k_s), times the cosine and how long the tensor is."""
+    correction_project_max: float = 1.0
+    """No larger share of it than that (b_max)."""
+    correction_rotate: float = 0.25
+    """How far a tensor that is kept neither nor against it is turned towards the momentum (k_d)."""
+    correction_doubt: float = 1.0
+    """How much less a tensor is corrected that is short beside its momentum (kappa)."""
     adopt: str = "rebase"
     """rebase keeps progress; overwrite (Decoupled DiLoCo) and blend (Streaming DiLoCo) do not; eager keeps what is not
     sent, and a share of what is not merged."""

@@ -4,9 +4,12 @@ from dataclasses import fields
 
 import pytest
 
-from diloco.launch.config import compose
+from diloco.launch import build
+from diloco.launch.config import compose, shared_config
+from diloco.launch.errors import ConfigError
 from diloco.launch.keys import leaves, meanings
 from diloco.launch.schema_outer import OuterSection
+from diloco.outer.correction import CORRECTION_NUMBERS, Correction
 from diloco.outer.optimizer import OuterOptimizerOptions
 
 
@@ -25,3 +28,22 @@ def test_every_option_of_the_outer_optimizer_can_be_set() -> None:
 )
 def test_what_is_not_said_is_as_the_optimizer_has_it(field: str) -> None:
     assert getattr(compose([]).outer, field) == OuterOptimizerOptions.__dataclass_fields__[field].default
+
+
+@pytest.mark.parametrize("name", CORRECTION_NUMBERS)
+def test_every_number_of_a_correction_can_be_set_and_is_shared_and_what_is_not_said_is_as_the_correction_has_it(
+    name: str,
+) -> None:
+    usual, key = getattr(Correction(), name), f"outer.correction_{name}"
+    assert {item.name for item in fields(Correction)} == {"kind", *CORRECTION_NUMBERS}
+    for settings, wanted in ([], usual), ([f"{key}=0.75"], 0.75):
+        config = compose(["experiment=heloco", *settings])
+        assert build.rule(config, build.layout_of(config)).correction == Correction(kind="heloco", **{name: wanted})
+        shared = shared_config(config)
+        assert (shared["outer.correction"], shared.get(key)) == ("heloco", "0.75" if settings else None)
+
+
+def test_a_correction_without_a_momentum_is_refused_in_words() -> None:
+    config = compose(["outer=async", "outer.correction=heloco"])
+    with pytest.raises(ConfigError, match=r"outer\.correction is 'heloco': kind 'sgd' has no momentum"):
+        build.check(config)

@@ -1,4 +1,4 @@
-"""Every kind of merge and of outer optimizer, over real gRPC, killed in the middle and taken up again."""
+"""Every kind of correction, merge and outer optimizer, over real gRPC, killed in the middle and taken up again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco.outer.correction import Correction
 from tests.loopback.test_kill import long_enough, the_syncer_dies
 
 RULES: dict[str, dict[str, object]] = {
@@ -28,6 +29,11 @@ RULES: dict[str, dict[str, object]] = {
     "nesterov_ema on what is trimmed": {
         "optimizer": {"kind": "nesterov_ema", "lr": 0.5, "momentum": 0.5},
         "merge": "trimmed_mean",
+    },
+    "heloco, one by one": {
+        "optimizer": {"kind": "nesterov_ema", "lr": 0.25, "momentum": 0.9},
+        "correction": Correction(kind="heloco"),
+        "rules": {"quorum": 1, "round_updates": 1, "weights": "uniform", "staleness_max": 20},
     },
 }
 

@@ -36,6 +36,7 @@ from diloco.learner.options import AgentOptions
 from diloco.learner.orders import Orders
 from diloco.learner.owners import Dealt
 from diloco.learner.site_tensors import SiteTensors
+from diloco.outer.correction import UNCORRECTED, Correction
 from diloco.outer.fragments import Layout, gather, plan_layout
 from diloco.outer.merge import MergeOptions
 from diloco.outer.optimizer import OuterOptimizerOptions
@@ -78,6 +79,7 @@ class Toy:
     inner_steps: int = 5
     lock_step: bool = False
     merge: str = "mean"
+    correction: Correction = UNCORRECTED
     optimizer: dict[str, object] = field(default_factory=lambda: {"kind": "sgd", "lr": 1.0, "momentum": 0.0})
     outer: dict[str, object] = field(default_factory=dict)
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = SHAPES
@@ -116,7 +118,7 @@ class Toy:
 
     def rules(self) -> tuple[OuterOptions, OuterRule]:
         optimizer, merge = OuterOptimizerOptions(**self.optimizer), MergeOptions(kind=self.merge)  # type: ignore[arg-type]
-        return OuterOptions(**self.outer), outer_rule(optimizer, merge, self.layout())  # type: ignore[arg-type]
+        return OuterOptions(**self.outer), outer_rule(optimizer, merge, self.layout(), correction=self.correction)  # type: ignore[arg-type]
 
     def options(self, folder: str = "syncer") -> SyncerOptions:
         return SyncerOptions(
@@ -189,8 +191,7 @@ class Toy:
         learner = LearnerOptions(
             num_fragments=self.fragments, inner_steps=self.inner_steps, adopt=self.adopt, lock_step=self.lock_step
         )
-        options, client = self.agent_options(site), self.sync_client(site, address)
-        group = group or SiteGroup()
+        options, client, group = self.agent_options(site), self.sync_client(site, address), group or SiteGroup()
         holding, orders, agreement = holding or Holding(parameters, group), Orders(group), self.agreement()
         mine = (self.layout(), holding, agreement, client, site, emit, orders)
         return Agent(options, learner, *mine, restored, redo, disk, dealt)
@@ -430,8 +431,7 @@ def main(role: str, toy: Toy, death: tuple[str, int] | None, mine: dict[str, Any
         )
         if mine.get("forgets"):
             disk = ForgetfulDisk(Step(mine["forgets"]))
-        run = {"syncer": run_syncer, "standby": run_standby, "site": run_site, "rank": run_rank}[role]
-        run(toy, emit, mine, disk)
+        {"syncer": run_syncer, "standby": run_standby, "site": run_site, "rank": run_rank}[role](toy, emit, mine, disk)
     except BaseException:
         emit("error", {"text": traceback.format_exc()})
         raise SystemExit(1) from None  # It is told, and need not be printed as well.
