@@ -60,11 +60,12 @@ def test_a_cell_is_known_again_by_all_that_it_depends_on(tmp_path: Path) -> None
     first, second = labs.cells(lab, (), (0,), ())
     assert first.digest == second.digest, "the name is not what is trained"
     others = [
-        labs.cells(lab, ("outer.lr=0.3",), (0,), ())[0],
-        labs.cells(lab, (), (1,), ())[0],
-        labs.cells(replace(lab, speeds=(1.0, 0.5)), (), (0,), ())[0],
-        labs.cells(replace(lab, warm_steps=3), (), (0,), ())[0],
+        labs.cells(lab, ("outer.lr=0.3",), (0,), ("a",))[0],
+        labs.cells(lab, (), (1,), ("a",))[0],
+        replace(first, row=replace(first.row, speeds=(1.0, 0.5))),
         replace(first, row=replace(first.row, jitter=0.1)),
+        replace(first, warm_steps=3),
+        replace(first, warm_steps=5),
     ]
     assert len({first.digest, *(each.digest for each in others)}) == 1 + len(others)
     assert replace(first, row=replace(first.row, does="said otherwise")).digest == first.digest
