@@ -41,11 +41,13 @@ INNER_STEPS_ADVISED = 500
 """DiLoCo's own H (arXiv 2311.08105); beyond it learning suffers."""
 INNER_STEPS_MAX = 5000
 SITES_MAX, LAYERS_MAX, FRAGMENTS_MAX = 1000, 1000, 1000
-STEPS_S = (1e-6, 1e6)
-INTERRUPTIONS_MAX = 10_000
-"""In a year, of a chip: one in an hour."""
-AWAY_S_MAX = 1e8
 """Simulations of more take minutes."""
+STEPS_S = (1e-6, 1e6)
+"""An inner step takes at least and at most so long."""
+INTERRUPTIONS_MAX = 10_000
+"""Of a chip in a year, which is more than one an hour."""
+AWAY_S_MAX = 1e8
+"""About three years."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
