@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from tests.wire.conftest import Wired
 
 LARGE_BYTES = (9 << 28) + 12345  # 2.25 GiB and a bit: over 2^31.
-LINK = LinkOptions(rtt_ms=100.0, mbps=80.0)
+# Slow enough that a machine with a quarter of a core to spare fills it, with a queue of 0.4 s behind it.
+LINK = LinkOptions(rtt_ms=100.0, mbps=20.0)
 
 
 class CountingSession:
@@ -103,5 +104,7 @@ def test_heartbeats_pass_while_bulk_fills_the_link(
             over.set()
             bulk.join(60)
     assert carried_mbps > 0.7 * LINK.mbps, "the link was not full"
-    # Of 60, so that a moment in which a busy machine runs none of these processes counts for one and not for all.
-    assert percentile(took_s, 95) < 2 * LINK.rtt_ms / 1e3 + 0.2, sorted(took_s)[-5:]
+    # Behind a queue kept full the median is over 0.5 s, and behind a whole update 6.7 s.  The few that are slow may be
+    # those of moments in which a busy machine ran none of these processes.
+    assert percentile(took_s, 50) < 2 * LINK.rtt_ms / 1e3 + 0.2, sorted(took_s)
+    assert percentile(took_s, 95) < 3.0, sorted(took_s)[-5:]
