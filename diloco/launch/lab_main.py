@@ -16,6 +16,7 @@ from diloco.launch import lab as labs
 from diloco.launch.arguments import limit_threads, settings_parser
 from diloco.launch.errors import ConfigError, ExitCode
 from diloco.launch.lab_cell import make_warm, run_cell
+from diloco.launch.tether import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -78,7 +79,8 @@ def _trained(cells: Sequence[Cell], folder: Path, jobs: int) -> Iterator[tuple[C
     if not cells:
         return
     warm = {cell.warm_digest: cell for cell in cells if cell.warm_steps}
-    with ProcessPoolExecutor(min(jobs, len(cells)), get_context("spawn")) as pool:
+    tied = (die_with_parent, (os.getpid(),))  # Or a cell would go on alone where this process is killed.
+    with ProcessPoolExecutor(min(jobs, len(cells)), get_context("spawn"), *tied) as pool:
         try:
             list(pool.map(make_warm, warm.values(), [folder] * len(warm)))
             under_way: dict[Future[Found], Cell] = {pool.submit(run_cell, cell, folder): cell for cell in cells}

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from diloco.launch.cli import main
 from tests.launch.laboratories import rows, written
+from tests.loopback.cluster import eventually
 
 
 def test_a_mistake_is_one_line_and_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,6 +41,30 @@ def test_rows_of_the_same_settings_are_trained_once_and_shown_each(
     assert a["losses"] == b["losses"]
     assert len(a["seconds"]) == len(b["seconds"]) == 1
     assert len(list((tmp_path / "cells").iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_cells_do_not_outlive_a_laboratory_that_is_killed(tmp_path: Path) -> None:
+    mine = written(tmp_path, rows("a"))
+    command = ["-m", "diloco", "lab", f"+lab={mine}", "run.tokens=1e7", "--out", str(tmp_path), "--jobs", "1"]
+    with subprocess.Popen([sys.executable, *command], stderr=subprocess.DEVNULL) as lab:
+        at_work: list[Path] = []
+
+        def is_trained() -> bool:
+            children = Path(f"/proc/{lab.pid}/task/{lab.pid}/children").read_text(encoding="ascii").split()
+            at_work[:] = [Path(f"/proc/{each}/maps") for each in children if "libtorch" in _text(f"/proc/{each}/maps")]
+            return bool(at_work)
+
+        eventually(is_trained, 120, "a cell under way")
+        lab.kill()
+    eventually(lambda: not any(_text(each) for each in at_work), 30, "the cell gone")
+
+
+def _text(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError:  # Its process has ended.
+        return ""
 
 
 @pytest.mark.slow
