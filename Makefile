@@ -8,6 +8,8 @@ PYTHON := $(shell for p in python3.12 python3.11 python3; do \
 endif
 VENV = $(or $(PYTHON),$(error Python 3.11 or newer with venv is needed: make PYTHON=/path/to/python3)) -m venv
 BIN := .venv/bin
+# A run is many processes that import the same modules: compiled once, whatever the machine's environment says.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: demo test check protos bench bench-codec bench-gpu bench-quality kernels swarm admission soak flood upgrade crash powercut flips fuzz-inputs disaster crowd fuzz hostile poison failover cuts layouts examples
 
 demo: .venv/.ready
