@@ -127,7 +127,7 @@ class Toy:
             down_codec=self.codec,
             snapshot_every=self.snapshot_every,
             heartbeat_s=0.2,
-            linger_s=5.0,
+            linger_s=30.0,
             retain_steps=self.retain_steps,
             replication=ReplicationOptions(**self.replication),  # type: ignore[arg-type]
         )
