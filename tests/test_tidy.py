@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 UNMIRRORED = {
     "diloco.sync.events": "frozen data without code; every test of the machines makes them",
     "diloco.sync.effects": "frozen data without code; every test of the machines reads them",
+    "diloco.sync.upstream_events": "frozen data without code; the tests of a region make them",
 }
 # Folders of tests that are about several floors at once and so mirror no module.
 ACROSS_FLOORS = frozenset({"sim", "loopback", "numerics", "hunts"})

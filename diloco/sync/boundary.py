@@ -29,7 +29,7 @@ def step_done(turn: SiteTurn, event: StepDone) -> None:
     site_units.drawn(turn, event)
     for index, part in enumerate(state.fragments):
         part.unsent_tokens += event.tokens
-        part.unsent_steps += event.steps
+        part.unsent_steps += event.inner_steps or event.steps
         part.due = part.due or _comes_due(options, state, index, event.step, event.steps)
     if not event.passes:
         boundary(turn)
@@ -117,7 +117,8 @@ def _would_lose_work(options: LearnerOptions, part: FragmentProgress) -> bool:
     comes back.  Where nobody waits, the others' versions come at any time, and each would cost what was trained since
     the last update.  In lock-step the version is what the site stands still for: it comes back to it, having been away.
     """
-    if options.lock_step or options.adopt in ADOPT_KEEPS_UNSENT or not part.unsent_steps:
+    answered_later = options.answers_only and part.in_flight
+    if options.lock_step or options.adopt in ADOPT_KEEPS_UNSENT or not (part.unsent_steps or answered_later):
         return False
     return not any(s.merged_version is not None and s.merged_version <= part.fetched for s in part.in_flight)
 

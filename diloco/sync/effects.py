@@ -148,20 +148,32 @@ class Note:
     version: int | None = None
 
 
-OuterEffect = (
-    AnswerJoin
-    | AskToConfirm
-    | AnswerPush
-    | AnswerDone
-    | AnswerUnits
-    | StartOuterStep
-    | PublishVersion
-    | TellFate
-    | AnnounceFinal
-    | MarkFinal
-    | DropSite
-    | Note
-)
+@dataclass(frozen=True, slots=True)
+class TakeVersion:
+    """Make ``version`` of ``fragment``, without an update: ``share`` of a version of the syncer above, and the rest of
+    what is here (``outer.adopt.blend``).
+
+    The values above are durable at ``payload``, as fp32 with that ``digest``.  What the outer optimizer remembers stays
+    as it is, and the next update for the one above is measured from what comes out.
+    """
+
+    fragment: int
+    version: int
+    share: float
+    payload: str
+    digest: str
+
+    @property
+    def contributions(self) -> tuple[Contribution, ...]:
+        """None, where an outer step has some."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """Nothing that is still to come needs the values of the syncer above at ``payload``."""
+
+    payload: str
 
 
 # --- effects of a site's machine -------------------------------------------------------------------------------
@@ -292,4 +304,24 @@ class Leave:
 
 LearnerEffect = (
     Join | Seal | Send | Forget | Release | Fetch | Adopt | Retake | StartOver | SkipData | StopTraining | Leave | Note
+)
+
+Upward = Seal | Send | Release | Fetch | StartOver | Join | Leave | StopTraining
+RegionEffect = TakeVersion | LetGo | Upward
+"""What the machine of a region asks for towards the syncer above (``upstream.py``)."""
+
+OuterEffect = (
+    RegionEffect
+    | AnswerJoin
+    | AskToConfirm
+    | AnswerPush
+    | AnswerDone
+    | AnswerUnits
+    | StartOuterStep
+    | PublishVersion
+    | TellFate
+    | AnnounceFinal
+    | MarkFinal
+    | DropSite
+    | Note
 )

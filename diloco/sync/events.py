@@ -10,6 +10,7 @@ from enum import StrEnum
 
 from diloco.sync.options import HealthOptions
 from diloco.sync.spans import Span
+from diloco.sync.upstream_events import UpstreamFetched, UpstreamStarted
 
 
 class Reason(StrEnum):
@@ -279,28 +280,6 @@ class DeadlinePassed:
     """The instant that ``next_deadline_ns`` asked for has come."""
 
 
-OuterEvent = (
-    SyncerStarted
-    | LineageBegan
-    | JoinRequested
-    | UpdateArrived
-    | OuterStepDone
-    | OuterStepFailed
-    | UnitsAsked
-    | SiteSilent
-    | SiteHeard
-    | SiteLeft
-    | SiteEvicted
-    | SiteReadmitted
-    | UpdateAdmitted
-    | UpdateWithdrawn
-    | DrainRequested
-    | StandbyDetached
-    | StandbyAttached
-    | DeadlinePassed
-)
-
-
 # --- events of a site's machine --------------------------------------------------------------------------------
 
 
@@ -348,7 +327,8 @@ class StepDone:
     ``cursor`` batches.  It stands between two steps now.  ``sequences`` is how many of them this step read, of data
     that are leased; 0: as many as its tokens say.  It ``passes`` by where nothing is done with values at this boundary,
     whatever has come meanwhile: its ranks have agreed so, because ``may_act`` saw nothing to do.  ``steps`` that all
-    passed by, but for the last, may be told as one, with the tokens of all and the time of one."""
+    passed by, but for the last, may be told as one, with the tokens of all and the time of one.  A region's step is an
+    update of a site's, and stands for as many ``inner_steps`` as that."""
 
     step: int
     tokens: int
@@ -357,6 +337,7 @@ class StepDone:
     sequences: int = 0
     passes: bool = False
     steps: int = 1
+    inner_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,4 +466,31 @@ LearnerEvent = (
     | UnitsTold
     | FinalAnnounced
     | LeaveAsked
+)
+
+Told = JoinAnswered | FateTold | VersionPublished | FinalAnnounced
+Done = Sealed | SealFailed | PushAnswered | FetchFailed
+RegionEvent = UpstreamStarted | UpstreamFetched | Told | Done
+"""What the machine of a region hears of the syncer above it, to which it is a site (``upstream.py``)."""
+
+OuterEvent = (
+    RegionEvent
+    | SyncerStarted
+    | LineageBegan
+    | JoinRequested
+    | UpdateArrived
+    | OuterStepDone
+    | OuterStepFailed
+    | UnitsAsked
+    | SiteSilent
+    | SiteHeard
+    | SiteLeft
+    | SiteEvicted
+    | SiteReadmitted
+    | UpdateAdmitted
+    | UpdateWithdrawn
+    | DrainRequested
+    | StandbyDetached
+    | StandbyAttached
+    | DeadlinePassed
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from diloco.sync import ending
+from diloco.sync import ending, upstream
 from diloco.sync.effects import PublishVersion
 from diloco.sync.events import LineageBegan, Reason
 from diloco.sync.fates import refuse
@@ -64,6 +64,7 @@ def lineage_began(turn: Turn, event: LineageBegan) -> None:
         fragment.version += 1
         fragment.digest = event.digests[index]
         turn.effects.append(PublishVersion(index, fragment.version, fragment.digest))
+    upstream.lineage_began(turn)
     held = None if event.held is None else {(name, index): counts for name, index, *counts in event.held}
     for name, site in state.sites.items():
         for index, line in enumerate(site.lines):

@@ -155,6 +155,8 @@ class LearnerOptions:
     updates_in_flight_max: int = 2
     discards_max: int = 5
     """Updates refused with *discard* in a row after which the site stops in words."""
+    answers_only: bool = False
+    """Under overwrite and blend: while an update is in flight no version is adopted without it (HALoS)."""
     lock_step: bool = False
     """Wait after each update until its version was adopted: classic DiLoCo and deterministic runs only."""
     offsets: tuple[int, ...] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from diloco.sync import ending
+from diloco.sync import ending, upstream
 from diloco.sync.effects import Contribution, PublishVersion, StartOuterStep, UpdateRef
 from diloco.sync.events import Reason
 from diloco.sync.fates import decide, refuse, refuse_stale
@@ -41,7 +41,7 @@ def consider(turn: Turn, index: int) -> None:
         return
     collecting = fragment.round or open_round(turn, index)
     shrunk = _shrink(turn, index, collecting)
-    merging = fragment.merging_since_ns is not None
+    merging = fragment.merging_since_ns is not None or upstream.waits_for_base(state, index)
     if not merging and ending.all_final(turn, index):
         _close(turn, index, "the last round is complete")
         return
@@ -147,12 +147,11 @@ def outer_step_done(turn: Turn, event: OuterStepDone) -> None:
     fragment.version, fragment.digest = event.version, event.digest
     fragment.sync_ns = smoothed(fragment.sync_ns, turn.state.now_ns - fragment.merging_since_ns)
     fragment.merging_since_ns = None
-    fates = [
-        decide(turn, name, event.fragment, pending, event.version, None)
-        for name, pending in under_merge(turn.state, event.fragment, turn.attendance.undecided[event.fragment])
-    ]
+    merged = under_merge(turn.state, event.fragment, turn.attendance.undecided[event.fragment])
+    fates = [decide(turn, name, event.fragment, pending, event.version, None) for name, pending in merged]
     turn.effects += [PublishVersion(event.fragment, event.version, event.digest), *fates]
     refuse_stale(turn, event.fragment)
+    upstream.stepped(turn, event.fragment, [pending for _, pending in merged])
 
 
 def outer_step_failed(turn: Turn, event: OuterStepFailed) -> None:
@@ -162,6 +161,7 @@ def outer_step_failed(turn: Turn, event: OuterStepFailed) -> None:
     fragment.merging_since_ns = None
     for name, pending in under_merge(turn.state, event.fragment):
         refuse(turn, name, event.fragment, pending, Reason.NON_FINITE)
+    upstream.not_taken(turn, event.fragment)
 
 
 def under_merge(state: OuterState, index: int, among: Iterable[str] | None = None) -> list[tuple[str, Pending]]:

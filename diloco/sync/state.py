@@ -11,6 +11,7 @@ from diloco.sync.health import Vital
 from diloco.sync.options import HealthOptions
 from diloco.sync.spans import Span
 from diloco.sync.units import Units
+from diloco.sync.upstream_state import Upstream
 
 
 class Status(StrEnum):
@@ -154,6 +155,8 @@ class OuterState:
     health: HealthOptions = field(default_factory=HealthOptions)
     units: Units | None = None
     """Where units of the data are leased to the sites."""
+    upstream: Upstream | None = None
+    """Of a region: the syncer above."""
 
     def live(self) -> list[str]:
         """The live sites, in site order."""

@@ -11,6 +11,7 @@ refused, and if anything still waits the next round opens at once.
                                                               merging --OuterStepFailed-> no round (updates refused)
 
 A fragment can collect and merge at the same time: an update that arrives during a merge waits for the next round.
+A region makes versions of another kind between its rounds, out of those of the syncer above it (``sync/upstream.py``).
 
 The end is one last round per fragment: every live site marks its last update ``final`` or leaves, and whatever has
 arrived by then, or by ``final_deadline_ns``, is merged whatever the quorum.
@@ -23,11 +24,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from diloco.sync import ending, unit_leases
+from diloco.sync import ending, unit_leases, upstream
 from diloco.sync.admission import Verdict, admit
 from diloco.sync.arrivals import update_arrived
 from diloco.sync.attendance import Attendance
-from diloco.sync.effects import AnnounceFinal, AnswerDone, OuterEffect, StartOuterStep
+from diloco.sync.effects import AnnounceFinal, AnswerDone, OuterEffect, StartOuterStep, TakeVersion
 from diloco.sync.events import (
     DeadlinePassed,
     DrainRequested,
@@ -38,6 +39,7 @@ from diloco.sync.events import (
     OuterEvent,
     OuterStepDone,
     OuterStepFailed,
+    RegionEvent,
     SiteEvicted,
     SiteHeard,
     SiteLeft,
@@ -91,6 +93,10 @@ class OuterSync:
         assert now_ns >= self.state.now_ns, (now_ns, self.state.now_ns)
         self.state.now_ns = now_ns
         turn = Turn(self.options, self.state, self.attendance)
+        if isinstance(event, RegionEvent):
+            upstream.heard(turn, event)
+            _sweep(turn)
+            return turn.effects
         match event:
             case SyncerStarted():
                 _started(turn, event)
@@ -152,7 +158,7 @@ class OuterSync:
     def progress_ppm(self) -> int:
         """The run's progress in millionths: by tokens or by time, whichever is further."""
         options, state = self.options, self.state
-        shares = [0]
+        shares = [upstream.progress_ppm(state)]
         if options.token_budget:
             shares.append(state.run_tokens() * 1_000_000 // options.token_budget)
         if options.run_ns and state.started_ns is not None:
@@ -167,6 +173,10 @@ class OuterSync:
         """The outer step of fragment ``index`` that is under way."""
         return outer_step(self.options, self.state, index)
 
+    def under_way(self, index: int) -> StartOuterStep | TakeVersion:
+        """What makes the next version of fragment ``index`` at this moment."""
+        return upstream.taking(self.state, index) or self.outer_step(index)
+
 
 def _started(turn: Turn, event: SyncerStarted) -> None:
     state = turn.state
@@ -178,7 +188,7 @@ def _started(turn: Turn, event: SyncerStarted) -> None:
         turn.note("resumed", "the run had been drained")
     for index, fragment in enumerate(state.fragments):
         if fragment.merging_since_ns is not None:
-            turn.effects.append(outer_step(turn.options, state, index))
+            turn.effects.append(upstream.taking(state, index) or outer_step(turn.options, state, index))
             turn.note("outer_step_again", "it was under way when the last process ended", fragment=index)
         refuse_stale(turn, index)  # The bound may be a smaller one in this process.
     if state.ending is not None:  # The last process may have ended between the record and the word.
@@ -202,6 +212,8 @@ def _sweep(turn: Turn) -> None:
     expire(turn)
     unit_leases.expire(turn)
     for index, fragment in enumerate(turn.state.fragments):
+        upstream.act(turn, index)
         if fragment.round is not None or turn.attendance.arrived[index]:
             consider(turn, index)
     ending.finish_when_final(turn)
+    upstream.end(turn)

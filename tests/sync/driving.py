@@ -56,7 +56,9 @@ def check_outer(state: OuterState) -> None:
             assert all(sequence <= line.watermark for sequence in [*sequences, *decided])
     for index, fragment in enumerate(state.fragments):
         merging = any(pending.merging for site in state.sites.values() for pending in site.lines[index].undecided)
-        assert merging == (fragment.merging_since_ns is not None), f"fragment {index}"
+        takes = state.upstream is not None and state.upstream.parts[index].taking is not None
+        assert not (merging and takes), f"fragment {index}"
+        assert (merging or takes) == (fragment.merging_since_ns is not None), f"fragment {index}"
         assert fragment.round is None or state.arrived(index), f"fragment {index} has a round without an update"
         assert state.phase is not Phase.ENDED or not (merging or state.arrived(index)), f"fragment {index}"
 
