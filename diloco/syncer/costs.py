@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from diloco.sync.effects import StartOuterStep
+    from diloco.sync.effects import StartOuterStep, TakeVersion
     from diloco.syncer.executor import OuterResult
 
 UPDATES_MAX = 4096
@@ -39,7 +39,7 @@ class RoundCosts:
             while len(self._received) > UPDATES_MAX:
                 del self._received[next(iter(self._received))]
 
-    def stepped(self, command: StartOuterStep, result: OuterResult) -> dict[str, float]:
+    def stepped(self, command: StartOuterStep | TakeVersion, result: OuterResult) -> dict[str, float]:
         """A version was made; its stages so far, of updates that an earlier process took in without that."""
         with self._lock:
             updates = [update.payload for part in command.contributions for update in part.updates]

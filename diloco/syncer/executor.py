@@ -20,7 +20,9 @@ from diloco.codec.digests import digest_of
 from diloco.codec.fused import State, outer_pass
 from diloco.codec.merging import Merging
 from diloco.codec.registry import make_codec
+from diloco.sync.effects import TakeVersion
 from diloco.syncer.snapshots import FragmentValues
+from diloco.syncer.taking import taken
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -77,7 +79,7 @@ class OuterResult:
 
 
 def run_outer_step(
-    command: StartOuterStep,
+    command: StartOuterStep | TakeVersion,
     values: FragmentValues,
     spool: Spool,
     rule: OuterRule,
@@ -92,6 +94,9 @@ def run_outer_step(
     ``buffers`` has memory for the version.
     """
     assert command.version == values.version + 1, (command.version, values.version)
+    if isinstance(command, TakeVersion):
+        made = taken(command, values, spool, down_codec, like)
+        return made and OuterResult(made[0], made[1], digest_of(made[1], like), 0.0, made[2])
     times = [time.perf_counter()]
     before = State(values.theta, values.published, values.optimizer)
     staleness = [values.version - part.base_version for part in command.contributions]
@@ -111,7 +116,9 @@ def run_outer_step(
     new, downlink_digest = stepped.state, digest_of(stepped.payload, like)
     times.append(time.perf_counter())
     return OuterResult(
-        FragmentValues(command.version, new.theta, new.published, new.optimizer, stepped.digest),
+        FragmentValues(
+            command.version, new.theta, new.published, new.optimizer, stepped.digest, reference=values.reference
+        ),
         stepped.payload,
         downlink_digest,
         stepped.norm,

@@ -9,7 +9,7 @@ from diloco.sync.state import Phase
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from diloco.sync.effects import StartOuterStep, TellFate
+    from diloco.sync.effects import StartOuterStep, TakeVersion, TellFate
     from diloco.sync.events import Ending
     from diloco.sync.state import OuterState
     from diloco.sync.syncer import OuterSync
@@ -32,7 +32,9 @@ def refusal_facts(effect: TellFate) -> dict[str, object]:
     return {"site": effect.site, "fragment": fate.fragment, "sequence": fate.sequence, "reason": fate.reason.value}
 
 
-def outer_step_facts(command: StartOuterStep, result: OuterResult, stages: Mapping[str, float]) -> dict[str, object]:
+def outer_step_facts(
+    command: StartOuterStep | TakeVersion, result: OuterResult, stages: Mapping[str, float]
+) -> dict[str, object]:
     """Who made a version, with what weight and staleness, and what it and its ``stages`` took."""
     return {
         "fragment": command.fragment,

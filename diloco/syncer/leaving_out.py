@@ -18,6 +18,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from diloco.sync.effects import TakeVersion
 from diloco.sync.events import LineageBegan, OuterStepDone
 from diloco.sync.rounds import outer_step, under_merge
 from diloco.syncer.executor import OuterResult, run_outer_step
@@ -100,7 +101,7 @@ class ReplayerWithout(Replayer):
             self._lacking = self._without(record.event)
         return super().apply(record)
 
-    def step(self, event: OuterStepDone, command: StartOuterStep) -> OuterResult:
+    def step(self, event: OuterStepDone, command: StartOuterStep | TakeVersion) -> OuterResult:
         """The outer step of what remains; the journal's own where nothing of the fragment was left out so far."""
         values = self.values[event.fragment]
         if self.last is not None and event.version > self.last:
@@ -109,10 +110,11 @@ class ReplayerWithout(Replayer):
             result = super().step(event, command)
             self.compared += 1
             return result
-        if not self._lacking.contributions:
+        lacks = command if isinstance(command, TakeVersion) else self._lacking
+        if lacks is self._lacking and not lacks.contributions:
             self.skipped.append((event.fragment, event.version))
             return _unchanged(values)
-        lacking = run_outer_step(self._lacking, values, self.spool, self.rule, self.holdings.down_codec)
+        lacking = run_outer_step(lacks, values, self.spool, self.rule, self.holdings.down_codec)
         if lacking is None:
             raise LeaveOutError(
                 f"version {event.version} of fragment {event.fragment} has no finite result without what is left out"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from diloco.codec.digests import shorter
-from diloco.sync.effects import StartOuterStep
+from diloco.sync.effects import StartOuterStep, TakeVersion
 from diloco.sync.events import LineageBegan, OuterStepDone, OuterStepFailed
 from diloco.sync.journal import JournalError, decide_again
 from diloco.syncer.executor import OuterResult, run_outer_step
@@ -56,7 +56,7 @@ class Replayer:
         self.lineages = lineages
         self.records = 0
         self._under_way = {
-            index: machine.outer_step(index)
+            index: machine.under_way(index)
             for index, fragment in enumerate(machine.state.fragments)
             if fragment.merging_since_ns is not None
         }
@@ -83,7 +83,7 @@ class Replayer:
             self._under_way.clear()
             self.holdings.begin_again(self.began(event))
         for effect in effects:
-            if isinstance(effect, StartOuterStep):
+            if isinstance(effect, StartOuterStep | TakeVersion):
                 self._under_way[effect.fragment] = effect
         return effects
 
@@ -93,7 +93,7 @@ class Replayer:
             raise JournalError(f"lineage {event.lineage} began here, and its values are not kept")
         return self.lineages.values(event)
 
-    def step(self, event: OuterStepDone, command: StartOuterStep) -> OuterResult:
+    def step(self, event: OuterStepDone, command: StartOuterStep | TakeVersion) -> OuterResult:
         """Compute the outer step that ended in ``event`` again; ``JournalError`` unless it gives the same bits."""
         values = self.values[event.fragment]
         down_codec = self.holdings.down_codec

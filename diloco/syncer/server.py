@@ -24,7 +24,9 @@ from diloco.sync.effects import (
     Note,
     OuterEffect,
     PublishVersion,
+    RegionEffect,
     StartOuterStep,
+    TakeVersion,
     TellFate,
 )
 from diloco.sync.events import (
@@ -52,6 +54,7 @@ from diloco.syncer.lease import LeaseError
 from diloco.syncer.memory import MemoryCheck
 from diloco.syncer.opening import begun, open_store, recovered
 from diloco.syncer.readiness import Readiness, Unready, Want
+from diloco.syncer.region import Region, check_site
 from diloco.syncer.replicator import Replicator
 from diloco.syncer.room import LOOK_EVERY_S, Room
 from diloco.wire.messages import Published
@@ -66,6 +69,7 @@ if TYPE_CHECKING:
     from diloco.durable import Disk
     from diloco.sync.state import OuterState
     from diloco.sync.syncer import OuterSync
+    from diloco.sync.upstream import Above
     from diloco.syncer.leadership import Leadership
     from diloco.syncer.lease import Lease
     from diloco.syncer.options import RunPlan, SyncerOptions
@@ -91,8 +95,10 @@ class Syncer:
         emit: Callable[[str, dict[str, object]], None],
         disk: Disk = PLAIN_DISK,
         lease: Lease | None = None,
+        above: Callable[[], Above[Tensor]] | None = None,
     ) -> None:
-        """``version_zero`` makes the fragments' first values; it is called for a new run only."""
+        """``version_zero`` makes the fragments' first values; it is called for a new run only.  ``above`` makes who
+        speaks for this syncer where it is a site of another, when the folder is this process's."""
         self.options = options
         self.plan = plan
         self._version_zero = version_zero
@@ -101,6 +107,9 @@ class Syncer:
         self._emit = emit
         self._disk = disk
         self._lease = lease
+        self._make_above = above
+        self._above: Above[Tensor] | None = None
+        self.region: Region | None = None
         self.leadership: Leadership | None = None
         self._candidates: dict[tuple[int, int], OuterResult] = {}
         self._versions = threading.BoundedSemaphore(VERSIONS_MAX)
@@ -160,10 +169,14 @@ class Syncer:
         self.api = Api(self)
         # Before the loop begins: a deadline that has passed would be acted on first, and its step issued twice.
         self.core.post(SyncerStarted(epoch, self.plan.health))
+        self._begin_region(machine)
         if alone and not machine.state.detached and self.options.replication.mode != "off":
             self.core.post(StandbyDetached(0))
         self.core.start()
         self._taken.callback(self._stop_core)
+        if self._above is not None:
+            self._taken.callback(self._above.close)
+            self._above.start()
         facts, ended = self._first_answer()
         self.memory_bytes_max = memory_bytes_max(self.options, self.plan, self.network)
         bound = {"memory_bytes_max": self.memory_bytes_max}
@@ -220,6 +233,14 @@ class Syncer:
         """After a failure the lease is not given back: it runs out, and an heir takes over."""
         assert self.leadership is not None
         self.leadership.stop(release=self.failed is None)
+
+    def _begin_region(self, machine: OuterSync) -> None:
+        if self._make_above is None:
+            check_site(machine.state, "")
+            return
+        self._above = self._make_above()
+        self.region = Region(self._above, self.core, self.store, lambda: self.holdings, self._fail)
+        self.core.post(self.region.begin(machine))
 
     def _first_answer(self) -> tuple[dict[str, object], Ending | None]:
         """How the run stands once the start is in the journal; ``DiskFullError`` or ``LeaseError`` if never."""
@@ -293,7 +314,10 @@ class Syncer:
         return self._server.counters() if self._server is not None else {}
 
     def linger(self) -> None:
-        """After the last version: wait until every live site has left and heard its fates, at most ``linger_s``."""
+        """After the last version: wait until every live site has left and heard its fates, at most ``linger_s``; of a
+        region first, until the one above has what is left to send."""
+        if self._above is not None:
+            self._above.finish()
         until = time.monotonic() + self.options.linger_s
         while time.monotonic() < until and self._has_live_sites():
             time.sleep(0.05)
@@ -356,7 +380,7 @@ class Syncer:
 
     def _carry_out(self, effect: OuterEffect) -> None:
         match effect:
-            case StartOuterStep():
+            case StartOuterStep() | TakeVersion():
                 self._start_outer_step(effect)
             case PublishVersion():
                 self._publish(effect)
@@ -378,8 +402,12 @@ class Syncer:
                     self.replicator.attached()
                 facts = {name: value for name, value in asdict(effect).items() if value is not None}
                 self._emit(str(facts.pop("what")), facts)
+            case _:
+                assert isinstance(effect, RegionEffect), effect
+                assert self.region is not None, "this syncer is no region"
+                self.region.carry_out(effect)
 
-    def _start_outer_step(self, command: StartOuterStep) -> None:
+    def _start_outer_step(self, command: StartOuterStep | TakeVersion) -> None:
         values = self.holdings.values[command.fragment]
         self._emit("outer_step_started", {"fragment": command.fragment, "version": command.version})
         future = self.core.worker.submit(self._outer_step, command, values)
@@ -392,7 +420,7 @@ class Syncer:
             self._emit("failed", {"why": str(error) or repr(error)})
             self._ended.set()
 
-    def _outer_step(self, command: StartOuterStep, values: FragmentValues) -> None:
+    def _outer_step(self, command: StartOuterStep | TakeVersion, values: FragmentValues) -> None:
         """In the worker thread: the arithmetic, then the event that says so."""
         while not self._versions.acquire(timeout=LOOK_EVERY_S / 10):
             if not self.core.alive:

@@ -51,7 +51,9 @@ class NewerSnapshotError(SnapshotError):
 class FragmentValues:
     """A fragment at one version, flat fp32: ``theta`` (Θ), ``published`` (Θ̂), what the outer ``optimizer`` remembers.
 
-    ``digest`` is that of ``published``.  The tensors are never written to again: a new version is a new object.
+    ``digest`` is that of ``published``.  A region measures what it sends up from its ``reference``: its values right
+    after it took the last version of the syncer above.  The tensors are never written to again: a new version is a new
+    object.
     """
 
     version: int
@@ -59,6 +61,7 @@ class FragmentValues:
     published: Tensor
     optimizer: OuterState
     digest: str
+    reference: Tensor | None = None
 
     @property
     def evaluated(self) -> Tensor:
@@ -296,7 +299,8 @@ def pack(values: FragmentValues) -> Iterator[memoryview]:
 
 
 def _tensors(values: FragmentValues) -> dict[str, Tensor]:
-    return {"theta": values.theta, "published": values.published, **values.optimizer.tensors}
+    reference = {} if values.reference is None else {"reference": values.reference}
+    return {"theta": values.theta, "published": values.published, **reference, **values.optimizer.tensors}
 
 
 def unpack(data: bytes | Tensor) -> FragmentValues:
@@ -309,9 +313,10 @@ def unpack(data: bytes | Tensor) -> FragmentValues:
     facts = header.pop("__metadata__")
     tensors = {name: _values(held[begin:], told) for name, told in header.items()}
     version, theta, published = int(facts["version"]), tensors.pop("theta"), tensors.pop("published")
+    reference = tensors.pop("reference", None)
     # Written before the steps were: by an optimizer with nothing but momentum, which does not ask for them.
     steps = int(facts.get("optimizer_steps", version if tensors else 0))
-    return FragmentValues(version, theta, published, OuterState(steps, tensors), facts["digest"])
+    return FragmentValues(version, theta, published, OuterState(steps, tensors), facts["digest"], reference)
 
 
 def _values(held: Tensor, told: dict[str, object]) -> Tensor:

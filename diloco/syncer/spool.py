@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from diloco.durable import Disk
     from diloco.wire.messages import PushHeader
 
+ABOVE = ".above"
+"""The folder of what a region has of the syncer above it; no site's name begins with a dot."""
 BLOCK_BYTES = 256 * 1024
 """Of what lies here, so much is in memory at once: little enough to stay in the cache until it is hashed."""
 
@@ -98,6 +101,17 @@ class Spool:
         self._disk.sync_file(partial.path, Step.SPOOL_SYNC)
         self._disk.rename(partial.path, target, Step.SPOOL_RENAME)
         self._disk.sync_folder(target.parent, Step.SPOOL_FOLDER)
+
+    def put_above(self, fragment: int, values: memoryview, digest: str) -> str:
+        """Make the values of a version of the syncer above durable, under a name that no others ever have had."""
+        reference = f"{ABOVE}/{fragment}-{time.time_ns()}-{digits(digest)[:16]}.update"
+        target = self.folder / reference
+        if ABOVE not in self._sites:
+            self._disk.make_folder(target.parent, Step.SPOOL_SITE)
+            self._disk.sync_folder(self.folder, Step.SPOOL_SITE)
+            self._sites.add(ABOVE)
+        self._disk.write_parts(target, (values,), Step.SPOOL_SYNC)
+        return reference
 
     def settle(self, reference: str, settled: Settled, partial: PartialUpdate | None = None) -> None:
         """Say what became of a kept update.  Nothing is taken from another attempt that has kept the same name."""

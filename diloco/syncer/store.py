@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from diloco.durable import PLAIN_DISK, Step
-from diloco.sync.events import UpdateArrived
 from diloco.sync.journal import JournalError
 from diloco.sync.plain import PlainError, parse_json, shown
 from diloco.sync.syncer import OuterSync
@@ -34,7 +33,7 @@ from diloco.syncer.replaying import Replayer
 from diloco.syncer.retention import RECOVERY_ONLY, Retention
 from diloco.syncer.snapshots import FragmentValues, NewerSnapshotError, Snapshot, SnapshotError, Snapshots
 from diloco.syncer.spool import Spool, SpoolError
-from diloco.syncer.verifying import payloads_in
+from diloco.syncer.verifying import payloads_in, payloads_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -371,9 +370,7 @@ class Store:
         except JournalError as error:
             recovered.notes.append(f"{error}; it is older than the snapshot in use, and no payload is dropped for it")
             return
-        # One that was not kept had no payload.
-        named = {record.event.payload for record in records if isinstance(record.event, UpdateArrived)}
-        needed |= named - {""}
+        needed |= payloads_named(records).keys()
         self.spool.sweep(needed)
         for reference in sorted(needed - waiting):
             self.release(reference)

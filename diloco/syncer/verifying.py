@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from diloco.durable import ReadingDisk
 from diloco.sync.events import UpdateArrived
 from diloco.sync.journal import JournalError
+from diloco.sync.upstream_events import UpstreamFetched
 from diloco.syncer.journal_end import JournalEnd
 from diloco.syncer.journal_files import JournalFiles
 from diloco.syncer.snapshots import Snapshots
@@ -77,17 +78,16 @@ def verify(folder: Path) -> Verified:
 
 
 def payloads_in(state: object) -> dict[str, str]:
-    """The payloads of the undecided updates in a machine's snapshot, with their digests."""
+    """The payloads of the undecided updates in a machine's snapshot, with their digests; of a region also those of the
+    versions above that it is not done with."""
     assert isinstance(state, dict)
-    return {
-        pending["payload"]: pending["digest"]
-        for site in state["sites"].values()
-        for line in site["lines"]
-        for pending in line["undecided"]
-    }
+    waiting = [pending for site in state["sites"].values() for line in site["lines"] for pending in line["undecided"]]
+    parts = (state.get("upstream") or {}).get("parts", ())
+    waiting += [part[name] for part in parts for name in ("base", "arrived", "taking") if part[name] is not None]
+    return {each["payload"]: each["digest"] for each in waiting}
 
 
 def payloads_named(records: Sequence[Record]) -> dict[str, str]:
     """The payloads that arrived in ``records``, with their digests."""
-    events = [record.event for record in records]
-    return {event.payload: event.digest for event in events if isinstance(event, UpdateArrived) and event.payload}
+    events = [record.event for record in records if isinstance(record.event, UpdateArrived | UpstreamFetched)]
+    return {event.payload: event.digest for event in events if event.payload}

@@ -20,6 +20,7 @@ from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.outer.rule import OuterRule
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import HealthOptions, OuterOptions
+from diloco.sync.upstream import Above
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
 from diloco.wire.identity import Identity
@@ -82,6 +83,7 @@ def new_syncer(
     agreed: Agreement | None = None,
     address: str = "127.0.0.1:0",
     health: dict[str, Any] | None = None,
+    above: Callable[[], Above[Tensor]] | None = None,
     **options: Any,
 ) -> Syncer:
     settings: dict[str, Any] = {
@@ -100,7 +102,7 @@ def new_syncer(
         HealthOptions(**(health or {})),
     )
     network = ServerOptions(run_id=RUN, address=address)
-    return Syncer(SyncerOptions(**settings), plan, zero, network, SecurityOptions(), emit)
+    return Syncer(SyncerOptions(**settings), plan, zero, network, SecurityOptions(), emit, above=above)
 
 
 @contextmanager

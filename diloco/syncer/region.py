@@ -1,0 +1,106 @@
+"""A syncer that is a site of another: what the one who speaks for it there asks of it, and what it orders of that one.
+
+Which of the two shells does what is in ``sync/upstream.py``; neither imports the other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diloco.sync.effects import LetGo, Seal, StopTraining, TakeVersion
+from diloco.sync.progress import FragmentProgress
+from diloco.sync.upstream import Standing, standing
+from diloco.syncer.store import StoreError
+from diloco.wire.messages import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from diloco.sync.effects import RegionEffect
+    from diloco.sync.events import RegionEvent
+    from diloco.sync.state import OuterState
+    from diloco.sync.syncer import OuterSync
+    from diloco.sync.upstream import Above
+    from diloco.sync.upstream_events import UpstreamStarted
+    from diloco.syncer.core import Core
+    from diloco.syncer.holdings import Holdings
+    from diloco.syncer.store import Store
+
+
+class UpstreamRefusedError(Exception):
+    """The syncer above will have no more of this region; the text says why."""
+
+
+class Region:
+    """Between the decision loop and ``above``."""
+
+    def __init__(
+        self,
+        above: Above[Tensor],
+        core: Core,
+        store: Store,
+        holdings: Callable[[], Holdings],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self._above, self._core, self._store, self._holdings, self._fail = above, core, store, holdings, fail
+
+    def begin(self, machine: OuterSync) -> UpstreamStarted:
+        """What the machine hears first; ``StoreError`` where its memory is that of another site, or of no region."""
+        state, none = machine.state, [FragmentProgress() for _ in machine.state.fragments]
+        known = none if state.upstream is None else [part.progress for part in state.upstream.parts]
+        found = self._above.begin(self, known)
+        check_site(state, found.site)
+        return found
+
+    # --- as the one who speaks for the region knows it; any thread ---------------------------------------------------
+
+    def tell(self, event: RegionEvent) -> None:
+        """Hand an event to the machine."""
+        self._core.post(event)
+
+    def keep(self, fragment: int, values: memoryview, digest: str) -> str:
+        """Make the values of a version above durable."""
+        return self._store.spool.put_above(fragment, values, digest)
+
+    def standing(self) -> Standing | None:
+        """How the region stands; None while nobody can say."""
+        try:
+            return self._core.ask(lambda machine: standing(machine.state), early=True)
+        except Refusal:
+            return None
+
+    def give_up(self, why: str) -> None:
+        """End the process, in words."""
+        self._fail(UpstreamRefusedError(why))
+
+    # --- effects, in the decision loop's thread ----------------------------------------------------------------------
+
+    def carry_out(self, effect: RegionEffect) -> None:
+        """Do what the machine orders towards the one above."""
+        assert not isinstance(effect, TakeVersion), "an outer step like any other"
+        match effect:
+            case LetGo():
+                self._store.release(effect.payload)
+            case StopTraining():
+                self.give_up(effect.why)
+            case Seal():
+                values = self._holdings().values[effect.fragment]
+                assert values.reference is not None, "an update is made, and there is nothing to measure it from"
+                self._above.seal(effect, values.reference, values.theta)
+            case _:
+                self._above.order(effect)
+
+
+def check_site(state: OuterState, site: str) -> None:
+    """``StoreError`` where a run would become a region, cease to be one (``site`` is empty), or another site's."""
+    if state.upstream is None:
+        if site and any(fragment.version for fragment in state.fragments):
+            raise StoreError(
+                f"upstream.site_id is {site!r}, and this run has begun without a syncer above, whose values would take "
+                "the place of its own: take another run.name"
+            )
+    elif state.upstream.site and state.upstream.site != site:
+        now = f"upstream.site_id is {site!r}" if site else "upstream.endpoint is null"
+        raise StoreError(f"{now}, and this run is the region {state.upstream.site!r} of a run above: it stays that")

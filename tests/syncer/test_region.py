@@ -1,0 +1,210 @@
+"""The syncer of a region, with somebody above who says what the test wants."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco.codec.contract import bytes_of, digest
+from diloco.sync.effects import Fetch, RegionEffect, Release, Seal, Send
+from diloco.sync.events import Fate, FateTold, FragmentStanding, JoinAnswered, Outcome, PushAnswered, Sealed
+from diloco.sync.progress import FragmentProgress
+from diloco.sync.upstream import Below
+from diloco.sync.upstream_events import UpstreamFetched, UpstreamStarted
+from diloco.syncer.region import UpstreamRefusedError
+from diloco.syncer.server import Syncer
+from diloco.syncer.store import StoreError
+from tests.syncer.building import NUMEL, Events, dice, eventually, join, new_syncer, push, update
+
+SGD = {"kind": "sgd", "lr": 1.0, "momentum": 0.0}
+
+
+class SomebodyAbove:
+    """Takes down what it is told."""
+
+    def __init__(self, site: str = "region-a", outbox: tuple[tuple[int, int, str], ...] = ()) -> None:
+        self.site, self.outbox = site, outbox
+        self.below: Below
+        self.known: Sequence[FragmentProgress] = ()
+        self.orders: list[RegionEffect] = []
+        self.sealed: list[tuple[Seal, Tensor, Tensor]] = []
+        self.life: list[str] = []
+        self._lock = threading.Lock()
+
+    def begin(self, below: Below, known: Sequence[FragmentProgress]) -> UpstreamStarted:
+        self.below, self.known = below, known
+        return UpstreamStarted(self.site, 1, 0.25, 2, self.outbox)
+
+    def start(self) -> None:
+        self.life.append("start")
+
+    def seal(self, effect: Seal, reference: Tensor, values: Tensor) -> None:
+        with self._lock:
+            self.sealed.append((effect, reference.clone(), values.clone()))
+
+    def order(self, effect: RegionEffect) -> None:
+        with self._lock:
+            self.orders.append(effect)
+
+    def finish(self) -> None:
+        self.life.append("finish")
+
+    def close(self) -> None:
+        self.life.append("close")
+
+    def of(self, kind: type) -> list[RegionEffect]:
+        with self._lock:
+            return [order for order in self.orders if isinstance(order, kind)]
+
+    def answer(self) -> None:
+        """It is taken in; version 4 of everything is there."""
+        standings = tuple(FragmentStanding(index, 4, "", 0, 0, 0, 0, (), ()) for index in range(len(NUMEL)))
+        self.below.tell(JoinAnswered(1, 1, standings, 0, 100, None))
+
+    def bring(self, fragment: int, version: int, values: Tensor) -> str:
+        payload = self.below.keep(fragment, bytes_of(values), digest(values))
+        self.below.tell(UpstreamFetched(fragment, version, payload, digest(values), 1, 1))
+        return payload
+
+
+def a_region(folder: Path, above: SomebodyAbove | None, **options: Any) -> tuple[Syncer, Events]:
+    events = Events()
+    make = None if above is None else lambda: above
+    return new_syncer(folder, events.emit, {"round_updates": 1}, SGD, above=make, **options), events
+
+
+def based(folder: Path, **options: Any) -> tuple[Syncer, SomebodyAbove, Events]:
+    above = SomebodyAbove()
+    syncer, events = a_region(folder, above, **options)
+    syncer.start()
+    above.answer()
+    eventually(lambda: len(above.of(Fetch)) == len(NUMEL), "fetches")
+    for fragment in range(len(NUMEL)):
+        above.bring(fragment, 4, dice("above", fragment))
+    events.wait_for("published", len(NUMEL))
+    return syncer, above, events
+
+
+def test_it_takes_the_version_above_and_sends_what_its_sites_have_brought(tmp_path: Path) -> None:
+    syncer, above, events = based(tmp_path)
+    try:
+        assert above.life == ["start"]
+        for fragment in range(len(NUMEL)):
+            assert torch.equal(syncer.holdings.values[fragment].theta, dice("above", fragment))
+        join(syncer)
+        header, payload = update(base_version=1)
+        push(syncer, header, payload)
+        eventually(lambda: above.sealed, "an update for the one above")
+        ((effect, reference, values),) = above.sealed
+        assert (effect.fragment, effect.tokens, effect.base_version) == (header.fragment, header.tokens, 4)
+        assert torch.equal(reference, dice("above", header.fragment))
+        assert torch.equal(values, syncer.holdings.values[header.fragment].theta)
+        standing = above.below.standing()
+        assert standing is not None
+        assert standing.versions == (4, 4)
+        assert standing.ledger.processed == header.tokens
+        above.below.tell(Sealed(effect.fragment, effect.sequence, "d"))
+        eventually(lambda: above.of(Send), "the order to send")
+        above.below.tell(PushAnswered(effect.fragment, 1, Outcome.ACCEPTED, None, "d", 1))
+        above.below.tell(FateTold(Fate(effect.fragment, 1, 5, effect.tokens, "d")))
+        before = syncer.holdings.values[effect.fragment].theta
+        above.bring(effect.fragment, 5, torch.zeros(NUMEL[effect.fragment]))
+        eventually(lambda: above.of(Release), "what was sent is let go")
+        eventually(lambda: syncer.holdings.values[effect.fragment].version == 3, "the next version")
+        assert torch.allclose(syncer.holdings.values[effect.fragment].theta, 0.75 * before)
+        assert [event["sites"] for event in events.of("outer_step")][-1] == {}
+    finally:
+        syncer.stop()
+    assert above.life == ["start", "close"]
+
+
+def test_after_a_stop_and_after_a_kill_it_has_the_same_bits(tmp_path: Path) -> None:
+    syncer, above, _ = based(tmp_path)
+    join(syncer)
+    push(syncer, *update(base_version=1))
+    eventually(lambda: above.sealed, "an update for the one above")
+    waits = above.bring(1, 5, dice("later", 1))
+    eventually(lambda: syncer.holdings.values[1].version == 2, "fragment 1 has nothing to lose by it")
+    held = list(syncer.holdings.values)
+    syncer.keeper.last = lambda: None  # type: ignore[method-assign]  # As after kill -9: no snapshot.
+    syncer.stop()
+    for _ in range(2):  # From the journal, and then from the snapshot that the first stop has left.
+        again = SomebodyAbove()
+        syncer, _ = a_region(tmp_path, again)
+        syncer.start()
+        try:
+            for before, now in zip(held, syncer.holdings.values, strict=True):
+                assert now.digest == before.digest
+                assert torch.equal(now.theta, before.theta)
+                assert before.reference is not None
+                assert now.reference is not None
+                assert torch.equal(now.reference, before.reference)
+            assert [each.base_version for each in again.known] == [4, 5]
+            assert (tmp_path / "spool" / waits).exists(), "it is what fragment 1 rests on"
+            again.answer()
+            eventually(lambda: again.sealed, "what was not sealed is measured anew")  # noqa: B023
+            assert torch.equal(again.sealed[0][1] - again.sealed[0][2], above.sealed[0][1] - above.sealed[0][2])
+        finally:
+            syncer.stop()
+
+
+def test_versions_above_that_are_done_with_leave_the_disk(tmp_path: Path) -> None:
+    syncer, above, _ = based(tmp_path, snapshot_every=1)
+    try:
+        for version in range(5, 12):
+            above.bring(1, version, dice(version, 1))
+            eventually(lambda wanted=version - 3: syncer.holdings.values[1].version == wanted, "it is taken")  # type: ignore[misc]
+        syncer.snapshot_now()
+        kept = sorted((tmp_path / "spool" / ".above").glob("1-*"))
+        assert 1 <= len(kept) <= 3, kept
+    finally:
+        syncer.stop()
+
+
+def test_one_that_is_put_out_above_ends_in_words(tmp_path: Path) -> None:
+    syncer, above, _ = based(tmp_path)
+    try:
+        above.below.give_up("evicted")
+        with pytest.raises(UpstreamRefusedError, match="evicted"):
+            syncer.wait(10.0)
+    finally:
+        syncer.stop()
+
+
+def test_who_asks_while_nothing_is_decided_hears_nothing(tmp_path: Path) -> None:
+    syncer, above, _ = based(tmp_path)
+    syncer.stop()
+    assert above.below.standing() is None
+
+
+def test_a_run_stays_what_it_is(tmp_path: Path) -> None:
+    syncer, _, _ = based(tmp_path / "region")
+    syncer.stop()
+    for above, words in ((None, "upstream.endpoint is null"), (SomebodyAbove("region-b"), "'region-b'")):
+        syncer, _ = a_region(tmp_path / "region", above)
+        with pytest.raises(StoreError, match=f"{words}, and this run is the region 'region-a'"):
+            syncer.start()
+    syncer, _ = a_region(tmp_path / "plain", None)
+    syncer.start()
+    join(syncer)
+    push(syncer, *update())
+    eventually(lambda: syncer.holdings.values[0].version, "a version")
+    syncer.stop()
+    syncer, _ = a_region(tmp_path / "plain", SomebodyAbove())
+    with pytest.raises(StoreError, match="has begun without a syncer above"):
+        syncer.start()
+
+
+def test_the_end_waits_for_the_one_above(tmp_path: Path) -> None:
+    syncer, above, _ = based(tmp_path)
+    try:
+        syncer.linger()
+        assert above.life == ["start", "finish"]
+    finally:
+        syncer.stop()
