@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from diloco.learner.incoming import Versions
     from diloco.learner.link_meter import LinkMeter
     from diloco.learner.outbox import Outbox
-    from diloco.learner.site_tensors import SiteTensors
     from diloco.sync.events import LearnerEvent
     from diloco.wire.client import SyncClient, WatchStream
     from diloco.wire.messages import PullHeader, PushHeader, PushResult, WatchEvent
@@ -203,7 +203,7 @@ class Fetcher:
         link: LinkMeter,
         run_id: str,
         site_id: str,
-        site_tensors: SiteTensors,
+        site_tensors: Versions,
         lineage: Callable[[], int],
         epoch: Callable[[], int],
         deliver: Callable[[Tensor, VersionFetched, int, PullHeader], None],

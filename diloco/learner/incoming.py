@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from diloco.codec.arriving import Arriving
 from diloco.codec.contract import DecodeError
@@ -16,16 +16,25 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from diloco.codec.buffers import Buffers
     from diloco.codec.contract import Codec
-    from diloco.learner.site_tensors import SiteTensors
+    from diloco.outer.fragments import Layout
     from diloco.wire.messages import PullHeader
     from diloco.wire.pulled import PulledVersion
+
+
+class Versions(Protocol):
+    """The latest version of each fragment that is here, flat fp32 on the host, and memory for the next."""
+
+    layout: Layout
+    buffers: Buffers
+    latest: list[tuple[int, Tensor] | None]
 
 
 class Incoming:
     """What comes into ``sink``, and nowhere else, by one pull at a time."""
 
-    def __init__(self, fragment: int, tensors: SiteTensors) -> None:
+    def __init__(self, fragment: int, tensors: Versions) -> None:
         self.sink = PullSink(begun=self._begun, broken=self._broken)
         self._fragment = fragment
         self._tensors = tensors

@@ -17,7 +17,7 @@ from diloco.learner.agent import Finished
 from diloco.outer.fragments import Layout
 from diloco.outer.optimizer import NOTHING
 from diloco.outer.rule import OuterRule
-from diloco.sync.effects import AnswerPush, PublishVersion, StartOuterStep, TellFate
+from diloco.sync.effects import AnswerPush, PublishVersion, StartOuterStep, TakeVersion, TellFate
 from diloco.sync.events import Ending, Fate, LineageBegan, Outcome, OuterStepDone, Reason, SyncerStarted, UpdateArrived
 from diloco.sync.journal import Record, replay
 from diloco.sync.options import OuterOptions
@@ -108,7 +108,7 @@ def history(run: Run) -> History:
     """Replay everything from version 0 and look at each decision: once each, and versions that rise by one."""
     machine, _ = version_zero(run)
     told = History(machine, {}, {}, {})
-    steps: dict[tuple[int, int], StartOuterStep] = {}
+    steps: dict[tuple[int, int], StartOuterStep | TakeVersion] = {}
     epoch = 0
     for record, effects in replay(machine, all_records(run)):
         event = record.event
@@ -136,7 +136,7 @@ def history(run: Run) -> History:
                     key = (effect.site, effect.fate.fragment, effect.fate.sequence)
                     assert key not in told.fates, f"{key} got a second fate"
                     told.fates[key] = effect.fate
-                case StartOuterStep():
+                case StartOuterStep() | TakeVersion():
                     place = (effect.fragment, effect.version)
                     assert steps.setdefault(place, effect) == effect, f"{place} was begun again as something else"
                 case PublishVersion():
@@ -152,7 +152,7 @@ def history(run: Run) -> History:
     return told
 
 
-def _merged_once(step: StartOuterStep, told: History, told_now: set[int]) -> None:
+def _merged_once(step: StartOuterStep | TakeVersion, told: History, told_now: set[int]) -> None:
     for part in step.contributions:
         for update in part.updates:
             key = (part.site, step.fragment, update.sequence)

@@ -37,6 +37,7 @@ from diloco.learner.orders import Orders
 from diloco.learner.owners import Dealt
 from diloco.learner.site_tensors import SiteTensors
 from diloco.outer.correction import UNCORRECTED, Correction
+from diloco.learner.upward import Upward, UpwardOptions
 from diloco.outer.fragments import Layout, gather, plan_layout
 from diloco.outer.merge import MergeOptions
 from diloco.outer.optimizer import OuterOptimizerOptions
@@ -96,6 +97,8 @@ class Toy:
     replication: dict[str, object] = field(default_factory=dict)
     lease: str = ""
     """The file of it, or the address of an etcd; none where it is empty."""
+    updates: int = 4
+    """Of a region: merged ones for one that goes up."""
     lease_ttl_s: float = 2.0
 
     @property
@@ -151,11 +154,19 @@ class Toy:
         disk: Disk = PLAIN_DISK,
         folder: str = "syncer",
         port: int = 0,
+        above: Callable[[], Upward] | None = None,
     ) -> Syncer:
         security = SecurityOptions(tokens_file=self.tokens, permissions=self.permissions)
         network = self.network(port or self.port)
         lease = self.made_lease(disk)
-        return Syncer(self.options(folder), self.plan(), self.version_zero, network, security, emit, disk, lease)
+        made = (self.options(folder), self.plan(), self.version_zero, network, security, emit, disk, lease)
+        return Syncer(*made, above=above)
+
+    def upward(self, site: str, address: str, emit: Callable[[str, dict[str, object]], None], disk: Disk) -> Upward:
+        """Who speaks for the region to a syncer of another toy of the same kind."""
+        options = UpwardOptions(folder=f"{self.folder}/above", site=site, updates=self.updates, up_codec=self.codec)
+        client = self.sync_client(site, address)
+        return Upward(options, self.layout(), self.agreement(), client, emit, disk)
 
     def standby(
         self, folder: str, primary: str, emit: Callable[[str, dict[str, object]], None], disk: Disk = PLAIN_DISK
@@ -380,10 +391,10 @@ class LateDisk(KillingDisk):
 
 def archive(folder: Path, data: Path) -> None:
     """Keep a second name for every journal segment and payload, so that what is pruned can still be audited."""
-    prune, keep = JournalFiles.prune, Spool.keep
+    prune, keep, put_above = JournalFiles.prune, Spool.keep, Spool.put_above
     (folder / "journal").mkdir(parents=True, exist_ok=True)
     for path in (data / "spool").glob("*/*.update"):  # A power cut may have taken the second name.
-        if not path.parent.name.startswith("."):
+        if path.parent.name != ".partial":
             _link(path, folder / "spool" / path.parent.name / path.name)
 
     def pruning(journal: JournalFiles, first: int) -> None:
@@ -396,6 +407,12 @@ def archive(folder: Path, data: Path) -> None:
         _link(spool.folder / reference, folder / "spool" / reference)
         return reference
 
+    def putting_above(spool: Spool, *args: object) -> str:
+        reference = put_above(spool, *args)  # type: ignore[arg-type]
+        _link(spool.folder / reference, folder / "spool" / reference)
+        return reference
+
+    Spool.put_above = putting_above  # type: ignore[method-assign]
     JournalFiles.prune = pruning  # type: ignore[method-assign]
     Spool.keep = keeping  # type: ignore[method-assign]
 
@@ -449,7 +466,8 @@ def run_standby(toy: Toy, emit: Emit, mine: dict[str, Any], disk: Disk) -> None:
 
 
 def run_syncer(toy: Toy, emit: Emit, mine: dict[str, Any], disk: Disk, warm: Warm | None = None) -> None:
-    syncer = toy.syncer(emit, disk, mine.get("data", "syncer"), mine.get("port", 0))
+    above = (lambda: toy.upward(mine["site"], mine["above"], emit, disk)) if "above" in mine else None
+    syncer = toy.syncer(emit, disk, mine.get("data", "syncer"), mine.get("port", 0), above)
     emit("listening", {"address": syncer.start(warm)})
     try:
         while (ending := syncer.wait(0.2)) is None:
