@@ -219,10 +219,10 @@ def site_ledger(state: LearnerState) -> Ledger:
 
 
 def mean_ledger(ledgers: Sequence[Ledger]) -> Ledger:
-    """The mean of ledgers that have processed the same, in whole tokens that still balance.
+    """The mean of ledgers, in whole tokens that still balance.
 
-    Each fragment counts every token once.  The mean of each part is rounded down and what rounding took away is
-    given back one by one to the parts that lost most, in the order of the fields.
+    Each fragment of a site counts every token once.  The mean of each part is rounded down and what rounding took away
+    is given back one by one to the parts that lost most, in the order of the fields.
     """
     count = len(ledgers)
     names = ("merged", "refused", "in_flight", "unsent", "overwritten", "lost")
@@ -232,7 +232,7 @@ def mean_ledger(ledgers: Sequence[Ledger]) -> Ledger:
     order = sorted(range(len(names)), key=lambda position: (-(sums[position] % count), position))
     for position in order[:missing]:
         parts[position] += 1
-    return Ledger(ledgers[0].processed, *parts)
+    return Ledger(sum(ledger.processed for ledger in ledgers) // count, *parts)
 
 
 def combined(ledgers: Sequence[Ledger]) -> Ledger:

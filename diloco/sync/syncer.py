@@ -183,6 +183,7 @@ def _started(turn: Turn, event: SyncerStarted) -> None:
     assert event.epoch > state.epoch, (event.epoch, state.epoch)
     state.epoch = event.epoch
     state.health = event.health or state.health
+    upstream.nobody_speaks(state)
     if state.phase is Phase.ENDED and state.ending is Ending.DRAINED:
         ending.resume(state)
         turn.note("resumed", "the run had been drained")

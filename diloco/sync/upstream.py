@@ -52,7 +52,7 @@ from diloco.sync.events import (
 from diloco.sync.learner import LearnerSync
 from diloco.sync.options import LearnerOptions
 from diloco.sync.plain import to_plain
-from diloco.sync.progress import FragmentProgress, Ledger, Retaking, combined, ledger_of
+from diloco.sync.progress import FragmentProgress, Ledger, Retaking, ledger_of, mean_ledger
 from diloco.sync.state import OuterState, Phase
 from diloco.sync.upstream_events import UpstreamFetched, UpstreamStarted
 from diloco.sync.upstream_state import Part, Upstream, VersionAbove
@@ -73,8 +73,8 @@ V = TypeVar("V", contravariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How a region stands towards the one above: its ledger, the versions that it rests on, updates merged since it
-    began, and what an inner step takes here."""
+    """How a region stands towards the one above: its ledger (the mean over its fragments), the versions that it rests
+    on, updates merged since it began, and what an inner step takes here."""
 
     ledger: Ledger
     versions: tuple[int, ...]
@@ -134,7 +134,7 @@ def standing(state: OuterState) -> Standing | None:
     ledgers = [ledger_of(part.learner, 0) for part in parts]
     versions = tuple(part.progress.base_version for part in parts)
     steps, step_ns = sum(part.learner.step for part in parts), max(part.learner.step_ns for part in parts)
-    return Standing(combined(ledgers), versions, steps, step_ns)
+    return Standing(mean_ledger(ledgers), versions, steps, step_ns)
 
 
 def progress_ppm(state: OuterState) -> int:
@@ -184,6 +184,12 @@ def heard(turn: Turn, event: RegionEvent) -> None:
             _fetched(turn, event)
         case _:
             _feed(turn, event.fragment, replace(event, fragment=0))
+
+
+def nobody_speaks(state: OuterState) -> None:
+    """A process began that has not said yet what is in its outbox: until it has joined nothing is decided."""
+    for part in state.upstream.parts if state.upstream is not None else ():
+        part.learner.incarnation = 0
 
 
 def _started(turn: Turn, event: UpstreamStarted) -> None:

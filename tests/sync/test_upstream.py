@@ -360,6 +360,25 @@ def test_a_crash_before_the_seal_gives_the_progress_back_and_one_after_it_sends_
     assert region.ledger()["merged"] == 20
 
 
+def test_a_new_process_decides_nothing_before_it_has_joined() -> None:
+    above, region = based()
+    region.push("s", 1, 4.0)
+    region.step()
+    above.push("x", 1, 8.0)
+    region.settle()
+    region.push("s", 2, 4.0)
+    command = region.commands.popleft()
+    assert isinstance(command, fx.StartOuterStep)
+    region.handle(ev.SyncerStarted(2))
+    assert region.commands, "the outer step was under way"
+    region.step()
+    assert not region.sealing, "what is in the outbox is not known yet"
+    region.start()
+    assert not region.sealing
+    region.join()
+    assert len(region.sealing) == 1
+
+
 def test_bytes_of_which_the_machine_was_not_told_are_dropped() -> None:
     _, region = based()
     for sequence in (1, 2):
