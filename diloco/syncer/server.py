@@ -97,8 +97,8 @@ class Syncer:
         lease: Lease | None = None,
         above: Callable[[], Above[Tensor]] | None = None,
     ) -> None:
-        """``version_zero`` makes the fragments' first values; it is called for a new run only.  ``above`` makes who
-        speaks for this syncer where it is a site of another, when the folder is this process's."""
+        """``version_zero`` makes the fragments' first values, for a new run only; ``above``, once the folder is taken,
+        makes who speaks for this syncer where it is a site of another."""
         self.options = options
         self.plan = plan
         self._version_zero = version_zero
@@ -178,7 +178,8 @@ class Syncer:
             self._taken.callback(self._above.close)
             self._above.start()
         facts, ended = self._first_answer()
-        self.memory_bytes_max = memory_bytes_max(self.options, self.plan, self.network)
+        above = self.region is not None
+        self.memory_bytes_max = memory_bytes_max(self.options, self.plan, self.network, is_region=above)
         bound = {"memory_bytes_max": self.memory_bytes_max}
         self._emit("syncer_started", {**facts, "recovered": records, "kernels": native.description(), **bound})
         if ended is not None:
@@ -314,10 +315,9 @@ class Syncer:
         return self._server.counters() if self._server is not None else {}
 
     def linger(self) -> None:
-        """After the last version: wait until every live site has left and heard its fates, at most ``linger_s``; of a
-        region first, until the one above has what is left to send."""
+        """After the last version: wait until every live site has left and heard its fates, at most ``linger_s``."""
         if self._above is not None:
-            self._above.finish()
+            self._above.finish()  # Its own last update, after those of its sites.
         until = time.monotonic() + self.options.linger_s
         while time.monotonic() < until and self._has_live_sites():
             time.sleep(0.05)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from diloco.sync.state import Status
 from diloco.sync.unit_leases import columns_of
+from diloco.sync.upstream import standing
 from diloco.syncer.tally import SiteTally
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def describe(
         "run_tokens": state.run_tokens(),
         "progress": machine.progress_ppm() / 1e6,
         "units": _units(machine),
+        "upstream": _upstream(machine),
         "fragments": [
             {
                 "version": fragment.version,
@@ -86,6 +88,16 @@ def _units(machine: OuterSync) -> dict[str, int] | None:
     unit = machine.options.unit_sequences
     processed = sum(max(line.cursor for line in site.lines) // unit for site in machine.state.sites.values())
     return {"processed": processed, **asdict(columns_of(machine.options, machine.state)), "sequences": unit}
+
+
+def _upstream(machine: OuterSync) -> dict[str, object] | None:
+    """Of a region, how it stands towards the syncer above: the versions that it rests on, and where the tokens are that
+    its sites have brought; None where there is none above."""
+    upstream, found = machine.state.upstream, standing(machine.state)
+    if upstream is None or found is None:
+        return None
+    tokens = {f"tokens_{name}": getattr(found.ledger, name) for name in found.ledger.__slots__}
+    return {"site": upstream.site, "base_versions": list(found.versions), **tokens}
 
 
 def _membership(site: Site, now_ns: int) -> dict[str, object]:

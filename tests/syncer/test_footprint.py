@@ -11,7 +11,7 @@ from diloco.codec.entropy import UNPACK_BYTES_MAX
 from diloco.codec.fused import RANGE_VALUES
 from diloco.outer.merge import MergeOptions
 from diloco.outer.rule import outer_rule
-from diloco.syncer.footprint import PAGES_BYTES, RANGES, memory_bytes_max, state_bytes_max
+from diloco.syncer.footprint import PAGES_BYTES, RANGES, TAKING, memory_bytes_max, state_bytes_max
 from diloco.wire.options import ServerOptions
 from tests.hunts.crowd import merged
 from tests.hunts.reporting import Hunt
@@ -45,6 +45,14 @@ def test_it_is_the_state_two_versions_the_fold_and_what_arrives(tmp_path: Path) 
     small = {"down_codec": "bf16", "downlinks_kept": 2}
     assert bound(tmp_path, **small) == 12 * NUMEL + links + 2 * (12 + 2) * LARGEST + FOLD + arriving
     assert bound(tmp_path, **{**small, "downlinks_kept": 9}) == bound(tmp_path, **small) + 8 * NUMEL - links
+
+
+def test_a_region_has_room_for_the_one_above(tmp_path: Path) -> None:
+    syncer = new_syncer(tmp_path, Events().emit)
+    alone, region = (
+        memory_bytes_max(syncer.options, syncer.plan, syncer.network, is_region=each) for each in (False, True)
+    )
+    assert region - alone == 16 * NUMEL + 4 * TAKING * LARGEST
 
 
 def test_what_grows_with_the_model_alone() -> None:

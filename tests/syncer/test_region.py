@@ -108,7 +108,11 @@ def test_it_takes_the_version_above_and_sends_what_its_sites_have_brought(tmp_pa
         standing = above.below.standing()
         assert standing is not None
         assert standing.versions == (4, 4)
-        assert standing.ledger.processed == header.tokens
+        assert standing.ledger.processed == header.tokens // 2, "the mean of two fragments"
+        told = syncer.status()["upstream"]
+        assert isinstance(told, dict)
+        assert (told["site"], told["base_versions"]) == ("region-a", [4, 4])
+        assert (told["tokens_processed"], told["tokens_in_flight"]) == (header.tokens // 2, header.tokens // 2)
         above.below.tell(Sealed(effect.fragment, effect.sequence, "d"))
         eventually(lambda: above.of(Send), "the order to send")
         above.below.tell(PushAnswered(effect.fragment, 1, Outcome.ACCEPTED, None, "d", 1))

@@ -16,6 +16,7 @@ TOP = {
     "run_id",
     "held",
     "units",
+    "upstream",
     "lineage",
     "up_seconds",
     "refused_at_the_door",
