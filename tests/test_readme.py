@@ -51,6 +51,13 @@ SEVERAL = [
     f"diloco site {TWO} site.id=fra site.index=0 site.num_sites=1 site.syncer=127.0.0.1:7077/127.0.0.1:7078",
     "diloco status 127.0.0.1:7077/127.0.0.1:7078",
 ]
+HALOS = "run.tokens=2e9 experiment=halos"
+REGIONS = [
+    f"diloco syncer run.name=top {HALOS} outer=halos_global cluster.syncer.listen=127.0.0.1:7077",
+    f"diloco syncer run.name=east {HALOS} cluster.syncer.listen=127.0.0.1:7078 upstream.endpoint=127.0.0.1:7077 "
+    "upstream.site_id=east",
+    f"diloco site run.name=east {HALOS} site.id=fra site.index=0 site.num_sites=1 site.syncer=127.0.0.1:7078",
+]
 MIXED = "diloco up cluster.sites.site-a.nproc=2 cluster.sites.site-a.parallel=fsdp outer.num_fragments=2"
 LAB = "diloco lab +lab=smoke"
 MODEL = ["diloco export runs/latest --to otter", 'diloco generate otter "def main("', "diloco eval otter --json"]
@@ -82,6 +89,9 @@ SHORT: dict[str, list[str]] = {
     STANDBY[3]: [],
     **{line: [*REAL, "run.tokens=60000", "outer.num_fragments=4"] for line in SEVERAL[:3]},
     SEVERAL[3]: [],
+    REGIONS[0]: [*REAL, "run.tokens=60000", "outer.final_wait_s=30"],
+    REGIONS[1]: [*REAL, "run.tokens=60000", "upstream.updates=4"],
+    REGIONS[2]: [*REAL, "run.tokens=60000"],
 }
 
 
@@ -166,6 +176,17 @@ def test_several_syncers_hold_one_model(place: Place) -> None:
     assert "two" in status.text()
     for verb in (site, *syncers):
         assert verb.end(120.0) == 0, verb.text()
+
+
+@pytest.mark.slow
+def test_a_region_is_a_site_of_another_run(place: Place) -> None:
+    ports = {":7077": f":{free_port()}", ":7078": f":{free_port()}"}
+    top = start(place, REGIONS[0], ports)
+    wait_for(lambda: "listening on" in top.text(), "the syncer above", top.text)
+    region, site = (start(place, line, ports) for line in REGIONS[1:])
+    for verb in (site, region, top):
+        assert verb.end(120.0) == 0, verb.text()
+    assert {event["event"] for event in place.seen("east", "syncer", "upstream")} >= {"joined", "fetched", "pushed"}
 
 
 def test_real_sites_by_hand_and_status(place: Place) -> None:

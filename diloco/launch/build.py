@@ -26,6 +26,7 @@ from diloco.launch.config import shared_config, shared_digest
 from diloco.launch.errors import ConfigError
 from diloco.launch.placing import backup_of, has_several, placement_of, shared_by_part
 from diloco.launch.preparing import Preparing
+from diloco.launch.regional import is_region
 from diloco.launch.replicating import lease, replication_options
 from diloco.launch.run_dir import RunDir
 from diloco.launch.sections import quorum, section, to_ns, units_ahead
@@ -60,6 +61,7 @@ UNIT_SEQUENCES_MAX = 1 << 20
 
 def check(config: RunConfig) -> None:
     """Build every set of options once, so that a value that cannot work is refused before anything starts."""
+    is_region(config)
     plan(config, layout_of(config))
     if not model_file.is_meant(config):
         check_spreading(config, model_options(config))
@@ -157,8 +159,8 @@ def trainer_options(config: RunConfig) -> TrainerOptions:
 
 
 def outer_options(config: RunConfig) -> OuterOptions:
-    """Rules of the syncer's machine."""
-    outer = config.outer
+    """Rules of the syncer's machine.  When a region's run is over the run above says."""
+    outer, ends_itself = config.outer, not is_region(config)
     num_fragments = len(held_of(config)) if has_several(config) else outer.num_fragments
     with section("outer"):
         return OuterOptions(
@@ -176,8 +178,8 @@ def outer_options(config: RunConfig) -> OuterOptions:
             updates_in_flight_max=outer.updates_in_flight_max,
             site_timeout_ns=to_ns("outer.site_timeout_s", outer.site_timeout_s, least_s=0.001),
             final_wait_ns=to_ns("outer.final_wait_s", outer.final_wait_s, least_s=0.001),
-            token_budget=config.run.tokens or 0,
-            run_ns=to_ns("run.seconds", config.run.seconds or 0.0),
+            token_budget=(config.run.tokens or 0) * ends_itself,
+            run_ns=to_ns("run.seconds", (config.run.seconds or 0.0) * ends_itself),
             sites_max=outer.sites_max,
             unit_sequences=unit_sequences(config),
             lease_ns=to_ns("data.unit_lease_s", config.data.unit_lease_s, least_s=0.001),

@@ -397,6 +397,21 @@ class StandbySection:
 
 
 @dataclass(kw_only=True, slots=True)
+class UpstreamSection:
+    """Of a region, whose syncer is a site of another: where that is, and how it speaks to it; site.* says by which
+    certificate, token and link."""
+
+    endpoint: str | None = None
+    """host:port of the syncer above; with a standby both addresses, host:port,host:port; null: there is none."""
+    site_id: str | None = None
+    """What the region is called there."""
+    updates: int = 32
+    """Updates of its sites, merged into one fragment, for one that goes up."""
+    alpha: float = 0.25
+    """Share of what comes back that goes into the region's own values: 1 - alpha of those stays."""
+
+
+@dataclass(kw_only=True, slots=True)
 class ClusterSection:
     """Which sites there are.  A site may come that is not listed here, with site.index and site.num_sites."""
 
@@ -421,6 +436,7 @@ class RunConfig:
     network: NetworkSection = field(default_factory=NetworkSection)
     site: SiteSection = field(default_factory=SiteSection)
     cluster: ClusterSection = field(default_factory=ClusterSection)
+    upstream: UpstreamSection = field(default_factory=UpstreamSection)
     launch: LaunchSection = field(default_factory=LaunchSection)
     scenario: str | None = None
     """A YAML file of faults for `diloco up`; null for its own demo, "none" for no faults."""

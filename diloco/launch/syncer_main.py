@@ -119,6 +119,7 @@ def serve(
 
     from diloco.launch import build, connecting, replicating
     from diloco.launch.metrics import page_at
+    from diloco.launch.regional import above_of
     from diloco.launch.syncer_metrics import SyncerMetrics
     from diloco.syncer.lease import LeaseError, LeaseRefusedError
     from diloco.syncer.server import Syncer
@@ -136,6 +137,7 @@ def serve(
         log.emit,
         disk,
         replicating.lease(config, disk),
+        above_of(config, _data(config, run_dir), layout, log.emit, disk),
     )
     metrics = SyncerMetrics(config, syncer.status)
     log.follow(metrics.take)
@@ -167,6 +169,7 @@ def serve(
 def _wait(syncer: Syncer, stopping: Stopping) -> Ending | None:
     from diloco.syncer.lease import LeaseLostError
     from diloco.syncer.memory import MemoryDamaged
+    from diloco.syncer.region import UpstreamRefusedError
 
     asked = False
     wanted: list[bool] = []
@@ -178,7 +181,7 @@ def _wait(syncer: Syncer, stopping: Stopping) -> Ending | None:
                 asked = syncer.drain()
         if ending is not None:
             syncer.linger()
-    except (MemoryDamaged, LeaseLostError) as error:
+    except (MemoryDamaged, LeaseLostError, UpstreamRefusedError) as error:
         raise VerbError(ExitCode.FAILED, str(error)) from error
     except Exception as error:
         # Whatever was missing first, this is why.
@@ -232,6 +235,7 @@ def join_line(config: RunConfig, address: str, settings: Sequence[str], file: Pa
         "cluster.replication",
         "cluster.lease",
         "cluster.standby",
+        "upstream.",
     )
     shared = [shlex.quote(text) for text in settings if not text.lstrip("+").startswith(own)]
     begin = ["--config", shlex.quote(str(file))] if file is not None else []

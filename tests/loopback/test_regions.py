@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -9,13 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from diloco.launch.errors import ExitCode
+from diloco.launch.eventlog import Event
 from diloco.sync.upstream import standing
+from tests.launch.processes import TINY, Place, Verb, place_in, wait_for
 from tests.loopback.audit import History, audit, history
 from tests.loopback.cluster import Log, Process, SiteThread, free_port
 from tests.loopback.test_kill import BUDGET, bound_s, dies, long_enough, seed_of, the_toy
 from tests.loopback.toy import Toy
 
 STEP_S = 0.004
+LONG_S = 180.0
+"""For seven processes that import torch at once."""
 DEATHS = {
     "receiving": [("spool.sync", 9), ("journal.sync", 22), ("journal.write", 61)],
     "going up": [("outbox.put", 2), ("outbox.put", 3), ("push", 2), ("pushed", 2), ("outbox.drop", 3)],
@@ -86,7 +92,7 @@ def both_levels_agree(above: History, told: dict[str, History]) -> None:
         assert found is not None
         assert found.ledger.balanced()
         line_tokens = [line.tokens_merged for line in above.machine.state.sites[name].lines]
-        assert found.ledger.merged == sum(line_tokens) // len(line_tokens)
+        assert 0 <= found.ledger.merged - sum(line_tokens) // len(line_tokens) <= 1, "to rounding"
         assert found.ledger.processed >= below.machine.state.run_tokens() > 0
         assert found.ledger.refused == found.ledger.lost == 0, found
         assert found.ledger.in_flight == 0, found
@@ -147,3 +153,49 @@ def test_a_run_neither_becomes_a_region_nor_ceases_to_be_one(tmp_path: Path) -> 
         with Process("syncer", regions["region-b"], site="region-b", above=address) as life:
             assert life.wait(60.0) == 1
             assert "has begun without a syncer above" in life.errors
+
+
+@pytest.mark.slow
+def test_the_verbs_make_a_run_of_two_levels_and_a_region_is_killed(tmp_path: Path) -> None:
+    with place_in(tmp_path) as place:
+        shared = ["run.seconds=100000", "outer.round_updates=1", "outer.staleness_max=30", "outer.final_wait_s=60"]
+        top, address = place.syncer("top", *shared)
+        ports = {name: free_port() for name in ("east", "west")}
+
+        def region(name: str) -> Verb:
+            upstream = [f"upstream.endpoint={address}", f"upstream.site_id={name}", "upstream.updates=4"]
+            own = [f"cluster.syncer.listen=127.0.0.1:{ports[name]}", "outer.lr=0.5", "site.finish_timeout_s=60"]
+            return place.start(f"region-{name}", "syncer", *TINY, f"run.name={name}", *shared, *own, *upstream)
+
+        lives = {name: region(name) for name in ports}
+        sites = [
+            place.site(
+                name,
+                f"127.0.0.1:{port}",
+                f"{name}-{number}",
+                *shared,
+                "outer.lr=0.5",
+                f"site.index={2 * (name == 'west') + number}",
+                "site.num_sites=4",
+            )
+            for name, port in ports.items()
+            for number in (0, 1)
+        ]
+        wait_for(lambda: len(gone_up(place, "east")) >= 2, "updates above", lives["east"].text, LONG_S)
+        lives["east"].kill()
+        before = {name: len(gone_up(place, name)) for name in ports}
+        lives["east"] = region("east")
+        more = lambda: all(len(gone_up(place, name)) > before[name] + 1 for name in ports)  # noqa: E731
+        wait_for(more, "more of them", lives["east"].text, LONG_S)
+        top.signal(signal.SIGINT)
+        for verb in (*sites, *lives.values(), top):
+            assert verb.end(LONG_S) == ExitCode.DRAINED, f"{verb.name}: {verb.text()}"
+        (_, again) = place.seen("east", "syncer", "syncer_started")
+        assert again["versions"] != [0]
+        losses = [event["loss"] for event in place.seen("east", "east-0", "step")]
+        assert float(str(losses[-1])) < float(str(losses[0])) - 1, losses
+
+
+def gone_up(place: Place, region: str) -> list[Event]:
+    """The updates that a region has sent."""
+    return [event for event in place.seen(region, "syncer", "upstream") if event["event"] == "pushed"]

@@ -1,0 +1,155 @@
+"""A region: ``diloco syncer`` with ``upstream.endpoint``, a syncer to its sites and a site of another.
+
+The run above is its syncer's to tell, as it is to ``diloco.join``: outer rules, codecs and length may be others there.
+What it told the first time is kept with the region's data, so that a region also starts while that one is away.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from diloco.codec.registry import usual_feedback
+from diloco.durable import PLAIN_DISK, write_file
+from diloco.launch import config as configs
+from diloco.launch import connecting
+from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.launch.placing import BETWEEN, has_several
+from diloco.launch.sections import section
+from diloco.learner.outcome import JoinFailed
+from diloco.learner.upward import Upward, UpwardOptions
+from diloco.sync.agreement import PROTOCOL, Agreement
+from diloco.wire.client import SyncClient
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from diloco.durable import Disk
+    from diloco.launch.asking import Told
+    from diloco.launch.schema import RunConfig
+    from diloco.outer.fragments import Layout
+
+FOLDER = "above"
+"""In the syncer's data folder: what the one above told, and the updates for it."""
+ALIKE = ("model.", "data.tokenizer", "data.end_of_file", "outer.num_fragments")
+"""What must be equal on both levels, of all that sites and a syncer agree on."""
+AVERAGED = ("schedule_free", "gpa")
+CODES = MappingProxyType(
+    {"unreachable": ExitCode.UNREACHABLE, "mismatch": ExitCode.MISMATCH, "refused": ExitCode.FAILED}
+)
+
+
+def is_region(config: RunConfig) -> bool:
+    """Whether there is a syncer above; ConfigError for settings that cannot be."""
+    upstream = config.upstream
+    if upstream.endpoint is None:
+        if upstream.site_id is not None:
+            raise ConfigError(f"upstream.site_id is {upstream.site_id!r}, and upstream.endpoint is null: give both")
+        return False
+    if upstream.site_id is None or not configs.is_name(upstream.site_id):
+        raise ConfigError(f"upstream.site_id is {upstream.site_id!r}: letters, digits, '.', '_' and '-', at most 64")
+    if BETWEEN in upstream.endpoint:
+        raise ConfigError(f"upstream.endpoint is {upstream.endpoint!r}: a run of one syncer, host:port")
+    upward_options(config, Path(), "fp32", 1)
+    cluster, outer = config.cluster, config.outer
+    impossible = (
+        (has_several(config), "outer.num_syncers", outer.num_syncers),
+        (outer.lock_step, "outer.lock_step", outer.lock_step),
+        (cluster.replication.mode != "off", "cluster.replication.mode", cluster.replication.mode),
+        (cluster.lease.kind != "none", "cluster.lease.kind", cluster.lease.kind),
+        (cluster.standby.primary, "cluster.standby.primary", cluster.standby.primary),
+        (config.data.leased, "data.leased", config.data.leased),
+        (outer.kind in AVERAGED, "outer.kind", outer.kind),
+    )
+    for is_so, name, value in impossible:
+        if is_so:
+            raise ConfigError(f"{name} is {value!r}: not built for a region, that is with upstream.endpoint")
+    return True
+
+
+def upward_options(config: RunConfig, folder: Path, up_codec: str, in_flight_max: int) -> UpwardOptions:
+    """How the region speaks to the syncer above."""
+    upstream = config.upstream
+    with section("upstream"):
+        return UpwardOptions(
+            folder=str(folder),
+            site=upstream.site_id or "",
+            updates=upstream.updates,
+            alpha=upstream.alpha,
+            in_flight_max=in_flight_max,
+            up_codec=up_codec,
+            finish_timeout_s=config.site.finish_timeout_s,
+        )
+
+
+def above_of(
+    config: RunConfig,
+    data: Path,
+    layout: Layout,
+    emit: Callable[[str, dict[str, object]], None],
+    disk: Disk = PLAIN_DISK,
+) -> Callable[[], Upward] | None:
+    """Makes who speaks for the region above, once its ``data`` folder is taken; None for a syncer that is no region.
+
+    VerbError where the run above is another model's, or is not to be asked.
+    """
+    if not is_region(config):
+        return None
+    told = _told(config, data / FOLDER / "run.json")
+    theirs = _understood(config, told)
+    options = upward_options(config, data / FOLDER, theirs.codec.up, theirs.outer.updates_in_flight_max)
+    agreement = Agreement(PROTOCOL, told.run_id, 0, layout.fingerprint, told.shared)
+    security, ends = connecting.site_security(config), connecting.client_options(config)
+    assert config.upstream.endpoint is not None
+    try:
+        client = SyncClient(config.upstream.endpoint, options.site, told.run_id, security, ends)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"upstream: {str(error).replace('address is', 'endpoint is', 1)}") from error
+    return lambda: Upward(options, layout, agreement, client, emit, disk)
+
+
+def _told(config: RunConfig, path: Path) -> Told:
+    """What the syncer above says of its run, or said when it was asked first."""
+    from diloco.launch.asking import Told, ask
+
+    endpoint = config.upstream.endpoint
+    assert endpoint is not None
+    if path.is_file():
+        known = json.loads(path.read_bytes())
+        return Told(known["run"], known["shared"])
+    try:
+        told = ask(endpoint, connecting.site_security(config), config.site.join_timeout_s)
+    except JoinFailed as error:
+        where = f"the syncer above, upstream.endpoint={endpoint}"
+        raise VerbError(CODES[error.kind], f"{where}, does not say what its run is: {error.text}") from error
+    except ValueError as error:
+        raise ConfigError(f"upstream.{str(error).replace('address is', 'endpoint is', 1)}") from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, json.dumps({"run": told.run_id, "shared": dict(told.shared)}, indent=1, sort_keys=True).encode())
+    return told
+
+
+def _understood(config: RunConfig, told: Told) -> RunConfig:
+    """The run above as this release understands it; VerbError where it is none that a region can take part in."""
+    try:
+        theirs = configs.from_shared(told.shared, {"run.name": told.run_id})
+    except ConfigError as error:
+        raise VerbError(ExitCode.MISMATCH, f"the run above: {error}") from error
+    ours = configs.shared_config(config)
+    for name in sorted(ours.keys() | told.shared.keys()):
+        here, there = ours.get(name, "not set"), told.shared.get(name, "not set")
+        if name.startswith(ALIKE) and here != there:
+            raise VerbError(ExitCode.MISMATCH, f"{name} is {here} in this region and {there} in the run above")
+    impossible = (
+        (theirs.outer.lock_step, "outer.lock_step", theirs.outer.lock_step),
+        (theirs.data.leased, "data.leased", theirs.data.leased),
+        (theirs.outer.num_syncers > 1, "outer.num_syncers", theirs.outer.num_syncers),
+        # What it rounds off would be lost with the next version above, where a site has it go out again.
+        (usual_feedback(theirs.codec.up) > 0, "codec.up", theirs.codec.up),
+    )
+    for is_so, name, value in impossible:
+        if is_so:
+            raise VerbError(ExitCode.MISMATCH, f"{name} is {value!r} in the run above: not built for regions")
+    return theirs

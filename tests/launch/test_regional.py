@@ -1,0 +1,163 @@
+"""A region from settings: what it asks the syncer above, and every way in which it cannot be one, in words."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from diloco.launch import build, connecting
+from diloco.launch.config import compose
+from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.launch.regional import FOLDER, above_of, is_region
+from diloco.launch.run_dir import RunDir
+from diloco.launch.schema import RunConfig
+from diloco.launch.syncer_main import join_line
+from diloco.learner.upward import Upward
+from diloco.syncer.server import Syncer
+
+SMALL = [
+    "model.layers=1",
+    "model.dim=16",
+    "model.heads=2",
+    "model.context=16",
+    "data.tokenizer=bytes",
+    "run.tokens=100",
+]
+REGION = ["upstream.endpoint=127.0.0.1:1", "upstream.site_id=region-a"]
+
+
+@contextmanager
+def above(folder: Path, *settings: str) -> Iterator[str]:
+    """The syncer of a run called ``top``, and where it is."""
+    config = compose([*SMALL, "run.name=top", "cluster.syncer.listen=127.0.0.1:0", *settings])
+    layout = build.layout_of(config)
+    syncer = Syncer(
+        build.syncer_options(config, RunDir(folder)),
+        build.plan(config, layout),
+        lambda: build.version_zero(config, layout),
+        connecting.server_options(config),
+        connecting.syncer_security(config),
+        lambda what, fields: None,
+    )
+    try:
+        yield syncer.start()
+    finally:
+        syncer.stop(0.0)
+
+
+def region(address: str, *settings: str) -> RunConfig:
+    return compose([*SMALL, f"upstream.endpoint={address}", "upstream.site_id=region-a", *settings])
+
+
+def speaker(config: RunConfig, data: Path) -> Upward:
+    make = above_of(config, data, build.layout_of(config), lambda what, fields: None)
+    assert make is not None
+    return make()
+
+
+def test_the_paper_is_a_preset() -> None:
+    config = compose(["experiment=halos"])
+    build.check(config)
+    outer, inner = config.outer, config.inner
+    assert (outer.kind, outer.window, outer.momentum, outer.lr) == ("delayed_nesterov", 16, 0.9, 0.2 * 16)
+    assert (outer.round_updates, outer.inner_steps, outer.dynamic_steps) == (1, 8, True)
+    assert (config.upstream.updates, config.upstream.alpha, config.upstream.endpoint) == (32, 0.25, None)
+    assert (inner.optimizer, inner.lr, inner.betas, inner.weight_decay, inner.clip) == (
+        "adamw",
+        1e-3,
+        [0.9, 0.95],
+        0.1,
+        1,
+    )
+    top = compose(["experiment=halos", "outer=halos_global"]).outer
+    assert (top.kind, top.window, top.momentum, top.lr) == ("delayed_nesterov", 2, 0.5, 0.15 * 2)
+    assert top.final_wait_s > config.outer.final_wait_s
+
+
+def test_when_the_run_is_over_the_one_above_says() -> None:
+    alone, ruled = compose(SMALL), compose([*SMALL, *REGION, "run.seconds=5"])
+    assert build.outer_options(alone).token_budget == 100
+    assert (build.outer_options(ruled).token_budget, build.outer_options(ruled).run_ns) == (0, 0)
+    assert not is_region(alone)
+    assert is_region(ruled)
+    assert above_of(alone, Path(), build.layout_of(alone), lambda what, fields: None) is None
+
+
+def test_what_is_the_regions_own_is_not_said_to_its_sites() -> None:
+    line = join_line(compose([*SMALL, *REGION, "run.name=mine"]), "127.0.0.1:7", [*SMALL, *REGION], None)
+    assert "upstream" not in line
+    assert "model.dim=16" in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["upstream.site_id=region-a"], "upstream.site_id is 'region-a', and upstream.endpoint is null"),
+        (["upstream.endpoint=127.0.0.1:1"], "upstream.site_id is None"),
+        (["upstream.endpoint=127.0.0.1:1", "upstream.site_id='a b'"], "upstream.site_id is 'a b'"),
+        ([*REGION, "upstream.endpoint='a:1/b:2'"], "upstream.endpoint is 'a:1/b:2': a run of one syncer"),
+        ([*REGION, "upstream.updates=0"], "upstream.updates is 0: at least 1"),
+        ([*REGION, "upstream.alpha=0.0"], "upstream.alpha is 0.0: above 0, to 1"),
+        ([*REGION, "outer.num_fragments=2", "outer.num_syncers=2"], "outer.num_syncers is 2: not built for a region"),
+        ([*REGION, "outer.lock_step=true"], "outer.lock_step is True: not built for a region"),
+        ([*REGION, "cluster.replication.mode=sync"], "cluster.replication.mode is 'sync': not built for a region"),
+        ([*REGION, "cluster.lease.kind=file"], "cluster.lease.kind is 'file': not built for a region"),
+        ([*REGION, "cluster.standby.primary=a:1"], "cluster.standby.primary is 'a:1': not built for a region"),
+        ([*REGION, "data.leased=true"], "data.leased is True: not built for a region"),
+        ([*REGION, "outer.kind=gpa", "outer.momentum=0.9"], "outer.kind is 'gpa': not built for a region"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_anything_starts(settings: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        build.check(compose([*SMALL, *settings]))
+    assert words in str(refused.value)
+
+
+def test_what_the_one_above_told_is_kept_for_when_it_is_away(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with above(tmp_path / "top", "codec.up=int8", "outer.updates_in_flight_max=3", "outer.lr=0.3") as address:
+        config = region(address, "codec.up=fp32", "site.join_timeout_s=0.1")
+        first = speaker(config, data)
+        first.close()
+    again = speaker(config, data)
+    again.close()
+    for made in (first, again):
+        assert made._agreement.run_id == "top"
+        assert (made._options.up_codec, made._options.in_flight_max) == ("int8", 3)
+        assert made._agreement.shared["outer.lr"] == "0.3"
+        assert made._options.folder == str(data / FOLDER)
+    shutil.rmtree(data)
+    with pytest.raises(VerbError, match="does not say what its run is") as refused:
+        speaker(config, data)
+    assert refused.value.code is ExitCode.UNREACHABLE
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "words"),
+    [
+        (["model.dim=32"], [], "model.dim is 16 in this region and 32 in the run above"),
+        (["outer.num_fragments=2"], [], "outer.num_fragments is 1 in this region and 2 in the run above"),
+        (["outer.lock_step=true", "outer.quorum=all"], [], "outer.lock_step is True in the run above"),
+        (["data.leased=true"], [], "data.leased is True in the run above"),
+        (["codec.up=topk"], [], "codec.up is 'topk' in the run above"),
+        (["outer.num_syncers=2", "outer.num_fragments=2"], ["outer.num_fragments=2"], "outer.num_syncers is 2"),
+    ],
+)
+def test_a_run_above_that_it_cannot_be_part_of_is_refused(
+    tmp_path: Path, theirs: list[str], ours: list[str], words: str
+) -> None:
+    with above(tmp_path / "top", *theirs) as address, pytest.raises(VerbError) as refused:
+        speaker(region(address, *ours), tmp_path / "data")
+    assert words in str(refused.value)
+    assert refused.value.code is ExitCode.MISMATCH
+
+
+def test_addresses_and_files_that_cannot_be_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"upstream\.endpoint"):
+        speaker(region("nowhere"), tmp_path / "data")
+    with pytest.raises(ConfigError, match=r"site\.token_file"):
+        speaker(region("127.0.0.1:1", f"site.token_file={tmp_path / 'none'}"), tmp_path / "data")
