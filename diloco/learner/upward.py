@@ -267,7 +267,9 @@ class Upward:
                     return
         if lineage == self._known.lineage:
             self._versions.latest[event.fragment] = (event.version, values)
-        for fate in event.fates:
+        with self._lock:  # Of the others the machine knows: each would be one more record in its journal.
+            fates = [fate for fate in event.fates if (event.fragment, fate.sequence) in self._sent]
+        for fate in fates:
             self._below.tell(FateTold(fate))
         self._below.tell(UpstreamFetched(event.fragment, event.version, payload, told.digest, lineage, told.epoch))
 

@@ -140,6 +140,12 @@ def test_an_update_goes_up_and_its_version_comes_back(tmp_path: Path, syncer: Sy
         assert any(isinstance(event, FateTold) for event in below.told[:place]), "fates come before their version"
         values = syncer.holdings.values[0]
         assert torch.equal(values.theta, below.kept[fetched.payload])
+        above.order(Release(0, 1))
+        before = len(below.of(FateTold))
+        above.order(StartOver(0))
+        above.order(Fetch(0, -1))
+        below.wait_for(UpstreamFetched, 2)
+        assert len(below.of(FateTold)) == before, "it is known, and would only fill the journal"
 
 
 def test_a_second_update_is_less_the_first(tmp_path: Path, syncer: Syncer) -> None:
