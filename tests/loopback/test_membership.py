@@ -18,9 +18,10 @@ from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
 from diloco.wire.client import AdminClient
 from diloco.wire.messages import Refused, Status
+from tests.loopback.archive import archive
 from tests.loopback.audit import audit, history
 from tests.loopback.cluster import Log, Process, SiteThread, eventually, free_port, serving
-from tests.loopback.toy import TOKENS_PER_STEP, Toy, archive
+from tests.loopback.toy import TOKENS_PER_STEP, Toy
 
 BOUND_S = 30.0
 STEP_S = 0.005

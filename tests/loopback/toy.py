@@ -36,8 +36,8 @@ from diloco.learner.options import AgentOptions
 from diloco.learner.orders import Orders
 from diloco.learner.owners import Dealt
 from diloco.learner.site_tensors import SiteTensors
+from diloco.learner.upward import Upward
 from diloco.outer.correction import UNCORRECTED, Correction
-from diloco.learner.upward import Upward, UpwardOptions
 from diloco.outer.fragments import Layout, gather, plan_layout
 from diloco.outer.merge import MergeOptions
 from diloco.outer.optimizer import OuterOptimizerOptions
@@ -45,20 +45,20 @@ from diloco.outer.rule import OuterRule, outer_rule
 from diloco.sync.adapting import AdaptOptions
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import HealthOptions, LearnerOptions, OuterOptions
-from diloco.syncer.journal_files import JournalFiles
 from diloco.syncer.lease import Lease
 from diloco.syncer.lease_etcd import EtcdLease
 from diloco.syncer.lease_file import FileLease
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.replicator import ReplicationOptions
 from diloco.syncer.server import Syncer
-from diloco.syncer.spool import Spool
 from diloco.syncer.standby import Standby, Warm
 from diloco.syncer.standing_by import StandingBy
 from diloco.wire.client import SyncClient
 from diloco.wire.following import FollowClient
 from diloco.wire.options import ClientOptions, ServerOptions
 from diloco.wire.security import SecurityOptions
+from tests.loopback.archive import archive
+from tests.loopback.speaker import speaker
 from tests.power import ForgetfulDisk
 
 SHAPES = (("blocks.0.w", (40, 30)), ("blocks.1.w", (30, 20)), ("head", (257,)), ("norm", (9,)))
@@ -97,8 +97,6 @@ class Toy:
     replication: dict[str, object] = field(default_factory=dict)
     lease: str = ""
     """The file of it, or the address of an etcd; none where it is empty."""
-    updates: int = 4
-    """Of a region: merged ones for one that goes up."""
     lease_ttl_s: float = 2.0
 
     @property
@@ -161,12 +159,6 @@ class Toy:
         lease = self.made_lease(disk)
         made = (self.options(folder), self.plan(), self.version_zero, network, security, emit, disk, lease)
         return Syncer(*made, above=above)
-
-    def upward(self, site: str, address: str, emit: Callable[[str, dict[str, object]], None], disk: Disk) -> Upward:
-        """Who speaks for the region to a syncer of another toy of the same kind."""
-        options = UpwardOptions(folder=f"{self.folder}/above", site=site, updates=self.updates, up_codec=self.codec)
-        client = self.sync_client(site, address)
-        return Upward(options, self.layout(), self.agreement(), client, emit, disk)
 
     def standby(
         self, folder: str, primary: str, emit: Callable[[str, dict[str, object]], None], disk: Disk = PLAIN_DISK
@@ -389,42 +381,6 @@ class LateDisk(KillingDisk):
             super().reached(step)
 
 
-def archive(folder: Path, data: Path) -> None:
-    """Keep a second name for every journal segment and payload, so that what is pruned can still be audited."""
-    prune, keep, put_above = JournalFiles.prune, Spool.keep, Spool.put_above
-    (folder / "journal").mkdir(parents=True, exist_ok=True)
-    for path in (data / "spool").glob("*/*.update"):  # A power cut may have taken the second name.
-        if path.parent.name != ".partial":
-            _link(path, folder / "spool" / path.parent.name / path.name)
-
-    def pruning(journal: JournalFiles, first: int) -> None:
-        for path in journal.folder.glob("journal-*.log"):
-            _link(path, folder / "journal" / path.name)
-        prune(journal, first)
-
-    def keeping(spool: Spool, *args: object) -> str:
-        reference = keep(spool, *args)  # type: ignore[arg-type]
-        _link(spool.folder / reference, folder / "spool" / reference)
-        return reference
-
-    def putting_above(spool: Spool, *args: object) -> str:
-        reference = put_above(spool, *args)  # type: ignore[arg-type]
-        _link(spool.folder / reference, folder / "spool" / reference)
-        return reference
-
-    Spool.put_above = putting_above  # type: ignore[method-assign]
-    JournalFiles.prune = pruning  # type: ignore[method-assign]
-    Spool.keep = keeping  # type: ignore[method-assign]
-
-
-def _link(path: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_suffix(".tmp")
-    beside.unlink(missing_ok=True)
-    os.link(path, beside)
-    beside.replace(target)
-
-
 Emit = Callable[[str, dict[str, object]], None]
 
 
@@ -466,7 +422,7 @@ def run_standby(toy: Toy, emit: Emit, mine: dict[str, Any], disk: Disk) -> None:
 
 
 def run_syncer(toy: Toy, emit: Emit, mine: dict[str, Any], disk: Disk, warm: Warm | None = None) -> None:
-    above = (lambda: toy.upward(mine["site"], mine["above"], emit, disk)) if "above" in mine else None
+    above = (lambda: speaker(toy, mine["site"], mine["above"], emit, disk)) if "above" in mine else None
     syncer = toy.syncer(emit, disk, mine.get("data", "syncer"), mine.get("port", 0), above)
     emit("listening", {"address": syncer.start(warm)})
     try:

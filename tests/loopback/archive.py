@@ -1,0 +1,43 @@
+"""A past that nothing prunes, beside the data of a syncer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from diloco.syncer.journal_files import JournalFiles
+from diloco.syncer.spool import Spool
+
+
+def archive(folder: Path, data: Path) -> None:
+    """Keep a second name for every journal segment and payload, so that what is pruned can still be audited."""
+    prune = JournalFiles.prune
+    (folder / "journal").mkdir(parents=True, exist_ok=True)
+    for path in (data / "spool").glob("*/*.update"):  # A power cut may have taken the second name.
+        if path.parent.name != ".partial":
+            _link(path, folder / "spool" / path.parent.name / path.name)
+
+    def pruning(journal: JournalFiles, first: int) -> None:
+        for path in journal.folder.glob("journal-*.log"):
+            _link(path, folder / "journal" / path.name)
+        prune(journal, first)
+
+    def linking(put: Callable[..., str]) -> Callable[..., str]:
+        def putting(spool: Spool, *args: object) -> str:
+            reference = put(spool, *args)
+            _link(spool.folder / reference, folder / "spool" / reference)
+            return reference
+
+        return putting
+
+    JournalFiles.prune = pruning  # type: ignore[method-assign]
+    Spool.keep, Spool.put_above = linking(Spool.keep), linking(Spool.put_above)  # type: ignore[method-assign]
+
+
+def _link(path: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = target.with_suffix(".tmp")
+    beside.unlink(missing_ok=True)
+    os.link(path, beside)
+    beside.replace(target)
