@@ -46,6 +46,7 @@ class Level:
         self.payloads: dict[str, Tensor] = {}
         self.commands: deque[fx.StartOuterStep | fx.TakeVersion] = deque()
         self.told: list[fx.OuterEffect] = []
+        self.regions: list[Region] = []
 
     @property
     def version(self) -> int:
@@ -63,6 +64,17 @@ class Level:
 
     def carry_out(self, effect: fx.OuterEffect) -> None:
         self.told.append(effect)
+        for region in self.regions:
+            region.mail.append(effect)
+
+    def restart(self) -> None:
+        """kill -9, and another process; its sites notice, and join again."""
+        self.commands.clear()
+        self.syncer.machine = OuterSync.restore(self.syncer.options, through_json(self.syncer.machine.snapshot()))
+        self.handle(ev.SyncerStarted(self.syncer.machine.state.epoch + 1))
+        for region in self.regions:
+            region.mail.clear()
+            region.join()
 
     def push(self, site: str, sequence: int, value: float | Tensor, **given: Any) -> list[fx.OuterEffect]:
         """An update arrives; its base is the present version unless it is ``given``."""
@@ -95,6 +107,8 @@ class Region(Level):
         self.orders: deque[fx.OuterEffect] = deque()
         self.sent: list[fx.Seal] = []
         self.fetches = 0
+        self.mail: deque[fx.OuterEffect] = deque()
+        above.regions.append(self)
         self.start()
 
     def start(self) -> None:
@@ -106,6 +120,7 @@ class Region(Level):
         self.commands.clear()
         self.sealing.clear()
         self.orders.clear()
+        self.mail.clear()
         self.syncer.machine = OuterSync.restore(self.syncer.options, through_json(self.syncer.machine.snapshot()))
         self.handle(ev.SyncerStarted(self.syncer.machine.state.epoch + 1))
         self.start()
@@ -184,12 +199,12 @@ class Region(Level):
 
     def hear(self) -> None:
         """The fates and versions that the one above has told since."""
-        told, self.above.told = self.above.told, []
-        for effect in told:
+        while self.mail:
+            effect = self.mail.popleft()
             if isinstance(effect, fx.TellFate) and effect.site == self.name:
                 self.handle(ev.FateTold(effect.fate))
             elif isinstance(effect, fx.PublishVersion):
-                self.handle(ev.VersionPublished(1, 0, effect.version, 0, 250_000))
+                self.handle(ev.VersionPublished(self.above.syncer.machine.state.epoch, 0, effect.version, 0, 250_000))
             elif isinstance(effect, fx.AnnounceFinal):
                 self.handle(ev.FinalAnnounced(effect.ending))
 
@@ -199,11 +214,11 @@ class Region(Level):
         self.spool[payload] = self.above.theta
         for fate in self.above.syncer.machine.state.sites[self.name].lines[0].fates:
             self.handle(ev.FateTold(fate))
-        self.handle(UpstreamFetched(0, self.above.version, payload, "p", 1, 1))
+        self.handle(UpstreamFetched(0, self.above.version, payload, "p", 1, self.above.syncer.machine.state.epoch))
 
     def settle(self) -> None:
         """Whatever can be done on both levels, until nothing is left to do."""
-        while self.commands or self.sealing or self.orders or self.above.commands or self.above.told:
+        while self.commands or self.sealing or self.orders or self.above.commands or self.mail:
             if self.commands:
                 self.step()
             elif self.sealing:
