@@ -79,6 +79,8 @@ def fleet_of(config: RunConfig, told: Told) -> FleetPlan:
     """
     if not config.cluster.sites:
         raise ConfigError("cluster.sites is empty: a simulation needs at least one site")
+    if (endpoint := config.upstream.endpoint) is not None:
+        raise ConfigError(f"upstream.endpoint is {endpoint!r}: two levels are not simulated; leave it out")
     names = list(config.cluster.sites)
     steps = [] if config.scenario is None else scenario_of(config)
     faults, late = faults_of(steps, names), late_sites(steps)

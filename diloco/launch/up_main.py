@@ -88,6 +88,8 @@ def check(config: RunConfig) -> None:
     if config.cluster.syncer.folder:
         folder = config.cluster.syncer.folder
         raise ConfigError(f"cluster.syncer.folder is {folder!r}: diloco up keeps all in the run's folder; leave it out")
+    if (endpoint := config.upstream.endpoint) is not None:
+        raise ConfigError(f"upstream.endpoint is {endpoint!r}: diloco up is a whole run; diloco syncer makes a region")
 
 
 RESERVED = (SYNCER, EVAL, "up")

@@ -41,6 +41,12 @@ def test_no_sites_are_no_fleet() -> None:
         fleet_of(config, TIMES)
 
 
+def test_two_levels_are_no_fleet() -> None:
+    config = compose([*TINY, "cluster=local3", "upstream.endpoint=a:1", "upstream.site_id=region-a"])
+    with pytest.raises(ConfigError, match=r"upstream\.endpoint is 'a:1': two levels are not simulated"):
+        fleet_of(config, TIMES)
+
+
 def test_a_run_lasts_as_long_as_is_asked_for_or_until_it_ends_by_itself() -> None:
     config = compose([*TINY, "cluster=local3", "run.seconds=30", "run.tokens=1000"])
     plan = fleet_of(config, TIMES)

@@ -264,6 +264,7 @@ def test_the_head_of_the_view_says_what_runs(tmp_path: Path) -> None:
         ("site.nodes=2", r"site\.nodes is 2: diloco up gives"),
         ("cluster.sites.site-b.nodes=2", r"cluster\.sites\.site-b\.nodes is 2: diloco up has one machine"),
         ("cluster.syncer.folder=there", r"cluster\.syncer\.folder is 'there': diloco up keeps"),
+        ("upstream.endpoint=a:1", r"upstream\.endpoint is 'a:1': diloco up is a whole run"),
     ],
 )
 def test_what_up_decides_by_itself_is_refused(setting: str, wanted: str, tmp_path: Path) -> None:
