@@ -12,13 +12,21 @@ import torch
 from torch import Tensor
 
 from diloco.codec.contract import bytes_of, digest
+from diloco.outer.adopt import blend
 from diloco.sync.effects import Fetch, RegionEffect, Release, Seal, Send
 from diloco.sync.events import Fate, FateTold, FragmentStanding, JoinAnswered, Outcome, PushAnswered, Sealed
 from diloco.sync.progress import FragmentProgress
+from diloco.sync.selection import Selection
+from diloco.sync.syncer import OuterSync
 from diloco.sync.upstream import Below
 from diloco.sync.upstream_events import UpstreamFetched, UpstreamStarted
+from diloco.syncer.journal_files import JournalFiles
+from diloco.syncer.leaving_out import ReplayerWithout
 from diloco.syncer.region import UpstreamRefusedError
+from diloco.syncer.replaying import Replayer
 from diloco.syncer.server import Syncer
+from diloco.syncer.snapshots import Snapshots
+from diloco.syncer.spool import Spool
 from diloco.syncer.store import StoreError
 from tests.syncer.building import NUMEL, Events, dice, eventually, join, new_syncer, push, update
 
@@ -156,6 +164,34 @@ def test_after_a_stop_and_after_a_kill_it_has_the_same_bits(tmp_path: Path) -> N
             assert torch.equal(again.sealed[0][1] - again.sealed[0][2], above.sealed[0][1] - above.sealed[0][2])
         finally:
             syncer.stop()
+
+
+def test_without_an_update_what_came_from_above_is_taken_all_the_same(tmp_path: Path) -> None:
+    """The version above holds what the update has brought it: that is another run's to take out."""
+    syncer, above, _ = based(tmp_path, retain_steps=256)
+    join(syncer)
+    push(syncer, *update(base_version=1))
+    eventually(lambda: above.sealed, "an update for the one above")
+    above.below.tell(Sealed(0, 1, "d"))
+    above.below.tell(PushAnswered(0, 1, Outcome.ACCEPTED, None, "d", 1))
+    above.below.tell(FateTold(Fate(0, 1, 5, 50, "d")))
+    above.bring(0, 5, torch.zeros(NUMEL[0]))
+    eventually(lambda: syncer.holdings.values[0].version == 3, "the next version")
+    held = syncer.holdings.values[0].theta
+    syncer.stop()
+    first, journal = Snapshots(tmp_path / "snapshots").load(1), JournalFiles(tmp_path / "journal")
+    journal.close()
+    machine = OuterSync.restore(syncer.plan.outer, first.state)
+    spool, chosen = Spool(tmp_path / "spool"), [Selection("a", "sequences", 1, 1)]
+    with_all = Replayer(machine, first.fragments, spool, syncer.plan.rule, "fp32")
+    machine = OuterSync.restore(syncer.plan.outer, first.state)
+    without = ReplayerWithout(machine, first.fragments, spool, syncer.plan.rule, "fp32", chosen)
+    for record in journal.read(first.journal_segment):
+        with_all.apply(record)
+        without.apply(record)
+    assert torch.equal(with_all.values[0].theta, held)
+    assert torch.equal(without.values[0].theta, blend(dice("above", 0), torch.zeros(NUMEL[0]), 0.75))
+    assert not torch.equal(without.values[0].theta, held)
 
 
 def test_versions_above_that_are_done_with_leave_the_disk(tmp_path: Path) -> None:
