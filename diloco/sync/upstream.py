@@ -328,6 +328,9 @@ def _feed(turn: Turn, index: int, event: LearnerEvent) -> None:
     """Give ``event`` to the fragment's machine, and pass on what it orders."""
     upstream = turn.state.upstream
     assert upstream is not None
+    if not 0 <= index < len(upstream.parts):
+        turn.note("upstream_ignored", f"the syncer above speaks of fragment {index}, and there is none")
+        return
     part = upstream.parts[index]
     before = _listed(part)
     effects = LearnerSync(_options(upstream), part.learner).handle(event, turn.state.now_ns)
@@ -351,7 +354,13 @@ def _pass_on(turn: Turn, index: int, upstream: Upstream, effect: LearnerEffect) 
         case Retake():
             turn.note("upstream_retaken", effect.why, fragment=index)
             _take(turn, index, upstream.parts[index], effect.version, 1.0)
-        case Seal() | Send() | Fetch() | StartOver():
+        case StartOver():
+            part = upstream.parts[index]
+            held, part.base, part.arrived = (part.base, part.arrived), None, None
+            for version in held:
+                _let_go(turn, part, version)
+            turn.effects.append(StartOver(index))
+        case Seal() | Send() | Fetch():
             turn.effects.append(replace(effect, fragment=index))
         case Join():
             if effect not in turn.effects:

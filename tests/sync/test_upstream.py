@@ -176,6 +176,15 @@ def test_a_region_that_is_refused_for_good_stops_in_words() -> None:
     assert "fenced" in stop.why
 
 
+def test_what_is_said_of_a_fragment_that_is_not_there_changes_nothing() -> None:
+    _, region = based()
+    before = region.syncer.machine.snapshot()
+    region.syncer.now_ns -= 1_000_000
+    effects = region.handle(ev.VersionPublished(1, 7, 3, 0, 0))
+    assert [type(effect) for effect in effects] == [fx.Note]
+    assert region.syncer.machine.snapshot() == before
+
+
 def test_the_end_above_is_the_last_round_here_and_then_the_rest_goes_up() -> None:
     above, region = based(updates=10)
     region.push("s", 1, 8.0, tokens=10)
@@ -296,6 +305,26 @@ def test_a_new_lineage_above_is_taken_whole() -> None:
     region.settle()
     assert region.theta.item() == 7.0
     assert region.ledger()["overwritten"] == 10
+
+
+def test_what_waits_of_an_older_lineage_above_is_never_taken() -> None:
+    above, region = based()
+    region.push("s", 1, 4.0)
+    region.step()
+    above.push("x", 1, 8.0)
+    region.settle()
+    assert region.learner.fetched == 1, "it is here, and waits"
+    above.theta = number(7.0)
+    above.handle(ev.LineageBegan(5, ("restored",), "a test"))
+    region.handle(ev.VersionPublished(1, 0, 2, 0, 0, 5))
+    region.orders.clear()
+    region.join()
+    assert not region.spool, "the values of before are let go of"
+    region.restart()
+    assert not region.commands
+    region.fetch = lambda: _fetch(region, lineage=5)  # type: ignore[method-assign]
+    region.settle()
+    assert region.theta.item() == 7.0
 
 
 def _fetched(version: int, payload: str, lineage: int) -> ev.RegionEvent:
