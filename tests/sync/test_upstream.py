@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-
 import pytest
 
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
-from diloco.sync.journal import replay
-from diloco.sync.options import OuterOptions
 from diloco.sync.syncer import OuterSync
 from tests.sync.driving import of, through_json
 from tests.sync.two_levels import Level, Region, number
@@ -450,76 +445,6 @@ def test_bytes_that_are_lost_with_a_disk_cost_the_region_what_it_cannot_tell_apa
     assert above.theta.item() == 92.0
     assert region.theta.item() == 0.75 * 100 + 0.25 * 92
     assert region.ledger()["merged"] == 20
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_at_any_instant_a_crash_costs_nothing_and_a_replay_decides_the_same(seed: int) -> None:
-    """Sites push, levels step, processes of both die, words get lost and come twice; in the end all that was merged in
-    a region is merged above or in its ledger, each of its updates was merged once, and a replay decides it all again.
-    """
-    dice = random.Random(seed)
-    above, region = based(updates=dice.choice((1, 2, 3)))
-    regions = {"region-a": region, "region-b": Region(above, "region-b", dice.choice((1, 2)))}
-    regions["region-b"].handle(ev.JoinRequested(1, "s", "p"))
-    regions["region-b"].join()
-    sequences: Counter[str] = Counter()
-    for _ in range(240):
-        name = dice.choice(sorted(regions))
-        _something_happens(dice, above, regions[name], name, sequences)
-        regions[name].ledger()
-    for each in regions.values():
-        each.join()
-    for _ in range(3):
-        for each in regions.values():
-            each.settle()
-    for name, each in regions.items():
-        merged = each.syncer.machine.state.sites["s"].lines[0].tokens_merged
-        ledger, line = each.ledger(), above.syncer.machine.state.sites[name].lines[0]
-        assert ledger["processed"] == merged
-        assert ledger["lost"] == ledger["refused"] == ledger["in_flight"] == 0
-        assert ledger["merged"] == line.tokens_merged
-        assert line.watermark == line.updates_merged, "each was merged once"
-        assert len(each.spool) <= 2
-        assert len(each.outbox) <= 2
-        again = OuterSync(OuterOptions(**_options(each.syncer.options)))
-        list(replay(again, each.syncer.records))
-        assert again.snapshot() == each.syncer.machine.snapshot()
-
-
-def _something_happens(dice: random.Random, above: Level, region: Region, name: str, sequences: Counter[str]) -> None:
-    choices = [*["s"] * 4, "x", "hear", *["crash", "deaf", "crash above"] * (dice.random() < 0.1)]
-    choices += ["below"] * (2 * bool(region.commands)) + ["above"] * bool(above.commands)
-    choices += ["seal"] * bool(region.sealing) + ["do", "do", "do twice"] * bool(region.orders)
-    match dice.choice(choices):
-        case "s" if not region.commands:
-            sequences[name] += 1
-            region.push("s", sequences[name], float(dice.randrange(-64, 64)), tokens=dice.randrange(1, 50))
-        case "x" if not above.commands:
-            sequences["x"] += 1
-            above.push("x", sequences["x"], float(dice.randrange(-64, 64)))
-        case "hear":
-            region.hear()
-        case "deaf":
-            region.mail.clear()
-        case "crash":
-            region.restart()
-        case "crash above":
-            above.restart()
-        case "below":
-            region.step()
-        case "above":
-            above.step()
-        case "seal":
-            region.seal()
-        case "do":
-            region.do()
-        case "do twice":
-            region.orders.append(region.orders[0])
-            region.do()
-
-
-def _options(options: OuterOptions) -> dict[str, object]:
-    return {name: getattr(options, name) for name in options.__slots__}
 
 
 def test_the_memory_comes_back_from_a_snapshot() -> None:
