@@ -287,12 +287,12 @@ def end(turn: Turn) -> None:
 def _end(turn: Turn, index: int, part: Part) -> None:
     """There is no version any more that could be taken."""
     progress, before, part.arrived = part.progress, part.arrived, None
-    _let_go(turn, part, before)
-    progress.fetched = progress.base_version
-    if progress.retaking is not None:  # Worth nothing, and what would take its place comes no more.
+    if progress.retaking is not None:  # Unsent progress is worth nothing, and nor is what it would be measured from.
         progress.tokens_overwritten += progress.unsent_tokens
         progress.unsent_tokens = progress.unsent_steps = 0
-        progress.retaking = None
+        progress.base_version = -1  # Should the region go on one day, it takes the version of then before all else.
+    _let_go(turn, part, before)
+    progress.fetched = progress.base_version
     if not part.learner.stopping:
         _feed(turn, index, LeaveAsked())
     _feed(turn, index, BoundaryReached())

@@ -471,3 +471,24 @@ def test_what_is_worth_nothing_does_not_go_up_at_the_end() -> None:
     ledger = region.ledger()
     assert (ledger["refused"], ledger["overwritten"], ledger["unsent"]) == (20, 20, 0)
     assert above.syncer.machine.state.sites["region-a"].status.value == "left"
+
+
+def test_what_was_refused_in_the_last_round_does_not_go_up_when_the_region_goes_on() -> None:
+    above, region = based()
+    for sequence in (1, 2, 3):
+        region.push("s", sequence, 4.0, tokens=10)
+        region.step()
+    region.seal()
+    region.orders.clear()
+    region.handle(ev.DrainRequested(1))
+    region.handle(ev.SiteLeft(1, "s", 1))
+    region.handle(ev.PushAnswered(0, 1, ev.Outcome.REFUSED, ev.Reason.OUTLIER))
+    region.settle()
+    assert above.syncer.machine.state.sites["region-a"].status.value == "left"
+    region.restart()
+    region.handle(ev.JoinRequested(1, "s", "p2"))
+    region.settle()
+    assert region.theta.item() == above.theta.item() == 100.0
+    region.push("s", 4, 1.0, incarnation=2)
+    region.settle()
+    assert above.theta.item() == 99.0
