@@ -238,13 +238,15 @@ def stepped(turn: Turn, index: int, merged: Sequence[Pending]) -> None:
         before, part.base, part.taking = part.base, part.taking, None
         _let_go(turn, part, before)
         return
-    progress = part.progress
-    if progress.base_version < 0 and (progress.retaking is None or progress.retaking.cold):
-        return  # A last round that did not wait for a base.
+    progress, tokens = part.progress, sum(pending.tokens for pending in merged)
+    if progress.base_version < 0:  # A last round did not wait for a base, and the first one takes the place of it all.
+        part.learner.tokens_processed += tokens
+        progress.tokens_overwritten += tokens
+        return
     site_ns = [turn.state.sites[name].step_ns for name in turn.attendance.live]
     done = StepDone(
         part.learner.step + len(merged),
-        sum(pending.tokens for pending in merged),
+        tokens,
         max(site_ns, default=0),
         part.learner.cursor,
         passes=True,  # The boundary is seen to where all events end.

@@ -492,3 +492,20 @@ def test_what_was_refused_in_the_last_round_does_not_go_up_when_the_region_goes_
     region.push("s", 4, 1.0, incarnation=2)
     region.settle()
     assert above.theta.item() == 99.0
+
+
+def test_what_a_last_round_merges_without_a_base_is_in_the_ledger() -> None:
+    above = Level()
+    above.theta = number(100.0)
+    region = Region(above, "region-a")
+    region.handle(ev.JoinRequested(1, "s", "p"))
+    region.push("s", 1, 8.0, tokens=10)
+    region.handle(ev.DrainRequested(1))
+    region.handle(ev.SiteLeft(1, "s", 1))
+    region.step()
+    assert of(fx.MarkFinal, region.told)
+    region.restart()
+    region.settle()
+    assert region.theta.item() == 100.0
+    ledger = region.ledger()
+    assert (ledger["processed"], ledger["overwritten"]) == (10, 10)
