@@ -158,10 +158,11 @@ def outer_step_failed(turn: Turn, event: OuterStepFailed) -> None:
     """There is no finite version: what would have been in it is refused."""
     fragment = turn.state.fragments[event.fragment]
     assert fragment.merging_since_ns is not None, event
+    if upstream.cannot_take(turn, event.fragment):
+        return
     fragment.merging_since_ns = None
     for name, pending in under_merge(turn.state, event.fragment):
         refuse(turn, name, event.fragment, pending, Reason.NON_FINITE)
-    upstream.not_taken(turn, event.fragment)
 
 
 def under_merge(state: OuterState, index: int, among: Iterable[str] | None = None) -> list[tuple[str, Pending]]:

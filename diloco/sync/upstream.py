@@ -256,13 +256,14 @@ def stepped(turn: Turn, index: int, merged: Sequence[Pending]) -> None:
     _feed(turn, index, done)
 
 
-def not_taken(turn: Turn, index: int) -> None:
-    """The outer step of the fragment has no finite result; the version above, if it was to be taken, counts as taken,
-    and the values stay as they are."""
-    if turn.state.upstream is None or turn.state.upstream.parts[index].taking is None:
-        return
-    turn.note("upstream_not_taken", "blended with the version above the values would not be finite", fragment=index)
-    stepped(turn, index, ())
+def cannot_take(turn: Turn, index: int) -> bool:
+    """Whether it was a version above that gave no finite values.  Then the region ends in words: without it, what goes
+    up next could be measured from nothing.  Another process tries again."""
+    if taking(turn.state, index) is None:
+        return False
+    why = f"fragment {index}: blended with the version above the values, or what is published of them, are not finite"
+    turn.effects.append(StopTraining(None, why, failed=True))
+    return True
 
 
 def act(turn: Turn, index: int) -> None:

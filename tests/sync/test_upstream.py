@@ -509,3 +509,18 @@ def test_what_a_last_round_merges_without_a_base_is_in_the_ledger() -> None:
     assert region.theta.item() == 100.0
     ledger = region.ledger()
     assert (ledger["processed"], ledger["overwritten"]) == (10, 10)
+
+
+def test_a_version_above_that_cannot_be_taken_ends_the_region_and_is_tried_again() -> None:
+    above, region = based()
+    above.push("x", 1, 40.0)
+    above.step()
+    region.hear()
+    region.do()
+    command = region.commands.popleft()
+    assert isinstance(command, fx.TakeVersion)
+    (stop,) = of(fx.StopTraining, region.handle(ev.OuterStepFailed(0, command.version)))
+    assert stop.failed
+    assert "fragment 0: blended with the version above" in stop.why
+    region.restart()
+    assert list(region.commands) == [command]
