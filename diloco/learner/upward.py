@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from diloco.sync.agreement import Agreement
     from diloco.sync.effects import RegionEffect, Seal
     from diloco.sync.events import LearnerEvent, VersionFetched
-    from diloco.sync.progress import FragmentProgress
     from diloco.sync.upstream import Below
+    from diloco.sync.upstream_state import Part
     from diloco.wire.client import SyncClient
     from diloco.wire.messages import JoinReply, PullHeader
 
@@ -151,10 +151,12 @@ class Upward:
 
     # --- as the region's syncer knows it -------------------------------------------------------------------------
 
-    def begin(self, below: Below, known: Sequence[FragmentProgress]) -> UpstreamStarted:
+    def begin(self, below: Below, known: Sequence[Part]) -> UpstreamStarted:
         """What the machine is told first; of the updates in the outbox those stay that it knows of."""
         self._below = below
-        listed = {(index, sent.sequence): sent for index, each in enumerate(known) for sent in each.in_flight}
+        # A syncer of before that would be passed over by the machine: it must not be joined.
+        self._known.lineage, self._known.epoch = max((each.learner.lineage, each.learner.epoch) for each in known)
+        listed = {(index, sent.sequence): sent for index, each in enumerate(known) for sent in each.progress.in_flight}
         here = self._outbox.digests()
         told = {key: sent for key, sent in listed.items() if sent.state is not SentState.SEALING}
         kept = {key for key, sent in told.items() if here.get(key) == sent.digest}

@@ -104,7 +104,7 @@ class Above(Protocol[V]):
     ``begin`` comes before the decision loop runs, ``seal`` and ``order`` are called in its thread and wait for nothing.
     """
 
-    def begin(self, below: Below, known: Sequence[FragmentProgress]) -> UpstreamStarted:
+    def begin(self, below: Below, known: Sequence[Part]) -> UpstreamStarted:
         """What the machine is told first, ``known`` being what it remembers of each fragment."""
 
     def start(self) -> None:

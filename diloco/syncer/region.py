@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from diloco.sync.effects import LetGo, Seal, StopTraining, TakeVersion
-from diloco.sync.progress import FragmentProgress
 from diloco.sync.upstream import Standing, standing
+from diloco.sync.upstream_state import Part
 from diloco.syncer.store import StoreError
 from diloco.wire.messages import Refusal
 
@@ -48,8 +48,8 @@ class Region:
 
     def begin(self, machine: OuterSync) -> UpstreamStarted:
         """What the machine hears first; ``StoreError`` where its memory is that of another site, or of no region."""
-        state, none = machine.state, [FragmentProgress() for _ in machine.state.fragments]
-        known = none if state.upstream is None else [part.progress for part in state.upstream.parts]
+        state = machine.state
+        known = [Part() for _ in state.fragments] if state.upstream is None else state.upstream.parts
         found = self._above.begin(self, known)
         check_site(state, found.site)
         return found

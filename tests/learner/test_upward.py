@@ -28,12 +28,14 @@ from diloco.sync.events import (
     SealFailed,
     VersionPublished,
 )
-from diloco.sync.progress import FragmentProgress, Ledger, Sent, SentState
+from diloco.sync.progress import Ledger, Sent, SentState
 from diloco.sync.state import Status
 from diloco.sync.upstream import Standing
 from diloco.sync.upstream_events import UpstreamFetched
+from diloco.sync.upstream_state import Part
 from diloco.syncer.server import Syncer
 from diloco.wire.client import SyncClient
+from diloco.wire.messages import Refused, Unreachable
 from tests.syncer.building import LAYOUT, NUMEL, RUN, Events, agreement, dice, eventually, serving
 
 E = TypeVar("E")
@@ -75,8 +77,8 @@ class Below:
         return self.of(kind)[count - 1]
 
 
-def no_progress() -> list[FragmentProgress]:
-    return [FragmentProgress() for _ in NUMEL]
+def no_progress() -> list[Part]:
+    return [Part() for _ in NUMEL]
 
 
 def upward(folder: Path, syncer: Syncer, events: Events | None = None, **options: Any) -> Upward:
@@ -88,7 +90,7 @@ def upward(folder: Path, syncer: Syncer, events: Events | None = None, **options
 
 @contextmanager
 def speaking(
-    folder: Path, syncer: Syncer, known: list[FragmentProgress] | None = None, **options: Any
+    folder: Path, syncer: Syncer, known: list[Part] | None = None, **options: Any
 ) -> Iterator[tuple[Upward, Below]]:
     above, below = upward(folder, syncer, **options), Below()
     started = above.begin(below, known or no_progress())
@@ -176,8 +178,8 @@ def test_another_process_sends_the_same_bytes_and_drops_what_nobody_knows(tmp_pa
         below.wait_for(Sealed, 2)
         told = {event.fragment: event.digest for event in below.of(Sealed)}
     known = no_progress()
-    known[0].in_flight = [Sent(1, 0, 70, 7, digest=told[0], state=SentState.SEALED)]
-    known[1].in_flight = [Sent(1, 0, 70, 7)]  # Its Sealed never got into the journal.
+    known[0].progress.in_flight = [Sent(1, 0, 70, 7, digest=told[0], state=SentState.SEALED)]
+    known[1].progress.in_flight = [Sent(1, 0, 70, 7)]  # Its Sealed never got into the journal.
     with speaking(folder, syncer, known) as (above, below):
         assert below.told[0].outbox == ((0, 1, told[0]),)  # type: ignore[union-attr]
         assert not list(folder.rglob("1-1.update"))
@@ -198,6 +200,20 @@ def test_it_joins_again_when_it_is_told_to_and_starts_over(tmp_path: Path, synce
         above.order(StartOver(0))
         above.order(Fetch(0, -1))
         below.wait_for(UpstreamFetched, 2)
+
+
+@pytest.mark.parametrize("later", ["lineage", "epoch"])
+def test_a_syncer_of_before_what_the_region_remembers_is_not_joined(tmp_path: Path, syncer: Syncer, later: str) -> None:
+    known = no_progress()
+    setattr(known[1].learner, later, 7)
+    above, below = upward(tmp_path / "region", syncer), Below()
+    above.begin(below, known)
+    try:
+        with pytest.raises((Refused, Unreachable)):
+            above._join()
+        assert not below.told
+    finally:
+        above.close()
 
 
 def test_it_keeps_in_touch_and_says_goodbye(tmp_path: Path, syncer: Syncer) -> None:

@@ -15,11 +15,11 @@ from diloco.codec.contract import bytes_of, digest
 from diloco.outer.adopt import blend
 from diloco.sync.effects import Fetch, RegionEffect, Release, Seal, Send
 from diloco.sync.events import Fate, FateTold, FragmentStanding, JoinAnswered, Outcome, PushAnswered, Sealed
-from diloco.sync.progress import FragmentProgress
 from diloco.sync.selection import Selection
 from diloco.sync.syncer import OuterSync
 from diloco.sync.upstream import Below
 from diloco.sync.upstream_events import UpstreamFetched, UpstreamStarted
+from diloco.sync.upstream_state import Part
 from diloco.syncer.journal_files import JournalFiles
 from diloco.syncer.leaving_out import ReplayerWithout
 from diloco.syncer.region import UpstreamRefusedError
@@ -39,13 +39,13 @@ class SomebodyAbove:
     def __init__(self, site: str = "region-a", outbox: tuple[tuple[int, int, str], ...] = ()) -> None:
         self.site, self.outbox = site, outbox
         self.below: Below
-        self.known: Sequence[FragmentProgress] = ()
+        self.known: Sequence[Part] = ()
         self.orders: list[RegionEffect] = []
         self.sealed: list[tuple[Seal, Tensor, Tensor]] = []
         self.life: list[str] = []
         self._lock = threading.Lock()
 
-    def begin(self, below: Below, known: Sequence[FragmentProgress]) -> UpstreamStarted:
+    def begin(self, below: Below, known: Sequence[Part]) -> UpstreamStarted:
         self.below, self.known = below, known
         return UpstreamStarted(self.site, 1, 0.25, 2, self.outbox)
 
@@ -157,7 +157,7 @@ def test_after_a_stop_and_after_a_kill_it_has_the_same_bits(tmp_path: Path) -> N
                 assert before.reference is not None
                 assert now.reference is not None
                 assert torch.equal(now.reference, before.reference)
-            assert [each.base_version for each in again.known] == [4, 5]
+            assert [each.progress.base_version for each in again.known] == [4, 5]
             assert (tmp_path / "spool" / waits).exists(), "it is what fragment 1 rests on"
             again.answer()
             eventually(lambda: again.sealed, "what was not sealed is measured anew")  # noqa: B023
