@@ -53,12 +53,12 @@ class MemoryCheck:
         """``MemoryDamaged`` if the published values are not those of their digest, or the others not as last seen."""
         if digest(held.published, held.digest) != held.digest:
             raise _damaged(fragment, held, "what is published")
-        remembered = {name: digest(each) for name, each in held.optimizer.tensors.items()}
-        own = (held.version, {"the parameters": digest(held.theta)} | remembered)
+        others = {"the parameters": held.theta, "what a region measures from": held.reference}
+        others |= {f"the optimizer's {name}": each for name, each in held.optimizer.tensors.items()}
+        own = (held.version, {name: digest(each) for name, each in others.items() if each is not None})
         seen = self._seen.get(fragment, own)
         if seen[0] == held.version and seen != own:
-            changed = next(name for name in own[1] if seen[1].get(name) != own[1][name])
-            raise _damaged(fragment, held, changed if changed == "the parameters" else f"the optimizer's {changed}")
+            raise _damaged(fragment, held, next(name for name in own[1] if seen[1].get(name) != own[1][name]))
         self._seen[fragment] = own
 
 

@@ -18,9 +18,8 @@ from tests.syncer.building import Events, dice, eventually, files, new_syncer, v
 
 def held(version: int = 3) -> FragmentValues:
     published = dice("published", 0)
-    return FragmentValues(
-        version, dice("theta", 0), published, OuterState(3, {"momentum": dice("momentum", 0)}), digest(published)
-    )
+    memory = OuterState(3, {"momentum": dice("momentum", 0)})
+    return FragmentValues(version, dice("theta", 0), published, memory, digest(published), dice("reference", 0))
 
 
 def flip(values: Tensor | None) -> None:
@@ -30,7 +29,12 @@ def flip(values: Tensor | None) -> None:
 
 @pytest.mark.parametrize(
     ("field", "words"),
-    [("published", "what is published"), ("theta", "the parameters"), ("momentum", "the optimizer's momentum")],
+    [
+        ("published", "what is published"),
+        ("theta", "the parameters"),
+        ("momentum", "the optimizer's momentum"),
+        ("reference", "what a region measures from"),
+    ],
 )
 def test_one_flipped_bit_is_found_and_named(field: str, words: str) -> None:
     values = held()
