@@ -111,7 +111,8 @@ def _is_held(options: LearnerOptions, state: LearnerState, part: FragmentProgres
 
 
 def _would_lose_work(options: LearnerOptions, part: FragmentProgress) -> bool:
-    """Whether the version that is here would overwrite what was trained, and is not the answer to an update.
+    """Whether the version that is here would overwrite what was trained, and is not the answer to an update; with
+    ``answers_only`` also whether it came before the answer to what is in flight.
 
     The rules that overwrite are published for sites that adopt once in a period, when the version with their own update
     comes back.  Where nobody waits, the others' versions come at any time, and each would cost what was trained since
@@ -160,6 +161,9 @@ def may_seal(turn: SiteTurn, part: FragmentProgress) -> bool:
         return False
     if turn.state.incarnation == 0 or turn.state.closed or turn.state.left:
         return False
+    # A region keeps the bytes of each until it has taken its version; at its end it takes none any more.
+    if turn.options.answers_only and len(part.in_flight) >= turn.options.updates_in_flight_max:
+        return turn.state.stopping and _may_follow(turn.options, part)
     return _may_follow(turn.options, part)
 
 

@@ -156,7 +156,8 @@ class LearnerOptions:
     discards_max: int = 5
     """Updates refused with *discard* in a row after which the site stops in words."""
     answers_only: bool = False
-    """Under overwrite and blend: while an update is in flight no version is adopted without it (HALoS)."""
+    """Under overwrite and blend: while an update is in flight no version is adopted without it (HALoS), and of those
+    whose versions are not adopted yet there are no more than ``updates_in_flight_max``, but for the last."""
     lock_step: bool = False
     """Wait after each update until its version was adopted: classic DiLoCo and deterministic runs only."""
     offsets: tuple[int, ...] = ()

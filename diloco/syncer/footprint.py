@@ -11,8 +11,9 @@ With n values in all and m in the largest fragment, T threads, M sites in a roun
                  which lies on the disk, and where there is room for that is unpacked there; each thread unpacks one
     the merge    where it is not the mean: the largest fragment once more, and for each thread a range of every site
     reception    ``ServerOptions.memory_bytes_max``
-    a region     of every fragment what it measures from, the version above and two updates that go up, and of the
-                 largest fragment ``TAKING`` times its values while a version above is fetched, kept and taken
+    a region     of every fragment what it measures from, the version above and the updates that go up, as many as may
+                 be in flight there and a last one, and of the largest fragment ``TAKING`` times its values while a
+                 version above is fetched, kept and taken
 
 Not in it: versions that are kept because somebody still reads them.  A snapshot lets go of each fragment as it is
 written, so that is what got a newer version since it began; a pull of a whole fragment keeps that until it is over.
@@ -59,8 +60,9 @@ def state_bytes_max(numels: Sequence[int], outer_kind: str, down_codec: str, dow
     return state + VERSIONS_MAX * (4 * copies * largest + sent)
 
 
-def memory_bytes_max(options: SyncerOptions, plan: RunPlan, network: ServerOptions, *, is_region: bool = False) -> int:
-    """The sum of all that, with as many sites in a round as may join, each with one update."""
+def memory_bytes_max(options: SyncerOptions, plan: RunPlan, network: ServerOptions, updates_above: int = 0) -> int:
+    """The sum of all that, with as many sites in a round as may join, each with one update; ``updates_above`` may be in
+    flight of a region, 0 where it is none."""
     numels = [fragment.numel for fragment in plan.layout.fragments]
     ups = [make_codec(name) for name in options.up_codecs]
     largest, sites = max(numels), plan.outer.sites_max
@@ -70,5 +72,5 @@ def memory_bytes_max(options: SyncerOptions, plan: RunPlan, network: ServerOptio
     if plan.rule.segments:
         fold += 4 * largest + options.threads_used * sites * 4 * RANGE_VALUES
     payload = max(codec.payload_bytes_max(largest) for codec in ups)
-    above = 4 * (4 * sum(numels) + TAKING * largest) if is_region else 0
+    above = 4 * ((3 + updates_above) * sum(numels) + TAKING * largest) if updates_above else 0
     return state + above + fold + network.memory_bytes_max(payload, network.push_credits, unpacking)

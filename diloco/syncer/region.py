@@ -34,7 +34,7 @@ class UpstreamRefusedError(Exception):
 
 
 class Region:
-    """Between the decision loop and ``above``."""
+    """Between the decision loop and ``above``.  ``updates_max`` of its updates may be in flight there."""
 
     def __init__(
         self,
@@ -45,6 +45,7 @@ class Region:
         fail: Callable[[BaseException], None],
     ) -> None:
         self._above, self._core, self._store, self._holdings, self._fail = above, core, store, holdings, fail
+        self.updates_max = 0  # Until it has begun.
 
     def begin(self, machine: OuterSync) -> UpstreamStarted:
         """What the machine hears first; ``StoreError`` where its memory is that of another site, or of no region."""
@@ -52,6 +53,7 @@ class Region:
         known = [Part() for _ in state.fragments] if state.upstream is None else state.upstream.parts
         found = self._above.begin(self, known)
         check_site(state, found.site)
+        self.updates_max = found.in_flight_max
         return found
 
     # --- as the one who speaks for the region knows it; any thread ---------------------------------------------------

@@ -178,8 +178,8 @@ class Syncer:
             self._taken.callback(self._above.close)
             self._above.start()
         facts, ended = self._first_answer()
-        above = self.region is not None
-        self.memory_bytes_max = memory_bytes_max(self.options, self.plan, self.network, is_region=above)
+        updates_above = self.region.updates_max if self.region is not None else 0
+        self.memory_bytes_max = memory_bytes_max(self.options, self.plan, self.network, updates_above)
         bound = {"memory_bytes_max": self.memory_bytes_max}
         self._emit("syncer_started", {**facts, "recovered": records, "kernels": native.description(), **bound})
         if ended is not None:

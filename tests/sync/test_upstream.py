@@ -125,6 +125,33 @@ def test_a_second_update_before_the_answer_is_less_the_first() -> None:
     assert (seal.in_flight, second.item()) == ((1,), 3.0)
 
 
+def test_updates_whose_versions_are_long_in_coming_are_no_more_than_may_be_in_flight() -> None:
+    above, region = based(updates=1)
+
+    def merge(sequence: int, **given: object) -> None:
+        region.push("s", sequence, 4.0, tokens=10, **given)
+        region.step()
+        while region.sealing or region.orders:
+            if region.sealing:
+                region.seal()
+            elif isinstance(region.orders[0], fx.Fetch):
+                region.orders.popleft()  # It takes long.
+            else:
+                region.do()
+            if above.commands:
+                above.step()
+            region.hear()
+
+    for sequence in range(1, 5):
+        merge(sequence)
+    assert (len(region.outbox), above.theta.item()) == (2, 92.0)
+    assert region.ledger()["unsent"] == 20
+    region.handle(ev.FinalAnnounced(ev.Ending.FINISHED))
+    merge(5, final=True)
+    assert above.theta.item() == 80.0, "nothing is taken any more, and the rest goes up"
+    assert len(region.outbox) == 3
+
+
 def test_what_was_refused_above_and_is_kept_goes_up_with_the_next() -> None:
     above, region = based()
     region.push("s", 1, 8.0, tokens=10)

@@ -49,10 +49,9 @@ def test_it_is_the_state_two_versions_the_fold_and_what_arrives(tmp_path: Path) 
 
 def test_a_region_has_room_for_the_one_above(tmp_path: Path) -> None:
     syncer = new_syncer(tmp_path, Events().emit)
-    alone, region = (
-        memory_bytes_max(syncer.options, syncer.plan, syncer.network, is_region=each) for each in (False, True)
-    )
-    assert region - alone == 16 * NUMEL + 4 * TAKING * LARGEST
+    alone, two, five = (memory_bytes_max(syncer.options, syncer.plan, syncer.network, each) for each in (0, 2, 5))
+    assert two - alone == 20 * NUMEL + 4 * TAKING * LARGEST
+    assert five - two == 12 * NUMEL
 
 
 def test_what_grows_with_the_model_alone() -> None:

@@ -20,6 +20,7 @@ from diloco.sync.syncer import OuterSync
 from diloco.sync.upstream import Below
 from diloco.sync.upstream_events import UpstreamFetched, UpstreamStarted
 from diloco.sync.upstream_state import Part
+from diloco.syncer.footprint import memory_bytes_max
 from diloco.syncer.journal_files import JournalFiles
 from diloco.syncer.leaving_out import ReplayerWithout
 from diloco.syncer.region import UpstreamRefusedError
@@ -103,6 +104,8 @@ def test_it_takes_the_version_above_and_sends_what_its_sites_have_brought(tmp_pa
     syncer, above, events = based(tmp_path)
     try:
         assert above.life == ["start"]
+        bound = memory_bytes_max(syncer.options, syncer.plan, syncer.network, 2)
+        assert events.of("syncer_started")[0]["memory_bytes_max"] == bound
         for fragment in range(len(NUMEL)):
             assert torch.equal(syncer.holdings.values[fragment].theta, dice("above", fragment))
         join(syncer)
