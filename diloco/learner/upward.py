@@ -258,15 +258,9 @@ class Upward:
 
     def _deliver(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:
         """A version is here: durable first, then the machine hears of it, and before it of the fates as of then."""
-        while True:
-            try:
-                payload = self._below.keep(event.fragment, bytes_of(values), told.digest)
-                break
-            except OSError as error:
-                if not is_full(error):
-                    raise
-                if self._stopping.wait(ROOM_EVERY_S):
-                    return
+        payload = self._kept(values, event.fragment, told.digest)
+        if payload is None:
+            return
         if lineage == self._known.lineage:
             self._versions.latest[event.fragment] = (event.version, values)
         with self._lock:  # Of the others the machine knows: each would be one more record in its journal.
@@ -274,6 +268,25 @@ class Upward:
         for fate in fates:
             self._below.tell(FateTold(fate))
         self._below.tell(UpstreamFetched(event.fragment, event.version, payload, told.digest, lineage, told.epoch))
+
+    def _kept(self, values: Tensor, fragment: int, digest: str) -> str | None:
+        """Where the values of a version lie, as soon as there is room for them; None when the process ends before."""
+        said = False
+        while True:
+            try:
+                payload = self._below.keep(fragment, bytes_of(values), digest)
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                if not said:
+                    self._emit("note", {"note": "disk_full", "why": f"a version above waits for room: {error}"})
+                said = True
+                if self._stopping.wait(ROOM_EVERY_S):
+                    return None
+                continue
+            if said:
+                self._emit("note", {"note": "disk_has_room"})
+            return payload
 
     def _join(self) -> None:
         """One attempt; raises ``Unreachable`` or ``Refused``."""

@@ -115,10 +115,13 @@ def syncer(tmp_path: Path) -> Iterator[Syncer]:
 
 
 def test_a_version_is_kept_before_the_machine_hears_of_it(tmp_path: Path, syncer: Syncer) -> None:
-    with speaking(tmp_path / "region", syncer) as (above, below):
+    events = Events()
+    with speaking(tmp_path / "region", syncer, events=events) as (above, below):
         below.is_full = True  # Once; then there is room.
         above.order(Fetch(1, -1))
         fetched = below.wait_for(UpstreamFetched)
+        notes = [event["note"] for event in events.of("upstream") if event["event"] == "note"]
+        assert notes == ["disk_full", "disk_has_room"]
         assert torch.equal(below.kept[fetched.payload], dice("zero", 1))
         assert fetched.digest == digest(dice("zero", 1), fetched.digest)
         assert (fetched.version, fetched.lineage, fetched.epoch) == (0, 1, 1)
