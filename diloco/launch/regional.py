@@ -1,7 +1,7 @@
 """A region: ``diloco syncer`` with ``upstream.endpoint``, a syncer to its sites and a site of another.
 
 The run above is its syncer's to tell, as it is to ``diloco.join``: outer rules, codecs and length may be others there.
-What it told the first time is kept with the region's data, so that a region also starts while that one is away.
+What it told is kept with the region's data, so that a region also starts while that one is away.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ def above_of(
         return None
     told = _told(config, data / FOLDER / "run.json")
     theirs = _understood(config, told)
+    _keep(config, data / FOLDER / "run.json", told)
     options = upward_options(config, data / FOLDER, theirs.codec.up, theirs.outer.updates_in_flight_max)
     agreement = Agreement(PROTOCOL, told.run_id, 0, layout.fingerprint, told.shared)
     security, ends = connecting.site_security(config), connecting.client_options(config)
@@ -111,13 +112,13 @@ def above_of(
 
 
 def _told(config: RunConfig, path: Path) -> Told:
-    """What the syncer above says of its run, or said when it was asked first."""
+    """What the syncer above says of its run, or said when it was asked first; VerbError where it is another run's."""
     from diloco.launch.asking import Told, ask
 
     endpoint = config.upstream.endpoint
     assert endpoint is not None
-    if path.is_file():
-        known = json.loads(path.read_bytes())
+    known = json.loads(path.read_bytes()) if path.is_file() else None
+    if known is not None and known["endpoint"] == endpoint:
         return Told(known["run"], known["shared"])
     try:
         told = ask(endpoint, connecting.site_security(config), config.site.join_timeout_s)
@@ -126,9 +127,17 @@ def _told(config: RunConfig, path: Path) -> Told:
         raise VerbError(CODES[error.kind], f"{where}, does not say what its run is: {error.text}") from error
     except ValueError as error:
         raise ConfigError(f"upstream.{str(error).replace('address is', 'endpoint is', 1)}") from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_file(path, json.dumps({"run": told.run_id, "shared": dict(told.shared)}, indent=1, sort_keys=True).encode())
+    if known is not None and known["run"] != told.run_id:
+        text = f"upstream.endpoint={endpoint} is of run {told.run_id}, and this is a region of run {known['run']}"
+        raise VerbError(ExitCode.MISMATCH, f"{text}: take another run.name")
     return told
+
+
+def _keep(config: RunConfig, path: Path, told: Told) -> None:
+    """For a start while that one is away; only what the region can be part of, so that a mistake is not kept."""
+    kept = {"endpoint": config.upstream.endpoint, "run": told.run_id, "shared": dict(told.shared)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, json.dumps(kept, indent=1, sort_keys=True).encode())
 
 
 def _understood(config: RunConfig, told: Told) -> RunConfig:

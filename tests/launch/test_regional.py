@@ -31,9 +31,9 @@ REGION = ["upstream.endpoint=127.0.0.1:1", "upstream.site_id=region-a"]
 
 
 @contextmanager
-def above(folder: Path, *settings: str) -> Iterator[str]:
-    """The syncer of a run called ``top``, and where it is."""
-    config = compose([*SMALL, "run.name=top", "cluster.syncer.listen=127.0.0.1:0", *settings])
+def above(folder: Path, *settings: str, name: str = "top") -> Iterator[str]:
+    """The syncer of a run called ``name``, and where it is."""
+    config = compose([*SMALL, f"run.name={name}", "cluster.syncer.listen=127.0.0.1:0", *settings])
     layout = build.layout_of(config)
     syncer = Syncer(
         build.syncer_options(config, RunDir(folder)),
@@ -154,6 +154,22 @@ def test_a_run_above_that_it_cannot_be_part_of_is_refused(
         speaker(region(address, *ours), tmp_path / "data")
     assert words in str(refused.value)
     assert refused.value.code is ExitCode.MISMATCH
+
+
+def test_an_endpoint_that_was_a_mistake_is_asked_no_more_and_one_of_another_run_is_refused(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with above(tmp_path / "wrong", "model.dim=32", name="wrong") as address, pytest.raises(VerbError) as refused:
+        speaker(region(address), data)
+    assert "model.dim is 16 in this region and 32" in str(refused.value)
+    assert not data.exists()
+    with above(tmp_path / "top") as address:
+        speaker(region(address), data).close()
+    with above(tmp_path / "moved") as address:
+        speaker(region(address), data).close()
+    with above(tmp_path / "other", name="other") as address:
+        with pytest.raises(VerbError, match="is of run other, and this is a region of run top") as refused:
+            speaker(region(address), data)
+        assert refused.value.code is ExitCode.MISMATCH
 
 
 def test_addresses_and_files_that_cannot_be_are_named(tmp_path: Path) -> None:
