@@ -157,6 +157,7 @@ def _understood(config: RunConfig, told: Told) -> RunConfig:
         (theirs.outer.num_syncers > 1, "outer.num_syncers", theirs.outer.num_syncers),
         # What it rounds off would be lost with the next version above, where a site has it go out again.
         (usual_feedback(theirs.codec.up) > 0, "codec.up", theirs.codec.up),
+        (bool(theirs.codec.feedback), "codec.feedback", theirs.codec.feedback),
     )
     for is_so, name, value in impossible:
         if is_so:

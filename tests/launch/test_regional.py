@@ -144,6 +144,7 @@ def test_what_the_one_above_told_is_kept_for_when_it_is_away(tmp_path: Path) -> 
         (["outer.lock_step=true", "outer.quorum=all"], [], "outer.lock_step is True in the run above"),
         (["data.leased=true"], [], "data.leased is True in the run above"),
         (["codec.up=topk"], [], "codec.up is 'topk' in the run above"),
+        (["codec.feedback=0.5", "outer.adopt=overwrite"], [], "codec.feedback is 0.5 in the run above"),
         (["outer.num_syncers=2", "outer.num_fragments=2"], ["outer.num_fragments=2"], "outer.num_syncers is 2"),
     ],
 )
