@@ -15,8 +15,8 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: .venv/.ready
 	$(BIN)/diloco up $(ARGS)
 
-# What the slow tests of torchtitan run in is made before them: none of them may take as long as that can.
-test: .venv/.ready .venv-harness/.ready $(if $(or $(findstring slow,$(ARGS)),$(findstring hunt,$(ARGS))),.venv-peers/torchtitan/.ready)
+# What the tests of torchtitan run in is made before them: none of them may take as long as that can.
+test: .venv/.ready .venv-harness/.ready $(if $(findstring hunt,$(ARGS)),.venv-peers/torchtitan/.ready)
 	$(BIN)/python -m pytest $(ARGS)
 
 check: .venv/.ready

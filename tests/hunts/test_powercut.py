@@ -65,14 +65,8 @@ def test_a_forgotten_sync_is_found(recorded: dict[str, Recording], folder: Path,
     assert any(why for _, why in mutant.examined(folder / "state", Random(1), first=first)), step
 
 
-@pytest.mark.parametrize(
-    "forgotten",
-    [
-        pytest.param("", marks=pytest.mark.slow),
-        pytest.param("journal.sync", marks=pytest.mark.hunt),
-        pytest.param("spool.sync", marks=pytest.mark.hunt),
-    ],
-)
+@pytest.mark.hunt
+@pytest.mark.parametrize("forgotten", ["", "journal.sync", "spool.sync"])
 def test_real_cuts_lose_nothing_unless_a_sync_is_forgotten(forgotten: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["--cuts", "3", "--rounds", "0", "--forget", forgotten])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

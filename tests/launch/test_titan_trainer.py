@@ -172,7 +172,7 @@ def balanced(ledger: dict[str, int]) -> bool:
     return ledger["processed"] == sum(count for name, count in ledger.items() if name != "processed")
 
 
-@pytest.mark.slow
+@pytest.mark.hunt
 def test_a_job_that_fails_leaves_with_a_word_and_goes_on_from_its_checkpoint(
     titan: Titan, address: str, tmp_path: Path
 ) -> None:
@@ -191,11 +191,12 @@ def test_a_job_that_fails_leaves_with_a_word_and_goes_on_from_its_checkpoint(
     assert found["lr"] == {"lr/AdamW": 0.003}
 
 
+@pytest.mark.hunt
 @pytest.mark.parametrize(
     "degree",
     [
-        pytest.param("data_parallel_shard_degree", id="fsdp", marks=pytest.mark.hunt),
-        pytest.param("tensor_parallel_degree", id="tp", marks=pytest.mark.slow),
+        pytest.param("data_parallel_shard_degree", id="fsdp"),
+        pytest.param("tensor_parallel_degree", id="tp"),
     ],
 )
 def test_ranks_hold_the_model_as_torchtitan_cuts_it(titan: Titan, address: str, tmp_path: Path, degree: str) -> None:

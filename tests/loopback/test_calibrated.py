@@ -48,8 +48,9 @@ def likened(place: Place, *settings: str) -> dict[str, Any]:
     return told["like"]  # type: ignore[no-any-return]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("outer", ["diloco", "decoupled"])
+@pytest.mark.parametrize(
+    "outer", [pytest.param("diloco", marks=pytest.mark.slow), pytest.param("decoupled", marks=pytest.mark.hunt)]
+)
 def test_a_run_and_its_simulation_agree(place: Place, outer: str) -> None:
     like = likened(place, f"outer={outer}")
     versions = like["versions"]
@@ -70,7 +71,7 @@ FAULTS = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.hunt
 def test_what_goes_wrong_in_a_run_goes_wrong_in_its_simulation(place: Place) -> None:
     """What is sent twice because a process died is not simulated, so nothing is said of bytes."""
     (place.folder / "faults.yaml").write_text(FAULTS)
