@@ -56,7 +56,7 @@ from diloco.sync.events import (
 from diloco.sync.fates import refuse_stale
 from diloco.sync.holding import admitted, deadline_ns, expire, withdrawn
 from diloco.sync.lineage import lineage_began
-from diloco.sync.membership import evicted, join, left, presence, readmitted, standings
+from diloco.sync.membership import back, evicted, join, left, presence, readmitted, standings
 from diloco.sync.plain import from_plain, to_plain
 from diloco.sync.rounds import consider, outer_step, outer_step_done, outer_step_failed
 from diloco.sync.state import FragmentState, OuterState, Phase
@@ -111,6 +111,8 @@ class OuterSync:
             case OuterStepFailed():
                 outer_step_failed(turn, event)
             case UnitsAsked():
+                if unit_leases.refusal(self.state, event) is None:
+                    back(turn, event.site)  # Or what it is told would be that of a site that is gone.
                 unit_leases.asked(turn, event)
             case SiteSilent() | SiteHeard():
                 presence(turn, event)

@@ -44,7 +44,7 @@ PIECES_TOLD_MAX = 512
 def asked(turn: Turn, event: UnitsAsked) -> None:
     """Lease what is asked for, and answer with the site's list from the first place on that it does not know."""
     state, unit = turn.state, turn.options.unit_sequences
-    reason = _refusal(state, event)
+    reason = refusal(state, event)
     if reason is not None:
         turn.effects.append(AnswerUnits(event.call, 0, (), reason))
         return
@@ -63,13 +63,13 @@ def asked(turn: Turn, event: UnitsAsked) -> None:
 
 def known_already(options: OuterOptions, state: OuterState, event: UnitsAsked) -> AnswerUnits | None:
     """The answer to an ask that changes nothing; None where it does, so that it is the machine's to decide."""
-    reason = _refusal(state, event)
+    reason = refusal(state, event)
     if reason is not None:
         return AnswerUnits(event.call, 0, (), reason)
     units, unit = state.units, options.unit_sequences
     assert units is not None
     holder = units.holders.get(event.site)
-    if holder is None or max(event.begin, min(event.upto, holder.first + HELD_MAX)) > holder.end:
+    if holder is None or holder.gone or max(event.begin, min(event.upto, holder.first + HELD_MAX)) > holder.end:
         return None
     if _floor(state, unit, event.site, event.floor // unit) > holder.first:
         return None
@@ -160,15 +160,16 @@ def in_hand(options: OuterOptions, state: OuterState) -> list[Span]:
     return without(found, state.units.over)
 
 
-# --- the parts of it ------------------------------------------------------------------------------------------------
-
-
-def _refusal(state: OuterState, event: UnitsAsked) -> Reason | None:
+def refusal(state: OuterState, event: UnitsAsked) -> Reason | None:
+    """Why nobody who asks like that is told anything; None for a site that is there."""
     site = state.sites.get(event.site)
     if state.units is None or site is None:
         return Reason.NOT_JOINED
     there = site.incarnation == event.incarnation and site.status not in (Status.LEFT, Status.EVICTED)
     return None if there else Reason.FENCED
+
+
+# --- the parts of it ------------------------------------------------------------------------------------------------
 
 
 def _told(holder: Holder, call: int, known: int) -> AnswerUnits:

@@ -9,6 +9,7 @@ from diloco.sync import events as ev
 from diloco.sync.events import Reason
 from diloco.sync.journal import replay
 from diloco.sync.options import SECOND_NS
+from diloco.sync.state import Status
 from diloco.sync.syncer import OuterSync
 from diloco.sync.unit_leases import columns_of, known_already
 from diloco.sync.units import SKIPPED, Columns
@@ -115,6 +116,18 @@ def test_a_site_that_is_heard_in_time_keeps_its_units() -> None:
     syncer.handle(ev.SiteHeard("a"), at_s=20)
     assert syncer.machine.next_deadline_ns() is None
     assert counts(syncer).in_hand == 3
+
+
+def test_a_site_that_asks_is_there() -> None:
+    syncer = leasing("a", "b")
+    ask(syncer, "a", 3)
+    syncer.handle(ev.SiteSilent("a"), at_s=10)
+    syncer.deadline()
+    asks = ev.UnitsAsked(1, "a", 1, begin=0, known=0, upto=3, floor=0, again=0)
+    assert known_already(syncer.options, syncer.machine.state, asks) is None, "it has nothing of its list at the moment"
+    assert ask(syncer, "a", 5) == ((0, 5),)
+    assert (counts(syncer).in_hand, counts(syncer).given_back, counts(syncer).reissued) == (5, 0, 0)
+    assert syncer.machine.state.sites["a"].status is Status.LIVE
 
 
 def test_a_site_that_comes_back_has_what_is_free_and_what_another_has_counts_once() -> None:
