@@ -44,12 +44,6 @@ def advice(config: RunConfig) -> list[str]:
             " an update is as old as all versions of its period, and older ones are refused; allow twice the "
             "sites, more where speeds differ more than twofold, or take rebase, which measures from the newest version"
         )
-    if outer.lock_step and outer.num_fragments > 1 and outer.quorum == "all":
-        said.append(
-            f"outer.lock_step is True with outer.num_fragments={outer.num_fragments}: a site that was away for longer "
-            f"than outer.site_timeout_s={outer.site_timeout_s:g} is out of turn with the others, and they wait for each"
-            " other until a site gives up; with one fragment they do not"
-        )
     if outer.staleness_power and outer.round_updates == 1:
         said.append(
             f"outer.staleness_power is {outer.staleness_power:g} and each update is merged alone: a weight says how "

@@ -286,7 +286,7 @@ class Site:
 
     def _comes_due(self, fragment: int, steps: int) -> bool:
         options, state = self.fleet.plan.learner, self.machine.state
-        if options.dynamic_steps or state.stopping or state.fragments[fragment].due:
+        if options.dynamic_steps or options.lock_step or state.stopping or state.fragments[fragment].due:
             return True
         return is_due(state.step + steps, options.offset(fragment), options.inner_steps, steps)
 

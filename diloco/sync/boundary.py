@@ -37,9 +37,22 @@ def step_done(turn: SiteTurn, event: StepDone) -> None:
 
 def _comes_due(options: LearnerOptions, state: LearnerState, index: int, step: int, steps: int = 1) -> bool:
     """Whether the fragment is due right after inner step number ``step`` or one of the ``steps`` that end with it."""
-    if not options.dynamic_steps:
-        return is_due(step, options.offset(index), options.inner_steps, steps)
-    return step >= _dynamic_due(options, state, index)
+    if options.dynamic_steps:
+        return step >= _dynamic_due(options, state, index)
+    if options.lock_step and index != in_turn(options, state):
+        return False
+    due = [index] if not options.lock_step else range(options.num_fragments)
+    return any(is_due(step, options.offset(each), options.inner_steps, steps) for each in due)
+
+
+def in_turn(options: LearnerOptions, state: LearnerState) -> int:
+    """Lock-step: the fragment that is exchanged next, by the versions that all sites have.
+
+    A site that was away counts other steps than the rest.  If each went by its own steps, one would wait with one
+    fragment, the next with another, and neither round would close.
+    """
+    bases = [part.base_version for part in state.fragments]
+    return min(range(len(bases)), key=lambda each: (bases[each], options.offset(each) or options.inner_steps))
 
 
 def _dynamic_due(options: LearnerOptions, state: LearnerState, index: int) -> int:

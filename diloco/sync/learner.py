@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from diloco.sync.boundary import boundary, may_act, step_done, steps_to_act
+from diloco.sync.boundary import boundary, in_turn, may_act, step_done, steps_to_act
 from diloco.sync.effects import LearnerEffect, Leave
 from diloco.sync.events import (
     BaseDiffers,
@@ -162,12 +162,14 @@ class LearnerSync:
     def must_wait(self) -> bool:
         """Lock-step only: whether an update, of an earlier process too, is not yet answered by an adopted version.
 
-        When the run has reached its bound the word that ends it is on its way, and one more step would be one too many.
+        That of a fragment whose turn is over is merged in its next one, and not waited for.  When the run has reached
+        its bound the word that ends it is on its way, and one more step would be one too many.
         """
-        return self.options.lock_step and (
-            self.state.progress_ppm >= 1_000_000
-            or any(p.in_flight or p.orphans or p.published > p.base_version for p in self.state.fragments)
-        )
+        if not self.options.lock_step:
+            return False
+        part = self.state.fragments[in_turn(self.options, self.state)]
+        is_behind = any(each.published > each.base_version for each in self.state.fragments)
+        return is_behind or bool(part.in_flight or part.orphans) or self.state.progress_ppm >= 1_000_000
 
 
 def _maybe_leave(turn: SiteTurn) -> None:

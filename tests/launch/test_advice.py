@@ -27,7 +27,6 @@ def test_a_preset_needs_no_advice(experiment: str) -> None:
             ["outer=decoupled", "outer.staleness_max=5"],
             "outer.staleness_max is 5 and there are 3 sites: under outer.adopt",
         ),
-        (["outer=diloco", "outer.num_fragments=2"], "outer.lock_step is True with outer.num_fragments=2"),
         (["outer=async", "outer.staleness_power=0.5"], "outer.staleness_power is 0.5 and each update is merged alone"),
     ],
 )

@@ -80,6 +80,20 @@ def test_in_lock_step_the_others_go_on_without_a_site_that_is_away_and_with_it_a
 
 
 @pytest.mark.parametrize("adopt", ["rebase", "overwrite"])
+@pytest.mark.parametrize("fragments", [2, 4])
+@pytest.mark.parametrize("left_s", [1000.0, 1003.0, 1008.0, 1017.0])
+def test_in_lock_step_the_versions_say_whose_turn_it_is(adopt: str, fragments: int, left_s: float) -> None:
+    """Who was silent for longer than its lease comes back to the middle of another fragment's period."""
+    learner = {"lock_step": True, "updates_in_flight_max": 1, "adopt": adopt}
+    sites = (FleetSite(step_s=1.0, planned=((left_s, left_s + 100),)), FleetSite(step_s=1.0))
+    plan = fleet(sites, fragments=fragments, quorum="all", updates_in_flight_max=1, learner=learner)
+    found = simulate(plan)
+    check(plan, found)
+    assert all(version == pytest.approx(HOUR_S / 24, abs=4) for version in found.versions)
+    assert found.sites[0].rounds > (HOUR_S - 200) / 24 * fragments
+
+
+@pytest.mark.parametrize("adopt", ["rebase", "overwrite"])
 @pytest.mark.parametrize("rtt_s", [0.0, 0.1])
 def test_what_is_lost_goes_out_with_the_next_update_a_period_later(adopt: str, rtt_s: float) -> None:
     site = FleetSite(step_s=1.0, rtt_s=rtt_s, lost_share=0.5)
