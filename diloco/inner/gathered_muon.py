@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 
-from diloco.inner.pieces import put, sides_cut
+from diloco.inner.pieces import is_cut, put, sides_cut
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,13 +46,12 @@ class GatheredMuon(torch.optim.Muon):
 
 def whole(value: Tensor) -> Tensor:
     """All of ``value``, on every rank.  A collective."""
-    if not isinstance(value, DTensor):
+    if not is_cut(value):
         return value
     placements = list(value.placements)
     for side in reversed(sides_cut(value)):  # What was cut last is put together first.
         placements[side] = Replicate()
         value = value.redistribute(placements=placements)
-    assert isinstance(value, DTensor)
     return value.to_local()
 
 

@@ -6,8 +6,9 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+from diloco.inner.pieces import is_cut
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +27,7 @@ def clip(parameters: Sequence[Tensor], bound: float, group: SiteGroup | None) ->
     Where parameters are sharded every rank gives the squares of what it holds, each shared by as many ranks as hold
     the same: one collective, whatever the layout.
     """
-    if group is None or not any(isinstance(parameter, DTensor) for parameter in parameters):
+    if group is None or not any(is_cut(parameter) for parameter in parameters):
         return float(clip_grad_norm_(parameters, bound))
     by_holders: dict[int, list[Tensor]] = {}
     for parameter in parameters:
@@ -42,12 +43,12 @@ def clip(parameters: Sequence[Tensor], bound: float, group: SiteGroup | None) ->
 
 
 def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return gradient.to_local() if is_cut(gradient) else gradient
 
 
 def _holders(gradient: Tensor, world: int) -> int:
     """How many ranks hold the same part of ``gradient``."""
-    if not isinstance(gradient, DTensor):
+    if not is_cut(gradient):
         return world
     mesh, parts = gradient.device_mesh, 1
     for side, placement in enumerate(gradient.placements):

@@ -17,15 +17,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+from diloco.inner.pieces import is_cut
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from torch import Tensor
-    from torch.distributed.tensor import DTensor
 
     from diloco.inner.parallel import SiteGroup
 
@@ -139,11 +140,8 @@ class Holding:
     def part(self, name: str) -> Tensor:
         """What this rank holds of a parameter, where it lies: what is written there is written to the model."""
         parameter = self._parameters[name]
-        cut = _cut_of(parameter)
-        if cut is None:
-            return parameter.detach()
         with torch.no_grad():
-            return cut.to_local().detach()
+            return (parameter.to_local() if is_cut(parameter) else parameter).detach()
 
     def is_whole(self, pieces: Sequence[Piece], at: int = 0) -> bool:
         """Whether rank ``at`` holds all of ``pieces`` itself, so that it needs nobody to read them."""
@@ -289,23 +287,17 @@ def _narrowed(tensor: Tensor, start: Sequence[int], size: Sequence[int]) -> Tens
 # --- what a rank holds ------------------------------------------------------------------------------------------------
 
 
-def _cut_of(parameter: Tensor) -> DTensor | None:
-    """The parameter, if it is one of which ranks hold parts.  Its class is not imported: most sites have none."""
-    return cast("DTensor", parameter) if hasattr(parameter, "placements") else None
-
-
 def _spans(name: str, parameter: Tensor) -> Spans | None:
     """What this rank holds of ``parameter``; None where that is nothing.
 
     A mesh cuts by its dimensions from left to right, each what the one before has left.
     """
     held: list[list[Span]] = [[(0, size)] for size in parameter.shape]
-    cut = _cut_of(parameter)
-    if cut is not None:
-        coordinate = cut.device_mesh.get_coordinate()
+    if is_cut(parameter):
+        coordinate = parameter.device_mesh.get_coordinate()
         if coordinate is None:
             return None
-        for at, parts, placement in zip(coordinate, cut.device_mesh.shape, cut.placements, strict=True):
+        for at, parts, placement in zip(coordinate, parameter.device_mesh.shape, parameter.placements, strict=True):
             if placement.is_replicate():
                 continue
             dim = getattr(placement, "dim", None)
@@ -318,9 +310,11 @@ def _spans(name: str, parameter: Tensor) -> Spans | None:
             held[dim] = _joined(span for each in mine for span in _within(held[dim], *each))
         shape = tuple(sum(stop - start for start, stop in spans) for spans in held)
         with torch.no_grad():
-            local = tuple(cut.to_local().shape)
+            local = tuple(parameter.to_local().shape)
         if shape != local:
-            raise HoldingError(f"parameter {name} is {cut.placements} with a part of {local} here, not of {shape}")
+            raise HoldingError(
+                f"parameter {name} is {parameter.placements} with a part of {local} here, not of {shape}"
+            )
     spans = tuple(tuple(each) for each in held)
     return spans if all(spans) else None
 

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from diloco.inner import gradients
 from diloco.inner.checks import require
-from diloco.inner.gathered_muon import GatheredMuon
+from diloco.inner.pieces import is_cut
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -184,6 +183,14 @@ def _muon_takes(model: nn.Module) -> set[int]:
     }
 
 
+def _muon_class(*, sharded: bool) -> type[torch.optim.Muon]:
+    if not sharded:
+        return torch.optim.Muon
+    from diloco.inner.gathered_muon import GatheredMuon  # With torch's DTensor: 2 s, as in ``pieces``.
+
+    return GatheredMuon
+
+
 def build_optimizers(model: nn.Module, options: InnerOptions) -> InnerOptimizers:
     """Optimizers over ``model`` (not its DDP wrapper; after it was spread), every parameter in exactly one of them."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -193,8 +200,7 @@ def build_optimizers(model: nn.Module, options: InnerOptions) -> InnerOptimizers
         hidden = {name: parameter for name, parameter in trained.items() if id(parameter) in ids}
         trained = {name: parameter for name, parameter in trained.items() if id(parameter) not in ids}
         if hidden:
-            sharded = any(isinstance(parameter, DTensor) for parameter in hidden.values())
-            muon = (GatheredMuon if sharded else torch.optim.Muon)(
+            muon = _muon_class(sharded=any(is_cut(parameter) for parameter in hidden.values()))(
                 list(hidden.values()),
                 lr=options.muon_lr,
                 momentum=options.muon_momentum,

@@ -7,15 +7,23 @@ several sides of the grid; either way what a rank holds is one box.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
-from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
+    from torch.distributed.tensor import DTensor
+
+
+def is_cut(value: Tensor) -> TypeGuard[DTensor]:
+    """Whether ``value`` is one of which ranks hold parts.
+
+    Its class is not imported: that is 2 s of a processor at every start, and most sites have none.
+    """
+    return hasattr(value, "placements")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +61,7 @@ class Box:
 def box_of(value: Tensor) -> Box:
     """What this rank holds of ``value``; of a plain tensor, all."""
     starts, sizes = [0] * value.ndim, list(value.shape)
-    if not isinstance(value, DTensor):
+    if not is_cut(value):
         return Box(tuple(starts), tuple(sizes))
     place = value.device_mesh.get_coordinate()
     assert place is not None, "every rank of a site is in its grid"
@@ -75,7 +83,7 @@ def is_keeper(value: Tensor, place: Mapping[str, int]) -> bool:
     A tensor may be of a part of the grid only: along the other sides it is the same.
     """
     cut: set[str] = set()
-    if isinstance(value, DTensor):
+    if is_cut(value):
         names = value.device_mesh.mesh_dim_names
         assert names is not None, "the sides of a site's grid have names"
         cut = {names[side] for side in sides_cut(value)}
@@ -85,7 +93,7 @@ def is_keeper(value: Tensor, place: Mapping[str, int]) -> bool:
 def local(value: Tensor) -> Tensor:
     """What this rank holds of ``value``, as a plain tensor on the same memory."""
     detached = value.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
+    return detached.to_local() if is_cut(detached) else detached
 
 
 @torch.no_grad()
@@ -96,12 +104,11 @@ def put(value: Tensor, whole: Tensor) -> None:
 
 def alike(value: Tensor, part: Tensor) -> Tensor:
     """``part``, of the size that this rank holds of ``value``, as a tensor that is sharded as ``value`` is."""
-    if not isinstance(value, DTensor):
+    if not is_cut(value):
         return part
-    made: Any = DTensor.from_local(
+    made: Tensor = type(value).from_local(
         part, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
     )
-    assert isinstance(made, DTensor)
     return made
 
 

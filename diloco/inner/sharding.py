@@ -19,21 +19,18 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
 from diloco.inner.checks import require
 from diloco.inner.model import ModelOptions, Transformer
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.tensor.parallel import ParallelStyle
+    from torch.distributed.fsdp import FSDPModule
 
     from diloco.inner.parallel import SiteGroup
 
@@ -112,11 +109,13 @@ class Spread:
         if not is_empty:
             model.to(group.device)
         with group.bounded("sharding the model"):
+            from diloco.inner import cutting  # With torch's DTensor: 2 s, as in ``pieces``.
+
             mesh = _mesh(group, self.sizes)
             if tensor > 1:
-                _cut(model, mesh["tensor"])
+                cutting.cut(model, mesh["tensor"])
             if shards > 1:
-                _shard(model, mesh["replicate", "shard"] if copies > 1 else mesh["shard"])
+                cutting.shard(model, mesh["replicate", "shard"] if copies > 1 else mesh["shard"])
         if is_empty:
             model.take_shape(group.device)
         self.module = model
@@ -129,15 +128,15 @@ class Spread:
         gradients on every rank, and that they do not fit is why somebody shards.
         """
         if self.is_sharded:
-            if isinstance(self.module, FSDPModule) and self.sizes[0] > 1:
-                self.module.set_requires_all_reduce(last)
+            if self.sizes[0] > 1:
+                cast("FSDPModule", self.module).set_requires_all_reduce(last)
             return nullcontext()
         return nullcontext() if last else self.group.without_sync(self.module)
 
     def put_away(self) -> None:
         """After a forward pass without a backward one: give back what was gathered for it."""
-        if isinstance(self.module, FSDPModule):
-            self.module.reshard()
+        if self.sizes[1] > 1:
+            cast("FSDPModule", self.module).reshard()
 
 
 def _mesh(group: SiteGroup, sizes: tuple[int, int, int]) -> DeviceMesh:
@@ -155,37 +154,3 @@ def _mesh(group: SiteGroup, sizes: tuple[int, int, int]) -> DeviceMesh:
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], group.device.type, mesh_dim_names=names)
     return DeviceMesh.from_group(groups, group.device.type, mesh=grid, mesh_dim_names=names)
-
-
-def _cut(model: Transformer, mesh: DeviceMesh) -> None:
-    """Columns of what a layer reads with, rows of what it writes with: one sum over the ranks for each half of a block.
-
-    The embedding is cut by words, the head likewise, so that a tied pair is cut alike and stays one matrix.
-    """
-    whole = Replicate()
-    plan: dict[str, ParallelStyle] = {
-        "embedding": RowwiseParallel(input_layouts=whole),
-        "head": ColwiseParallel(output_layouts=whole),
-    }
-    for index in range(len(model.blocks)):
-        attention, feed_forward = f"blocks.{index}.attention", f"blocks.{index}.feed_forward"
-        # Said once for a whole layer, the gradients of its input are summed once and not for each of its matrices.
-        plan[attention] = PrepareModuleInput(
-            input_layouts=(whole, None, None), desired_input_layouts=(whole, None, None)
-        )
-        plan[feed_forward] = PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,))
-        for name in ("query", "key", "value"):
-            plan[f"{attention}.{name}"] = ColwiseParallel()
-        for name in ("gate", "up"):
-            plan[f"{feed_forward}.{name}"] = ColwiseParallel()
-        plan[f"{attention}.output"] = plan[f"{feed_forward}.down"] = RowwiseParallel()
-    parallelize_module(model, mesh, plan)
-    if model.options.tied:
-        model.head.weight = model.embedding.weight
-
-
-def _shard(model: Transformer, mesh: DeviceMesh) -> None:
-    """Each block on its own, and the rest together: one block at a time is whole on a rank."""
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
