@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, fields, is_dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -51,9 +52,6 @@ def compose(overrides: Sequence[str], told: Mapping[str, str] = NOTHING_TOLD) ->
 
     What they leave out is as it was ``told`` of a run (:func:`shared_config`): values, whatever stands in them.
     """
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-    from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -66,11 +64,8 @@ def compose(overrides: Sequence[str], told: Mapping[str, str] = NOTHING_TOLD) ->
             chosen.append(f"{key}={_choice(key, value)}")
         else:
             values += _checked(key, value)
-    ConfigStore.instance().store(name="schema", node=RunConfig)
     try:
-        with initialize_config_dir(str(folder()), version_base="1.3"):
-            composed = hydra_compose("config", chosen)
-        return settle(_with(composed, values))
+        return settle(_with(_of_groups(tuple(chosen)), values))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(first_line(error)) from error
 
@@ -90,7 +85,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         key, told = _parse_as_yaml(text, path)
         values += _checked(key, told)
     try:
-        return settle(_with(OmegaConf.structured(RunConfig), values))
+        return settle(_with(_defaults(), values))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{' '.join([str(path), *overrides])}: {first_line(error)}") from error
 
@@ -111,10 +106,8 @@ def write(config: RunConfig, path: Path) -> None:
 
 def of_values(values: Mapping[str, object]) -> RunConfig:
     """The defaults with ``values`` by dotted name on top, which nobody else has settled; ConfigError in one line."""
-    from omegaconf import OmegaConf
-
     checked = [pair for key, value in values.items() for pair in _checked(key, value)]
-    return _with(OmegaConf.structured(RunConfig), checked)
+    return _with(_defaults(), checked)
 
 
 def from_shared(told: Mapping[str, str], own: Mapping[str, object]) -> RunConfig:
@@ -307,19 +300,43 @@ def _checked(key: str, value: object) -> list[tuple[str, object]]:
     return [(key, value)]
 
 
+@cache
+def _of_groups(chosen: tuple[str, ...]) -> Any:
+    """The files of the groups, put together by Hydra.  A tenth of a second and more: once for each choice of them."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="schema", node=RunConfig)
+    with initialize_config_dir(str(folder()), version_base="1.3"):
+        return _opened(compose("config", list(chosen)))
+
+
+@cache
+def _defaults() -> Any:
+    """Every setting as the schema has it.  To build it costs more than to read a whole file."""
+    from omegaconf import OmegaConf
+
+    return _opened(OmegaConf.structured(RunConfig))
+
+
+def _opened(config: Any) -> Any:
+    from omegaconf import OmegaConf
+
+    OmegaConf.set_struct(config, False)  # Hydra closes dicts with free names too; keys were checked before
+    return config
+
+
 def _with(config: Any, values: Sequence[tuple[str, object]]) -> RunConfig:
-    """``config`` with ``values`` on top, resolved; ConfigError names the first value that does not fit its key."""
+    """``config``, which stays as it is, with ``values`` on top; ConfigError names the first that does not fit."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    OmegaConf.set_struct(config, False)  # Hydra closes dicts with free names too; keys were checked before
     try:
         config = OmegaConf.merge(config, _nested(values))
     except OmegaConfBaseException:
-        # Building a structured config costs more than reading the whole file, so the culprit is looked for only now.
-        for key, value in values:
+        for key, value in values:  # The culprit is looked for only now.
             try:
-                OmegaConf.merge(OmegaConf.structured(RunConfig), _nested([(key, value)]))
+                OmegaConf.merge(_defaults(), _nested([(key, value)]))
             except OmegaConfBaseException as error:
                 raise ConfigError(f"{key} is {_shown(value)}: {wanted(key)}") from error
         raise

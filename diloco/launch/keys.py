@@ -7,6 +7,7 @@ import difflib
 import inspect
 import typing
 from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from diloco.launch import schema, schema_launch, schema_outer
@@ -27,6 +28,12 @@ WANTED: Mapping[type, str] = {
 }
 
 
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    """The types of a section's fields; to work them out compiles every one, which is half the reading of a file."""
+    return typing.get_type_hints(kind)
+
+
 def plain_type(hint: Any) -> Any:
     """``hint`` without its ``| None``."""
     parts = [part for part in typing.get_args(hint) if part is not type(None)]
@@ -38,7 +45,7 @@ def leaves(kind: type = schema.RunConfig, above: str = "") -> Iterator[tuple[str
 
     A section with free names (``cluster.sites``) is listed under ``<name>``.
     """
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     for item in fields(kind):
         inner = plain_type(hints[item.name])
         if typing.get_origin(inner) is dict:
@@ -56,8 +63,8 @@ def type_of(key: str) -> Any:
         hint = plain_type(hint)
         if typing.get_origin(hint) is dict and part:
             hint = typing.get_args(hint)[1]
-        elif is_dataclass(hint) and isinstance(hint, type) and part in {item.name for item in fields(hint)}:
-            hint = typing.get_type_hints(hint)[part]
+        elif is_dataclass(hint) and isinstance(hint, type) and part in _hints(hint):
+            hint = _hints(hint)[part]
         else:
             raise ConfigError(unknown(key))
     return hint

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from diloco.launch.config import (
     compose,
     folder,
     from_shared,
+    of_values,
     read,
     settle,
     shared_config,
@@ -332,3 +334,14 @@ def test_a_run_that_this_release_would_understand_as_another_is_refused(told: di
         from_shared({**whole, **told}, {})
     with pytest.raises(ConfigError, match=r"outer.lr is not set at the syncer, and this release makes 0.7 of it"):
         from_shared({key: text for key, text in whole.items() if key != "outer.lr"}, {})
+
+
+@pytest.mark.parametrize("make", [lambda: compose([]), lambda: of_values({})])
+def test_what_is_done_to_a_configuration_does_not_come_back_with_the_next(make: Callable[[], RunConfig]) -> None:
+    """The files and the defaults behind them are put together once in a process."""
+    spoilt, wanted = make(), repr(make())
+    spoilt.cluster.sites.clear()
+    spoilt.inner.betas.append(7.0)
+    spoilt.outer.lr = 9.0
+    compose(["outer.lr=0.123", "cluster.sites.late.slowdown=2"])
+    assert repr(make()) == wanted
