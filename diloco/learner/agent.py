@@ -336,7 +336,7 @@ class Agent:
             bound, failed = self._options.finish_timeout_s, self._has_failed
             with contextlib.suppress(TimeoutError):  # What is still unsent or undecided then is said in the ledger.
                 self._until(lambda: self._touch.left or failed(), time.monotonic() + bound, "its last updates")
-                self._until(lambda: self._machine.settled() or failed(), time.monotonic() + bound, "its last fates")
+                self._until(lambda: self._touch.over or failed(), time.monotonic() + bound, "its last fates")
         self._exchanges.part()
         self._orders.go_on(stop=True)
         stop = self._stop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from diloco.sync.events import LearnerEvent
     from diloco.sync.learner import LearnerSync
     from diloco.wire.client import SyncClient
+    from diloco.wire.messages import ReportInfo
 
 TURN_S = 0.1
 UNHEARD_MAX = 3
@@ -69,6 +71,7 @@ class Touch:
         self.leave_asked = False  # Set by a signal handler, so a plain store.
         self.leaving = False
         self.left = False
+        self.over = False  # Goodbye is said, every fate is heard, and the syncer was told that too.
 
     def run(self) -> None:
         """The thread."""
@@ -80,11 +83,15 @@ class Touch:
                 self._tell(LeaveAsked())
             if self.leaving and not self.left:
                 self._say_goodbye()
+                next_report = now if self.left else next_report
             if now >= next_meter:
                 next_meter = now + self._meter_every_s
                 self.emit_meter()
-            if now >= next_report or self._wants_units():
+            if now >= next_report or self._wants_units() or self._has_settled():
                 next_report = now + self.heartbeat_s
+                if self.left:
+                    self._say_what_is_missing()
+                    continue
                 self._look_at_a_base()
                 self._report()
 
@@ -100,10 +107,22 @@ class Touch:
             self.left = True
             self._changed.notify_all()
 
+    def _has_settled(self) -> bool:
+        return self.left and not self.over and self._machine.settled()
+
+    def _say_what_is_missing(self) -> None:
+        """After goodbye: a syncer that is about to leave waits as long as something is in flight, and no longer."""
+        settled = self._machine.settled()
+        with contextlib.suppress(Unreachable, Refused):
+            self._client.report(self._info())
+        with self._changed:
+            self.over = settled
+            self._changed.notify_all()
+
     def _wants_units(self) -> bool:
         """Whether the next heartbeat comes early, because there is little left to draw and the syncer answers."""
         machine = self._machine
-        if not machine.options.unit_sequences or self._unheard or self._in_vain:
+        if not machine.options.unit_sequences or self._unheard or self._in_vain or self.left:
             return False
         with self._changed:
             return wants_soon(machine.options, machine.state)
@@ -116,15 +135,19 @@ class Touch:
             base, told = self._tensors.base[fragment], self._tensors.told_base[fragment]
         self._echo.compute(base, told)  # A pass over all its bytes; a tensor that is stored is not written to.
 
-    def _report(self) -> None:
-        if self.left or self._machine.state.incarnation == 0:
-            return
+    def _info(self) -> ReportInfo:
         reading = self._meter.read()
         with self._changed:
             digests = self._exchanges.digests(self._echo.digests(self._tensors.base), self._machine.state)
             state, link = self._machine.state, self._use.info(self._machine.state.step_ns)
-            units = ask_of(self._machine.options, state) if self._machine.options.unit_sequences else None
-            info = report_info(self._run_id, self._site_id, state, reading, self._exchanges, digests, link, units)
+            wants = self._machine.options.unit_sequences and not self.left
+            units = ask_of(self._machine.options, state) if wants else None
+            return report_info(self._run_id, self._site_id, state, reading, self._exchanges, digests, link, units)
+
+    def _report(self) -> None:
+        if self.left or self._machine.state.incarnation == 0:
+            return
+        info = self._info()
         try:
             with self._use.link.control():
                 reply = self._client.report(info)

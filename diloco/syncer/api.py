@@ -319,6 +319,8 @@ class Api:
             known = (
                 site is not None and site.incarnation == report.incarnation and site.status is not SiteStatus.EVICTED
             )
+            if known and site is not None and site.status is SiteStatus.LEFT:
+                self._syncer.feeds.says(report.site_id, lacks=report.tokens_in_flight > 0)
             state = machine.state
             compared = known and protocol is not None
             bases = self._syncer.holdings.differing(report.versions, report.digests, told) if compared else {}

@@ -12,7 +12,7 @@ from diloco.syncer import protocols
 from diloco.wire.messages import Dropped, Refusal, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from diloco.sync.events import Reason
     from diloco.wire.messages import WatchEvent
@@ -32,9 +32,12 @@ class Feed:
         self._events: queue.SimpleQueue[WatchEvent | None] = queue.SimpleQueue()
         self.closed = False
         self._behind = False
+        # Fates: told by the decision loop, taken and written by the stream's own thread.
+        self.told = self._taken = self._written = 0
 
     def put(self, event: WatchEvent) -> None:
         """Queue ``event``, whatever is queued already."""
+        self.told += isinstance(event, FateTold)
         self._events.put(event)
 
     def offer(self, event: WatchEvent) -> None:
@@ -50,6 +53,7 @@ class Feed:
 
         A stream that missed something ends with UNAVAILABLE: its site joins again, and hears how everything stands.
         """
+        self._written = self._taken  # Who asks for the next one has written those before it.
         if self._behind:
             raise Refusal(Status.UNAVAILABLE, f"this stream is {EVENTS_MAX} events behind: join again")
         if self.closed and self._events.empty():
@@ -58,7 +62,13 @@ class Feed:
             event = self._events.get(timeout=timeout_s)
         except queue.Empty:
             return None
+        self._taken += isinstance(event, FateTold)
         return event and protocols.watch_event(event, self._protocol)
+
+    @property
+    def owes(self) -> bool:
+        """Whether a fate was told to it that may have gone no further."""
+        return self.told > self._written
 
     def close(self) -> None:
         """End the stream from either side."""
@@ -91,6 +101,7 @@ class Feeds:
         self._lock = threading.Lock()
         self._feeds: list[Feed] = []
         self._unheard: set[str] = set()
+        self._content: set[str] = set()  # The sites that lack nothing, as they say themselves.
 
     def open(self, site: str, incarnation: int, protocol: int = PROTOCOL) -> Feed:
         """A new stream for ``site``, in words that its ``protocol`` knows."""
@@ -101,27 +112,46 @@ class Feeds:
         return feed
 
     def forget(self, feed: Feed) -> None:
-        """``feed`` is closed."""
-        with self._lock:
-            if feed in self._feeds:
-                self._feeds.remove(feed)
+        """``feed`` is closed; what it had not written its site has not heard, unless it says that nothing is missing.
 
-    def count(self) -> int:
-        """Streams open now."""
+        A site that knows its fates by a version or by a join may close a stream that still has some of them.
+        """
         with self._lock:
-            return len(self._feeds)
+            if feed not in self._feeds:
+                return
+            self._feeds.remove(feed)
+            if feed.owes and feed.site not in self._content and all(other.site != feed.site for other in self._feeds):
+                self._unheard.add(feed.site)
 
-    def unheard(self) -> frozenset[str]:
-        """The sites that had no stream when a fate was told, and have had none since."""
+    def says(self, site: str, *, lacks: bool) -> None:
+        """``site``, which has said goodbye, still ``lacks`` fates, or has heard all that it will ever get."""
         with self._lock:
-            return frozenset(self._unheard)
+            (self._unheard.add if lacks else self._unheard.discard)(site)
+            (self._content.discard if lacks else self._content.add)(site)
+
+    def miss(self, sites: Iterable[str]) -> None:
+        """``sites`` may lack fates that an earlier process decided: nobody knows what it has told them."""
+        with self._lock:
+            self._unheard.update(sites)
+
+    def standing(self) -> tuple[int, frozenset[str]]:
+        """Streams open now; and the sites that were told a fate which they may not have heard, as of the same instant.
+
+        They had no stream, or theirs ended before it was written, and they have had none since; or they say so.
+        """
+        with self._lock:
+            return len(self._feeds), frozenset(self._unheard)
 
     def tell(self, event: WatchEvent, site: str | None = None) -> None:
         """Send ``event`` to every stream, or to those of ``site``; one that is too far behind is ended."""
         with self._lock:
             chosen = [feed for feed in self._feeds if site is None or feed.site == site]
-            if isinstance(event, FateTold) and site is not None and not chosen:
-                self._unheard.add(site)
+            if isinstance(event, FateTold) and site is not None:
+                self._content.discard(site)
+                if not chosen:
+                    self._unheard.add(site)
+                for feed in chosen:
+                    feed.told += 1  # Here, so that one which ends before it is offered the fate has missed it.
         for feed in chosen:
             feed.offer(event)
 

@@ -38,7 +38,6 @@ from diloco.sync.events import (
     StandbyDetached,
     SyncerStarted,
 )
-from diloco.sync.state import Status as SiteStatus
 from diloco.syncer.api import Api
 from diloco.syncer.backups import Backups
 from diloco.syncer.core import Core, CoreHeld, CoreStopped
@@ -51,6 +50,7 @@ from diloco.syncer.footprint import VERSIONS_MAX, memory_bytes_max, spare_max
 from diloco.syncer.keeping import Keeper
 from diloco.syncer.leadership import lead
 from diloco.syncer.lease import LeaseError
+from diloco.syncer.lingering import linger, not_told
 from diloco.syncer.memory import MemoryCheck
 from diloco.syncer.opening import begun, open_store, recovered
 from diloco.syncer.readiness import Readiness, Unready, Want
@@ -167,6 +167,7 @@ class Syncer:
             self.store, self.core, self.holdings, self._memory, self.options.snapshot_every, self._emit, self._fail
         )
         self.api = Api(self)
+        self.feeds.miss(not_told(machine.state, crashed=records > 0 or warm is not None))
         # Before the loop begins: a deadline that has passed would be acted on first, and its step issued twice.
         self.core.post(SyncerStarted(epoch, self.plan.health))
         self._begin_region(machine)
@@ -315,31 +316,10 @@ class Syncer:
         return self._server.counters() if self._server is not None else {}
 
     def linger(self) -> None:
-        """After the last version: wait until every live site has left and heard its fates, at most ``linger_s``."""
+        """After the last version: stay until every live site has left and heard its fates, at most ``linger_s``."""
         if self._above is not None:
             self._above.finish()  # Its own last update, after those of its sites.
-        until = time.monotonic() + self.options.linger_s
-        while time.monotonic() < until and self._has_live_sites():
-            time.sleep(0.05)
-        while time.monotonic() < until and (self.feeds.count() or self._has_unheard_fates()):
-            time.sleep(0.05)
-
-    def _has_live_sites(self) -> bool:
-        try:
-            return bool(self.core.ask(lambda machine: machine.state.live()))
-        except CoreHeld:
-            return True  # Nobody can say goodbye while nothing is decided.
-
-    def _has_unheard_fates(self) -> bool:
-        """Whether a site said goodbye and was on its way back to its stream when the last round told its fates."""
-
-        def left(machine: OuterSync) -> bool:
-            return any(machine.state.sites[site].status is SiteStatus.LEFT for site in self.feeds.unheard())
-
-        try:
-            return bool(self.core.ask(left))
-        except CoreHeld:
-            return True
+        linger(self.core, self.feeds, self.options.linger_s)
 
     def drain(self) -> bool:
         """Begin the last round of this part of the run; False while nothing is decided, and so not that either."""

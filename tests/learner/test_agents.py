@@ -289,7 +289,7 @@ class TwoSyncers:
                     finish_timeout_s=5.0,
                     meter_every_s=0.1,
                 ),
-                LearnerOptions(num_fragments=1, inner_steps=4, offsets=(whole.offset(PLACEMENT[at][0]),)),
+                LearnerOptions(num_fragments=1, inner_steps=4, offsets=(whole.due_at[PLACEMENT[at][0]],)),
                 self.parts[at],
                 held(self.parameters),
                 self._agreed(at),

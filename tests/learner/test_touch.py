@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import torch
@@ -15,14 +16,15 @@ from tests.syncer.building import Events, eventually, serving
 
 
 class Overheard(DirectClient):
-    """Keeps the digests that the heartbeats carry."""
+    """Keeps what the last heartbeat carried."""
 
     def __init__(self, syncer: Syncer) -> None:
         super().__init__(syncer)
         self.digests: tuple[int, ...] = ()
+        self.in_flight = 0
 
     def report(self, report: ReportInfo) -> ReportReply:
-        self.digests = report.digests
+        self.digests, self.in_flight = report.digests, report.tokens_in_flight
         return super().report(report)
 
 
@@ -95,3 +97,41 @@ def test_a_bit_that_flips_in_a_base_is_found_and_the_fragment_taken_whole(tmp_pa
         ledger = site_ledger(site.agent._machine.state)
         assert ledger.balanced()
         assert ledger.overwritten > 0
+
+
+def test_after_goodbye_a_site_says_what_it_lacks_until_it_lacks_nothing(tmp_path: Path) -> None:
+    with serving(tmp_path / "syncer", outer={"quorum": 2, "quorum_min": 2, "final_wait_ns": 50_000_000}) as syncer:
+        client = Overheard(syncer)
+        site = Site(tmp_path / "site", client)
+        site.start()
+        site.train(3)
+        client.training = None
+        finishing = threading.Thread(target=site.agent.finish)  # Nobody else is there: its fates come with the end.
+        finishing.start()
+        eventually(lambda: syncer.feeds.standing() == (1, {"a"}), "the word that fates are missing")
+        assert client.in_flight > 0
+        before = client.calls.count("report")
+        eventually(lambda: client.calls.count("report") > before + 1, "that word again")
+        client.streams[-1].cancel()
+        syncer.drain()
+        finishing.join(10.0)
+        assert not finishing.is_alive()
+        assert client.in_flight == 0
+        assert syncer.feeds.standing() == (0, frozenset()), "it is waited for no longer"
+
+
+def test_a_site_that_lacks_nothing_any_more_says_so_at_once(tmp_path: Path) -> None:
+    outer = {"quorum": 2, "quorum_min": 2, "final_wait_ns": 50_000_000}
+    with serving(tmp_path / "syncer", heartbeat_s=60.0, outer=outer) as syncer:
+        client = Overheard(syncer)
+        site = Site(tmp_path / "site", client)
+        site.start()
+        site.train(3)
+        client.training = None
+        finishing = threading.Thread(target=site.agent.finish)
+        finishing.start()
+        eventually(lambda: syncer.feeds.standing() == (1, {"a"}), "the word that fates are missing, at once too")
+        syncer.drain()
+        finishing.join(10.0)
+        assert not finishing.is_alive()
+        assert client.in_flight == 0

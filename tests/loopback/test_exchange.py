@@ -8,13 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from diloco.codec.contract import digest
 from diloco.outer.fragments import gather, scatter
+from diloco.outer.merge import merge_mean
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.outer.reference import reference_diloco
 from tests.loopback.cluster import Log, SiteThread, serving
 from tests.loopback.toy import TOKENS_PER_STEP, Toy, empty_parameters, train
 
 BOUND_S = 40.0
+NESTEROV = {"lr": 0.7, "momentum": 0.9}
 
 
 def lock_step(folder: Path, sites: int, rounds: int, **changes: object) -> Toy:
@@ -53,9 +56,22 @@ def reference_versions(toy: Toy, sites: list[str], rounds: int) -> list[Tensor]:
     return reference_diloco(theta0, trainers, [1 / len(sites)] * len(sites), rounds, optimizer)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ["sgd", "nesterov"])
-def test_invariant_03_lock_step_over_grpc_is_the_reference_bit_for_bit(tmp_path: Path, kind: str) -> None:
-    optimizer = {"kind": kind, "lr": 0.7, "momentum": 0.9 if kind == "nesterov" else 0.0}
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"kind": "sgd", "momentum": 0.0},
+        {"kind": "heavy_ball", "lr": 0.3},
+        {"kind": "nesterov"},
+        {"kind": "delayed_nesterov", "window": 2},
+        {"kind": "adamw", "lr": 0.3, "weight_decay": 0.1},
+        {"kind": "schedule_free", "lr": 1.0},
+        {"kind": "gpa", "lr": 1.0},
+    ],
+    ids=lambda each: each["kind"],
+)
+def test_invariant_03_lock_step_over_grpc_is_the_reference_bit_for_bit(
+    tmp_path: Path, optimizer: dict[str, object]
+) -> None:
     rounds, sites = 6, ["a", "b", "c"]
     toy = lock_step(tmp_path, 3, rounds, seed=3, optimizer=optimizer)
     with serving(toy) as (syncer, address, log):
@@ -71,6 +87,76 @@ def test_invariant_03_lock_step_over_grpc_is_the_reference_bit_for_bit(tmp_path:
     for thread in threads:
         (fragment,) = toy.layout().fragments
         assert torch.equal(gather(fragment, thread.toy_site.parameters), wanted[-1]), "a site ends elsewhere"
+
+
+class InFragments:
+    """A lock-step run in one loop: no machine, no wire, every fragment with a torch optimizer of its own."""
+
+    def __init__(self, toy: Toy, sites: list[str]) -> None:
+        self.toy, self.sites, self.parts = toy, sites, toy.layout().fragments
+        self.theta = toy.version_zero()
+        self.steppers = [torch.optim.SGD([each], nesterov=True, **NESTEROV) for each in self.theta]
+        self.local = {site: empty_parameters() for site in sites}
+        self.began = [dict.fromkeys(sites, each.clone()) for each in self.theta]
+        self.merged_to = [0] * len(self.parts)
+        """The inner step up to which each fragment is merged."""
+        self.published: list[tuple[int, int, str]] = []
+        for part, values in zip(self.parts, self.theta, strict=True):
+            for site in sites:
+                scatter(part, values, self.local[site])
+
+    def run(self, step_budget: int) -> None:
+        """Until as many steps of every site are merged, taken as the mean over the fragments; then the last round."""
+        steps, count, step = self.toy.inner_steps, len(self.parts), 0
+        due = [(index + 1) * steps // count % steps for index in range(count)]
+        while sum(self.merged_to) < step_budget * count:
+            step += 1
+            for site in self.sites:
+                train(self.local[site], self.toy.seed, site, step)
+            if step % steps in due:
+                self.exchange(due.index(step % steps), step)
+        for index in range(count):
+            if self.merged_to[index] < step:
+                self.exchange(index, step)
+
+    def exchange(self, index: int, step: int) -> None:
+        """The outer step of one fragment, which every site has back before its next inner step."""
+        part, theta = self.parts[index], self.theta[index]
+        ends = {site: gather(part, self.local[site]) for site in self.sites}
+        theta.grad = merge_mean([(1.0, [self.began[index][site] - ends[site]]) for site in self.sites])
+        self.steppers[index].step()
+        self.merged_to[index] = step
+        self.published.append((index, 1 + sum(each[0] == index for each in self.published), digest(theta)))
+        for site, end in ends.items():
+            # Halves are exact: the one rounding of this difference and of this sum are all that there are.
+            back = theta - (theta - end) / 2 if self.toy.adopt == "blend" else theta.clone()
+            self.began[index][site] = back
+            scatter(part, back, self.local[site])
+
+
+@pytest.mark.parametrize(("adopt", "inner_steps"), [("overwrite", 5), ("overwrite", 6), ("rebase", 5), ("blend", 5)])
+def test_invariant_03_fragments_in_lock_step_are_each_outer_stepped_alone_in_its_turn(
+    tmp_path: Path, adopt: str, inner_steps: int
+) -> None:
+    """Every version, bit for bit: under rebase too, where what a site has not sent is exactly 0 as it stands still.
+
+    What the sites hold shows in the next versions; those of the last round none of them has to adopt.
+    """
+    rounds, sites = 4, ["a", "b", "c"]
+    toy = lock_step(
+        tmp_path, 3, rounds, seed=3, optimizer={"kind": "nesterov", **NESTEROV}, adopt=adopt, inner_steps=inner_steps
+    )
+    toy.outer["num_fragments"] = 3
+    with serving(toy) as (syncer, address, log):
+        threads = [SiteThread(toy, site, address) for site in sites]
+        assert syncer.wait(BOUND_S) is not None, "the run did not end"
+        for thread in threads:
+            thread.join(BOUND_S)
+    wanted = InFragments(toy, sites)
+    wanted.run(rounds * 5)
+    found = [(int(str(e["fragment"])), int(str(e["version"])), str(e["digest"])) for e in log.of("published")]
+    assert len(found) >= 3 * (rounds - 1)
+    assert sorted(found) == sorted(wanted.published)
 
 
 def test_invariant_01_one_site_alone_is_plain_training(tmp_path: Path) -> None:

@@ -12,14 +12,19 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from diloco.learner.couriers import Listener
+from diloco.sync.events import Ending, FateTold
 from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
-from diloco.wire.client import AdminClient
+from diloco.wire.client import AdminClient, SyncClient
+from diloco.wire.messages import Unreachable, WatchEvent
+from diloco.wire.pulled import PulledVersion
 from tests.loopback.audit import audit
-from tests.loopback.cluster import Log, Process, SiteThread, free_port, shares
+from tests.loopback.cluster import Log, Process, SiteThread, eventually, free_port, serving, shares
 from tests.loopback.toy import Toy, Twin
 
 BOUND_S = 40.0
@@ -164,3 +169,36 @@ def test_a_half_open_link_of_thirty_seconds_with_the_settings_as_shipped(tmp_pat
 
 def disconnected(log: Log, since: int) -> bool:
     return any(event["what"] == "disconnected" for event in log.events[since:])
+
+
+def test_a_site_whose_last_fate_is_lost_with_its_stream_is_waited_for_until_it_hears_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outer = {"quorum": 2, "quorum_min": 2}  # One site alone: its fate comes with the end, after its goodbye.
+    toy, lost = Toy(folder=str(tmp_path), inner_steps=6, outer=outer), list[WatchEvent]()
+    take, pull = Listener._take, SyncClient.pull
+
+    def takes(listener: Listener, event: WatchEvent) -> None:
+        if isinstance(event, FateTold) and not lost:
+            lost.append(event)
+            listener.wake()
+            return
+        take(listener, event)
+
+    def pulls(client: SyncClient, *asked: Any) -> PulledVersion:
+        pulled = pull(client, *asked)
+        if pulled.header.fates:
+            raise Unreachable("lost as well")
+        return pulled
+
+    monkeypatch.setattr(Listener, "_take", takes)
+    monkeypatch.setattr(SyncClient, "pull", pulls)
+    with serving(toy) as (syncer, address, _), SiteThread(toy, "a", address, until_step=6) as site:
+        eventually(lambda: syncer.feeds.standing() == (1, {"a"}), BOUND_S, "goodbye, and what is in flight still")
+        syncer.drain()
+        assert syncer.wait(BOUND_S) is Ending.DRAINED
+        syncer.linger()
+        assert site.log.of("site_done"), "the site was not waited for"
+        assert lost
+        done = site.join(BOUND_S)
+    assert done.ledger["merged"] == done.ledger["processed"] == 60, done

@@ -193,6 +193,24 @@ def test_nothing_is_decided_before_the_start_is(tmp_path: Path, monkeypatch: pyt
     assert events[:2] == ["SyncerStarted", "DeadlinePassed"], events
 
 
+def test_a_syncer_that_died_in_the_last_round_tells_its_fates_before_it_leaves(tmp_path: Path) -> None:
+    """They are decided, and nobody has heard: the next process finds the run over, and its site on its way back."""
+    long_enough(tmp_path, dies_in_the_last_round)
+
+
+def dies_in_the_last_round(folder: Path, budget: int) -> None:
+    # One site alone: its fate comes with the end, which must not come before it has trained.
+    outer = {"quorum": 2, "quorum_min": 2, "run_ns": 100_000 * budget}
+    toy, death = the_toy(folder, 0, port=free_port(), outer=outer), ("syncer.fate", 1)
+    with Process("syncer", toy, death) as life, SiteThread(toy, "a", f"127.0.0.1:{toy.port}", until_step=6) as site:
+        dies(life, death, 0, budget)
+        with Process("syncer", toy) as last:
+            done = site.join(bound_s(budget))
+            dies(last, None, 0, budget)
+    assert done.ledger["in_flight"] == 0, done
+    assert done.ledger["merged"] == done.ledger["processed"] > 0, done
+
+
 def ended(log: Log) -> dict[str, int]:
     (event,) = log.of("finished")
     assert event["ending"] == "finished", event

@@ -244,7 +244,7 @@ def test_a_watch_begins_with_how_everything_stands(tmp_path: Path) -> None:
         assert FinalAnnounced(Ending.DRAINED) in told
         feed.close()
         late.close()
-        assert syncer.feeds.count() == 0
+        assert syncer.feeds.standing()[0] == 0
         for site, incarnation in (("a", 2), ("nobody", 1)):
             with pytest.raises(Refusal, match="join first") as raised:
                 syncer.api.watch(site, incarnation, ANYONE)

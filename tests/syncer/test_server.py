@@ -16,7 +16,7 @@ from torch import Tensor
 
 from diloco.codec import native
 from diloco.durable import LockedError
-from diloco.sync.events import Ending, FateTold, Outcome, OuterStepDone
+from diloco.sync.events import Ending, Outcome, OuterStepDone
 from diloco.syncer.core import CoreStopped
 from diloco.syncer.exporting import full_parameters
 from diloco.syncer.footprint import VERSIONS_MAX
@@ -25,7 +25,6 @@ from diloco.syncer.snapshots import Snapshots
 from diloco.syncer.store import StoreError
 from diloco.wire.messages import Refusal, Status
 from tests.syncer.building import (
-    ANYONE,
     Events,
     eventually,
     files,
@@ -441,36 +440,3 @@ def test_a_drained_run_goes_on_with_the_next_process(tmp_path: Path) -> None:
         assert again.wait(0.05) is None
         assert "ending" not in events.of("syncer_started")[0]
         merged(again, 1, begin=2)
-
-
-def test_lingering_ends_when_every_site_has_left_and_is_bounded(tmp_path: Path) -> None:
-    with serving(tmp_path, linger_s=0.4, outer={"final_wait_ns": 50_000_000}) as syncer:
-        join(syncer, "a")
-        syncer.drain()
-        syncer.wait(20.0)
-        began = time.monotonic()
-        syncer.linger()
-        assert 0.3 < time.monotonic() - began < 5
-        syncer.api.leave("a", 1, ANYONE)
-        began = time.monotonic()
-        syncer.linger()
-        assert time.monotonic() - began < 0.3
-
-
-def test_lingering_waits_for_a_site_whose_stream_was_broken_when_its_last_fate_was_told(tmp_path: Path) -> None:
-    with serving(tmp_path, linger_s=20.0, outer={"final_wait_ns": 50_000_000}) as syncer:
-        join(syncer, "a")
-        merged(syncer, 1)
-        syncer.api.leave("a", 1, ANYONE)
-        syncer.drain()
-        assert syncer.wait(20.0) is Ending.DRAINED
-        lingering = threading.Thread(target=syncer.linger)
-        lingering.start()
-        lingering.join(0.3)
-        assert lingering.is_alive(), "nobody has told the site what became of its update"
-        feed = syncer.api.watch("a", 1, ANYONE)
-        heard = [feed.get(1.0) for _ in range(3)]
-        assert [event.fate.sequence for event in heard if isinstance(event, FateTold)] == [1]
-        feed.close()
-        lingering.join(5.0)
-        assert not lingering.is_alive()

@@ -1,0 +1,157 @@
+"""The end of a syncer's process: it waits for who comes back for the fates of its work, and for nobody else."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from diloco.sync.events import Ending, FateTold, Outcome
+from diloco.syncer.server import Syncer
+from tests.syncer.building import ANYONE, Events, eventually, join, push, report, serving, update
+
+LAST_ROUND = {"token_budget": 100, "final_wait_ns": 50_000_000}
+
+
+def merged(syncer: Syncer) -> None:
+    """An update of each fragment: the run's tokens."""
+    for fragment in (0, 1):
+        header, payload = update(fragment=fragment)
+        assert push(syncer, header, payload).outcome is Outcome.ACCEPTED
+    eventually(lambda: [values.version for values in syncer.holdings.values] == [1, 1], "both versions")
+
+
+def gone(syncer: Syncer, site: str = "a") -> None:
+    """The site says goodbye, and the run is over."""
+    syncer.api.leave(site, 1, ANYONE)
+    assert syncer.wait(20.0) is Ending.FINISHED
+
+
+@contextmanager
+def lingering(syncer: Syncer) -> Iterator[threading.Thread]:
+    """The syncer's end, in a thread; within the block it waits for somebody and after it, soon, for nobody."""
+    thread = threading.Thread(target=syncer.linger)
+    thread.start()
+    thread.join(0.3)
+    assert thread.is_alive(), "a site does not know what became of its work"
+    yield thread
+    thread.join(5.0)
+    assert not thread.is_alive()
+
+
+def took_s(syncer: Syncer) -> float:
+    began = time.monotonic()
+    syncer.linger()
+    return time.monotonic() - began
+
+
+def heard(syncer: Syncer) -> list[int]:
+    """What a site hears that comes back to its stream and ends it when it knows enough."""
+    feed = syncer.api.watch("a", 1, ANYONE)
+    events = [feed.get(1.0) for _ in range(6)]
+    feed.close()
+    return [event.fate.fragment for event in events if isinstance(event, FateTold)]
+
+
+def test_lingering_ends_when_every_site_has_left_and_is_bounded(tmp_path: Path) -> None:
+    with serving(tmp_path, linger_s=0.4, outer={"final_wait_ns": 50_000_000}) as syncer:
+        join(syncer, "a")
+        syncer.drain()
+        syncer.wait(20.0)
+        assert 0.3 < took_s(syncer) < 5
+        syncer.api.leave("a", 1, ANYONE)
+        assert took_s(syncer) < 0.3
+
+
+def test_it_waits_for_a_site_whose_stream_was_broken_when_its_last_fate_was_told(tmp_path: Path) -> None:
+    with serving(tmp_path, linger_s=20.0, outer=LAST_ROUND) as syncer:
+        join(syncer)
+        merged(syncer)
+        gone(syncer)
+        with lingering(syncer):
+            assert heard(syncer) == [0, 1]
+
+
+def test_it_waits_for_a_site_whose_stream_broke_before_its_last_fate_was_written(tmp_path: Path) -> None:
+    with serving(tmp_path, linger_s=20.0, outer=LAST_ROUND) as syncer:
+        join(syncer)
+        feed = syncer.api.watch("a", 1, ANYONE)
+        merged(syncer)
+        gone(syncer)
+        feed.close()
+        with lingering(syncer):
+            assert heard(syncer) == [0, 1]
+
+
+@pytest.mark.parametrize("lacks", [0, 100])
+def test_it_waits_for_a_site_as_long_as_it_says_that_something_is_in_flight(tmp_path: Path, lacks: int) -> None:
+    with serving(tmp_path, linger_s=20.0, outer=LAST_ROUND) as syncer:
+        join(syncer)
+        feed = syncer.api.watch("a", 1, ANYONE)
+        merged(syncer)
+        gone(syncer)
+        if lacks:  # Everything was written, and was lost on the way.
+            eventually(lambda: feed.get(0.0) is None, "the end of what there is to say")
+        syncer.api.report(report(tokens_in_flight=lacks), ANYONE)
+        feed.close()
+        if lacks:
+            with lingering(syncer):
+                syncer.api.report(report(tokens_in_flight=0), ANYONE)
+        assert took_s(syncer) < 0.3, "it has heard by a version what its stream still had to say"
+
+
+def test_it_waits_for_a_stream_to_end_that_has_said_everything(tmp_path: Path) -> None:
+    with serving(tmp_path, linger_s=20.0, outer=LAST_ROUND) as syncer:
+        join(syncer)
+        merged(syncer)
+        feed = syncer.api.watch("a", 1, ANYONE)
+        gone(syncer)
+        syncer.api.report(report(tokens_in_flight=0), ANYONE)
+        with lingering(syncer):
+            feed.close()
+
+
+def test_what_a_site_says_before_goodbye_or_as_another_process_holds_nobody_up(tmp_path: Path) -> None:
+    with serving(tmp_path, linger_s=20.0, outer=LAST_ROUND) as syncer:
+        join(syncer)
+        feed = syncer.api.watch("a", 1, ANYONE)
+        merged(syncer)
+        syncer.api.report(report(tokens_in_flight=100), ANYONE)
+        gone(syncer)
+        syncer.api.report(report(incarnation=2, tokens_in_flight=100), ANYONE)
+        eventually(lambda: feed.get(0.0) is None, "the end of what there is to say")
+        feed.close()
+        assert took_s(syncer) < 0.3
+
+
+def test_who_goes_on_after_a_death_in_the_last_round_waits_for_its_sites(tmp_path: Path) -> None:
+    """Nobody knows which of its fates that process had told; one that has stopped in order had told them all."""
+    with serving(tmp_path / "one", outer=LAST_ROUND) as syncer:
+        join(syncer)
+        merged(syncer)
+        gone(syncer)
+        shutil.copytree(tmp_path / "one", tmp_path / "two")  # As it is when the process dies now.
+    with serving(tmp_path / "two", linger_s=20.0, outer=LAST_ROUND) as syncer:
+        assert syncer.wait(20.0) is Ending.FINISHED
+        with lingering(syncer):
+            assert heard(syncer) == [0, 1]
+    with serving(tmp_path / "one", linger_s=20.0, outer=LAST_ROUND) as syncer:
+        assert syncer.wait(20.0) is Ending.FINISHED
+        assert took_s(syncer) < 0.3
+
+
+def test_a_run_that_goes_on_after_a_death_waits_for_nobody_who_left_it(tmp_path: Path) -> None:
+    events = Events()
+    with serving(tmp_path / "one", events) as syncer:
+        join(syncer)
+        syncer.api.leave("a", 1, ANYONE)
+        shutil.copytree(tmp_path / "one", tmp_path / "two")
+    with serving(tmp_path / "two", linger_s=20.0, outer={"final_wait_ns": 50_000_000}) as syncer:
+        syncer.drain()
+        assert syncer.wait(20.0) is Ending.DRAINED
+        assert took_s(syncer) < 0.3
