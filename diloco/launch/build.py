@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from diloco.launch.schema import RunConfig
 
 UNIT_SEQUENCES_MAX = 1 << 20
+SLOWDOWN_MAX = 1e6
 
 
 def check(config: RunConfig) -> None:
@@ -77,8 +78,13 @@ def check(config: RunConfig) -> None:
     connecting.syncer_security(config)
     data_options(config)
     connecting.link_options(config, "")
-    for site in config.cluster.sites:
-        connecting.link_options(config, site)
+    for name, site in config.cluster.sites.items():
+        connecting.link_options(config, name)
+        if not 1 <= site.slowdown <= SLOWDOWN_MAX:
+            wanted = f"from 1 (full speed) to {SLOWDOWN_MAX:g}"
+            raise ConfigError(f"cluster.sites.{name}.slowdown is {site.slowdown}: {wanted}")
+        if site.nproc < 1:
+            raise ConfigError(f"cluster.sites.{name}.nproc is {site.nproc}: at least 1")
     if not config.site.canary_every_s >= 0:
         raise ConfigError(f"site.canary_every_s is {config.site.canary_every_s!r}: 0 (never) or more")
     if config.site.canary_steps < 1:
@@ -245,7 +251,7 @@ def learner_options(config: RunConfig, whole: Layout | None = None) -> LearnerOp
             units_ahead=units_ahead(config),
         )
     held = held_of(config, whole) if has_several(config) else range(rules.num_fragments)
-    return replace(rules, num_fragments=len(held), offsets=tuple(rules.offset(index) for index in held))
+    return replace(rules, num_fragments=len(held), offsets=tuple(rules.due_at[index] for index in held))
 
 
 def agent_options(config: RunConfig, folder: Path, whole: Layout | None = None) -> AgentOptions:

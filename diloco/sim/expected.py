@@ -14,7 +14,7 @@ from diloco.sim.fleet import simulate
 from diloco.sim.fleet_plan import YEAR_S, FleetPlan, FleetSite
 from diloco.sim.planning import loads_of, merging_share, sizes, star_of, utilisation_found
 from diloco.sync.options import SECOND_NS, LearnerOptions, OuterOptions
-from diloco.sync.schedule import offset
+from diloco.sync.schedule import offsets
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -137,7 +137,7 @@ def _due(question: Question, steps: int) -> int:
     """Updates of a site that must have been merged by now: due a period or more ago, or, where sites wait, an inner
     step ago."""
     by = steps - (1 if _waits(question) else question.inner_steps)
-    firsts = [offset(fragment, question.fragments, question.inner_steps) for fragment in range(question.fragments)]
+    firsts = offsets(question.fragments, question.inner_steps)
     return sum((by - first) // question.inner_steps + (first > 0) for first in firsts if by >= first)
 
 

@@ -8,6 +8,7 @@ the link; it is worked out when something is due, and only the newest version is
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 from math import inf
 from random import Random
@@ -17,12 +18,12 @@ from diloco.sim.fleet_link import carry_ns, fetch_bytes
 from diloco.sim.fleet_plan import SiteAccount
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
+from diloco.sync.boundary import coming_due
 from diloco.sync.learner import LearnerSync
 from diloco.sync.options import ADOPT_KEEPS_UNSENT, SECOND_NS
-from diloco.sync.schedule import is_due
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from diloco.sim.fleet import Fleet
     from diloco.sim.fleet_plan import FleetSite
@@ -64,6 +65,10 @@ class Site:
         self._disk: dict[tuple[int, int], tuple[fx.Seal, str]] = {}
         self._lost: dict[int, ev.PushAnswered] = {}
         """Of each fragment the update that never arrives: it is part of the next, when that one is due."""
+        self._mail: deque[tuple[int, ev.LearnerEvent]] = deque()
+        """What it was told while it trained, and when that is here: it reads it at the next boundary."""
+        self._is_due = False
+        """Whether an update of a fragment would be made at the next boundary, if it might; known while it trains."""
 
     # --- coming and going -----------------------------------------------------------------------------------------
 
@@ -101,6 +106,7 @@ class Site:
 
     def cut(self, lasts_ns: int) -> None:
         """Nothing crosses its link for so long; what is on its way comes when that is over."""
+        self.disturbed()
         self._cut_from_ns, self._cut_until_ns = self.heap.now_ns, self.heap.now_ns + lasts_ns
         if lasts_ns > self.fleet.plan.outer.site_timeout_ns:
             self.heap.after(self.fleet.plan.outer.site_timeout_ns, self._unheard)
@@ -123,6 +129,7 @@ class Site:
         self._end_stretch()
         self._is_there, self._turn = False, self._turn + 1
         self._lost.clear()  # The next process sends again what it finds on its disk.
+        self._mail.clear()
         self.fleet.resting.pop(self.index, None)
         self._since_ns = self.heap.now_ns
         life = self._lives
@@ -154,17 +161,9 @@ class Site:
     def _join(self) -> None:
         asked = ev.JoinRequested(1, self.name, f"{self.name}/{self._lives}")
         (answer,) = (each for each in self.fleet.handle(asked) if isinstance(each, fx.AnswerJoin))
-        state, progress = self.fleet.state, self.fleet.machine.progress_ppm()
-        joined = ev.JoinAnswered(
-            state.epoch,
-            answer.incarnation,
-            answer.standings,
-            state.run_tokens(),
-            progress,
-            answer.ending,
-            state.lineage,
-        )
-        self.told(joined)
+        state, machine = self.fleet.state, self.fleet.machine
+        run = (machine.attendance.run_tokens(), machine.progress_ppm(), answer.ending, state.lineage)
+        self.told(ev.JoinAnswered(state.epoch, answer.incarnation, answer.standings, *run))
 
     def close(self) -> None:
         """The time is over: what is under way counts as far as it came."""
@@ -201,6 +200,7 @@ class Site:
         steps = self.machine.steps_to_act()
         known = self.site.steps_s[self.account.steps : self.account.steps + steps]
         step_s = (sum(known) + (steps - len(known)) * self.site.step_s) / steps if known else self.site.step_s
+        self._find_due()
         jitter = self.site.step_jitter and self.site.step_jitter * (2 * self._random.random() - 1)
         self._began_ns, self._step_ns = self.heap.now_ns, max(1, to_ns(step_s * (1 + jitter)))
         self._until(steps)
@@ -209,6 +209,7 @@ class Site:
         """Stand still, and hear of what was lost, and of what was published while there was no time to listen."""
         while self._lost:
             self.told(self._lost.popitem()[1])
+        self._read_in_time()
         if self.index in self.fleet.resting:
             return
         self.fleet.resting[self.index] = self
@@ -241,10 +242,15 @@ class Site:
         """So many steps of this stretch are done, with what came in the meantime."""
         if not steps:
             return
-        for fragment in [each for each in self._lost if self._comes_due(each, steps)]:
-            self._handle(self._lost.pop(fragment))
-        for fragment, version in self._came(steps):
-            self._take(fragment, version)
+        assert self._began_ns is not None
+        self._read(self._began_ns + steps * self._step_ns)
+        if self._lost or not self._listens:
+            coming = self._coming_due(steps)
+            for fragment in [each for each in self._lost if each in coming]:
+                self._handle(self._lost.pop(fragment))
+            if not self._listens:
+                for fragment, version in self._came(coming, steps):
+                    self._take(fragment, version)
         step = self.machine.state.step + steps
         self.account.steps += steps
         if self.cargo is not None:
@@ -266,15 +272,14 @@ class Site:
         self._began_ns += done * self._step_ns
         self._until(self.machine.steps_to_act())
 
-    def _came(self, steps: int) -> list[tuple[int, int]]:
-        """The newest version of each fragment that comes due, where one came in so many steps."""
+    def _came(self, coming: Collection[int], steps: int) -> list[tuple[int, int]]:
+        """The newest version of each fragment of ``coming``, where one came in so many steps."""
         assert self._began_ns is not None
-        if self._listens:
-            return []
         state, until_ns = self.machine.state, self._began_ns + steps * self._step_ns
         came = []
-        for fragment, part in enumerate(state.fragments):
-            if part.fetching or not self._comes_due(fragment, steps):
+        for fragment in coming:
+            part = state.fragments[fragment]
+            if part.fetching:
                 continue
             crossed_ns = self._cut_from_ns if self._cut_from_ns <= until_ns < self._cut_until_ns else until_ns
             _, version = self._arrivals.newest(fragment, crossed_ns)
@@ -284,11 +289,15 @@ class Site:
                 self.account.bytes_down += fetch_bytes(self.fleet.plan, fragment, have, version)
         return came
 
-    def _comes_due(self, fragment: int, steps: int) -> bool:
+    def _coming_due(self, steps: int) -> Collection[int]:
+        """The fragments of which an update may be made after so many steps, in order."""
         options, state = self.fleet.plan.learner, self.machine.state
-        if options.dynamic_steps or options.lock_step or state.stopping or state.fragments[fragment].due:
-            return True
-        return is_due(state.step + steps, options.offset(fragment), options.inner_steps, steps)
+        if options.dynamic_steps or options.lock_step or state.stopping:
+            return range(options.num_fragments)
+        coming = coming_due(options, state, state.step + steps, steps)
+        if not self._is_due:
+            return coming
+        return [index for index, part in enumerate(state.fragments) if part.due or index in coming]
 
     # --- versions -------------------------------------------------------------------------------------------------
 
@@ -337,7 +346,39 @@ class Site:
         if self._is_there:
             self._soon(lambda: self._hear(event))
 
+    def told_in_passing(self, event: ev.LearnerEvent) -> None:
+        """The same of what changes nothing before the next boundary where nothing is due."""
+        if not self._is_there:
+            return
+        if self._listens or self._began_ns is None or self._is_due:
+            self.told(event)
+        else:
+            self._mail.append((self.heap.now_ns + self._half_ns, event))
+
+    def _find_due(self) -> None:
+        """What is due waits for a word, which then is heard when it comes."""
+        self._is_due = any(part.due for part in self.machine.state.fragments)
+        if self._is_due:
+            self._read_in_time()
+
+    def _read(self, until_ns: int) -> None:
+        """Take in what was here by then."""
+        while self._mail and self._mail[0][0] <= until_ns:
+            self._handle(self._mail.popleft()[1])
+
+    def _read_in_time(self) -> None:
+        """From now on what was told in passing is heard when it comes."""
+        while self._mail:
+            here_ns, event = self._mail.popleft()
+            self._over(here_ns, lambda event=event: self._hear(event))  # type: ignore[misc]
+
+    def disturbed(self) -> None:
+        """What is on its way may take longer from now on."""
+        self._read(self.heap.now_ns)
+        self._read_in_time()
+
     def _hear(self, event: ev.LearnerEvent) -> None:
+        self._read(self.heap.now_ns)
         state = self.machine.state
         if isinstance(event, ev.FinalAnnounced | ev.LeaveAsked) or any(part.due for part in state.fragments):
             self._catch_up()
@@ -349,7 +390,9 @@ class Site:
             if acts:
                 self._handle(ev.BoundaryReached())
             self._train()
-        elif acts:
+            return
+        self._find_due()
+        if acts:
             # It is adopted, or an update made, at the boundary after the step that is under way.
             passed = -(-(self.heap.now_ns - self._began_ns) // self._step_ns)
             self._until(max(1, passed))
@@ -357,9 +400,7 @@ class Site:
     def _handle(self, event: ev.LearnerEvent) -> None:
         """Tell the machine, and carry out what it wants."""
         for effect in self.machine.handle(event, self.heap.now_ns):
-            match effect:
-                case fx.Join():
-                    self._soon(self._join)
+            match effect:  # The usual ones first.
                 case fx.Seal():
                     self._seal(effect)
                 case fx.Send():
@@ -368,13 +409,16 @@ class Site:
                     self._disk.pop((effect.fragment, effect.sequence), None)
                     if self.cargo is not None and isinstance(effect, fx.Release):
                         self.cargo.released(self.index, effect)
-                case fx.Adopt() if self.cargo is not None:
-                    self.cargo.adopted(self.index, effect)
+                case fx.Adopt():
+                    if self.cargo is not None:
+                        self.cargo.adopted(self.index, effect)
                 case fx.Retake() if self.cargo is not None:
                     self.cargo.retaken(self.index, effect)
                 case fx.Fetch() if effect.fragment not in self._coming:
                     fragment = effect.fragment
                     self._soon(lambda fragment=fragment: self._fetch(fragment))  # type: ignore[misc]
+                case fx.Join():
+                    self._soon(self._join)
                 case fx.StopTraining():
                     self._last_ns = self.heap.now_ns
                 case fx.Leave():
@@ -410,26 +454,16 @@ class Site:
                 self._lost[key[0]] = refused
             return
         seal, digest = self._disk[key]
-        update = ev.UpdateArrived(
-            1,
-            self.name,
-            self.machine.state.incarnation,
-            seal.fragment,
-            seal.sequence,
-            seal.base_version,
-            seal.tokens,
-            seal.steps,
-            seal.step_ns,
-            seal.cursor,
-            digest,
-            digest,
-            "",
-            True,
-            seal.final,
-        )
+        whose = (1, self.name, self.machine.state.incarnation)
+        numbers = (*key, seal.base_version, seal.tokens, seal.steps, seal.step_ns, seal.cursor)
+        update = ev.UpdateArrived(*whose, *numbers, digest, digest, encoding="", finite=True, final=seal.final)
         (answer,) = (each for each in self.fleet.handle(update) if isinstance(each, fx.AnswerPush))
         self._ahead = seal.fragment
-        self.told(ev.PushAnswered(*key, answer.outcome, answer.reason))
+        answered = ev.PushAnswered(*key, answer.outcome, answer.reason)
+        if answer.outcome is ev.Outcome.ACCEPTED:
+            self.told_in_passing(answered)
+        else:
+            self.told(answered)
 
     def _leave(self) -> None:
         self.fleet.handle(ev.SiteLeft(1, self.name, self.machine.state.incarnation))

@@ -74,7 +74,7 @@ def _site(site: SitePlan, sizes: Sequence[int], total: int) -> tuple[SitePlan, .
     all_of_them = dataclasses.replace(site.options, num_fragments=total, inner_steps=steps, lock_step=False)
     found, first = list[SitePlan](), 0
     for size in sizes:
-        offsets = tuple(all_of_them.offset(index) for index in range(first, first + size))
+        offsets = all_of_them.due_at[first : first + size]
         first += size
         unit = 0 if found else all_of_them.unit_sequences
         part = dataclasses.replace(all_of_them, num_fragments=size, offsets=offsets, unit_sequences=unit)

@@ -14,7 +14,7 @@ from diloco.sync import membership
 from diloco.sync.admission import Verdict, admit
 from diloco.sync.effects import AnswerPush
 from diloco.sync.events import Outcome, Reason, UpdateArrived
-from diloco.sync.health import Finding
+from diloco.sync.health import NOTHING_WRONG, Finding
 from diloco.sync.holding import held_from, looked_at, remember, vital_of
 from diloco.sync.quorum import smoothed
 from diloco.sync.rounds import open_round
@@ -42,12 +42,12 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
             _refused_for_its_vitals(state.sites[event.site].lines[event.fragment], event.digest)
         return
     membership.back(turn, event.site)
-    site = state.sites[event.site]
+    site, fragment = state.sites[event.site], state.fragments[event.fragment]
     site.step_ns = smoothed(site.step_ns, event.step_ns)
     line = site.lines[event.fragment]
     line.watermark, line.cursor, line.final = event.sequence, max(line.cursor, event.cursor), event.final
     line.outliers = []  # Whatever comes under this number again is a duplicate or a conflict.
-    arrivals = state.fragments[event.fragment].arrivals = state.fragments[event.fragment].arrivals + 1
+    fragment.arrivals += 1
     pending = Pending(
         event.sequence,
         event.base_version,
@@ -57,7 +57,7 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
         event.payload,
         event.encoding,
         spans=list(event.spans),
-        arrival=arrivals,
+        arrival=fragment.arrivals,
     )
     line.undecided.append(pending)
     is_held = bool(finding.why) and state.health.policy_of(event.site) == "hold"
@@ -68,8 +68,9 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
         return
     if finding.why:
         turn.note("outlier_admitted", _words(event, finding), site=event.site, fragment=event.fragment)
-    remember(state, event.site, event.fragment, vital_of(event))
-    if state.fragments[event.fragment].round is None:
+    if event.norm > 0:  # Somebody has measured it.
+        remember(state, event.site, event.fragment, vital_of(event))
+    if fragment.round is None:
         open_round(turn, event.fragment)
 
 
@@ -77,16 +78,15 @@ def _judged(turn: Turn, event: UpdateArrived) -> tuple[Verdict, Finding]:
     """By the header first: what may not enter is answered whatever it holds."""
     header = (event.site, event.incarnation, event.fragment, event.sequence, event.base_version, event.digest)
     verdict = admit(turn.state, turn.options, *header)
-    nothing = Finding(None, None)
     if verdict.outcome is not Outcome.ACCEPTED:
         if verdict.reason is Reason.OUTLIER:
             why = f"sequence {event.sequence}: it was refused before"
             turn.note("outlier_again", why, site=event.site, fragment=event.fragment)
-        return verdict, nothing
+        return verdict, NOTHING_WRONG
     if not event.intact:
-        return Verdict(Outcome.REFUSED, Reason.CORRUPT), nothing
+        return Verdict(Outcome.REFUSED, Reason.CORRUPT), NOTHING_WRONG
     if not event.finite:
-        return Verdict(Outcome.REFUSED, Reason.NON_FINITE), nothing
+        return Verdict(Outcome.REFUSED, Reason.NON_FINITE), NOTHING_WRONG
     finding = looked_at(turn.state, event)
     if finding.why and turn.state.health.policy_of(event.site) == "refuse":
         turn.note("outlier_refused", _words(event, finding), site=event.site, fragment=event.fragment)

@@ -35,6 +35,8 @@ class Attendance:
         """For each fragment the sites of which an update is held."""
         self.missed = [True for _ in fragments]
         """For each fragment whether a member of its round may be gone since that was looked at."""
+        self.tokens_merged = sum(line.tokens_merged for site in state.sites.values() for line in site.lines)
+        """Of all sites and fragments."""
         for name in state.sites:
             for index in fragments:
                 self.line_changed(name, index)
@@ -56,23 +58,22 @@ class Attendance:
         waiting, holding = bool(line.waiting()), line.holding()
         if holding or (not waiting and name in self.arrived[index]):
             self.missed[index] = True
-        _put(self.undecided[index], name, bool(line.undecided))
-        _put(self.arrived[index], name, waiting)
-        _put(self.holding[index], name, holding)
+        for names, is_in in (self.undecided, line.undecided), (self.arrived, waiting), (self.holding, holding):
+            if is_in:
+                names[index].add(name)
+            else:
+                names[index].discard(name)
 
     def awaited(self, index: int) -> AbstractSet[str]:
         """As ``OuterState.awaited``, in no order."""
         return self._live - self.holding[index] if self.holding[index] else self._live
+
+    def run_tokens(self) -> int:
+        """As ``OuterState.run_tokens``."""
+        return self.tokens_merged // len(self._state.fragments)
 
     def waiting(self, index: int) -> list[tuple[str, Pending]]:
         """As ``OuterState.waiting``, each with its site."""
         sites = self._state.sites
         found = [(name, each) for name in self.arrived[index] for each in sites[name].lines[index].waiting()]
         return sorted(found, key=lambda pair: (pair[1].arrival, pair[0]))
-
-
-def _put(names: set[str], name: str, is_in: bool) -> None:
-    if is_in:
-        names.add(name)
-    else:
-        names.discard(name)

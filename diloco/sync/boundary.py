@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from diloco.sync import site_units
@@ -10,7 +9,7 @@ from diloco.sync.effects import Adopt, Retake, Seal
 from diloco.sync.options import ADOPT_KEEPS_UNSENT
 from diloco.sync.progress import FragmentProgress, LearnerState, Retaking, Sent
 from diloco.sync.quorum import smoothed
-from diloco.sync.schedule import is_due, local_steps
+from diloco.sync.schedule import due, local_steps
 
 if TYPE_CHECKING:
     from diloco.sync.events import StepDone
@@ -21,28 +20,28 @@ if TYPE_CHECKING:
 def step_done(turn: SiteTurn, event: StepDone) -> None:
     """Account for an inner step."""
     state, options = turn.state, turn.options
-    based = [part.base_version >= 0 or (part.retaking and not part.retaking.cold) for part in state.fragments]
-    assert all(based), "a step was trained without a base"
     state.step, state.cursor = event.step, event.cursor
     state.tokens_processed += event.tokens
     state.step_ns = smoothed(state.step_ns, event.step_ns)
     site_units.drawn(turn, event)
-    for index, part in enumerate(state.fragments):
+    inner_steps = event.inner_steps or event.steps
+    for part in state.fragments:
+        is_based = part.base_version >= 0 or (part.retaking and not part.retaking.cold)
+        assert is_based, "a step was trained without a base"
         part.unsent_tokens += event.tokens
-        part.unsent_steps += event.inner_steps or event.steps
-        part.due = part.due or _comes_due(options, state, index, event.step, event.steps)
+        part.unsent_steps += inner_steps
+    for index in coming_due(options, state, event.step, event.steps):
+        state.fragments[index].due = True
     if not event.passes:
         boundary(turn)
 
 
-def _comes_due(options: LearnerOptions, state: LearnerState, index: int, step: int, steps: int = 1) -> bool:
-    """Whether the fragment is due right after inner step number ``step`` or one of the ``steps`` that end with it."""
+def coming_due(options: LearnerOptions, state: LearnerState, step: int, steps: int = 1) -> list[int]:
+    """The fragments that are due right after inner step number ``step`` or one of the ``steps`` that end with it."""
     if options.dynamic_steps:
-        return step >= _dynamic_due(options, state, index)
-    if options.lock_step and index != in_turn(options, state):
-        return False
-    due = [index] if not options.lock_step else range(options.num_fragments)
-    return any(is_due(step, options.offset(each), options.inner_steps, steps) for each in due)
+        return [each for each in range(options.num_fragments) if step >= _dynamic_due(options, state, each)]
+    by_steps = due(options.due_at, options.inner_steps, step, steps)
+    return [in_turn(options, state)] if options.lock_step and by_steps else by_steps
 
 
 def in_turn(options: LearnerOptions, state: LearnerState) -> int:
@@ -52,7 +51,7 @@ def in_turn(options: LearnerOptions, state: LearnerState) -> int:
     fragment, the next with another, and neither round would close.
     """
     bases = [part.base_version for part in state.fragments]
-    return min(range(len(bases)), key=lambda each: (bases[each], options.offset(each) or options.inner_steps))
+    return min(range(len(bases)), key=lambda each: (bases[each], options.due_at[each] or options.inner_steps))
 
 
 def _dynamic_due(options: LearnerOptions, state: LearnerState, index: int) -> int:
@@ -60,24 +59,24 @@ def _dynamic_due(options: LearnerOptions, state: LearnerState, index: int) -> in
     sealed = state.fragments[index].sealed_step
     period = local_steps(options.inner_steps, state.fastest_step_ns, state.step_ns)
     if not sealed:  # The fragments' first updates stand apart as they do where every site makes as many steps.
-        period = max(1, (options.offset(index) or options.inner_steps) * period // options.inner_steps)
+        period = max(1, (options.due_at[index] or options.inner_steps) * period // options.inner_steps)
     return sealed + period
 
 
 def steps_to_act(options: LearnerOptions, state: LearnerState) -> int:
     """How many inner steps from now the next boundary stands at which anything may be done, unless something comes
     meanwhile; at least 1, and at most ``inner_steps``."""
-    wanted = [state.step + options.inner_steps]
-    for index, part in enumerate(state.fragments):
-        if options.dynamic_steps:
-            wanted.append(_dynamic_due(options, state, index))
-        else:
-            wanted.append(state.step + options.inner_steps - (state.step - options.offset(index)) % options.inner_steps)
+    step, period = state.step, options.inner_steps
+    if options.dynamic_steps:
+        wanted = [step + period, *(_dynamic_due(options, state, each) for each in range(options.num_fragments))]
+    else:
+        wanted = [step + period - (step - at) % period for at in options.due_at]
+    for part in state.fragments:
         if part.fetched > part.base_version and not _would_lose_work(options, part):
             wanted.append(part.held_until)
         if part.due and _may_follow(options, part):
-            wanted.append(state.step + 1)
-    return max(1, min(wanted) - state.step)
+            wanted.append(step + 1)
+    return max(1, min(wanted) - step)
 
 
 def may_act(options: LearnerOptions, state: LearnerState, step: int) -> bool:
@@ -89,10 +88,11 @@ def may_act(options: LearnerOptions, state: LearnerState, step: int) -> bool:
         return True
     if state.incarnation == 0:
         return False
+    coming = coming_due(options, state, step)
     return any(
         part.retaking is not None
         or (part.fetched > part.base_version and not _is_held(options, state, part, step))
-        or ((part.due or _comes_due(options, state, index, step)) and _may_follow(options, part))
+        or ((part.due or index in coming) and _may_follow(options, part))
         for index, part in enumerate(state.fragments)
     )
 
@@ -109,7 +109,7 @@ def boundary(turn: SiteTurn) -> None:
                 _retake(turn, index, part, part.retaking)
         elif part.fetched > part.base_version and not _is_held(turn.options, turn.state, part, turn.state.step):
             _adopt(turn, index, part)
-        if may_seal(turn, part):
+        if (part.due or turn.state.stopping) and may_seal(turn, part):
             _seal(turn, index, part)
 
 
@@ -138,21 +138,24 @@ def _would_lose_work(options: LearnerOptions, part: FragmentProgress) -> bool:
 
 
 def _adopt(turn: SiteTurn, index: int, part: FragmentProgress) -> None:
-    version = part.fetched
-    merged = [s for s in part.in_flight if s.merged_version is not None and s.merged_version <= version]
-    fresh = tuple(sent.sequence for sent in part.in_flight if sent.since_adopt)
-    part.in_flight = [sent for sent in part.in_flight if sent not in merged]
+    version, adopt = part.fetched, turn.options.adopt
+    merged: list[int] = []
+    under_way: list[Sent] = []
+    fresh = tuple([sent.sequence for sent in part.in_flight if sent.since_adopt]) if adopt == "eager" else ()
     for sent in part.in_flight:
-        sent.since_adopt = False
-    if turn.options.adopt not in ADOPT_KEEPS_UNSENT:
+        if sent.merged_version is not None and sent.merged_version <= version:
+            merged.append(sent.sequence)
+        else:
+            sent.since_adopt = False
+            under_way.append(sent)
+    part.in_flight = under_way
+    if adopt not in ADOPT_KEEPS_UNSENT:
         # The next update begins at the value right after this adopt, so what was trained and not sent is given up.
         part.tokens_overwritten += part.unsent_tokens
         part.unsent_tokens = part.unsent_steps = 0
     part.base_version = version
-    adopt = Adopt(index, version, tuple(sent.sequence for sent in merged))
-    if turn.options.adopt == "eager":
-        adopt = replace(adopt, fresh=fresh, under_way=tuple(sent.sequence for sent in part.in_flight))
-    turn.effects.append(adopt)
+    lacking = tuple([sent.sequence for sent in under_way]) if adopt == "eager" else ()
+    turn.effects.append(Adopt(index, version, tuple(merged), fresh, lacking))
 
 
 def _retake(turn: SiteTurn, index: int, part: FragmentProgress, retaking: Retaking) -> None:
@@ -169,10 +172,8 @@ def _retake(turn: SiteTurn, index: int, part: FragmentProgress, retaking: Retaki
 
 
 def may_seal(turn: SiteTurn, part: FragmentProgress) -> bool:
-    """Whether an update of the fragment may be made now."""
-    if not (part.due or turn.state.stopping) or part.unsent_tokens == 0:
-        return False
-    if turn.state.incarnation == 0 or turn.state.closed or turn.state.left:
+    """Whether an update of the fragment, of which one is wanted, may be made now."""
+    if part.unsent_tokens == 0 or turn.state.closed or turn.state.left:
         return False
     # A region keeps the bytes of each until it has taken its version; at its end it takes none any more.
     if turn.options.answers_only and len(part.in_flight) >= turn.options.updates_in_flight_max:

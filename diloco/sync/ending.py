@@ -36,7 +36,7 @@ def begin_when_due(turn: Turn) -> None:
     options, state = turn.options, turn.state
     if state.phase is not Phase.RUNNING:
         return
-    if options.token_budget and state.run_tokens() >= options.token_budget:
+    if options.token_budget and turn.attendance.run_tokens() >= options.token_budget:
         begin(turn, Ending.FINISHED, f"{state.run_tokens()} tokens are merged")
     end_ns = run_end_ns(options, state)
     if end_ns is not None and state.now_ns >= end_ns:

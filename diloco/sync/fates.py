@@ -19,9 +19,11 @@ def decide(turn: Turn, name: str, index: int, pending: Pending, version: int, re
     line.undecided.remove(pending)
     turn.attendance.line_changed(name, index)
     fate = Fate(index, pending.sequence, version, pending.tokens, pending.digest, reason)
-    line.fates = [*line.fates, fate][-turn.options.fates_kept_max :]
+    line.fates.append(fate)
+    del line.fates[: -turn.options.fates_kept_max]
     if reason is None:
         line.tokens_merged += pending.tokens
+        turn.attendance.tokens_merged += pending.tokens
         line.updates_merged += 1
         unit_leases.consumed(turn, name, index, pending)
     else:

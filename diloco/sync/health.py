@@ -69,6 +69,10 @@ class Finding:
     why: str = ""
 
 
+NOTHING_WRONG = Finding(None, None)
+"""With an update that nobody measured."""
+
+
 def judge(options: HealthOptions, vital: Vital, own: Sequence[Vital], others: Sequence[Vital]) -> Finding:
     """Hold ``vital`` against the site's ``own`` recent updates and those of the ``others``."""
     windows = [window for window in (own, others) if len(window) >= options.history_min]

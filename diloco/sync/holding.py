@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from diloco.sync.effects import AnswerDone
 from diloco.sync.events import Reason
 from diloco.sync.fates import refuse
-from diloco.sync.health import Finding, Vital, judge
+from diloco.sync.health import NOTHING_WRONG, Finding, Vital, judge
 from diloco.sync.state import Held
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def looked_at(state: OuterState, event: UpdateArrived) -> Finding:
     """Judge the vital signs of an update that may enter; nothing is wrong with one that nobody measured."""
     if event.norm <= 0:
-        return Finding(None, None)
+        return NOTHING_WRONG
     own = state.sites[event.site].lines[event.fragment].vitals
     others = [
         vital
@@ -49,8 +49,7 @@ def held_from(state: OuterState, event: UpdateArrived, finding: Finding) -> Held
 def remember(state: OuterState, site: str, fragment: int, vital: Vital) -> None:
     """An update is admitted: from now on it is part of what is usual."""
     line = state.sites[site].lines[fragment]
-    if vital.norm > 0:
-        line.vitals = [*line.vitals, vital][-state.health.history :]
+    line.vitals = [*line.vitals, vital][-state.health.history :]
 
 
 def deadline_ns(state: OuterState, attendance: Attendance) -> int | None:

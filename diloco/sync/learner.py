@@ -100,29 +100,29 @@ class LearnerSync:
         """Take ``event`` at instant ``now_ns`` and return what the site must do, in order."""
         del now_ns  # The machine has no deadline of its own; the mirror keeps the signature of ``OuterSync``.
         turn = SiteTurn(self.options, self.state)
-        match event:
-            case JoinAnswered():
-                joined(turn, event)
+        match event:  # The usual ones first.
             case StepDone():
                 step_done(turn, event)
+            case Sealed():
+                sealed(turn, event)
+            case PushAnswered():
+                push_answered(turn, event)
+            case FateTold():
+                fate_told(turn, event.fate)
+            case VersionFetched():
+                fetched(turn, event)
+            case VersionPublished():
+                published(turn, event)
             case BoundaryReached():
                 boundary(turn)
             case OverlapChosen():
                 assert 0 <= event.steps < self.options.inner_steps, event
                 assert not (event.steps and self.options.lock_step), "lock-step adopts before it goes on"
                 self.state.overlap_steps = event.steps
-            case Sealed():
-                sealed(turn, event)
+            case JoinAnswered():
+                joined(turn, event)
             case SealFailed():
                 seal_failed(turn, event)
-            case PushAnswered():
-                push_answered(turn, event)
-            case FateTold():
-                fate_told(turn, event.fate)
-            case VersionPublished():
-                published(turn, event)
-            case VersionFetched():
-                fetched(turn, event)
             case BaseDiffers():
                 differs(turn, event)
             case FetchFailed():
@@ -134,7 +134,8 @@ class LearnerSync:
                 turn.end(event.ending, f"the run is {event.ending.value}")
             case LeaveAsked():
                 turn.end(None, "this site was asked to leave")
-        _maybe_leave(turn)
+        if self.state.at_rest:
+            _maybe_leave(turn)
         return turn.effects
 
     def next_deadline_ns(self) -> int | None:
@@ -173,10 +174,13 @@ class LearnerSync:
 
 
 def _maybe_leave(turn: SiteTurn) -> None:
-    """Say goodbye once nothing is left to send and nothing awaits an answer."""
+    """At rest: say goodbye once nothing is left to send and nothing awaits an answer.
+
+    Not earlier, because a step that was under way when the stop was told still brings tokens.
+    """
     state = turn.state
-    if not state.at_rest or state.left or state.incarnation == 0:
-        return  # A step under way when the stop was told still brings tokens.
+    if state.left or state.incarnation == 0:
+        return
     sent = state.closed or all(part.unsent_tokens == 0 for part in state.fragments)
     if sent and not any(part.unanswered() for part in state.fragments):
         state.left = True

@@ -69,7 +69,9 @@ def lineage_began(turn: Turn, event: LineageBegan) -> None:
     for name, site in state.sites.items():
         for index, line in enumerate(site.lines):
             if held is not None:
+                turn.attendance.tokens_merged -= line.tokens_merged
                 line.tokens_merged, line.updates_merged = held.get((name, index), (0, 0))
+                turn.attendance.tokens_merged += line.tokens_merged
         site.process = ""
         site.incarnation += 1
         site.since = site.incarnation

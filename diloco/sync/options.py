@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
-from diloco.sync.schedule import offset
+from diloco.sync import schedule
 
 SECOND_NS = 1_000_000_000
 
@@ -189,6 +189,7 @@ class LearnerOptions:
             require(1 <= self.units_ahead <= UNITS_AHEAD_MAX, "units_ahead", self.units_ahead, wanted)
         require(told, "offsets", self.offsets, f"one for each fragment, from 0 to {self.inner_steps - 1}, or none")
 
-    def offset(self, fragment: int) -> int:
-        """The inner step, modulo ``inner_steps``, at which ``fragment`` is due."""
-        return self.offsets[fragment] if self.offsets else offset(fragment, self.num_fragments, self.inner_steps)
+    @property
+    def due_at(self) -> tuple[int, ...]:
+        """The inner step, modulo ``inner_steps``, at which each fragment is due."""
+        return self.offsets or schedule.offsets(self.num_fragments, self.inner_steps)

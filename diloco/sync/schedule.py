@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
-def offset(fragment: int, num_fragments: int, inner_steps: int) -> int:
-    """The inner step, modulo ``inner_steps``, at which ``fragment`` is due.
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@lru_cache(maxsize=64)
+def offsets(num_fragments: int, inner_steps: int) -> tuple[int, ...]:
+    """The inner step, modulo ``inner_steps``, at which each fragment is due.
 
     Fragments are spread evenly over the period, so that the link carries a flat load instead of a burst (Streaming
     DiLoCo, arXiv 2501.18512, section 2.2).  The last fragment is due at 0, which with one fragment is DiLoCo's H.
     """
-    assert 0 <= fragment < num_fragments <= inner_steps, (fragment, num_fragments, inner_steps)
-    return ((fragment + 1) * inner_steps // num_fragments) % inner_steps
+    assert 0 < num_fragments <= inner_steps, (num_fragments, inner_steps)
+    return tuple(place * inner_steps // num_fragments % inner_steps for place in range(1, num_fragments + 1))
 
 
 def local_steps(inner_steps: int, fastest_ns: int, own_ns: int) -> int:
@@ -24,8 +31,8 @@ def local_steps(inner_steps: int, fastest_ns: int, own_ns: int) -> int:
     return min(inner_steps, max(1, inner_steps * fastest_ns // own_ns))
 
 
-def is_due(step: int, offset: int, inner_steps: int, steps: int = 1) -> bool:
-    """Whether a fragment with this ``offset`` is due right after inner step number ``step`` (counted from 1), or after
-    one of the ``steps`` that end with it."""
-    before = max(0, step - steps)
-    return (step - offset) // inner_steps > (before - offset) // inner_steps
+def due(offsets: Sequence[int], inner_steps: int, step: int, steps: int = 1) -> list[int]:
+    """The fragments, of which these are the offsets, that are due right after inner step number ``step`` (counted from
+    1), or after one of the ``steps`` that end with it."""
+    steps = min(steps, step)
+    return [each for each, at in enumerate(offsets) if (step - at) % inner_steps < steps]

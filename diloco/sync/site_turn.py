@@ -28,7 +28,10 @@ class SiteTurn:
 
     def find(self, index: int, sequence: int) -> Sent | None:
         """The update of the in-flight list with that number."""
-        return next((sent for sent in self.state.fragments[index].in_flight if sent.sequence == sequence), None)
+        for sent in self.state.fragments[index].in_flight:
+            if sent.sequence == sequence:
+                return sent
+        return None
 
     def want(self, index: int) -> None:
         """Fetch the newest version unless it is here or on its way."""

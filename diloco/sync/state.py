@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import takewhile
 
 from diloco.sync.events import Ending, Fate
 from diloco.sync.health import Vital
@@ -87,9 +86,14 @@ class Line:
 
     def waiting(self) -> list[Pending]:
         """The updates that the next outer step will take: those before the first that is held."""
-        if not self.undecided:  # As it mostly is, and every site is asked at every event.
-            return []
-        return list(takewhile(lambda pending: pending.held is None, self.unmerged()))
+        found = []
+        for pending in self.undecided:
+            if pending.merging:
+                continue
+            if pending.held is not None:
+                break
+            found.append(pending)
+        return found
 
     def holding(self) -> bool:
         """Whether an update waits for an operator's word."""

@@ -39,7 +39,6 @@ from diloco.sync.events import (
     OuterEvent,
     OuterStepDone,
     OuterStepFailed,
-    RegionEvent,
     SiteEvicted,
     SiteHeard,
     SiteLeft,
@@ -93,21 +92,19 @@ class OuterSync:
         assert now_ns >= self.state.now_ns, (now_ns, self.state.now_ns)
         self.state.now_ns = now_ns
         turn = Turn(self.options, self.state, self.attendance)
-        if isinstance(event, RegionEvent):
-            upstream.heard(turn, event)
-            _sweep(turn)
-            return turn.effects
-        match event:
+        match event:  # The usual ones first.
+            case UpdateArrived():
+                update_arrived(turn, event)
+            case OuterStepDone():
+                outer_step_done(turn, event)
+            case DeadlinePassed():
+                pass  # The sweep below looks at every deadline anyway.
             case SyncerStarted():
                 _started(turn, event)
             case LineageBegan():
                 lineage_began(turn, event)
             case JoinRequested():
                 join(turn, event)
-            case UpdateArrived():
-                update_arrived(turn, event)
-            case OuterStepDone():
-                outer_step_done(turn, event)
             case OuterStepFailed():
                 outer_step_failed(turn, event)
             case UnitsAsked():
@@ -131,8 +128,8 @@ class OuterSync:
                 turn.effects.append(AnswerDone(event.call))
             case StandbyDetached() | StandbyAttached():
                 _standby(turn, event)
-            case DeadlinePassed():
-                pass  # The sweep below looks at every deadline anyway.
+            case _:
+                upstream.heard(turn, event)
         _sweep(turn)
         return turn.effects
 
@@ -162,7 +159,7 @@ class OuterSync:
         options, state = self.options, self.state
         shares = [upstream.progress_ppm(state)]
         if options.token_budget:
-            shares.append(state.run_tokens() * 1_000_000 // options.token_budget)
+            shares.append(self.attendance.run_tokens() * 1_000_000 // options.token_budget)
         if options.run_ns and state.started_ns is not None:
             shares.append((state.now_ns - state.started_ns) * 1_000_000 // options.run_ns)
         return min(1_000_000, max(shares))
@@ -215,7 +212,8 @@ def _sweep(turn: Turn) -> None:
     expire(turn)
     unit_leases.expire(turn)
     for index, fragment in enumerate(turn.state.fragments):
-        upstream.act(turn, index)
+        if turn.state.upstream is not None:
+            upstream.act(turn, index)
         if fragment.round is not None or turn.attendance.arrived[index]:
             consider(turn, index)
     ending.finish_when_final(turn)

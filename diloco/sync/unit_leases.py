@@ -138,8 +138,10 @@ def expire(turn: Turn) -> None:
 
 def deadline_ns(options: OuterOptions, state: OuterState) -> int | None:
     """The instant at which the next lease runs out."""
-    holders = state.units.holders.values() if state.units is not None else ()
-    return min((h.silent_ns + options.lease_ns for h in holders if h.silent_ns is not None), default=None)
+    if state.units is None:
+        return None
+    silent = (h.silent_ns for h in state.units.holders.values() if h.silent_ns is not None)
+    return min((since_ns + options.lease_ns for since_ns in silent), default=None)
 
 
 def columns_of(options: OuterOptions, state: OuterState) -> Columns:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from diloco.sim.fleet import EndlessError, simulate
+from diloco.sim.fleet import COLLECT_EVERY, EndlessError, Fleet, simulate
 from diloco.sim.fleet_plan import YEAR_S, FleetPlan, FleetResult, FleetSite
 from diloco.sync.options import SECOND_NS, LearnerOptions, OuterOptions
 
@@ -193,3 +194,19 @@ def test_a_run_that_never_ends_says_so() -> None:
     plan = fleet((FleetSite(step_s=1.0),), seconds=None, quorum=2, token_budget=1000)
     with pytest.raises(EndlessError, match="no version in the last 24 h, and 0 of 1000 tokens are merged"):
         simulate(plan)
+
+
+def test_python_collects_seldom_while_a_fleet_is_simulated_and_as_before_when_that_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, meanwhile = gc.get_threshold(), []
+
+    def result(_: Fleet) -> FleetResult:
+        meanwhile.append(gc.get_threshold())
+        raise EndlessError("it failed")
+
+    monkeypatch.setattr(Fleet, "result", result)
+    with pytest.raises(EndlessError, match="it failed"):
+        simulate(fleet((FleetSite(step_s=1.0),), seconds=60.0))
+    assert meanwhile == [(COLLECT_EVERY, *before[1:])]
+    assert gc.get_threshold() == before

@@ -30,6 +30,7 @@ def made_in(plan: FleetPlan, monkeypatch: pytest.MonkeyPatch, *, at_once: bool) 
         patched.setattr(Site, "_seal", noted)
         if at_once:
             patched.setattr(Site, "_train", listening)
+            patched.setattr(Site, "told_in_passing", Site.told)
         world = Fleet(plan)
         assert plan.seconds is not None
         world.heap.run_until(to_ns(plan.seconds), world.is_over)

@@ -58,7 +58,7 @@ def test_the_fragments_of_the_parts_are_due_where_those_of_the_whole_are() -> No
         numbers.add(len(plan.outers))
         for parts in plan.sites:
             steps, total = parts[0].options.inner_steps, sum(part.options.num_fragments for part in parts)
-            due = [part.options.offset(index) for part in parts for index in range(part.options.num_fragments)]
+            due = [at for part in parts for at in part.options.due_at]
             assert due == [((index + 1) * steps // total) % steps for index in range(total)]
             assert [part.options.num_fragments for part in parts] == [
                 outer.options.num_fragments for outer in plan.outers

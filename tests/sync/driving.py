@@ -67,6 +67,7 @@ def check_attendance(machine: OuterSync) -> None:
     """What is counted along is what the memory says."""
     state, attendance = machine.state, machine.attendance
     assert attendance.live == state.live()
+    assert attendance.run_tokens() == state.run_tokens()
     for index, fragment in enumerate(state.fragments):
         lines = [(name, site.lines[index]) for name, site in sorted(state.sites.items())]
         assert sorted(attendance.arrived[index]) == state.arrived(index)

@@ -73,6 +73,6 @@ def test_fragments_need_a_step_each() -> None:
 
 def test_a_machine_with_part_of_the_fragments_is_told_when_they_are_due() -> None:
     whole = LearnerOptions(num_fragments=4, inner_steps=8)
-    part = LearnerOptions(num_fragments=2, inner_steps=8, offsets=(whole.offset(1), whole.offset(3)))
-    assert [whole.offset(index) for index in range(4)] == [2, 4, 6, 0]
-    assert [part.offset(index) for index in range(2)] == [4, 0]
+    part = LearnerOptions(num_fragments=2, inner_steps=8, offsets=whole.due_at[1::2])
+    assert whole.due_at == (2, 4, 6, 0)
+    assert part.due_at == (4, 0)

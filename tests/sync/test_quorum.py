@@ -68,6 +68,14 @@ def test_adaptive_grace_is_a_share_of_the_slack() -> None:
     assert grace_ns(options, 100 * MS, 40 * MS, 60 * MS) == 100 * MS
 
 
+@pytest.mark.parametrize(("quorum_ms", "sync_ms"), [(200, 100), (200, 101), (300, 0), (0, 301), (10**7, 10**7)])
+def test_adaptive_grace_is_nothing_where_the_overlap_leaves_no_slack(quorum_ms: int, sync_ms: int) -> None:
+    """The overlap lasts 3 x 100 ms; with 3 ns of it left the grace is half of them, in whole nanoseconds."""
+    options = OuterOptions(grace="adaptive", grace_ns=10 * SECOND_NS, grace_share_percent=50, overlap_steps=3)
+    assert grace_ns(options, 100 * MS, quorum_ms * MS, sync_ms * MS) == 0
+    assert grace_ns(options, 100 * MS, 200 * MS, 100 * MS - 3) == 1
+
+
 @pytest.mark.parametrize("step_ms", [0, 1, 10, 1000, 10**6])
 @pytest.mark.parametrize("busy_ms", [0, 5, 10**7])
 def test_invariant_14_grace_never_exceeds_its_bound(step_ms: int, busy_ms: int) -> None:

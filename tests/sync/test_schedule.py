@@ -6,7 +6,7 @@ import pytest
 
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
-from diloco.sync.schedule import is_due, local_steps, offset
+from diloco.sync.schedule import due, local_steps, offsets
 from tests.sync.driving import MS, of
 from tests.sync.driving_site import Site
 
@@ -14,33 +14,33 @@ from tests.sync.driving_site import Site
 @pytest.mark.parametrize(("fragments", "steps"), [(1, 1), (1, 15), (3, 3), (3, 15), (4, 15), (24, 24), (5, 7)])
 def test_every_fragment_is_due_once_in_a_period(fragments: int, steps: int) -> None:
     for fragment in range(fragments):
-        due = [step for step in range(1, 2 * steps + 1) if is_due(step, offset(fragment, fragments, steps), steps)]
-        assert len(due) == 2
-        assert due[1] - due[0] == steps
+        at = [step for step in range(1, 2 * steps + 1) if fragment in due(offsets(fragments, steps), steps, step)]
+        assert len(at) == 2
+        assert at[1] - at[0] == steps
 
 
 @pytest.mark.parametrize(("fragments", "steps"), [(3, 15), (4, 15), (24, 24), (5, 7)])
 def test_no_two_fragments_are_due_at_once_and_the_load_is_flat(fragments: int, steps: int) -> None:
-    offsets = sorted(offset(fragment, fragments, steps) for fragment in range(fragments))
-    assert len(set(offsets)) == fragments
-    gaps = [b - a for a, b in zip(offsets, [*offsets[1:], offsets[0] + steps], strict=True)]
+    at = sorted(offsets(fragments, steps))
+    assert len(set(at)) == fragments
+    gaps = [b - a for a, b in zip(at, [*at[1:], at[0] + steps], strict=True)]
     assert max(gaps) - min(gaps) <= 1, gaps
 
 
 def test_one_fragment_is_due_after_every_period() -> None:
-    assert [step for step in range(40) if is_due(step, offset(0, 1, 15), 15)] == [15, 30]
+    assert [step for step in range(40) if due(offsets(1, 15), 15, step)] == [15, 30]
 
 
 def test_nothing_is_due_before_the_first_step() -> None:
-    assert not is_due(0, 0, 15)
+    assert not due((0,), 15, 0)
 
 
 def test_several_steps_told_as_one_are_due_when_one_of_them_is() -> None:
     for offset_of in range(7):
-        each = [is_due(step, offset_of, 7) for step in range(40)]
+        each = [bool(due((offset_of,), 7, step)) for step in range(40)]
         for step in range(40):
             for steps in range(1, step + 1):
-                assert is_due(step, offset_of, 7, steps) == any(each[step - steps + 1 : step + 1]), (step, steps)
+                assert bool(due((offset_of,), 7, step, steps)) == any(each[step - steps + 1 : step + 1]), (step, steps)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,22 @@ def test_invariant_10_weights_sum_to_one() -> None:
         assert all(share > 0 for share in shares), f"seed {seed}"
 
 
+@pytest.mark.parametrize("rule", ["tokens2_per_step", "tokens", "uniform"])
+def test_invariant_17_twice_the_tokens_everywhere_are_the_same_weights(rule: str) -> None:
+    found = []
+    for times in (1, 2, 3):
+        syncer = Syncer(weights=rule, quorum=3)
+        for site in "abc":
+            syncer.join(site)
+        syncer.push("a", tokens=100 * times, steps=10)
+        syncer.push("b", tokens=700 * times, steps=30)
+        (step,) = of(fx.StartOuterStep, syncer.push("c", tokens=50 * times, steps=50))
+        found.append([part.weight for part in step.contributions])
+    assert found[1] == found[0]
+    assert found[2] == pytest.approx(found[0], rel=1e-12)
+    assert (len(set(found[0])) == 1) == (rule == "uniform")
+
+
 def test_what_is_old_counts_less_beside_what_is_new_and_as_much_alone() -> None:
     assert [of_its_age(age, 0.0) for age in (0, 3)] == [1.0, 1.0]
     assert [of_its_age(age, 0.5) for age in (0, 3)] == [1.0, 0.5]
