@@ -11,24 +11,35 @@ FEW_STEPS = 20
 """Below so many inner steps the pseudo-gradients of successive rounds point the same way."""
 MUCH_MOMENTUM = 0.8
 WITH_MOMENTUM = ("heavy_ball", "nesterov")
+FEW_WINDOWS = 50
+"""With fewer steps of the momentum than that, most of the run passes before it is what it is going to be."""
+ROUGH = ("int2", "sign")
+"""Codecs of which the mean of many is not what was sent, unless what was rounded off follows."""
 
 
 def advice(config: RunConfig) -> list[str]:
     """Sentences, each with the settings that it is about."""
     outer = config.outer
     said = []
+    sites = len(config.cluster.sites)
     one_by_one = outer.round_updates == 1 or (outer.quorum == "1" and outer.grace == "fixed" and outer.grace_s == 0)
-    if one_by_one and outer.kind in WITH_MOMENTUM:
+    if one_by_one and sites != 1 and outer.kind in WITH_MOMENTUM:
         said.append(
             f"outer.kind is {outer.kind} and each update is merged alone: the momentum takes a step for every one of "
             "them, and that diverges or ends far behind; delayed_nesterov gathers a window of them (arXiv 2401.09135)"
         )
-    if outer.kind in WITH_MOMENTUM and outer.momentum >= MUCH_MOMENTUM and outer.inner_steps <= FEW_STEPS:
+    much = outer.momentum >= MUCH_MOMENTUM
+    if much and outer.kind in WITH_MOMENTUM and outer.inner_steps <= FEW_STEPS:
         said.append(
             f"outer.momentum is {outer.momentum:g} with outer.inner_steps={outer.inner_steps}: successive rounds are "
             f"alike then, and steps become up to {1 / (1 - outer.momentum):.0f} times too long: compare 0.5 and none"
         )
-    sites = len(config.cluster.sites)
+    windows = _updates(config) // outer.window
+    if outer.kind == "delayed_nesterov" and much and 0 < windows < FEW_WINDOWS:
+        said.append(
+            f"outer.momentum is {outer.momentum:g} and run.tokens={config.run.tokens} are about {windows} windows of "
+            f"outer.window={outer.window} updates: so few are better with 0.5"
+        )
     if outer.kind == "delayed_nesterov" and sites and outer.window < sites:
         said.append(
             f"outer.window is {outer.window} and there are {sites} sites: the momentum is steadiest with one of as many"
@@ -49,4 +60,16 @@ def advice(config: RunConfig) -> list[str]:
             f"outer.staleness_power is {outer.staleness_power:g} and each update is merged alone: a weight says how "
             "much one counts beside others, and here is no other; outer.gate_alpha makes an old one smaller"
         )
+    if config.codec.up.startswith(ROUGH) and config.codec.feedback == 0 and outer.adopt in ("overwrite", "blend"):
+        said.append(
+            f"codec.up is {config.codec.up} with codec.feedback=0 under outer.adopt={outer.adopt}: what so few bits "
+            "round off is lost in every round, and the loss ends percents higher; 1 sends it with the next update"
+        )
     return said
+
+
+def _updates(config: RunConfig) -> int:
+    """Of each fragment, by all sites in the whole run; 0 where the configuration does not say."""
+    inner = config.inner
+    a_step = inner.batch_sequences * inner.accumulation * (inner.sequence_length or 0)
+    return (config.run.tokens or 0) // (a_step * config.outer.inner_steps) if a_step else 0

@@ -55,6 +55,11 @@ class Told:
         for name, value in (least | {"--region-interruptions-per-day": self.region_interruptions_per_day}).items():
             if not 0 <= value <= DAY_S:
                 raise ConfigError(f"{name} is {value:g}: must be from 0 to {DAY_S:g}")
+        if self.regions and not self.region_interruptions_per_day:
+            raise ConfigError(f"--region is {self.regions[0]}: it fails by --region-interruptions-per-day, which is 0")
+        if self.region_interruptions_per_day and not self.regions:
+            per_day = f"{self.region_interruptions_per_day:g}"
+            raise ConfigError(f"--region-interruptions-per-day is {per_day}: of which sites, --region says")
 
 
 def with_sites(config: RunConfig, count: int) -> RunConfig:
@@ -108,7 +113,7 @@ def fleet_of(config: RunConfig, told: Told) -> FleetPlan:
         faults=faults,
         regions=tuple(
             Region(
-                sites=tuple(_place(names, site, region) for site in region.split(",")),
+                sites=_places(names, region),
                 interruptions_per_s=told.region_interruptions_per_day / DAY_S,
                 away_s=told.away_s,
             )
@@ -149,7 +154,21 @@ def faults_of(steps: Sequence[Step], names: Sequence[str]) -> tuple[FleetFault, 
     return tuple(faults)
 
 
-def _place(names: Sequence[str], site: str, region: str) -> int:
-    if site not in names:
-        raise ConfigError(f"--region {region} has {site!r}: one of {', '.join(names)}")
-    return names.index(site)
+def not_simulated(config: RunConfig) -> list[str]:
+    """The settings that make a difference to a run and none to its fleet."""
+    found = [] if config.outer.num_syncers == 1 else [f"outer.num_syncers={config.outer.num_syncers}"]
+    for name in ("jitter_ms", "stall_percent"):
+        of = {getattr(connecting.link_options(config, site), name) for site in config.cluster.sites}
+        if config.network.emulate and of != {0}:
+            found.append(f"network.{name}={max(of):g}")
+    return found
+
+
+def _places(names: Sequence[str], region: str) -> tuple[int, ...]:
+    sites = region.split(",")
+    for site in sites:
+        if site not in names:
+            raise ConfigError(f"--region {region} has {site!r}: one of {', '.join(names)}")
+    if len(set(sites)) < len(sites):
+        raise ConfigError(f"--region {region} has a site twice")
+    return tuple(names.index(site) for site in sites)

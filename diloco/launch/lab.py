@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from math import inf
 from pathlib import Path
 from statistics import fmean
@@ -30,8 +31,10 @@ KINDS: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
     "float": ("a number", (int, float)),
 }
 """What the fields of a row and a laboratory are, and a tuple's parts."""
+CODE = ("codec", "inner", "outer", "sim", "sync")
+"""The parts of the package that say what a cell comes to."""
 OWN = ("data.leased=false", "inner.checkpoint_every_steps=0", "network=loopback")
-"""What a training without processes, disks and links of its own is always told."""
+"""What a training without processes, disks and links of its own is told before anything else."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +59,9 @@ class Row:
     def __post_init__(self) -> None:
         for name in ("interruptions_per_hour", "away_s", "rtt_s"):
             require(0 <= getattr(self, name) < inf, name, getattr(self, name), "not negative, and finite")
+        require(
+            self.interruptions_per_hour <= 3600, "interruptions_per_hour", self.interruptions_per_hour, "at most 3600"
+        )
         for name in ("jitter", "lost_share"):
             require(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
         require(all(0 < each < inf for each in self.speeds), "speeds", self.speeds, "above 0 and finite")
@@ -127,6 +133,8 @@ class Found:
     goodput: float = 1.0
     versions: int = 0
     sites_per_version: float = 0.0
+    code: str = ""
+    """``code_digest()`` of what trained it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +256,8 @@ def cells(lab: Laboratory, more: Sequence[str], seeds: Sequence[int], names: Seq
                 continue
             settled = replace(row, speeds=row.speeds or lab.speeds)
             try:
-                config = configs.compose([*lab.settings, *OWN, *row.settings, *more, f"run.seed={seed}"])
-                warm = configs.compose([*lab.settings, *OWN, *more, f"run.seed={seed}"])
+                config = configs.compose([*OWN, *lab.settings, *row.settings, *more, f"run.seed={seed}"])
+                warm = configs.compose([*OWN, *lab.settings, *more, f"run.seed={seed}"])
             except ConfigError as error:
                 raise ConfigError(f"row {name}: {error}") from error
             if not config.run.tokens:
@@ -260,6 +268,18 @@ def cells(lab: Laboratory, more: Sequence[str], seeds: Sequence[int], names: Seq
 
 def _digest(told: object) -> str:
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+
+@cache
+def code_digest() -> str:
+    """Of the code on which a cell's result may hang."""
+    package = Path(__file__).parents[1]
+    files = [path for part in CODE for path in (package / part).rglob("*.py")]
+    files += [package / "launch" / f"{name}.py" for name in ("build", "fleeting", "lab_cell", "trained_fleet")]
+    found = hashlib.sha256()
+    for path in sorted(files):
+        found.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()[:16]
 
 
 def kept(folder: Path, cell: Cell) -> Found | None:

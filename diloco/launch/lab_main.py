@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     if given.jobs < 1:
         raise ConfigError(f"--jobs is {given.jobs}: at least 1")
     lab = labs.read(named[-1])
-    seeds = _seeds(given.seeds) if given.seeds else lab.seeds
+    seeds = lab.seeds if given.seeds is None else _seeds(given.seeds)
     cells = labs.cells(lab, given.settings, seeds, [name for name in given.rows.split(",") if name])
     folder = given.out or Path("runs") / "lab"
     (folder / lab.name).mkdir(parents=True, exist_ok=True)
@@ -57,14 +58,34 @@ def main(arguments: Sequence[str]) -> ExitCode:
     found = {cell.digest: here for cell in cells if (here := labs.kept(folder, cell)) is not None}
     missing = list({cell.digest: cell for cell in cells if cell.digest not in found}.values())
     limit_threads(1)
+    _check(missing)
+    if older := sum(here.code != labs.code_digest() for here in found.values()):
+        # Most changes of the code change no result, and a laboratory is hours: the user is told, and decides.
+        print(
+            f"{older} of {len(found)} cells that are kept are of other code: another --out trains them anew",
+            file=sys.stderr,
+        )
     with _bar(len(found) + len(missing), len(found), quiet=given.json) as advance:
         for cell, here in _trained(missing, folder, given.jobs):
-            labs.keep(folder, cell, here)
-            found[cell.digest] = here
+            found[cell.digest] = replace(here, code=labs.code_digest())
+            labs.keep(folder, cell, found[cell.digest])
             advance(cell, here)
     lines = labs.lines(lab, [replace(found[cell.digest], row=cell.name) for cell in cells])  # Rows may be the same.
     _report(lab, lines, folder / lab.name, time.monotonic() - began_s, as_json=given.json)
     return ExitCode.OK
+
+
+def _check(cells: Sequence[Cell]) -> None:
+    """Refuse what no cell could be trained with before any is, once for each row."""
+    if not cells:
+        return
+    from diloco.launch import build
+
+    for cell in {cell.name: cell for cell in cells if not cell.row.control}.values():
+        try:
+            build.check(cell.config)
+        except ConfigError as error:
+            raise ConfigError(f"row {cell.name}: {error}") from error
 
 
 def _seeds(text: str) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from diloco.launch.schema import RunConfig
 from diloco.outer.optimizer import OUTER_KINDS
 from diloco.sim import planning
 from diloco.sim.expected import expected
@@ -107,7 +108,14 @@ def _advice(advice: Question | None) -> dict[str, Any] | None:
     if advice is None:
         return None
     waits, syncers = advice.overlap_steps == 0, memory(advice)["syncers_needed"]
+    usual = RunConfig()
+    kept, most = advice.downlinks_kept, advice.sites
     return {
+        **({"outer": "diloco"} if waits else {"outer": "decoupled", "outer.adopt": "rebase"}),
+        **({"outer.kind": advice.outer_kind} if advice.outer_kind != "nesterov" else {}),
+        **({"outer.momentum": 0.0} if advice.outer_kind == "sgd" else {}),
+        **({"outer.sites_max": most} if most > usual.outer.sites_max else {}),
+        **({"cluster.syncer.downlinks_kept": kept} if kept != usual.cluster.syncer.downlinks_kept else {}),
         "outer.inner_steps": advice.inner_steps,
         "outer.num_fragments": advice.fragments,
         **({"outer.num_syncers": syncers} if syncers is not None and syncers > 1 else {}),

@@ -51,8 +51,15 @@ def main(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     named = [each.removeprefix(SCENARIO) for each in arguments if each.startswith(SCENARIO)]
     given = parser.parse_args([each for each in arguments if not each.startswith(SCENARIO)])
+    if len(named) > 1:
+        raise ConfigError(f"+scenario is {' and '.join(named)}: one at a time")
     if named:
-        return _study(named[-1], given)
+        kept = {"json", "settings"}
+        told = [key for key, value in vars(given).items() if key not in kept and value != parser.get_default(key)]
+        if told:
+            flag = f"--{told[0].replace('_', '-')}"
+            raise ConfigError(f"{flag} and +scenario={named[0]}: that is as it was published, and takes --json alone")
+        return _study(named[0], given)
     return _fleet(given)
 
 
@@ -96,7 +103,8 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
             raise ConfigError("--sites and --like: the sites are those of the run")
         given.config = given.like / "config.yaml"
     config = load_config(given)
-    from diloco.launch.fleeting import Told, fleet_of, with_sites
+    from diloco.launch import build
+    from diloco.launch.fleeting import Told, fleet_of, not_simulated, with_sites
     from diloco.launch.likening import as_made, read_made, simulated
     from diloco.launch.run_dir import RunDir
     from diloco.sim.fleet import EndlessError, simulate
@@ -114,6 +122,8 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
         config.scenario = None  # What it did to the run is known better than what it asked for.
     if given.sites is not None:
         config = with_sites(config, given.sites)
+    if given.like is None:  # What was a run may be one.
+        build.check(config)
     plan = fleet_of(config, told)
     names = list(config.cluster.sites)
     made = None if given.like is None else read_made(RunDir(given.like))
@@ -123,7 +133,7 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
         found = simulate(plan)
     except EndlessError as error:
         raise ConfigError(f"{error}: this run does not end, and --hours says how much of it to simulate") from None
-    figures = summary(names, plan, found, time.monotonic() - began_s)
+    figures = summary(names, plan, found, time.monotonic() - began_s) | {"not_simulated": not_simulated(config)}
     if made is not None:
         figures["like"] = likeness(made, simulated(found, names), found.versions)
     print(json.dumps(figures) if given.json else "\n".join(lines(figures)))
@@ -199,5 +209,7 @@ def lines(told: dict[str, object]) -> list[str]:
         f"goodput {told['goodput']:.1%}; {sum(versions):,} versions, of {told['sites_per_version']} sites each; "
         f"{told['simulated_s']:,.0f} s in {told['took_s']} s"
     )
-    like = told.get("like")
+    like, left_out = told.get("like"), told["not_simulated"]
+    assert isinstance(left_out, list)
+    ends += f"\nnot simulated: {', '.join(left_out)}" if left_out else ""
     return [head, *table, ends, *(["", *compared(like)] if isinstance(like, dict) else [])]

@@ -27,9 +27,30 @@ def test_a_preset_needs_no_advice(experiment: str) -> None:
             ["outer=decoupled", "outer.staleness_max=5"],
             "outer.staleness_max is 5 and there are 3 sites: under outer.adopt",
         ),
+        (
+            ["experiment=async_dn", "run.tokens=4000000", "inner.batch_sequences=8", "inner.sequence_length=128"],
+            "outer.momentum is 0.9 and run.tokens=4000000 are about 26 windows of outer.window=3 updates",
+        ),
+        (
+            ["experiment=streaming", "codec=int2", "codec.feedback=0"],
+            "codec.up is int2:128 with codec.feedback=0 under outer.adopt=blend",
+        ),
         (["outer=async", "outer.staleness_power=0.5"], "outer.staleness_power is 0.5 and each update is merged alone"),
     ],
 )
 def test_what_goes_badly_together_is_said_with_its_settings(settings: list[str], words: str) -> None:
     (said,) = advice(compose(settings))
     assert words in said
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["cluster=one", "outer=async", "outer.kind=nesterov", "outer.momentum=0.5"],
+        ["experiment=async_dn", "run.tokens=40000000", "inner.batch_sequences=8", "inner.sequence_length=128"],
+        ["experiment=async_dn", "run.tokens=null"],
+        ["experiment=streaming", "codec=int2"],
+    ],
+)
+def test_what_goes_well_together_is_not_warned_of(settings: list[str]) -> None:
+    assert advice(compose(settings)) == []

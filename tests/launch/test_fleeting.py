@@ -85,7 +85,7 @@ def test_regions_are_sites_that_fail_together() -> None:
     plan = fleet_of(config, replace(TIMES, regions=["site-c,site-a"], region_interruptions_per_day=86_400.0))
     assert plan.regions == (Region(sites=(2, 0), interruptions_per_s=1.0, away_s=1.0),)
     with pytest.raises(ConfigError, match=r"--region site-a,site-z has 'site-z': one of site-a, site-b, site-c"):
-        fleet_of(config, replace(TIMES, regions=["site-a,site-z"]))
+        fleet_of(config, replace(TIMES, regions=["site-a,site-z"], region_interruptions_per_day=1.0))
 
 
 def test_many_sites_are_those_that_there_are_over_and_over() -> None:

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from diloco.launch import lab as labs
+from diloco.launch.build import check
 from diloco.launch.cli import main
+from diloco.launch.config import compose, folder
 from tests.launch.laboratories import rows, written
 from tests.loopback.cluster import eventually
 
@@ -19,15 +22,28 @@ def test_a_mistake_is_one_line_and_trains_nothing(tmp_path: Path, capsys: pytest
         (["+lab=smok"], "did you mean smoke?"),
         ([f"+lab={mine}", "--rows", "b"], "--rows is 'b': one of a"),
         ([f"+lab={mine}", "--seeds", "x"], "--seeds is 'x'"),
+        ([f"+lab={mine}", "--seeds", ""], "--seeds is ''"),
         ([f"+lab={mine}", "--jobs", "0"], "--jobs is 0"),
         ([f"+lab={mine}", "outer.lrr=1"], "row a: unknown key outer.lrr"),
         ([f"+lab={mine}", "run.tokens=null"], "row a: run.tokens is None"),
+        ([f"+lab={mine}", "outer.kind=nesterov", "outer.momentum=0"], "row a: outer.momentum is 0.0: kind"),
     ):
         assert main(["lab", *arguments, "--out", str(tmp_path / "out")]) == 2
         said = capsys.readouterr().err
         assert words in said
         assert said.count("\n") == 1
     assert not (tmp_path / "out" / "cells").exists()
+
+
+@pytest.mark.slow
+def test_every_row_of_every_laboratory_may_be_trained() -> None:
+    """Or it would end the laboratory when its turn comes, hours later."""
+    for path in sorted((folder() / "lab").glob("*.yaml")):
+        lab = labs.read(path.stem)
+        for name, row in lab.rows.items():
+            if not row.control:
+                check(compose([*labs.OWN, *lab.settings, *row.settings]))
+            assert name == lab.reference or row.against in ("", *lab.rows), (path.stem, name)
 
 
 def test_rows_of_the_same_settings_are_trained_once_and_shown_each(
@@ -40,7 +56,13 @@ def test_rows_of_the_same_settings_are_trained_once_and_shown_each(
     assert (a["row"], b["row"]) == ("a", "b")
     assert a["losses"] == b["losses"]
     assert len(a["seconds"]) == len(b["seconds"]) == 1
-    assert len(list((tmp_path / "cells").iterdir())) == 1
+    (cell,) = (tmp_path / "cells").iterdir()
+    assert "other code" not in said.err
+    cell.write_text(cell.read_text("utf-8").replace(labs.code_digest(), "0"), "utf-8")
+    assert main(["lab", f"+lab={mine}", "run.tokens=192", "--seeds", "0", "--out", str(tmp_path), "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["rows"][0]["losses"] == a["losses"]
+    assert "1 of 1 cells that are kept are of other code" in said.err
 
 
 @pytest.mark.slow

@@ -49,6 +49,8 @@ def test_money_is_what_crosses_times_its_price() -> None:
 def test_advice_is_in_the_names_of_a_run() -> None:
     found = answer(ASKED)
     assert found["advice"] == {
+        "outer": "decoupled",
+        "outer.adopt": "rebase",
         "outer.inner_steps": 100,
         "outer.num_fragments": 8,
         "outer.num_syncers": 4,
@@ -58,6 +60,12 @@ def test_advice_is_in_the_names_of_a_run() -> None:
     }
     waits = answer(replace(ASKED, overlap_steps=0, syncer="central", up_gbps=(1000.0,)))
     assert waits["advice"]["outer.lock_step"] is True
+    assert waits["advice"]["outer"] == "diloco"
+    plain = answer(replace(ASKED, outer_kind="sgd", sites=20, fragments=40, downlinks_kept=2, up_gbps=(100.0,)))[
+        "advice"
+    ]
+    assert (plain["outer.kind"], plain["outer.momentum"]) == ("sgd", 0.0)
+    assert (plain["outer.sites_max"], plain["cluster.syncer.downlinks_kept"]) == (20, 2)
     assert answer(replace(ASKED, up_gbps=(1e-4,)))["advice"] is None
 
 
@@ -70,6 +78,7 @@ def test_advice_makes_a_run(name: str) -> None:
     assert sum(len(layout.fragments) for layout in held) == advice["outer.num_fragments"]
     assert build.learner_options(config).inner_steps == advice["outer.inner_steps"]
     assert len(held) == advice["outer.num_syncers"]
+    build.check(config)
 
 
 def test_both_ways_of_finding_a_figure_stand_side_by_side() -> None:

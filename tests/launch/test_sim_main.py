@@ -61,6 +61,14 @@ def test_hours_are_how_long_the_run_lasts_and_without_them_it_ends_by_itself(
     assert found["goodput"] > 0.95  # type: ignore[operator]
 
 
+def test_what_makes_no_difference_to_the_fleet_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    told_it = ["outer.num_fragments=2", "outer.num_syncers=2", "network.emulate=true", "network.jitter_ms=3"]
+    assert main(["sim", *TINY, "cluster=local3", *told_it, "--hours", "0.02"]) == 0
+    assert "not simulated: outer.num_syncers=2, network.jitter_ms=3" in capsys.readouterr().out
+    assert main(["sim", *TINY, "cluster=local3", "network=loopback", "--hours", "0.02"]) == 0
+    assert "not simulated" not in capsys.readouterr().out
+
+
 def test_a_run_that_never_ends_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["cluster=local3", "outer.quorum=4", "run.seconds=null", "run.tokens=1000"]
     assert main(["sim", *TINY, *settings]) == 2
@@ -78,6 +86,8 @@ def test_a_run_that_never_ends_is_one_line(capsys: pytest.CaptureFixture[str]) -
             ["+scenario=bandwidth_streaming", "outer.lr=1"],
             "outer.lr=1: +scenario=bandwidth_streaming is as it was published",
         ),
+        (["+scenario=bandwidth_streaming", "--hours", "3"], "--hours and +scenario=bandwidth_streaming: "),
+        (["+scenario=bandwidth_streaming", "+scenario=goodput_decoupled"], "one at a time"),
         (["--step-s", "0"], "--step-s is 0: must be from 1e-06 to 1e+09"),
         (["--step-s", "1e-12"], "--step-s is 1e-12: must be from"),
         (["--hours", "inf"], "--hours is inf: must be from"),
@@ -85,7 +95,17 @@ def test_a_run_that_never_ends_is_one_line(capsys: pytest.CaptureFixture[str]) -
         (["--interruptions-per-day", "-1"], "--interruptions-per-day is -1: must be from 0 to 86400"),
         (["--interruptions-per-day", "inf"], "--interruptions-per-day is inf"),
         (["--region-interruptions-per-day", "nan"], "--region-interruptions-per-day is nan"),
-        (["codec.up=int3"], "codec: "),
+        (["--region-interruptions-per-day", "2"], "--region-interruptions-per-day is 2: of which sites, --region says"),
+        (["--region", "site-a,site-b"], "--region is site-a,site-b: it fails by --region-interruptions-per-day"),
+        (["--region", "site-a,site-a", "--region-interruptions-per-day", "2"], "has a site twice"),
+        (["cluster.sites.site-a.slowdown=0"], "cluster.sites.site-a.slowdown is 0.0: from 1 (full speed)"),
+        (["cluster.sites.site-a.slowdown=nan"], "cluster.sites.site-a.slowdown is nan"),
+        (["cluster.sites.site-a.nproc=0"], "cluster.sites.site-a.nproc is 0: at least 1"),
+        (["outer.kind=foo"], "outer.kind is 'foo'"),
+        (["outer.correction=heloco", "outer.kind=sgd"], "outer.correction"),
+        (["outer.num_syncers=99"], "outer.num_syncers is 99"),
+        (["inner.batch_sequences=0"], "inner.batch_sequences is 0"),
+        (["codec.up=int3"], "codec.up is 'int3': one of fp32"),
         (["outer.lrr=1"], "outer.lrr"),
     ],
 )

@@ -16,6 +16,7 @@ from diloco.launch.lab import OWN
 from diloco.launch.schema import ClusterSite, RunConfig
 from diloco.launch.trained_fleet import Control, TrainedFleet, Warm, tokens_per_step
 from diloco.sim.fleet import simulate
+from diloco.sim.fleet_plan import FleetResult
 from tests.launch.laboratories import SMALL
 
 STEP_TOKENS = 2 * 16
@@ -30,29 +31,58 @@ def text() -> CorpusManifest:
     return build.corpus(configured())
 
 
-def trained(
+def simulated(
     config: RunConfig, text: CorpusManifest, speeds: tuple[float, ...], warm: Warm | None = None
-) -> TrainedFleet:
+) -> tuple[TrainedFleet, FleetResult]:
     names = [f"site-{index:05d}" for index in range(len(speeds))]
     sites = {name: ClusterSite(slowdown=1 / speed) for name, speed in zip(names, speeds, strict=True)}
     there = replace(config, cluster=replace(config.cluster, sites=sites))
     plan = fleet_of(there, Told(step_s=1.0, seconds=10_000))
     fleet = TrainedFleet(config, names, text, warm, 4)
-    simulate(replace(plan, tokens_trained=config.run.tokens or 0), fleet)
-    return fleet
+    return fleet, simulate(replace(plan, tokens_trained=config.run.tokens or 0), fleet)
 
 
-@pytest.mark.parametrize("fragments", [1, 2])
-def test_one_site_is_plain_training(fragments: int, text: CorpusManifest) -> None:
+def trained(
+    config: RunConfig, text: CorpusManifest, speeds: tuple[float, ...], warm: Warm | None = None
+) -> TrainedFleet:
+    return simulated(config, text, speeds, warm)[0]
+
+
+@pytest.mark.parametrize(("fragments", "inner_steps"), [(1, 3), (2, 3), (1, 5), (2, 5), (4, 5)])
+def test_one_site_is_plain_training(fragments: int, inner_steps: int, text: CorpusManifest) -> None:
     """Invariant 1, to rounding: ``base - (base - x)`` is x only where the two are near each other."""
     plain = ("inner.optimizer=sgd", "inner.lr=0.1", "outer.kind=sgd", "outer.lr=1", "outer.momentum=0")
-    config = configured("outer=merge", *plain, f"outer.num_fragments={fragments}", f"run.tokens={12 * STEP_TOKENS}")
+    parts = (f"outer.num_fragments={fragments}", f"outer.inner_steps={inner_steps}")
+    config = configured("outer=merge", *plain, *parts, f"run.tokens={12 * STEP_TOKENS}")
+    assert len(build.layout_of(config).fragments) == fragments
     assert tokens_per_step(config) == STEP_TOKENS
+    fleet, result = simulated(config, text, (1.0,))
+    steps = result.sites[0].steps
+    assert steps > 12, "the steps that are under way when the tokens are used up are made and sent"
     control = Control(config, 1, 12 * STEP_TOKENS)
-    control.steps(13)
-    fleet = trained(config, text, (1.0,))  # The step that is under way when the tokens are used up is made and sent.
+    control.steps(steps)
     for name, values in control.state().values.items():
         torch.testing.assert_close(fleet.values()[name], values, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("lock_step", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_at_equal_speed_one_and_its_grace_make_what_everybody_makes(lock_step: bool, text: CorpusManifest) -> None:
+    """Invariant 20: the same sets are merged, so it is the same to the last bit; without grace they are not.
+
+    Both are in lock-step or both are not: without it a site makes a step while a version comes, which DiLoCo's do not.
+    """
+    rounds, equal = 3, (1.0,) * 4
+    ends = f"run.tokens={rounds * 3 * 4 * STEP_TOKENS}"
+    everybody = ("outer=diloco", "inner.optimizer=sgd", "inner.lr=0.1", f"outer.lock_step={lock_step}", ends)
+    one = (*everybody, "outer.quorum=1", "outer.grace=fixed")
+    first, whole = simulated(configured(*everybody), text, equal)
+    again, graced = simulated(configured(*one, "outer.grace_s=1"), text, equal)
+    other, hasty = simulated(configured(*one, "outer.grace_s=0"), text, equal)
+    assert whole.versions == graced.versions == (rounds,)
+    assert whole.sites_per_version == graced.sites_per_version == 4 > hasty.sites_per_version
+    values = first.values()
+    assert all(torch.equal(values[name], each) for name, each in again.values().items())
+    assert not all(torch.allclose(values[name], each, atol=1e-5) for name, each in other.values().items())
 
 
 def test_the_same_seed_is_the_same_to_the_last_bit_and_another_is_not(text: CorpusManifest) -> None:
