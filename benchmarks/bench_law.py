@@ -29,7 +29,7 @@ SITES = (2, 4, 8)
 DIMS = {96: 3, 192: 4, 320: 5}
 """The width of a model, and how many layers it has: 0.4, 1.8 and 6.3 million parameters with a vocabulary of bytes."""
 SETTINGS = (
-    "experiment=decoupled", "cluster=local4", "network=loopback", "data=stdlib_bytes", "outer.num_fragments=4",
+    "outer=decoupled", "cluster=local4", "network=loopback", "data=stdlib_bytes", "outer.num_fragments=4",
     "outer.quorum=all", "outer.adopt=rebase", "codec.up=int4:32", "codec.down=int4:32", "scenario=none",
 )  # fmt: skip
 ROUNDS = 400
