@@ -153,6 +153,36 @@ def test_hostile_payloads(name: str) -> None:
             raise AssertionError(f"{name}, seed {seed}: {error!r}") from error
 
 
+@pytest.mark.parametrize(("name", "block", "code_max"), [("int4:32", 32, 7), ("int8:128", 128, 127)])
+def test_12_a_rounded_value_is_within_half_a_scale(name: str, block: int, code_max: int) -> None:
+    """In numbers of its own, beside the bound that the codec states of itself."""
+    values = torch.randn(64 * block, generator=torch.Generator().manual_seed(1)) * 1e-3
+    codec = make_codec(name)
+    payload = bytes(codec.encode(values))
+    scales = torch.tensor(
+        [struct.unpack("<f", b"\0\0" + payload[2 * at : 2 * at + 2])[0] for at in range(64)], dtype=torch.float64
+    )
+    peaks = values.view(64, block).abs().amax(dim=1).double()
+    assert bool((scales * code_max >= peaks * (1 - 1e-7)).all()), "the largest value has no code"
+    assert bool((scales * code_max <= peaks * (1 + 2**-7)).all()), "wider than bf16 asks for"
+    off = (codec.decode(payload, values.numel()).double() - values.double()).abs().view(64, block)
+    assert bool((off <= scales[:, None] / 2 * (1 + 1e-6)).all())
+    assert float((off / scales[:, None]).max()) > 0.49
+
+
+def test_12_a_power_of_two_is_within_a_third() -> None:
+    values = torch.randn(64, 128, generator=torch.Generator().manual_seed(2))
+    codec = make_codec("e3m0:128")
+    found = codec.decode(codec.encode(values.view(-1)), values.numel()).view(64, 128)
+    tops = found.abs().amax(dim=1, keepdim=True)
+    share, off = values.abs() / tops, (found - values).abs()
+    is_large = share >= 0.75 / 64
+    assert bool((off[is_large] <= values.abs()[is_large] / 3 * (1 + 1e-6)).all())
+    assert bool((off <= tops / 128)[~is_large].all())
+    assert 0 < int((~is_large).sum()) < is_large.numel() // 20
+    assert float((off / values.abs())[is_large].max()) > 0.32
+
+
 def test_a_digest_is_that_of_the_little_endian_bytes() -> None:
     values, raw = torch.tensor([1.0, -0.0, 2.0**-149]), struct.pack("<3f", 1.0, -0.0, 2.0**-149)
     assert digest(values) == digest_of(raw)

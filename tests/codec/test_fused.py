@@ -23,8 +23,9 @@ HEAVY_BALL = OuterOptimizerOptions(kind="heavy_ball", lr=0.3, momentum=0.8)
 PLAIN_SGD = OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0)
 WITHOUT_KERNELS = (
     OuterOptimizerOptions(kind="nesterov_ema"),
-    OuterOptimizerOptions(kind="delayed_nesterov", window=2),
+    OuterOptimizerOptions(kind="delayed_nesterov", window=3, share_ahead=0.2),
     OuterOptimizerOptions(kind="adamw", lr=0.1, weight_decay=0.1),
+    OuterOptimizerOptions(kind="schedule_free", lr=1.0, weight_decay=0.01),
     OuterOptimizerOptions(kind="gpa", lr=1.0),
 )
 BEST = kernels()

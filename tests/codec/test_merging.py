@@ -168,6 +168,24 @@ def test_6_a_site_without_weight_has_no_influence_not_even_by_nan(kind: str, cor
     assert torch.equal(without.state.theta, beside.state.theta)
 
 
+@pytest.mark.parametrize("correction", [UNCORRECTED, HELOCO], ids=["", "corrected"])
+@pytest.mark.parametrize("kind", MERGE_KINDS)
+def test_17_weights_that_are_twice_as_large_change_nothing(kind: str, correction: Correction) -> None:
+    codec, numel, weights = make_codec("fp32"), 3_000, [1.0, 2.0, 0.5, 0.3]
+    payloads = [codec.encode(drawn(numel, seed)) for seed in range(4)]
+    state = State(drawn(numel, 5), drawn(numel, 5), remembered(numel, 6))
+    merging = Merging(segments_of(kind, 100, 200, numel), [1.0, 0.5, 1.0, 0.25], correction)
+    once, twice, other = (
+        outer_pass(
+            [(weight * by, [(codec, payload)]) for weight, payload, by in zip(weights, payloads, more, strict=True)],
+            state, EMA, codec, merging=merging,
+        ).state.theta
+        for more in ((1, 1, 1, 1), (2, 2, 2, 2), (1, 1, 1, 20))
+    )  # fmt: skip
+    assert torch.equal(once, twice)
+    assert not torch.equal(once, other)
+
+
 @pytest.mark.parametrize("kind", [kind for kind in MERGE_KINDS if kind != "mean"])
 def test_what_is_merged_to_more_than_fp32_holds_is_no_version(kind: str) -> None:
     codec = make_codec("fp32")

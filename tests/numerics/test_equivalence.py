@@ -25,6 +25,8 @@ from diloco.outer.merge import merge_mean
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
 from diloco.outer.pseudo_gradient import pseudo_gradient
 from diloco.outer.reference import reference_diloco
+from diloco.sync import effects as fx
+from tests.sync.driving import Syncer, of
 
 PLAIN_OUTER = OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0)
 CODECS = ["fp32", "bf16", "int8", "int4", "int4:32+zstd1", "e3m0"]
@@ -201,16 +203,24 @@ def test_invariant_06_a_site_of_weight_0_or_absent_has_no_influence(poison: floa
 
 def test_invariant_07_the_merge_does_not_depend_on_the_order_of_arrival() -> None:
     deltas = {f"site-{i}": torch.randn(5000, generator=torch.Generator().manual_seed(i)) for i in range(4)}
-    weights = {site: 1.0 + 0.37 * i for i, site in enumerate(deltas)}
+    tokens = {site: 100 + 37 * i for i, site in enumerate(deltas)}
 
-    def merged(sites: list[str]) -> Tensor:
-        return merge_mean([(weights[site], [deltas[site]]) for site in sites])
+    def step_of(order: tuple[str, ...]) -> fx.StartOuterStep:
+        syncer = Syncer(weights="tokens", quorum=len(order))
+        for site in order:
+            syncer.join(site)
+        answers = [syncer.push(site, tokens=tokens[site]) for site in order]
+        (step,) = of(fx.StartOuterStep, answers[-1])
+        return step
 
-    arrivals = [list(order) for order in permutations(deltas)]
-    expected = merged(sorted(deltas))
-    assert all(same_bits(merged(sorted(order)), expected) for order in arrivals)
-    # Were the merge to run in order of arrival, the bits would tell: the sort is what makes it so.
-    assert any(not same_bits(merged(order), expected) for order in arrivals)
+    def merged(parts: list[fx.Contribution]) -> Tensor:
+        return merge_mean([(part.weight, [deltas[part.site]]) for part in parts])
+
+    steps = [step_of(order) for order in permutations(deltas)]
+    assert all(step == steps[0] for step in steps)
+    # Were the merge to run in order of arrival, the bits would tell.
+    parts = list(steps[0].contributions)
+    assert any(not same_bits(merged(list(order)), merged(parts)) for order in permutations(parts))
 
 
 def test_invariant_07_nor_on_threads_nor_on_chunks() -> None:
