@@ -76,6 +76,7 @@ class Sending:
         self._beside = 0
         self._committed = False
         self._carrying: set[Guard] = set()
+        self._broken: set[Guard] = set()
         self._resumed = False
         self.frames = at_once
 
@@ -144,12 +145,16 @@ class Sending:
     def beside(self, guard: Guard) -> Iterator[bytes]:
         """The messages of a stream beside that one, begun with ``join_in``."""
         yield self._counted(convert_bulk.pack_push(replace(self._header, beside=True)))
-        self._carrying.add(guard)
         yield from self._chunks(guard)
 
     def carries(self, guard: Guard) -> bool:
-        """Whether the stream of ``guard`` beside the first has been given chunks: what breaks then is the push."""
-        return guard in self._carrying
+        """Whether the stream of ``guard`` beside the first, which has broken off, was given chunks: then the push has.
+
+        One that was given none gets none any more.
+        """
+        with self._changed:
+            self._broken.add(guard)
+            return guard in self._carrying
 
     def join_in(self) -> None:
         """One more stream beside the first; ``leave`` must follow."""
@@ -165,7 +170,7 @@ class Sending:
     def _chunks(self, guard: Guard) -> Iterator[bytes]:
         longest = self._pacer.chunk_bytes(self._options.chunk_bytes)
         size = ChunkSize(CHUNK_BYTES_MIN, longest, careful=self._resumed)
-        while (place := self._next(size.bytes)) is not None:
+        while (place := self._next(size.bytes, guard)) is not None:
             offset, length = place
             self._pacer.wait(length, guard)
             data = self._payload[offset : offset + length]
@@ -174,19 +179,23 @@ class Sending:
             size.took(time.monotonic() - began_s)
             guard.touch()
 
-    def _next(self, chunk_bytes: int) -> tuple[int, int] | None:
+    def _next(self, chunk_bytes: int, guard: Guard) -> tuple[int, int] | None:
         with self._changed:
             # What is on its way when a connection breaks is lost: no more than can be spared on one that often does.
             self._changed.wait_for(lambda: self._stopped or self._again or self._spared(chunk_bytes))
-            if self._stopped:
+            if self._stopped or guard in self._broken:
                 return None
             if self._again:
+                self._carrying.add(guard)
                 return self._again.popleft()
             assert self._at is not None, "not admitted yet"
             left = len(self._payload) - self._at
+            if not left:
+                return None
             offset, length = self._at, min(left, tail_chunk(chunk_bytes, left, 1 + self._beside))
             self._at += length
-            return (offset, length) if length else None
+            self._carrying.add(guard)
+            return offset, length
 
     def _spared(self, chunk_bytes: int) -> bool:
         """Whether one more chunk may be on its way; one always may, else nothing would ever move again."""

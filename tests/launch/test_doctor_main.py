@@ -11,6 +11,7 @@ import pytest
 from diloco.launch import doctor_link
 from diloco.launch.cli import main
 from diloco.wire.options import ServerOptions
+from diloco.wire.reaching import Greeting, greet
 from diloco.wire.server import serve
 from tests.launch.processes import TINY, place_in, wait_for
 from tests.loopback.cluster import free_port
@@ -19,6 +20,8 @@ from tests.wire.fake_syncer import RUN, FakeSyncer
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from diloco.wire.security import SecurityOptions
 
 
 @pytest.fixture
@@ -65,9 +68,14 @@ def test_nobody_anywhere_is_3(
 ) -> None:
     assert main(["doctor", f"server=127.0.0.1:{free_port()}", *here]) == 3
     assert "Connection refused" in capsys.readouterr().out
-    monkeypatch.setattr(doctor_link, "GREET_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        dead = f"127.0.0.1:{silent.getsockname()[1]}"
+        _, its_port = silent.getsockname()
+        dead = f"127.0.0.1:{its_port}"
+
+        def briefly(to: str, port: int, host: str, security: SecurityOptions, timeout_s: float) -> Greeting:
+            return greet(to, port, host, security, 0.2 if port == its_port else timeout_s)
+
+        monkeypatch.setattr(doctor_link, "greet", briefly)  # Nobody waits long for who never says anything.
         assert main(["doctor", f"server={dead}", *here]) == 3
         assert "it accepts and says nothing" in capsys.readouterr().out
         # One of two is enough to have reached somebody; that the other is dead is a failure all the same.

@@ -62,6 +62,15 @@ class Journal:
         self.log.append("flush")
 
 
+class Hand:
+    """A clock that a test sets."""
+
+    now_ns = 0
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
 class Desk:
     """A core over a machine of one fragment, with everything that it did in ``disk.log``."""
 
@@ -294,16 +303,25 @@ def test_a_deadline_is_met_without_any_traffic() -> None:
 
 
 def test_a_silent_site_is_declared_so_and_comes_back_when_heard() -> None:
-    with running(site_timeout_ns=200 * MS) as desk:
+    hand = Hand()
+    with running(clock_ns=hand, site_timeout_ns=1000 * MS) as desk:
         desk.join("a")
-        for _ in range(10):  # Signs of life renew the lease.
-            desk.core.heard("a")
-            time.sleep(0.04)
-            assert desk.status() is Status.LIVE
-        eventually(lambda: desk.status() is Status.SILENT, "its lease is over")
+
+        def after(steps: int, *, heard: bool) -> list[Status]:
+            found = []
+            for _ in range(steps):
+                if heard:  # Signs of life renew the lease.
+                    desk.core.heard("a")
+                    assert desk.status() is Status.LIVE
+                hand.now_ns += 400 * MS
+                found.append(desk.status())
+            return found
+
+        assert after(10, heard=True) == [Status.LIVE] * 10
+        assert after(3, heard=False) == [Status.LIVE, Status.SILENT, Status.SILENT], "its lease is over"
         desk.core.heard("a")
-        eventually(lambda: desk.status() is Status.LIVE, "it was heard")
-        eventually(lambda: desk.status() is Status.SILENT, "its lease is over again")
+        assert desk.status() is Status.LIVE
+        assert after(3, heard=False) == [Status.LIVE, Status.LIVE, Status.SILENT], "its lease is over again"
         assert [type(event).__name__ for event in desk.disk.events].count("SiteSilent") == 2
         desk.core.heard("stranger")
         assert desk.core.ask(lambda machine: sorted(machine.state.sites)) == ["a"]

@@ -127,6 +127,26 @@ def test_what_was_not_sent_is_not_wanted_again_nor_anything_without_end() -> Non
         push.again(PushAgain(0, 1))
 
 
+def test_a_stream_for_which_no_chunk_was_left_carries_none() -> None:
+    push = sending([])
+    requests = push.requests()
+    next(requests)
+    push.admit(PushAdmitted(0, True))
+    guards = [StallWatch("never started").guard(1.0) for _ in range(3)]
+    one, early, late = (push.beside(guard) for guard in guards)
+    for beside in (one, early, late):
+        push.join_in()
+        next(beside)
+    assert isinstance(unpack_push(next(one)), Frame)
+    assert not push.carries(guards[1])
+    assert not list(early), "it has broken off, so nothing is given to it any more"
+    rest = [unpack_push(next(requests)) for _ in range(3)]
+    assert all(isinstance(part, Frame) for part in rest)
+    assert not list(late), "everything was given to others"
+    assert not push.carries(guards[2]), "where it breaks off the push lacks nothing"
+    assert push.carries(guards[0])
+
+
 def test_streams_share_what_is_left_and_the_first_commits_when_the_others_are_over() -> None:
     push = sending([])
     requests = push.requests()
