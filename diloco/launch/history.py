@@ -40,6 +40,7 @@ class RunHistory:
         self.syncer_up = False
         """Whether all of them are."""
         self.run_tokens = 0
+        self._merged: dict[str, dict[str, int]] = {}
         self.progress = 0.0
         self.rounds: deque[Round] = deque(maxlen=ROUNDS_MAX)
         self.num_rounds = 0
@@ -100,6 +101,10 @@ class RunHistory:
         """How many versions the site's oldest base is behind."""
         known = enumerate(self.versions)
         return max((version - site.base_versions.get(index, version) for index, version in known), default=0)
+
+    def tokens_merged(self, site: str) -> int:
+        """By what the syncers have published: the mean over all fragments, as ``Status`` has it."""
+        return sum(of.get(site, 0) for of in self._merged.values()) // (len(self.layout) or 1)
 
     def open_faults(self) -> list[Fault]:
         """What the scenario has not healed yet, but will."""
@@ -255,6 +260,8 @@ class RunHistory:
         versions = event.get("versions")
         if isinstance(versions, list):
             self._at(places(event, versions), versions)
+        merged = _mapping(event, "tokens_merged")
+        self._merged[who] = {site: whole(merged, site) for site in merged}
         self.ending = None
         self._ended.pop(who, None)
         if event.get("ending") is not None:  # It had ended before it started, and has no more to say.
@@ -290,6 +297,10 @@ class RunHistory:
         if version > self.versions[fragment]:
             self.num_rounds += version - self.versions[fragment]
             self.versions[fragment] = version
+            merged = self._merged.setdefault(who, {})
+            for name, counts in _mapping(event, "merged").items():
+                if isinstance(counts, list) and counts:
+                    merged[name] = merged.get(name, 0) + int(counts[0])
         self.run_tokens = max(self.run_tokens, whole(event, "run_tokens"))
         self.progress = max(self.progress, whole(event, "progress_ppm") / 1e6)
         round_ = self._round(fragment, version)
@@ -344,7 +355,7 @@ class RunHistory:
         site.joined = True
         site.out_of_reach.discard(whole(event, "of_syncer"))
         site.connected = not site.out_of_reach
-        site.done, site.left = None, False
+        site.done, site.left_with, site.left = None, None, False
         site.incarnation = whole(event, "incarnation")
         versions = event.get("versions")
         if isinstance(versions, list):
@@ -395,6 +406,7 @@ class RunHistory:
         # The ledger's own words are "processed", "merged", ...; the summary's are "tokens_processed", ...
         ledger = {name.removeprefix("tokens_"): value for name, value in _mapping(event, "ledger").items()}
         site.done = {name: int(value) for name, value in ledger.items() if isinstance(value, int | float)}
+        site.left_with = site.done
         site.done_reason = str(event.get("reason", ""))
 
 

@@ -122,6 +122,8 @@ class SiteHistory:
     spans: list[Span] = field(default_factory=list)
     """When its process lived."""
     done: dict[str, int] | None = None
+    left_with: dict[str, int] | None = None
+    """The ledger of its last process that gave one.  It holds until another one trains, which has joined first."""
     done_reason: str = ""
     left: bool = False
 

@@ -15,7 +15,7 @@ never heard.  leased = merged + partly + in_hand + given_back.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diloco.durable import write_file
 from diloco.launch.history import whole
@@ -89,15 +89,17 @@ def summarize(
     """The summary of a run.
 
     ``status`` is the last Status of the syncer (its counts of merged tokens and updates are the last word), None where
-    it was never heard.  ``config`` is the resolved configuration as plain values.  ``wrong`` says what went wrong
-    beside what the history knows; it becomes the summary's status, with what is found here.
+    it was never heard: then what it has published is counted.  ``config`` is the resolved configuration as plain
+    values.  ``wrong`` says what went wrong beside what the history knows; it becomes the summary's status, with what is
+    found here.
     """
     run = config.get("run")
     standings = (status or {}).get("sites")
     said = standings if isinstance(standings, dict) else {}
-    sites = {
-        name: _site(site, said.get(name), len(history.layout) or 1) for name, site in sorted(history.sites.items())
-    }
+    sites = {}
+    for name, site in sorted(history.sites.items()):
+        heard = {"tokens_merged": history.tokens_merged(name)} | (said.get(name) or {})
+        sites[name] = _site(site, heard, len(history.layout) or 1)
     evals = history.evaluations
     found = [*wrong, *_what_is_wrong(history, sites)]
     return {
@@ -147,9 +149,8 @@ def _what_is_wrong(history: RunHistory, sites: Mapping[str, Mapping[str, object]
     return found
 
 
-def _site(site: SiteHistory, said: object, num_fragments: int) -> dict[str, object]:
-    heard = said if isinstance(said, dict) else {}
-    ledger = settled(site.done, heard) if site.done is not None else unfinished(site, heard, num_fragments)
+def _site(site: SiteHistory, heard: Mapping[str, Any], num_fragments: int) -> dict[str, object]:
+    ledger = settled(site.left_with, heard) if site.left_with is not None else unfinished(site, heard, num_fragments)
     refused = heard.get("updates_refused")
     return {
         "inner_steps": int(site.meter("inner_steps")),

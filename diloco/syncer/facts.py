@@ -22,7 +22,9 @@ def start_facts(machine: OuterSync) -> tuple[dict[str, object], Ending | None]:
     versions = [fragment.version for fragment in state.fragments]
     ended = state.ending if state.phase is Phase.ENDED else None
     over: dict[str, object] = {"ending": ended.value} if ended is not None else {}
-    return {"epoch": state.epoch, "versions": versions, **over}, ended
+    # Of all fragments together, as in ``merged_into``: who counts by what was published begins with this.
+    merged = {name: sum(line.tokens_merged for line in site.lines) for name, site in sorted(state.sites.items())}
+    return {"epoch": state.epoch, "versions": versions, "tokens_merged": merged, **over}, ended
 
 
 def refusal_facts(effect: TellFate) -> dict[str, object]:

@@ -200,3 +200,25 @@ def test_a_run_of_two_syncers_ends_when_both_have() -> None:
     assert history.ending == "finished"
     take("syncer-1", "final", ending="finished")
     assert history.ending == "finished"
+
+
+def test_tokens_merged_are_what_syncers_began_with_and_have_published_since() -> None:
+    history = RunHistory()
+    at = iter(range(100))
+
+    def take(who: str, what: str, **fields: object) -> None:
+        history.take({"at": float(next(at)), "who": who, "what": what, **fields})
+
+    take("up", "run", state="started", sites=["site-a", "site-b"], syncers=2)
+    take("up", "layout", fragments=[4, 4, 4, 4])
+    assert history.tokens_merged("site-a") == 0
+    take("syncer", "syncer_started", versions=[3, 4], fragments=[0, 2], tokens_merged={"site-a": 800})
+    take("syncer-1", "syncer_started", versions=[5, 5], fragments=[1, 3], tokens_merged={"site-a": 600, "site-b": 40})
+    assert (history.tokens_merged("site-a"), history.tokens_merged("site-b")) == (350, 10)
+    for _ in range(2):  # Said again after a restart that had it in its journal.
+        take("syncer", "published", fragment=2, version=5, merged={"site-a": [200, 1], "site-b": [80, 2]})
+    take("syncer-1", "published", fragment=1, version=6, merged={"site-b": [80, 1]})
+    assert (history.tokens_merged("site-a"), history.tokens_merged("site-b")) == (400, 50)
+    take("syncer", "restored", lineage=2, versions=[1, 1], fragments=[0, 2])
+    take("syncer", "syncer_started", versions=[1, 1], fragments=[0, 2], tokens_merged={"site-a": 200})
+    assert (history.tokens_merged("site-a"), history.tokens_merged("site-b")) == (200, 30)

@@ -110,6 +110,34 @@ def test_a_site_that_the_syncer_has_not_heard_yet_has_figures_of_null() -> None:
     assert (site["tokens_processed"], site["tokens_in_flight"], site["tokens_lost"]) == (700, 0, 700)
 
 
+def test_a_part_of_a_run_that_ended_before_anybody_joined_changes_no_account(recorder: Recorder) -> None:
+    """A second start that is stopped in its first seconds: its sites never joined, its syncer was never asked."""
+    before = made(recorder, status=None)["sites"]
+    end = 200.0
+    recorder.say(end, "up", "run", state="started", sites=list(SITES))
+    merged = {name: tokens * len(FRAGMENTS) for name, tokens in recorder.merged.items()}
+    recorder.say(end + 1, "syncer", "syncer_started", epoch=3, versions=recorder.versions, tokens_merged=merged)
+    for name in SITES:
+        recorder.say(end + 1, "up", "process", name=name, site=True, pid=7, state="started")
+        recorder.say(end + 2, "up", "process", name=name, site=True, pid=7, state="ended", code=75)
+    after = made(recorder, status=None)["sites"]
+    for name in SITES:
+        assert after[name]["tokens_merged"] == recorder.merged[name]
+        assert after[name]["tokens_processed"] == before[name]["tokens_processed"]
+        assert after[name]["tokens_lost"] == before[name]["tokens_lost"]
+        assert after[name]["tokens_in_flight"] == 0
+
+
+def test_a_site_that_died_after_it_had_joined_again_keeps_what_was_published_of_it(recorder: Recorder) -> None:
+    recorder.say(200.0, "up", "run", state="started", sites=list(SITES))
+    merged = {"site-a": 3 * STEP_TOKENS * len(FRAGMENTS)}
+    recorder.say(201.0, "syncer", "syncer_started", epoch=3, versions=recorder.versions, tokens_merged=merged)
+    recorder.say(202.0, "site-a", "joined", incarnation=2, versions=list(recorder.versions))
+    site = made(recorder, status=None)["sites"]["site-a"]
+    assert site["tokens_merged"] == 3 * STEP_TOKENS
+    assert site["tokens_lost"] == site["tokens_processed"] - 3 * STEP_TOKENS > 0
+
+
 def test_what_other_ways_would_have_sent(recorder: Recorder) -> None:
     wire = made(recorder)["wire"]
     steps = sum(recorder.steps.values())

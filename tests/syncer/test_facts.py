@@ -7,7 +7,7 @@ import json
 import pytest
 
 from diloco.sync.effects import Contribution, StartOuterStep, TellFate, UpdateRef
-from diloco.sync.events import Ending, Fate, Reason
+from diloco.sync.events import Ending, Fate, JoinRequested, Reason
 from diloco.sync.options import OuterOptions
 from diloco.sync.state import Phase
 from diloco.sync.syncer import OuterSync
@@ -18,7 +18,11 @@ from diloco.syncer.facts import outer_step_facts, refusal_facts, start_facts
 def test_a_start_says_where_the_run_stands_and_whether_it_is_over() -> None:
     machine = OuterSync(OuterOptions(num_fragments=2))
     machine.state.epoch, machine.state.fragments[1].version = 3, 7
-    assert start_facts(machine) == ({"epoch": 3, "versions": [0, 7]}, None)
+    assert start_facts(machine) == ({"epoch": 3, "versions": [0, 7], "tokens_merged": {}}, None)
+    machine.handle(JoinRequested(1, "a", "0123abcd"), 0)
+    for line, tokens in zip(machine.state.sites["a"].lines, (5, 30), strict=True):
+        line.tokens_merged = tokens
+    assert start_facts(machine)[0]["tokens_merged"] == {"a": 35}
     machine.state.phase, machine.state.ending = Phase.ENDED, Ending.DRAINED
     assert start_facts(machine)[1] is Ending.DRAINED
 
