@@ -53,7 +53,7 @@ def test_a_syncer_that_is_well_is_told_line_by_line_and_nothing_was_asked_of_its
         found = visited(address)
     wanted = ["grpc", "run", "rtt", "identity", "protocol", "settings", "clock", "bandwidth"]
     assert [(each.check, each.level.value) for each in found.findings] == [(check, "ok") for check in wanted]
-    assert 0 < found.rtt_s < 1
+    assert 0 < found.rtt_s < 10
     assert found.up_bytes_per_s > 1e6
     assert found.down_bytes_per_s > 1e6
     assert syncer.calls == []

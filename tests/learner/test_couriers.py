@@ -67,7 +67,7 @@ def test_a_pause_ends_when_the_site_stops() -> None:
     stopping.set()
     began = time.monotonic()
     pause.wait(20.0)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 10
 
 
 # --- Sender ----------------------------------------------------------------------------------------------------------

