@@ -33,7 +33,8 @@ class Relay:
         self._ended = threading.Event()
         self.carried = threading.Event()
         self._sockets: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
 
     def freeze(self, above_bytes: int = 0) -> None:
         """From now on swallow what comes on connections that carried more than ``above_bytes``."""
@@ -71,6 +72,9 @@ class Relay:
         self._sockets.clear()
 
     def close(self) -> None:
+        # A bare close would leave the thread in its accept, on a number that the next socket gets.
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._accepting.join(20.0)
         self._listener.close()
         self.cut()
 
