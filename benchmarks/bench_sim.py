@@ -1,0 +1,105 @@
+"""How many site-rounds a second does the simulator get through on one core, without tensors?
+
+A site-round is one update of a site: trained, sealed, pushed, merged and adopted, by the machines that a run has.  The
+fleets are those of ``diloco sim`` with sites of unequal speed: everybody in lock-step, and quorum 1 with grace and one
+or four fragments.  ``heap`` is a plain loop that takes the earliest of as many instants as there are sites and puts the
+next one back, once for each site-round: the floor of anything that simulates by events in Python.  Each seed is a
+repeat; rates are at the median and at the slow end (the 95th percentile of the time).  Run as
+``python -m benchmarks.bench_sim``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import time
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.record import add_arguments, finish, percentile, record
+from diloco.launch import config as configs
+from diloco.launch.fleeting import Told, fleet_of, with_sites
+from diloco.sim.fleet import simulate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from diloco.sim.fleet_plan import FleetPlan
+
+SETTINGS = ("cluster=local4", "network=transatlantic", "outer.sites_max=1000")
+FLEETS = {
+    "lock-step": ("outer=diloco",),
+    "1 fragment": ("outer=decoupled", "outer.adopt=rebase", "outer.num_fragments=1"),
+    "4 fragments": ("outer=decoupled", "outer.adopt=rebase", "outer.num_fragments=4"),
+}
+SITES = (20, 100, 1000)
+SITE_HOURS = {"lock-step": 1200.0, "1 fragment": 800.0, "4 fragments": 260.0}
+"""Of each fleet: a few seconds of a core each."""
+
+
+def fleet(settings: tuple[str, ...], sites: int, seconds: float, seed: int) -> FleetPlan:
+    """A fleet of so many sites for so long, with inner steps of a second where a site is not slowed."""
+    config = with_sites(configs.compose([*SETTINGS, *settings, f"run.seed={seed}"]), sites)
+    return fleet_of(config, Told(step_s=1.0, seconds=seconds))
+
+
+def heap(sites: int, rounds: int) -> None:
+    """The floor: only the instants, in their order."""
+    planned = [(index, index) for index in range(sites)]
+    for _ in range(rounds):
+        now, index = planned[0]
+        heapq.heapreplace(planned, (now + sites + index, index))
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """How long it took."""
+    began_s = time.perf_counter()
+    work()
+    return time.perf_counter() - began_s
+
+
+def measured(name: str, sites: int, seconds: float, seeds: range) -> dict[str, Any]:
+    """One row: a fleet of each seed, and the floor after it."""
+    plans = [fleet(FLEETS[name], sites, seconds, seed) for seed in seeds]
+    simulate(plans[0])
+    rates, floors, rounds = [], [], 0
+    for plan in plans:
+        began_s = time.perf_counter()
+        found = simulate(plan)
+        took_s = time.perf_counter() - began_s
+        rounds = found.site_rounds
+        rates.append(took_s / rounds)
+        floors.append(seconds_of(lambda rounds=rounds: heap(sites, rounds)) / rounds)
+    p50_s, p95_s, floor_s = percentile(rates, 50), percentile(rates, 95), percentile(floors, 50)
+    return {
+        "what": name,
+        "sites": sites,
+        "hours": round(seconds / 3600, 3),
+        "site_rounds": rounds,
+        "p50_site_rounds_per_s": round(1 / p50_s),
+        "p95_site_rounds_per_s": round(1 / p95_s),
+        "heap_per_s": round(1 / floor_s),
+        "times_heap": round(p50_s / floor_s, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser)
+    arguments = parser.parse_args()
+    share, repeats = (0.02, 2) if arguments.quick else (1.0, 5)
+    seeds = range(arguments.seed, arguments.seed + repeats)
+    rows = []
+    for name, site_hours in SITE_HOURS.items():
+        for sites in SITES:
+            rows.append(row := measured(name, sites, 3600 * share * site_hours / sites, seeds))
+            print(
+                f"{name:12s} {sites:5,d} sites {row['p50_site_rounds_per_s']:>8,} site-rounds/s at the median,"
+                f" {row['p95_site_rounds_per_s']:>8,} at the slow end; {row['times_heap']:6.1f} times the heap's time"
+            )
+    fleets = {name: " ".join((*SETTINGS, *settings)) for name, settings in FLEETS.items()}
+    config = {"fleets": fleets, "site_hours": {name: share * each for name, each in SITE_HOURS.items()}}
+    finish(record("sim", config, rows, arguments.seed, repeats=repeats), save=arguments.save)
+
+
+if __name__ == "__main__":
+    main()
