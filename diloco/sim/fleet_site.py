@@ -183,9 +183,9 @@ class Site:
 
     def _may_train(self) -> bool:
         state = self.machine.state
-        if state.stopping or state.left:
+        if state.stopping or state.left or self.machine.must_wait():
             return False
-        return all(part.base_version >= 0 for part in state.fragments) and not self.machine.must_wait()
+        return all(part.base_version >= 0 for part in state.fragments)
 
     def _train(self) -> None:
         """Go on until something is due, if this site may."""
@@ -380,7 +380,10 @@ class Site:
     def _hear(self, event: ev.LearnerEvent) -> None:
         self._read(self.heap.now_ns)
         state = self.machine.state
-        if isinstance(event, ev.FinalAnnounced | ev.LeaveAsked) or any(part.due for part in state.fragments):
+        is_due = isinstance(event, ev.FinalAnnounced | ev.LeaveAsked)
+        for part in state.fragments:
+            is_due = is_due or part.due
+        if is_due:
             self._catch_up()
         self._handle(event)
         acts = state.stopping
@@ -480,9 +483,9 @@ class Site:
         def arrive() -> None:
             if self._lives != life or not self._is_there:
                 return  # Who asked, or was to be told, has ended.
-            open_ns = max(self._cut_until_ns, self.fleet.paused_until_ns)
-            if self.heap.now_ns < open_ns:
-                self._over(open_ns + self._half_ns, do)
+            now_ns, paused_ns = self.heap.now_ns, self.fleet.paused_until_ns
+            if now_ns < self._cut_until_ns or now_ns < paused_ns:
+                self._over(max(self._cut_until_ns, paused_ns) + self._half_ns, do)
             else:
                 do()
 

@@ -38,7 +38,8 @@ class Heap:
     def at(self, instant_ns: int, action: Callable[[], object]) -> None:
         """Run ``action`` at ``instant_ns``, or now if that has passed."""
         self._count += 1
-        heapq.heappush(self._planned, (max(instant_ns, self.now_ns), self._count, action))
+        instant_ns = instant_ns if instant_ns > self.now_ns else self.now_ns
+        heapq.heappush(self._planned, (instant_ns, self._count, action))
 
     def after(self, delay_ns: int, action: Callable[[], object]) -> None:
         """Run ``action`` in ``delay_ns``."""
@@ -46,8 +47,9 @@ class Heap:
 
     def run_until(self, instant_ns: int, over: Callable[[], bool]) -> None:
         """Let everything up to ``instant_ns`` happen, or until ``over()``."""
-        while self._planned and self._planned[0][0] <= instant_ns and not over():
-            self.now_ns, _, action = heapq.heappop(self._planned)
+        planned, pop = self._planned, heapq.heappop
+        while planned and planned[0][0] <= instant_ns and not over():
+            self.now_ns, _, action = pop(planned)
             self.events += 1
             action()
         if not over():

@@ -50,6 +50,8 @@ def in_turn(options: LearnerOptions, state: LearnerState) -> int:
     A site that was away counts other steps than the rest.  If each went by its own steps, one would wait with one
     fragment, the next with another, and neither round would close.
     """
+    if options.num_fragments == 1:
+        return 0
     bases = [part.base_version for part in state.fragments]
     return min(range(len(bases)), key=lambda each: (bases[each], options.due_at[each] or options.inner_steps))
 

@@ -169,8 +169,9 @@ class LearnerSync:
         if not self.options.lock_step:
             return False
         part = self.state.fragments[in_turn(self.options, self.state)]
-        is_behind = any(each.published > each.base_version for each in self.state.fragments)
-        return is_behind or bool(part.in_flight or part.orphans) or self.state.progress_ppm >= 1_000_000
+        if part.in_flight or part.orphans or self.state.progress_ppm >= 1_000_000:
+            return True
+        return any(each.published > each.base_version for each in self.state.fragments)
 
 
 def _maybe_leave(turn: SiteTurn) -> None:
