@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -131,7 +132,6 @@ def test_waiting_for_another_process_has_a_bound(tmp_path: Path) -> None:
 def test_who_waits_is_patient_as_long_as_something_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock of its own: half of the bound goes by at each look, and at each of the first ten there is more."""
     now, looks = [0.0], [0]
-    monkeypatch.setattr(data.time, "monotonic", lambda: now[0])
     notes = tmp_path / "notes"
 
     def sleep(seconds: float) -> None:
@@ -140,7 +140,7 @@ def test_who_waits_is_patient_as_long_as_something_is_written(tmp_path: Path, mo
         if looks[0] <= 10:
             notes.write_bytes(b"x" * looks[0])
 
-    monkeypatch.setattr(data.time, "sleep", sleep)
+    monkeypatch.setattr(data, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     with (tmp_path / "lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(DataError, match="over 1 s"), data._lock(tmp_path / "lock", 1.0, notes):

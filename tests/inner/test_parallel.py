@@ -6,12 +6,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from diloco.inner import parallel
 from diloco.inner.data import CorpusManifest
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo, Verdict
@@ -101,7 +103,8 @@ def test_a_group_is_settled_when_its_threads_have_let_go(monkeypatch: pytest.Mon
     group.world, group.backend = 2, "gloo"
     monkeypatch.setattr(dist, "broadcast", lambda tensor, src: held.append(tensor))
     monkeypatch.setattr(torch.Tensor, "_use_count", lambda tensor: uses[0])
-    monkeypatch.setattr(time, "sleep", lambda seconds: uses.__setitem__(0, 1))  # The thread's turn.
+    turn = SimpleNamespace(sleep=lambda seconds: uses.__setitem__(0, 1), monotonic=time.monotonic)  # The thread's.
+    monkeypatch.setattr(parallel, "time", turn)
     group.broadcast_(torch.ones(3))
     group.settle()
     assert held

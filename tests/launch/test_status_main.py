@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -85,7 +87,7 @@ def test_a_watch_ended_by_ctrl_c_has_not_failed(option: list[str], monkeypatch: 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(status_main, "_asker", lambda address, settings: lambda: STATUS)
-    monkeypatch.setattr(status_main.time, "sleep", stop)
+    monkeypatch.setattr(status_main, "time", SimpleNamespace(sleep=stop, gmtime=time.gmtime, strftime=time.strftime))
     assert main(["status", "127.0.0.1:7077", "--watch", *option]) == 0
 
 

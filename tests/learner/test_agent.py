@@ -189,8 +189,8 @@ def test_training_goes_on_at_full_speed_while_the_syncer_is_away(tmp_path: Path)
             before = time.perf_counter()
             site.step(0.0)
             slowest = max(slowest, time.perf_counter() - before)
-        assert time.monotonic() - began < 5
-        assert slowest < 1.0
+        assert time.monotonic() - began < 15
+        assert slowest < 3.0
         reached = max(versions(syncer))
         site.client.down.clear()
         site.train_until(lambda: max(versions(syncer)) > reached, "it goes on by itself when the line is back")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -23,7 +24,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_ns = 1
-        monkeypatch.setattr(learned.time, "monotonic_ns", lambda: self.now_ns)
+        monkeypatch.setattr(learned, "time", SimpleNamespace(monotonic_ns=lambda: self.now_ns))
 
 
 @pytest.fixture
