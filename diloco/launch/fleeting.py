@@ -12,12 +12,13 @@ from diloco.launch import build, connecting
 from diloco.launch.errors import ConfigError
 from diloco.launch.scenario import Step, late_sites
 from diloco.launch.up_main import scenario_of
-from diloco.sim.fleet_plan import FleetFault, FleetPlan, FleetSite, Region
+from diloco.sim.fleet_plan import YEAR_S, FleetFault, FleetPlan, FleetSite, Region
 
 if TYPE_CHECKING:
     from diloco.launch.schema import RunConfig
 
 DAY_S = 86_400.0
+CHIPS_MAX = 100_000_000
 FAULTS: Mapping[str, str] = {
     "kill": "away",
     "stop": "away",
@@ -33,9 +34,11 @@ FAULTS: Mapping[str, str] = {
 class Told:
     """What no configuration says.  ``step_s`` is an inner step of a site that is not slowed down.
 
-    ``interruptions_per_day`` are of each site, ``region_interruptions_per_day`` of each of ``regions``, which are names
-    of sites with commas between them; both keep sites away for ``away_s``.  ``seconds`` None: as long as the run's own
-    configuration says.
+    ``interruptions_per_day`` are of each site, ``interruptions_per_chip_year`` of each of its ``chips``, and
+    ``region_interruptions_per_day`` of each of ``regions``, which are names of sites with commas between them; all keep
+    sites away for ``away_s``.  Every ``maintenance_every_h`` hours each site is away for ``maintenance_s``, one after
+    the other.  ``step_jitter`` is the share by which the steps between two boundaries may be longer or shorter.
+    ``seconds`` None: as long as the run's own configuration says.
     """
 
     step_s: float = 0.1
@@ -45,6 +48,11 @@ class Told:
     merge_s: float = 0.0
     regions: Sequence[str] = ()
     region_interruptions_per_day: float = 0.0
+    chips: int = 0
+    interruptions_per_chip_year: float = 0.0
+    maintenance_every_h: float = 0.0
+    maintenance_s: float = 0.0
+    step_jitter: float = 0.0
 
     def __post_init__(self) -> None:
         hours = 1.0 if self.seconds is None else self.seconds / 3600
@@ -60,6 +68,46 @@ class Told:
         if self.region_interruptions_per_day and not self.regions:
             per_day = f"{self.region_interruptions_per_day:g}"
             raise ConfigError(f"--region-interruptions-per-day is {per_day}: of which sites, --region says")
+        self._check_chips()
+        self._check_maintenance()
+        if not 0 <= self.step_jitter < 1:
+            raise ConfigError(f"--step-jitter is {self.step_jitter:g}: must be from 0 to below 1")
+
+    def _check_chips(self) -> None:
+        per_year = self.interruptions_per_chip_year
+        if not 0 <= self.chips <= CHIPS_MAX:
+            raise ConfigError(f"--chips is {self.chips}: must be from 0 to {CHIPS_MAX}")
+        if not 0 <= per_year <= DAY_S:
+            raise ConfigError(f"--interruptions-per-chip-year is {per_year:g}: must be from 0 to {DAY_S:g}")
+        if self.chips and not per_year:
+            raise ConfigError(f"--chips is {self.chips}: they fail by --interruptions-per-chip-year, which is 0")
+        if per_year and not self.chips:
+            raise ConfigError(f"--interruptions-per-chip-year is {per_year:g}: of how many chips a site, --chips says")
+
+    def _check_maintenance(self) -> None:
+        every_h, lasts_s = self.maintenance_every_h, self.maintenance_s
+        if not (every_h or lasts_s):
+            return
+        if not 1e-3 <= every_h <= 1e6:
+            raise ConfigError(f"--maintenance-every-h is {every_h:g}: must be from 0.001 to 1e+06")
+        if not 0 < lasts_s < 3600 * every_h:
+            raise ConfigError(f"--maintenance-s is {lasts_s:g}: must be above 0 and below --maintenance-every-h")
+        if self.seconds is None:
+            raise ConfigError(f"--maintenance-every-h is {every_h:g}: for how long, --hours says")
+
+    def interruptions_per_s(self) -> float:
+        """Of one site, by itself and by its chips."""
+        return self.interruptions_per_day / DAY_S + self.chips * self.interruptions_per_chip_year / YEAR_S
+
+    def maintenance(self, place: int, sites: int) -> tuple[tuple[float, float], ...]:
+        """(begin, end) of each absence of the site at ``place`` of so many, in seconds from the start."""
+        if not self.maintenance_s:
+            return ()
+        assert self.seconds is not None, self
+        every_s = 3600 * self.maintenance_every_h
+        first_s = every_s * (place + 1) / sites
+        begins = (first_s + every_s * number for number in range(int(self.seconds / every_s) + 1))
+        return tuple((begin_s, begin_s + self.maintenance_s) for begin_s in begins if begin_s < self.seconds)
 
 
 def with_sites(config: RunConfig, count: int) -> RunConfig:
@@ -103,7 +151,7 @@ def fleet_of(config: RunConfig, told: Told) -> FleetPlan:
     except ValueError as error:
         raise ConfigError(f"codec: {error}") from error
     return FleetPlan(
-        sites=tuple(_site(config, told, name, late=name in late) for name in names),
+        sites=tuple(_site(config, told, place, late=name in late) for place, name in enumerate(names)),
         outer=outer,
         learner=build.learner_options(config),
         update_bytes=tuple(up.payload_bytes_max(numel) for numel in numels),
@@ -124,7 +172,9 @@ def fleet_of(config: RunConfig, told: Told) -> FleetPlan:
     )
 
 
-def _site(config: RunConfig, told: Told, name: str, *, late: bool) -> FleetSite:
+def _site(config: RunConfig, told: Told, place: int, *, late: bool) -> FleetSite:
+    names = list(config.cluster.sites)
+    name = names[place]
     site, link, inner = config.cluster.sites[name], connecting.link_options(config, name), config.inner
     tokens = inner.batch_sequences * inner.accumulation * (inner.sequence_length or 0)
     return FleetSite(
@@ -133,9 +183,11 @@ def _site(config: RunConfig, told: Told, name: str, *, late: bool) -> FleetSite:
         up_mbps=link.mbps if config.network.emulate else 0.0,
         down_mbps=link.mbps if config.network.emulate else 0.0,
         rtt_s=link.rtt_ms / 1e3 if config.network.emulate else 0.0,
-        interruptions_per_s=told.interruptions_per_day / DAY_S,
+        interruptions_per_s=told.interruptions_per_s(),
         away_s=told.away_s,
+        step_jitter=told.step_jitter,
         starts_s=inf if late else 0.0,
+        planned=told.maintenance(place, len(names)),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from diloco.sim.studies import Study
 
 SCENARIO = "+scenario="
+SEEDS_MAX = 1000
 DOES = """Simulates the sites, links and rules of a run, with the machines that a run has and without tensors: who
 trains, who waits, who is away, and what crosses the links.  Hours pass in seconds.
 
   diloco sim experiment=decoupled cluster=local4 network=transatlantic --step-s 0.5 --hours 24
   diloco sim outer.quorum=all --interruptions-per-day 20 --away-s 120
   diloco sim --hours 24 --region site-a,site-b --region-interruptions-per-day 2
+  diloco sim --hours 168 --chips 20000 --interruptions-per-chip-year 1 --away-s 900 --seeds 3
   diloco sim scenario=demo                        with the faults that diloco up plays
   diloco sim --like runs/latest                   a run that was made and the same simulated, side by side
   diloco sim +scenario=goodput_decoupled          a published table, and the same found here
@@ -45,9 +47,15 @@ def main(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument("--away-s", type=float, default=60.0, help="that each of them takes (60)")
     parser.add_argument("--region", action="append", default=[], metavar="SITE,SITE", help="sites that fail together")
     parser.add_argument("--region-interruptions-per-day", type=float, default=0.0, help="of each region (0)")
+    parser.add_argument("--chips", type=int, default=0, metavar="N", help="at each site (0)")
+    parser.add_argument("--interruptions-per-chip-year", type=float, default=0.0, help="each stops its site (0)")
+    parser.add_argument("--maintenance-every-h", type=float, default=0.0, help="of each site, one after the other (0)")
+    parser.add_argument("--maintenance-s", type=float, default=0.0, help="that each of them takes (0)")
+    parser.add_argument("--step-jitter", type=float, default=0.0, help="share by which steps are longer or shorter (0)")
     parser.add_argument("--merge-s", type=float, default=0.0, help="that an outer step takes (0)")
     parser.add_argument("--sites", type=int, metavar="N", help="so many, those of cluster.sites over and over")
     parser.add_argument("--like", type=Path, metavar="FOLDER", help="of a run that was made: simulate it, and compare")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="run.seed and the N - 1 after it (1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     named = [each.removeprefix(SCENARIO) for each in arguments if each.startswith(SCENARIO)]
     given = parser.parse_args([each for each in arguments if not each.startswith(SCENARIO)])
@@ -101,8 +109,12 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
             raise ConfigError("--config and --like: the configuration is that of the run")
         if given.sites is not None:
             raise ConfigError("--sites and --like: the sites are those of the run")
+        if given.seeds != 1:
+            raise ConfigError("--seeds and --like: one run was made")
         given.config = given.like / "config.yaml"
     config = load_config(given)
+    if not 1 <= given.seeds <= SEEDS_MAX:
+        raise ConfigError(f"--seeds is {given.seeds}: must be from 1 to {SEEDS_MAX}")
     from diloco.launch import build
     from diloco.launch.fleeting import Told, fleet_of, not_simulated, with_sites
     from diloco.launch.likening import as_made, read_made, simulated
@@ -117,6 +129,11 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
         merge_s=given.merge_s,
         regions=given.region,
         region_interruptions_per_day=given.region_interruptions_per_day,
+        chips=given.chips,
+        interruptions_per_chip_year=given.interruptions_per_chip_year,
+        maintenance_every_h=given.maintenance_every_h,
+        maintenance_s=given.maintenance_s,
+        step_jitter=given.step_jitter,
     )
     if given.like is not None:
         config.scenario = None  # What it did to the run is known better than what it asked for.
@@ -131,9 +148,12 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
     began_s = time.monotonic()
     try:
         found = simulate(plan)
+        figures = summary(names, plan, found, time.monotonic() - began_s) | {"not_simulated": not_simulated(config)}
+        others = {seed: simulate(replace(plan, seed=seed)) for seed in range(plan.seed + 1, plan.seed + given.seeds)}
     except EndlessError as error:
         raise ConfigError(f"{error}: this run does not end, and --hours says how much of it to simulate") from None
-    figures = summary(names, plan, found, time.monotonic() - began_s) | {"not_simulated": not_simulated(config)}
+    each = {plan.seed: found, **others}
+    figures["goodput_by_seed"] = {str(seed): round(one.goodput, 5) for seed, one in each.items()}
     if made is not None:
         figures["like"] = likeness(made, simulated(found, names), found.versions)
     print(json.dumps(figures) if given.json else "\n".join(lines(figures)))
@@ -169,6 +189,7 @@ def summary(names: Sequence[str], plan: FleetPlan, found: FleetResult, took_s: f
     """What became of a fleet, as plain values; shares are of the time that passed."""
     sites = {
         name: {
+            "version_0_s": round(_version_0_s(plan, place), 3),
             "trained_share": round(site.trained_s / found.seconds, 5),
             "waited_share": round(site.waited_s / found.seconds, 5),
             "away_share": round(site.away_s / found.seconds, 5),
@@ -178,7 +199,7 @@ def summary(names: Sequence[str], plan: FleetPlan, found: FleetResult, took_s: f
             "bytes_up": site.bytes_up,
             "bytes_down": site.bytes_down,
         }
-        for name, site in zip(names, found.sites, strict=True)
+        for place, (name, site) in enumerate(zip(names, found.sites, strict=True))
     }
     return {
         "goodput": round(found.goodput, 5),
@@ -190,6 +211,12 @@ def summary(names: Sequence[str], plan: FleetPlan, found: FleetResult, took_s: f
         "seed": plan.seed,
         "sites": sites,
     }
+
+
+def _version_0_s(plan: FleetPlan, place: int) -> float:
+    """What the values that a site begins with take on its link alone."""
+    site = plan.sites[place]
+    return site.rtt_s + sum(plan.whole_bytes) * 8e-6 / site.down_mbps if site.down_mbps else site.rtt_s
 
 
 def lines(told: dict[str, object]) -> list[str]:
@@ -209,7 +236,21 @@ def lines(told: dict[str, object]) -> list[str]:
         f"goodput {told['goodput']:.1%}; {sum(versions):,} versions, of {told['sites_per_version']} sites each; "
         f"{told['simulated_s']:,.0f} s in {told['took_s']} s"
     )
+    late = [
+        f"{name} made no step: version 0 takes {s['version_0_s']:,.0f} s to come"
+        for name, s in sites.items()
+        if not s["steps"]
+    ]
+    ends += "".join(f"\n{each}" for each in late)
     like, left_out = told.get("like"), told["not_simulated"]
     assert isinstance(left_out, list)
+    by_seed = told["goodput_by_seed"]
+    assert isinstance(by_seed, dict)
+    if len(by_seed) > 1:
+        shares = list(by_seed.values())
+        ends += (
+            f"\ngoodput of seeds {' '.join(by_seed)}: {sum(shares) / len(shares):.1%} at the mean, "
+            f"{min(shares):.1%} to {max(shares):.1%}; the table is of the first"
+        )
     ends += f"\nnot simulated: {', '.join(left_out)}" if left_out else ""
     return [head, *table, ends, *(["", *compared(like)] if isinstance(like, dict) else [])]

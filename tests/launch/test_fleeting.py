@@ -34,6 +34,24 @@ def test_sites_links_sizes_and_rules_are_the_runs() -> None:
     assert (plan.outer, plan.learner) == (build.outer_options(config), build.learner_options(config))
 
 
+def test_chips_fail_beside_their_site_and_steps_vary() -> None:
+    told = replace(TIMES, interruptions_per_day=2.0, chips=1461, interruptions_per_chip_year=0.5, step_jitter=0.25)
+    plan = fleet_of(compose([*TINY, "cluster=local3"]), told)
+    assert [site.interruptions_per_s * 86_400 for site in plan.sites] == pytest.approx([4.0] * 3)
+    assert [site.step_jitter for site in plan.sites] == [0.25] * 3
+
+
+def test_maintenance_goes_from_site_to_site_as_long_as_the_run_lasts() -> None:
+    told = replace(TIMES, seconds=9000.0, maintenance_every_h=1.0, maintenance_s=60.0)
+    plan = fleet_of(compose([*TINY, "cluster=local3"]), told)
+    assert [site.planned for site in plan.sites] == [
+        ((1200.0, 1260.0), (4800.0, 4860.0), (8400.0, 8460.0)),
+        ((2400.0, 2460.0), (6000.0, 6060.0)),
+        ((3600.0, 3660.0), (7200.0, 7260.0)),
+    ]
+    assert fleet_of(compose([*TINY, "cluster=local3"]), TIMES).sites[0].planned == ()
+
+
 def test_no_sites_are_no_fleet() -> None:
     config = compose(TINY)
     config.cluster.sites = {}

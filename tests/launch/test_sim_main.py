@@ -69,6 +69,41 @@ def test_what_makes_no_difference_to_the_fleet_is_said(capsys: pytest.CaptureFix
     assert "not simulated" not in capsys.readouterr().out
 
 
+def test_who_made_no_step_is_told_what_it_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    link = ["network.emulate=true", "network.mbps=0.1", "network.rtt_ms=100"]
+    assert main(["sim", *TINY, "cluster=local3", *link, "--hours", "0.001", "--json"]) == 0
+    found = told(capsys)
+    sites = found["sites"]
+    assert isinstance(sites, dict)
+    assert found["goodput"] == 0
+    took = sites["site-a"]["version_0_s"]
+    assert took > 3.6
+    assert main(["sim", *TINY, "cluster=local3", *link, "--hours", "0.001"]) == 0
+    assert f"site-a made no step: version 0 takes {took:,.0f} s to come\n" in capsys.readouterr().out
+    assert main(["sim", *TINY, "cluster=local3", *link, "--hours", str(2 * took / 3600), "--json"]) == 0
+    assert told(capsys)["sites"]["site-a"]["steps"] > 0  # type: ignore[index]
+
+
+def test_each_seed_has_its_goodput_and_the_first_its_table(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["sim", *TINY, "cluster=local3", "network=wan", "--hours", "0.5", "--away-s", "300", "run.seed=4"]
+    asked += ["--chips", "1000", "--interruptions-per-chip-year", "50", "--step-jitter", "0.1"]
+    asked += ["--maintenance-every-h", "0.2", "--maintenance-s", "60"]
+    assert main([*asked, "--seeds", "3", "--json"]) == 0
+    found = told(capsys)
+    by_seed = found["goodput_by_seed"]
+    assert isinstance(by_seed, dict)
+    assert list(by_seed) == ["4", "5", "6"]
+    assert len(set(by_seed.values())) == 3
+    assert found["goodput"] == by_seed["4"]
+    assert main([*asked, "--json"]) == 0
+    alone = told(capsys)
+    assert (alone["goodput_by_seed"], alone["sites"]) == ({"4": by_seed["4"]}, found["sites"])
+    assert main([*asked, "--seeds", "3"]) == 0
+    said = capsys.readouterr().out
+    mean, least, most = sum(by_seed.values()) / 3, min(by_seed.values()), max(by_seed.values())
+    assert f"goodput of seeds 4 5 6: {mean:.1%} at the mean, {least:.1%} to {most:.1%}" in said
+
+
 def test_a_run_that_never_ends_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["cluster=local3", "outer.quorum=4", "run.seconds=null", "run.tokens=1000"]
     assert main(["sim", *TINY, *settings]) == 2
@@ -97,6 +132,18 @@ def test_a_run_that_never_ends_is_one_line(capsys: pytest.CaptureFixture[str]) -
         (["--region-interruptions-per-day", "nan"], "--region-interruptions-per-day is nan"),
         (["--region-interruptions-per-day", "2"], "--region-interruptions-per-day is 2: of which sites, --region says"),
         (["--region", "site-a,site-b"], "--region is site-a,site-b: it fails by --region-interruptions-per-day"),
+        (["--chips", "8"], "--chips is 8: they fail by --interruptions-per-chip-year, which is 0"),
+        (["--chips", "-1"], "--chips is -1: must be from 0"),
+        (["--interruptions-per-chip-year", "1"], "--interruptions-per-chip-year is 1: of how many chips a site"),
+        (["--interruptions-per-chip-year", "nan"], "--interruptions-per-chip-year is nan: must be from 0 to 86400"),
+        (["--maintenance-s", "60"], "--maintenance-every-h is 0: must be from 0.001"),
+        (["--maintenance-every-h", "1"], "--maintenance-s is 0: must be above 0 and below --maintenance-every-h"),
+        (["--maintenance-every-h", "1", "--maintenance-s", "3600", "--hours", "9"], "--maintenance-s is 3600: must be"),
+        (["--maintenance-every-h", "1", "--maintenance-s", "60"], "is 1: for how long, --hours says"),
+        (["--step-jitter", "1"], "--step-jitter is 1: must be from 0 to below 1"),
+        (["--step-jitter", "nan"], "--step-jitter is nan"),
+        (["--seeds", "0"], "--seeds is 0: must be from 1 to 1000"),
+        (["--seeds", "2", "--like", "runs/none"], "--seeds and --like: one run was made"),
         (["--region", "site-a,site-a", "--region-interruptions-per-day", "2"], "has a site twice"),
         (["cluster.sites.site-a.slowdown=0"], "cluster.sites.site-a.slowdown is 0.0: from 1 (full speed)"),
         (["cluster.sites.site-a.slowdown=nan"], "cluster.sites.site-a.slowdown is nan"),
