@@ -86,11 +86,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_arguments(parser)
     arguments = parser.parse_args()
-    share, repeats = (0.02, 2) if arguments.quick else (1.0, 5)
+    # A large fleet whose share of the hours is small has not closed a round when they are over.
+    share, repeats, sizes = (0.02, 2, SITES[:2]) if arguments.quick else (1.0, 5, SITES)
     seeds = range(arguments.seed, arguments.seed + repeats)
     rows = []
     for name, site_hours in SITE_HOURS.items():
-        for sites in SITES:
+        for sites in sizes:
             rows.append(row := measured(name, sites, 3600 * share * site_hours / sites, seeds))
             print(
                 f"{name:12s} {sites:5,d} sites {row['p50_site_rounds_per_s']:>8,} site-rounds/s at the median,"

@@ -83,6 +83,11 @@ class Told:
             raise ConfigError(f"--chips is {self.chips}: they fail by --interruptions-per-chip-year, which is 0")
         if per_year and not self.chips:
             raise ConfigError(f"--interruptions-per-chip-year is {per_year:g}: of how many chips a site, --chips says")
+        if self.interruptions_per_s() > 1:
+            per_day = f"{self.interruptions_per_s() * DAY_S:g}"
+            raise ConfigError(
+                f"--chips is {self.chips}: that is {per_day} interruptions of a site in a day, above {DAY_S:g}"
+            )
 
     def _check_maintenance(self) -> None:
         every_h, lasts_s = self.maintenance_every_h, self.maintenance_s
@@ -105,6 +110,9 @@ class Told:
             return ()
         assert self.seconds is not None, self
         every_s = 3600 * self.maintenance_every_h
+        if self.maintenance_s > every_s / sites:
+            each = f"each of {sites} sites has {every_s / sites:g} s in turn"
+            raise ConfigError(f"--maintenance-s is {self.maintenance_s:g}: of --maintenance-every-h {each}")
         first_s = every_s * (place + 1) / sites
         begins = (first_s + every_s * number for number in range(int(self.seconds / every_s) + 1))
         return tuple((begin_s, begin_s + self.maintenance_s) for begin_s in begins if begin_s < self.seconds)

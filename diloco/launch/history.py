@@ -102,9 +102,14 @@ class RunHistory:
         known = enumerate(self.versions)
         return max((version - site.base_versions.get(index, version) for index, version in known), default=0)
 
+    @property
+    def num_fragments(self) -> int:
+        """By the layout, which ``up`` alone says, or by the versions that syncers have said."""
+        return len(self.layout) or len(self.versions) or 1
+
     def tokens_merged(self, site: str) -> int:
         """By what the syncers have published: the mean over all fragments, as ``Status`` has it."""
-        return sum(of.get(site, 0) for of in self._merged.values()) // (len(self.layout) or 1)
+        return sum(of.get(site, 0) for of in self._merged.values()) // self.num_fragments
 
     def open_faults(self) -> list[Fault]:
         """What the scenario has not healed yet, but will."""
@@ -248,6 +253,8 @@ class RunHistory:
     # --- what a restore says -----------------------------------------------------------------------------------
 
     def _on_restored(self, who: str, event: Event, now_s: float) -> None:
+        for site in self.sites.values():
+            site.left_with = None  # Some of what was merged may be so no longer.
         self.lineage = whole(event, "lineage")
         versions = event.get("versions")
         if isinstance(versions, list):
@@ -260,8 +267,9 @@ class RunHistory:
         versions = event.get("versions")
         if isinstance(versions, list):
             self._at(places(event, versions), versions)
-        merged = _mapping(event, "tokens_merged")
-        self._merged[who] = {site: whole(merged, site) for site in merged}
+        if "tokens_merged" in event:  # One of an earlier release does not say it, and goes on from what it published.
+            merged = _mapping(event, "tokens_merged")
+            self._merged[who] = {site: whole(merged, site) for site in merged}
         self.ending = None
         self._ended.pop(who, None)
         if event.get("ending") is not None:  # It had ended before it started, and has no more to say.

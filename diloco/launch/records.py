@@ -123,7 +123,9 @@ class SiteHistory:
     """When its process lived."""
     done: dict[str, int] | None = None
     left_with: dict[str, int] | None = None
-    """The ledger of its last process that gave one.  It holds until another one trains, which has joined first."""
+    """The ledger of its last process that gave one.
+
+    It holds until another one trains, which has joined first, or until the run is restored."""
     done_reason: str = ""
     left: bool = False
 

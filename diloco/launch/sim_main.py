@@ -214,9 +214,9 @@ def summary(names: Sequence[str], plan: FleetPlan, found: FleetResult, took_s: f
 
 
 def _version_0_s(plan: FleetPlan, place: int) -> float:
-    """What the values that a site begins with take on its link alone."""
+    """What joining and the values that a site begins with take on its link alone."""
     site = plan.sites[place]
-    return site.rtt_s + sum(plan.whole_bytes) * 8e-6 / site.down_mbps if site.down_mbps else site.rtt_s
+    return 2 * site.rtt_s + (sum(plan.whole_bytes) * 8e-6 / site.down_mbps if site.down_mbps else 0.0)
 
 
 def lines(told: dict[str, object]) -> list[str]:
@@ -237,9 +237,9 @@ def lines(told: dict[str, object]) -> list[str]:
         f"{told['simulated_s']:,.0f} s in {told['took_s']} s"
     )
     late = [
-        f"{name} made no step: version 0 takes {s['version_0_s']:,.0f} s to come"
-        for name, s in sites.items()
-        if not s["steps"]
+        f"{name} made no step: version 0 takes {site['version_0_s']:,.0f} s to come"
+        for name, site in sites.items()
+        if site["version_0_s"] > told["simulated_s"]
     ]
     ends += "".join(f"\n{each}" for each in late)
     like, left_out = told.get("like"), told["not_simulated"]

@@ -99,7 +99,7 @@ def summarize(
     sites = {}
     for name, site in sorted(history.sites.items()):
         heard = {"tokens_merged": history.tokens_merged(name)} | (said.get(name) or {})
-        sites[name] = _site(site, heard, len(history.layout) or 1)
+        sites[name] = _site(site, heard, history.num_fragments)
     evals = history.evaluations
     found = [*wrong, *_what_is_wrong(history, sites)]
     return {

@@ -50,6 +50,8 @@ def test_maintenance_goes_from_site_to_site_as_long_as_the_run_lasts() -> None:
         ((3600.0, 3660.0), (7200.0, 7260.0)),
     ]
     assert fleet_of(compose([*TINY, "cluster=local3"]), TIMES).sites[0].planned == ()
+    with pytest.raises(ConfigError, match=r"--maintenance-s is 1201: .* each of 3 sites has 1200 s in turn"):
+        fleet_of(compose([*TINY, "cluster=local3"]), replace(told, maintenance_s=1201.0))
 
 
 def test_no_sites_are_no_fleet() -> None:

@@ -222,3 +222,20 @@ def test_tokens_merged_are_what_syncers_began_with_and_have_published_since() ->
     take("syncer", "restored", lineage=2, versions=[1, 1], fragments=[0, 2])
     take("syncer", "syncer_started", versions=[1, 1], fragments=[0, 2], tokens_merged={"site-a": 200})
     assert (history.tokens_merged("site-a"), history.tokens_merged("site-b")) == (200, 30)
+    take("syncer", "syncer_started", versions=[1, 1], fragments=[0, 2])
+    assert history.tokens_merged("site-a") == 200, "one of an earlier release does not say it"
+
+
+def test_tokens_merged_are_means_over_the_fragments_of_a_run_that_nobody_said_the_layout_of() -> None:
+    history = RunHistory()
+    history.take({"at": 1.0, "who": "syncer", "what": "syncer_started", "versions": [0, 0], "tokens_merged": {}})
+    for fragment in (0, 1):
+        published = {"fragment": fragment, "version": 1, "merged": {"site-a": [300, 1]}}
+        history.take({"at": 2.0, "who": "syncer", "what": "published", **published})
+    assert history.tokens_merged("site-a") == 300
+
+
+def test_what_a_site_left_with_is_not_known_to_hold_after_a_restore(recorder: Recorder) -> None:
+    recorder.say(500.0, "restore", "restored", lineage=2, versions=[1, 1])
+    history = told(recorder.events)
+    assert history.sites["site-a"].left_with is None

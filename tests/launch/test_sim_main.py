@@ -80,6 +80,8 @@ def test_who_made_no_step_is_told_what_it_waited_for(capsys: pytest.CaptureFixtu
     assert took > 3.6
     assert main(["sim", *TINY, "cluster=local3", *link, "--hours", "0.001"]) == 0
     assert f"site-a made no step: version 0 takes {took:,.0f} s to come\n" in capsys.readouterr().out
+    assert main(["sim", *TINY, "cluster=local3", "--step-s", "60", "--hours", "0.001"]) == 0
+    assert "made no step" not in capsys.readouterr().out, "it had the version and no time for a step"
     assert main(["sim", *TINY, "cluster=local3", *link, "--hours", str(2 * took / 3600), "--json"]) == 0
     assert told(capsys)["sites"]["site-a"]["steps"] > 0  # type: ignore[index]
 
@@ -133,6 +135,10 @@ def test_a_run_that_never_ends_is_one_line(capsys: pytest.CaptureFixture[str]) -
         (["--region-interruptions-per-day", "2"], "--region-interruptions-per-day is 2: of which sites, --region says"),
         (["--region", "site-a,site-b"], "--region is site-a,site-b: it fails by --region-interruptions-per-day"),
         (["--chips", "8"], "--chips is 8: they fail by --interruptions-per-chip-year, which is 0"),
+        (
+            ["--chips", "400", "--interruptions-per-chip-year", "80000"],
+            "--chips is 400: that is 87611.2 interruptions of a site in a day, above 86400",
+        ),
         (["--chips", "-1"], "--chips is -1: must be from 0"),
         (["--interruptions-per-chip-year", "1"], "--interruptions-per-chip-year is 1: of how many chips a site"),
         (["--interruptions-per-chip-year", "nan"], "--interruptions-per-chip-year is nan: must be from 0 to 86400"),

@@ -33,7 +33,7 @@ def test_a_stream_that_does_not_move_is_cancelled_once(stalls: StallWatch) -> No
         time.sleep(0.6)
         assert guard.stalled
     assert len(cancelled) == 1
-    assert 0.3 <= cancelled[0] - begun_s < 10
+    assert cancelled[0] - begun_s >= 0.3
 
 
 def test_one_that_moves_is_left_alone(stalls: StallWatch) -> None:
