@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import socket
@@ -15,11 +16,19 @@ from diloco.learner.agent import Finished
 from diloco.syncer.server import Syncer
 from tests.loopback.toy import Toy, ToySite, Twin, main
 
+_PLACES = itertools.count(7 * os.getpid())
+
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One to listen on later, another one at each call.
+
+    It is below those that the system gives to connections, one of which could have taken it by then.
+    """
+    while True:
+        port = 10_000 + next(_PLACES) % 22_000
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Log:
