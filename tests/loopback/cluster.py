@@ -16,16 +16,17 @@ from diloco.learner.agent import Finished
 from diloco.syncer.server import Syncer
 from tests.loopback.toy import Toy, ToySite, Twin, main
 
-_PLACES = itertools.count(7 * os.getpid())
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw10").removeprefix("gw")) % 11
+_PLACES = itertools.count(211 * os.getpid())
 
 
 def free_port() -> int:
-    """One to listen on later, another one at each call.
+    """One to listen on later, another one at each call, and of this worker's own ones.
 
     It is below those that the system gives to connections, one of which could have taken it by then.
     """
     while True:
-        port = 10_000 + next(_PLACES) % 22_000
+        port = 10_000 + 2_000 * _WORKER + next(_PLACES) % 2_000
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
