@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import multiprocessing
 import os
 import socket
@@ -16,20 +15,11 @@ from diloco.learner.agent import Finished
 from diloco.syncer.server import Syncer
 from tests.loopback.toy import Toy, ToySite, Twin, main
 
-_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw10").removeprefix("gw")) % 11
-_PLACES = itertools.count(211 * os.getpid())
-
 
 def free_port() -> int:
-    """One to listen on later, another one at each call, and of this worker's own ones.
-
-    It is below those that the system gives to connections, one of which could have taken it by then.
-    """
-    while True:
-        port = 10_000 + 2_000 * _WORKER + next(_PLACES) % 2_000
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class Log:

@@ -19,7 +19,7 @@ from tests.loopback.audit import all_records, audit
 from tests.loopback.cluster import Log, Process, SiteThread, free_port, serving
 from tests.loopback.toy import TOKENS_PER_STEP, Toy
 
-START_S, RUN_S = 150.0, 40.0
+START_S, RUN_S = 60.0, 20.0
 """Bounds for processes to start on a machine that is full, and for a run of ``BUDGET`` then."""
 STEP_S = 0.004
 BUDGET = 12_000
