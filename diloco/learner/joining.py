@@ -76,7 +76,7 @@ class Joiner:
         )
 
     def first(self, until: float, join: Callable[[], None]) -> None:
-        """Try ``join`` until the instant ``until``; ``JoinFailed`` says why it did not work."""
+        """Try ``join`` until the instant ``until``, or the site stops; ``JoinFailed`` says why it did not work."""
         pause = Pause(self._stopping)
         said = ""
         while True:
@@ -92,3 +92,5 @@ class Joiner:
                 if time.monotonic() >= until:
                     raise JoinFailed("refused" if error.refused else "unreachable", error.why) from error
                 pause.wait(error.retry_after_s)
+                if self._stopping.is_set():
+                    raise JoinFailed("unreachable", f"the site is stopping; last: {error.why}") from error

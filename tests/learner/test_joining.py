@@ -14,10 +14,11 @@ from diloco.wire.messages import Refused, Status, Unreachable
 from tests.syncer.building import LAYOUT, Events, agreement
 
 
-def door(events: Events) -> Joiner:
+def door(events: Events, stopping: threading.Event | None = None) -> Joiner:
     state = LearnerState([FragmentProgress()])
     client: object = None
-    return Joiner(client, agreement(), LAYOUT, "a", state, lambda _: None, str, events.emit, threading.Event())  # type: ignore[arg-type]
+    ends = stopping or threading.Event()
+    return Joiner(client, agreement(), LAYOUT, "a", state, lambda _: None, str, events.emit, ends)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -47,3 +48,18 @@ def test_it_is_tried_until_somebody_answers() -> None:
 
     door(Events()).first(time.monotonic() + 10.0, late)
     assert left == [0]
+
+
+def test_who_is_stopping_is_not_at_the_door_any_more() -> None:
+    """It once went on until join_timeout_s, without a pause between two attempts."""
+    tries: list[float] = []
+    stopping = threading.Event()
+
+    def closed() -> None:
+        tries.append(time.monotonic())
+        stopping.set()
+        raise Unreachable("the channel is closed")
+
+    with pytest.raises(JoinFailed, match="stopping; last: the channel is closed"):
+        door(Events(), stopping).first(time.monotonic() + 5.0, closed)
+    assert len(tries) == 1

@@ -128,6 +128,8 @@ def the_syncer_dies(chapter: str, folder: Path, budget: int, **changes: object) 
                     for name, pause in (("a", STEP_S), ("b", 1.7 * STEP_S))
                 ]
             dies(life, death, seed, budget)
+        if not all(site.log.of("joined") for site in sites):  # One was enough, and nobody waits for a stranger.
+            raise EndedTooSoonError(f"seed {seed}: the run was over before both had joined")
         finished = {site.site: site.join(bound_s(budget)) for site in sites}
     told = audit(toy, logs, {site.site: [site.log] for site in sites}, finished)
     assert told.machine.state.run_tokens() >= budget
