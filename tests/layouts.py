@@ -6,7 +6,6 @@ What a rank holds is filled and read by torch's own functions too, so that the p
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import multiprocessing.process
 import socket
 import traceback
@@ -25,6 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.inner.parallel import SiteGroup
+from tests.forked import forkserver
 
 BOUND_S = 60.0
 
@@ -198,8 +198,7 @@ class Started:
 @contextmanager
 def started(program: Rank, world: int, *mine: Any) -> Iterator[list[Started]]:
     """``world`` processes that are ``program``, forked where everything is imported."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.layouts", "tests.loopback.toy"])
+    context = forkserver()
     port = free_port()
     with ExitStack() as stack:
         found = []

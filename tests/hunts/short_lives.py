@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import io
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -42,6 +41,7 @@ from diloco.syncer.spool import Settled, Spool
 from diloco.syncer.store import STAGING, RunCard, Store, StoreError
 from diloco.syncer.vault import BackupError, Vault
 from diloco.wire.messages import PushHeader
+from tests.forked import forkserver
 from tests.hunts.reporting import Hunt, why
 from tests.launch.pasts import Hand, with_a_past
 from tests.launch.test_warm_site import checkpointed
@@ -320,9 +320,7 @@ class ShortLives:
         return path.read_text() if path.exists() else "it said nothing"
 
     def _process(self, work: Callable[..., None], *arguments: object) -> int | None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.loopback.toy", "tests.launch.pasts", "diloco.launch.restore_main"])
-        process = context.Process(target=work, args=arguments, name="short-lived")
+        process = forkserver().Process(target=work, args=arguments, name="short-lived")
         process.start()
         process.join(BOUND_S)
         if process.exitcode is None:

@@ -10,7 +10,6 @@ import gc
 import hashlib
 import json
 import logging
-import multiprocessing
 import os
 import resource
 import threading
@@ -29,6 +28,7 @@ from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
 from diloco.wire.options import ServerOptions
 from diloco.wire.security import SecurityOptions
+from tests.forked import forkserver
 from tests.loopback.toy import RUN, Toy
 from tests.wire.certificates import LOOPBACK, Authority
 
@@ -133,8 +133,7 @@ class Target:
     """The process; ``look`` is only to be called when nothing is under way that ought to change something."""
 
     def __init__(self, fortress: Fortress) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.hunts.target"])
+        context = forkserver()
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=main, args=(fortress, theirs), name="target", daemon=True)
         self.process.start()

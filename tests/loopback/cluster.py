@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import socket
 import threading
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 
 from diloco.learner.agent import Finished
 from diloco.syncer.server import Syncer
+from tests.forked import forkserver
 from tests.loopback.toy import Toy, ToySite, Twin, main
 
 
@@ -69,8 +69,7 @@ class Process:
 
     def __init__(self, role: str, toy: Toy, death: tuple[str, int] | None = None, **mine: object) -> None:
         self.log = Log()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.loopback.toy"])
+        context = forkserver()
         self._told, theirs = context.Pipe(duplex=False)
         self._process = context.Process(target=main, args=(role, toy, death, mine, theirs), name=role)
         self._process.start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import multiprocessing
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +16,7 @@ import pytest
 from diloco.durable import KillingDisk, Step
 from diloco.syncer.lease import Claim, LeaseError, LeaseRefusedError, Standing
 from diloco.syncer.lease_file import FileLease, HeldFile
+from tests.forked import forkserver
 
 TTL_S = 10.0
 FIRST = Claim("first", 0, 1, anew=True)
@@ -177,7 +177,7 @@ def take_often(path: Path, name: str, together: Barrier) -> None:
 
 
 def test_of_many_that_try_at_once_exactly_one_has_each_epoch(path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
+    context = forkserver()
     names = [f"taker-{n}" for n in range(6)]
     together = context.Barrier(len(names))
     takers = [context.Process(target=take_often, args=(path, name, together)) for name in names]
@@ -201,7 +201,7 @@ def take_and_die(path: Path, passage: int) -> None:
 def test_a_death_while_it_is_written_leaves_the_old_lease_or_the_new_one(path: Path, passage: int) -> None:
     lease = FileLease(path, "run", TTL_S)
     before = taken(lease)
-    process = multiprocessing.get_context("forkserver").Process(target=take_and_die, args=(path, passage))
+    process = forkserver().Process(target=take_and_die, args=(path, passage))
     process.start()
     process.join(60.0)
     assert process.exitcode == -9

@@ -1,0 +1,35 @@
+"""Processes of the tests begin with everything imported, whichever test is the first to start one."""
+
+from __future__ import annotations
+
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from tests.forked import IMPORTED, forkserver
+
+TESTS = Path(__file__).resolve().parent
+
+
+def tell_missing(told: Connection) -> None:
+    told.send([name for name in IMPORTED if name not in sys.modules])
+
+
+def test_a_process_has_imported_everything_when_it_begins() -> None:
+    context = forkserver()
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=tell_missing, args=(there,))
+    process.start()
+    there.close()
+    with here:
+        assert here.poll(60.0), "it says nothing"
+        assert here.recv() == []
+    process.join(60.0)
+    assert process.exitcode == 0
+
+
+def test_nobody_else_starts_the_server_that_processes_are_forked_from() -> None:
+    """The first to do so decides for all: lives of a second each took six, in whichever worker had begun so."""
+    word = "fork" + "server"
+    asks = [path for path in TESTS.rglob("*.py") if f'"{word}"' in path.read_text(encoding="utf-8")]
+    assert asks == [TESTS / "forked.py"]
