@@ -8,6 +8,8 @@ to go on without the lost one, and goes on from where it was.
 It has no tensors of its own.  ``Cargo`` is what it calls where there are any: then a model is trained, by the same
 machines and at the same virtual instants.
 
+A site may be a region, which is a fleet of its own below this one (``fleet_region.py``).
+
 What this does not have, and ``swarm`` does: messages that are lost, come twice or overtake each other, disks, and a
 syncer that dies (it may do nothing for a while).
 """
@@ -16,12 +18,15 @@ from __future__ import annotations
 
 import gc
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING
 
 from diloco.sim.fleet_faults import Faults
 from diloco.sim.fleet_link import Arrivals
-from diloco.sim.fleet_plan import Cargo, FleetPlan, FleetResult
+from diloco.sim.fleet_plan import Cargo, FleetPlan, FleetResult, FleetSite
+from diloco.sim.fleet_region import RegionalSyncer
 from diloco.sim.fleet_site import Site, to_ns
 from diloco.sim.network import Heap
 from diloco.sync import effects as fx
@@ -31,7 +36,7 @@ from diloco.sync.state import Phase
 from diloco.sync.syncer import OuterSync
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from diloco.sync.state import OuterState
 
@@ -82,13 +87,15 @@ def _run_to_the_end(fleet: Fleet) -> None:
 class Fleet:
     """The syncer and the clock."""
 
-    def __init__(self, plan: FleetPlan, cargo: Cargo | None = None) -> None:
+    def __init__(self, plan: FleetPlan, cargo: Cargo | None = None, heap: Heap | None = None) -> None:
         self.plan, self.cargo = plan, cargo
-        self.heap = Heap()
+        self.heap = Heap() if heap is None else heap
+        self.above: Callable[[fx.OuterEffect], None] | None = None
+        """Of a region: what carries out what its machine wants towards the syncer above."""
         self.machine = OuterSync(plan.outer)
         self.published_ns: list[list[int]] = [[0] for _ in range(plan.outer.num_fragments)]
         """For each fragment when each version was published."""
-        self.resting: dict[int, Site] = {}
+        self.resting: dict[int, Site | RegionalSyncer] = {}
         """The sites that stand still: they are told at once, and who trains looks when it has an update to make, unless
         it matters to its steps or to what becomes of them when it hears."""
         self._arrivals: dict[tuple[int, float], Arrivals] = {}
@@ -99,12 +106,21 @@ class Fleet:
         """Until then the syncer does nothing, and nobody reaches it."""
         self._behind_ns = 0
         """What has not passed for the syncer, which was not there."""
-        self.sites = [Site(self, index, site) for index, site in enumerate(plan.sites)]
-        self._by_name = {site.name: site for site in self.sites}
         self.handle(ev.SyncerStarted(1))
+        self.sites = [self._site(index, site) for index, site in enumerate(plan.sites)]
+        self._by_name = {site.name: site for site in self.sites}
         for site in self.sites:
             site.begin()
         self._faults: Faults | None = Faults(self)
+
+    def _site(self, index: int, site: FleetSite) -> Site | RegionalSyncer:
+        if site.region is None:
+            return Site(self, index, site)
+        assert self.cargo is None, "the sites of a region train no model here"
+        assert not self.plan.faults, "they happen to sites"
+        assert not self.plan.tokens_trained, "they are counted at sites"
+        seed = Random(f"{self.plan.seed}/below/{index}").getrandbits(32)  # Or the sites of all would fail together.
+        return RegionalSyncer(self, index, site, Fleet(replace(site.region.plan, seed=seed), heap=self.heap))
 
     @property
     def state(self) -> OuterState:
@@ -138,6 +154,10 @@ class Fleet:
                 case fx.AnnounceFinal():
                     for site in self.sites:
                         site.told(ev.FinalAnnounced(effect.ending))
+                case fx.TakeVersion():
+                    self.heap.after(to_ns(self.plan.merge_s), partial(self._taken, effect))
+                case _ if self.above is not None:
+                    self.above(effect)
         self._wait()
         return effects
 
@@ -148,6 +168,9 @@ class Fleet:
         if self.cargo is not None:
             self.cargo.merged(command, self.heap.now_ns / SECOND_NS, self.progress_ppm())
         self.handle(ev.OuterStepDone(command.fragment, command.version, "v", "d"))
+
+    def _taken(self, command: fx.TakeVersion) -> None:
+        self.told(ev.OuterStepDone(command.fragment, command.version, "v", "d"))
 
     def stepped(self) -> None:
         """A site has made steps."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from diloco.sim.fleet_site import to_ns
+from diloco.sim.fleet_site import Site, to_ns
 
 if TYPE_CHECKING:
     from diloco.sim.fleet import Fleet
@@ -47,7 +47,7 @@ class Faults:
             assert lasts_ns is not None, fault
             self._fleet.pause(lasts_ns, is_there=fault.kind != "down")
             return
-        site = self._fleet.sites[fault.site]
+        site = self._one(fault.site)
         match fault.kind:
             case "away":
                 site.stop(lasts_ns)
@@ -66,5 +66,10 @@ class Faults:
 
     def _fail(self, region: Region, random: Random) -> None:
         for index in region.sites:
-            self._fleet.sites[index].interrupted(to_ns(region.away_s))
+            self._one(index).interrupted(to_ns(region.away_s))
         self._fail_some_day(region, random)
+
+    def _one(self, index: int) -> Site:
+        site = self._fleet.sites[index]
+        assert isinstance(site, Site), "nothing happens to a region's own process"
+        return site

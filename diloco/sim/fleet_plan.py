@@ -40,6 +40,20 @@ class FleetSite:
     """When its first process asks to join; before that it is neither there nor away.  Infinite: a fault starts it."""
     planned: tuple[tuple[float, float], ...] = ()
     """(begin, end) of maintenance, in seconds from the start."""
+    region: RegionPlan | None = None
+    """Not one site but a syncer with sites of its own.  Of the other fields its links count, and ``step_s``, which is
+    that of its slowest site; it does not fail."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegionPlan:
+    """What is below a region's syncer, and how that speaks to the one above (``sync.upstream_events``).  Its run ends
+    with the one above, so that ``plan`` has no end of its own; its seed follows from that of the fleet above."""
+
+    plan: FleetPlan
+    updates: int
+    alpha: float
+    in_flight_max: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +149,9 @@ class SiteAccount:
     interruptions: int = 0
     bytes_up: int = 0
     bytes_down: int = 0
+    region: FleetResult | None = None
+    """Of a region: what became of its sites.  Times are then the mean of theirs, ``steps`` and ``interruptions`` their
+    sum, and the rest is between the region and the syncer above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +166,18 @@ class FleetResult:
     @property
     def goodput(self) -> float:
         """Of all sites together."""
-        return sum(site.trained_s for site in self.sites) / (self.seconds * len(self.sites))
+        trained_s = [site.trained_s for site in self.training()]
+        return sum(trained_s) / (self.seconds * len(trained_s))
 
     @property
     def site_rounds(self) -> int:
-        """Updates merged, over all sites and fragments."""
-        return sum(site.rounds for site in self.sites)
+        """Updates merged, over all sites, regions and fragments."""
+        below = (site.region.site_rounds for site in self.sites if site.region is not None)
+        return sum(site.rounds for site in self.sites) + sum(below)
+
+    def training(self) -> list[SiteAccount]:
+        """The sites that train, those of regions among them."""
+        found: list[SiteAccount] = []
+        for site in self.sites:
+            found += [site] if site.region is None else site.region.training()
+        return found
