@@ -37,6 +37,7 @@ UNDO = [
 SIM = [
     "diloco sim experiment=decoupled cluster=local4 network=transatlantic --step-s 0.5 --hours 24",
     "diloco sim --like runs/latest",
+    "diloco sim experiment=halos --above outer=halos_global --above codec=fp32 --above network=transatlantic --hours 1",
 ]
 STANDBY = [
     f"diloco syncer {SECOND} cluster.syncer.listen=127.0.0.1:7077 cluster.replication.mode=sync",
@@ -84,6 +85,7 @@ SHORT: dict[str, list[str]] = {
     **{line: [] for line in [*CERTS, *UNDO]},
     SIM[0]: ["--hours=0.5"],
     SIM[1]: [],
+    SIM[2]: ["--hours=0.05"],
     **{line: [*LONG, "cluster.replication.mode=sync"] for line in STANDBY[:2]},
     STANDBY[2]: LONG,
     STANDBY[3]: [],

@@ -8,11 +8,12 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from diloco.codec.registry import make_codec
-from diloco.launch import build, connecting
+from diloco.launch import build, connecting, regional
+from diloco.launch import config as configs
 from diloco.launch.errors import ConfigError
 from diloco.launch.scenario import Step, late_sites
 from diloco.launch.up_main import scenario_of
-from diloco.sim.fleet_plan import YEAR_S, FleetFault, FleetPlan, FleetSite, Region
+from diloco.sim.fleet_plan import YEAR_S, FleetFault, FleetPlan, FleetSite, Region, RegionPlan
 
 if TYPE_CHECKING:
     from diloco.launch.schema import RunConfig
@@ -118,10 +119,10 @@ class Told:
         return tuple((begin_s, begin_s + self.maintenance_s) for begin_s in begins if begin_s < self.seconds)
 
 
-def with_sites(config: RunConfig, count: int) -> RunConfig:
+def with_sites(config: RunConfig, count: int, flag: str = "--sites") -> RunConfig:
     """The same with ``count`` sites: those of ``cluster.sites`` over and over."""
     if count < 1:
-        raise ConfigError(f"--sites is {count}: at least 1")
+        raise ConfigError(f"{flag} is {count}: at least 1")
     known = list(config.cluster.sites.items())
     if not known:
         raise ConfigError("cluster.sites is empty: there is no site to take over and over")
@@ -138,18 +139,67 @@ def fleet_of(config: RunConfig, told: Told) -> FleetPlan:
 
     What goes wrong at its time is ``scenario``, where one is named.
     """
-    if not config.cluster.sites:
-        raise ConfigError("cluster.sites is empty: a simulation needs at least one site")
     if (endpoint := config.upstream.endpoint) is not None:
-        raise ConfigError(f"upstream.endpoint is {endpoint!r}: two levels are not simulated; leave it out")
+        raise ConfigError(f"upstream.endpoint is {endpoint!r}: leave it out, --above says what is there")
+    plan = _plan(config, told, told.seconds)
     names = list(config.cluster.sites)
     steps = [] if config.scenario is None else scenario_of(config)
-    faults, late = faults_of(steps, names), late_sites(steps)
+    late = late_sites(steps)
+    sites = (_site(config, told, place, len(names), late=name in late) for place, name in enumerate(names))
+    together = _failing_together(names, told)
+    return replace(plan, sites=tuple(sites), faults=faults_of(steps, names), regions=together)
+
+
+def tree_of(config: RunConfig, above: RunConfig, told: Told) -> FleetPlan:
+    """Two levels: each site of ``above`` is a region, a syncer with the sites of ``config``, at a site's link there.
+
+    How long it lasts is for ``above`` to say; what fails, fails in each region by itself.
+    """
+    if config.scenario is not None:
+        raise ConfigError(f"scenario is {config.scenario!r}: what happens at its time is not simulated with --above")
+    if why := regional.not_above(above):
+        raise ConfigError(f"--above: {why}: not built for regions")
+    if (endpoint := above.upstream.endpoint) is not None:
+        raise ConfigError(f"--above: upstream.endpoint is {endpoint!r}: two levels are simulated, and no third")
+    whole, names, count = _plan(above, told, told.seconds), list(config.cluster.sites), len(above.cluster.sites)
+    upstream, below = config.upstream, replace(_plan(config, told, None), regions=_failing_together(names, told))
+
+    def region(index: int, name: str) -> FleetSite:
+        places = range(index * len(names), (index + 1) * len(names))
+        sites = tuple(_site(config, told, place, count * len(names), late=False) for place in places)
+        return replace(
+            _linked(above, name),
+            step_s=max(site.step_s for site in sites),
+            region=RegionPlan(
+                plan=replace(below, sites=sites),
+                updates=upstream.updates,
+                alpha=upstream.alpha,
+                in_flight_max=above.outer.updates_in_flight_max,
+            ),
+        )
+
+    regions = (region(index, name) for index, name in enumerate(above.cluster.sites))
+    return replace(whole, sites=tuple(regions))
+
+
+def above_of(config: RunConfig, settings: Sequence[str]) -> RunConfig:
+    """The run above a region: its own ``settings``, and of the region's what must be alike on both levels."""
+    alike = {key: text for key, text in configs.shared_config(config).items() if key.startswith(regional.ALIKE)}
+    above = configs.compose(settings, alike)
+    build.check(above)
+    return above
+
+
+def _plan(config: RunConfig, told: Told, seconds: float | None) -> FleetPlan:
+    """All but the sites and what happens to them.  Without ``seconds`` it lasts until the run ends by itself, and in a
+    region until that above does."""
+    if not config.cluster.sites:
+        raise ConfigError("cluster.sites is empty: a simulation needs at least one site")
     # Leases of data say who draws what, which is nothing here; and several syncers are as one that is fast enough.
     whole = replace(config.outer, num_syncers=1, syncer_mbps=[])
     config = replace(config, outer=whole, data=replace(config.data, leased=False))
     outer = build.outer_options(config)
-    if told.seconds is not None:
+    if seconds is not None or config.upstream.endpoint is not None:
         outer = replace(outer, run_ns=0, token_budget=0)
     elif not (outer.run_ns or outer.token_budget):
         raise ConfigError("run.seconds and run.tokens are null: nothing ends this run, and --hours says how long it is")
@@ -159,43 +209,48 @@ def fleet_of(config: RunConfig, told: Told) -> FleetPlan:
     except ValueError as error:
         raise ConfigError(f"codec: {error}") from error
     return FleetPlan(
-        sites=tuple(_site(config, told, place, late=name in late) for place, name in enumerate(names)),
+        sites=(),
         outer=outer,
         learner=build.learner_options(config),
         update_bytes=tuple(up.payload_bytes_max(numel) for numel in numels),
         version_bytes=tuple(down.payload_bytes_max(numel) for numel in numels),
         whole_bytes=tuple(4 * numel for numel in numels),
         merge_s=told.merge_s,
-        faults=faults,
-        regions=tuple(
-            Region(
-                sites=_places(names, region),
-                interruptions_per_s=told.region_interruptions_per_day / DAY_S,
-                away_s=told.away_s,
-            )
-            for region in told.regions
-        ),
-        seconds=told.seconds,
+        seconds=seconds,
         seed=config.run.seed,
     )
 
 
-def _site(config: RunConfig, told: Told, place: int, *, late: bool) -> FleetSite:
+def _site(config: RunConfig, told: Told, place: int, count: int, *, late: bool) -> FleetSite:
+    """The site at ``place`` of ``count``, which are those of ``config`` over and over."""
     names = list(config.cluster.sites)
-    name = names[place]
-    site, link, inner = config.cluster.sites[name], connecting.link_options(config, name), config.inner
+    name = names[place % len(names)]
+    site, inner = config.cluster.sites[name], config.inner
     tokens = inner.batch_sequences * inner.accumulation * (inner.sequence_length or 0)
-    return FleetSite(
+    return replace(
+        _linked(config, name),
         step_s=told.step_s * site.slowdown,
         tokens_per_step=tokens * site.nproc,
-        up_mbps=link.mbps if config.network.emulate else 0.0,
-        down_mbps=link.mbps if config.network.emulate else 0.0,
-        rtt_s=link.rtt_ms / 1e3 if config.network.emulate else 0.0,
         interruptions_per_s=told.interruptions_per_s(),
         away_s=told.away_s,
         step_jitter=told.step_jitter,
         starts_s=inf if late else 0.0,
-        planned=told.maintenance(place, len(names)),
+        planned=told.maintenance(place, count),
+    )
+
+
+def _linked(config: RunConfig, name: str) -> FleetSite:
+    """No more than the link of a site."""
+    link = connecting.link_options(config, name)
+    if not config.network.emulate:
+        return FleetSite(step_s=0.0)
+    return FleetSite(step_s=0.0, up_mbps=link.mbps, down_mbps=link.mbps, rtt_s=link.rtt_ms / 1e3)
+
+
+def _failing_together(names: Sequence[str], told: Told) -> tuple[Region, ...]:
+    per_s = told.region_interruptions_per_day / DAY_S
+    return tuple(
+        Region(sites=_places(names, region), interruptions_per_s=per_s, away_s=told.away_s) for region in told.regions
     )
 
 

@@ -151,6 +151,13 @@ def _understood(config: RunConfig, told: Told) -> RunConfig:
         here, there = ours.get(name, "not set"), told.shared.get(name, "not set")
         if name.startswith(ALIKE) and here != there:
             raise VerbError(ExitCode.MISMATCH, f"{name} is {here} in this region and {there} in the run above")
+    if why := not_above(theirs):
+        raise VerbError(ExitCode.MISMATCH, f"{why} in the run above: not built for regions")
+    return theirs
+
+
+def not_above(theirs: RunConfig) -> str:
+    """The setting by which a run can have no regions; empty where it can."""
     impossible = (
         (theirs.outer.lock_step, "outer.lock_step", theirs.outer.lock_step),
         (theirs.data.leased, "data.leased", theirs.data.leased),
@@ -159,7 +166,4 @@ def _understood(config: RunConfig, told: Told) -> RunConfig:
         (usual_feedback(theirs.codec.up) > 0, "codec.up", theirs.codec.up),
         (bool(theirs.codec.feedback), "codec.feedback", theirs.codec.feedback),
     )
-    for is_so, name, value in impossible:
-        if is_so:
-            raise VerbError(ExitCode.MISMATCH, f"{name} is {value!r} in the run above: not built for regions")
-    return theirs
+    return next((f"{name} is {value!r}" for is_so, name, value in impossible if is_so), "")

@@ -29,13 +29,15 @@ trains, who waits, who is away, and what crosses the links.  Hours pass in secon
   diloco sim outer.quorum=all --interruptions-per-day 20 --away-s 120
   diloco sim --hours 24 --region site-a,site-b --region-interruptions-per-day 2
   diloco sim --hours 168 --chips 20000 --interruptions-per-chip-year 1 --away-s 900 --seeds 3
+  diloco sim experiment=halos --above outer=halos_global --above codec=fp32 --above network=transatlantic --hours 24
   diloco sim scenario=demo                        with the faults that diloco up plays
   diloco sim --like runs/latest                   a run that was made and the same simulated, side by side
   diloco sim +scenario=goodput_decoupled          a published table, and the same found here
   diloco sim +scenario=bandwidth_streaming --json
 
 Sites, their slowdown and their links are those of cluster.sites and network, sizes those of model and codec.  With
---hours the run lasts so long; without, until it ends by run.seconds or run.tokens."""
+--hours the run lasts so long; without, until it ends by run.seconds or run.tokens.  Each --above is a setting of a
+syncer above: its cluster.sites are then regions over its network, and each has all the sites of this one."""
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
@@ -54,6 +56,10 @@ def main(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument("--step-jitter", type=float, default=0.0, help="share by which steps are longer or shorter (0)")
     parser.add_argument("--merge-s", type=float, default=0.0, help="that an outer step takes (0)")
     parser.add_argument("--sites", type=int, metavar="N", help="so many, those of cluster.sites over and over")
+    parser.add_argument("--above", action="append", default=[], metavar="KEY=VALUE", help="of a syncer above regions")
+    parser.add_argument(
+        "--regions", type=int, metavar="N", help="so many, those of --above cluster.sites over and over"
+    )
     parser.add_argument("--like", type=Path, metavar="FOLDER", help="of a run that was made: simulate it, and compare")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="run.seed and the N - 1 after it (1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -111,12 +117,14 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
             raise ConfigError("--sites and --like: the sites are those of the run")
         if given.seeds != 1:
             raise ConfigError("--seeds and --like: one run was made")
+        if given.above or given.regions is not None:
+            raise ConfigError("--above, --regions and --like: a run of one level is compared")
         given.config = given.like / "config.yaml"
     config = load_config(given)
     if not 1 <= given.seeds <= SEEDS_MAX:
         raise ConfigError(f"--seeds is {given.seeds}: must be from 1 to {SEEDS_MAX}")
     from diloco.launch import build
-    from diloco.launch.fleeting import Told, fleet_of, not_simulated, with_sites
+    from diloco.launch.fleeting import Told, above_of, fleet_of, not_simulated, tree_of, with_sites
     from diloco.launch.likening import as_made, read_made, simulated
     from diloco.launch.run_dir import RunDir
     from diloco.sim.fleet import EndlessError, simulate
@@ -139,16 +147,27 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
         config.scenario = None  # What it did to the run is known better than what it asked for.
     if given.sites is not None:
         config = with_sites(config, given.sites)
+    names, above = list(config.cluster.sites), None
+    if given.above or given.regions is not None:
+        if (endpoint := config.upstream.endpoint) is not None:
+            raise ConfigError(f"upstream.endpoint is {endpoint!r}: leave it out, --above says what is there")
+        config = replace(config, upstream=replace(config.upstream, endpoint="above:1", site_id="region"))
+        above = above_of(config, given.above)
+        if given.regions is not None:
+            above = with_sites(above, given.regions, "--regions")
     if given.like is None:  # What was a run may be one.
         build.check(config)
-    plan = fleet_of(config, told)
-    names = list(config.cluster.sites)
+    plan = fleet_of(config, told) if above is None else tree_of(config, above, told)
     made = None if given.like is None else read_made(RunDir(given.like))
     plan = plan if made is None else as_made(plan, names, made)
     began_s = time.monotonic()
     try:
         found = simulate(plan)
-        figures = summary(names, plan, found, time.monotonic() - began_s) | {"not_simulated": not_simulated(config)}
+        regions = [] if above is None else list(above.cluster.sites)
+        left_out = not_simulated(config) + [
+            f"above: {each}" for each in ([] if above is None else not_simulated(above))
+        ]
+        figures = summary(names, plan, found, time.monotonic() - began_s, regions) | {"not_simulated": left_out}
         others = {seed: simulate(replace(plan, seed=seed)) for seed in range(plan.seed + 1, plan.seed + given.seeds)}
     except EndlessError as error:
         raise ConfigError(f"{error}: this run does not end, and --hours says how much of it to simulate") from None
@@ -185,9 +204,41 @@ def compared(told: Mapping[str, object]) -> list[str]:
     return [head, *table, f"versions: {versions['run']:,} in the run, {versions['simulation']:,} in the simulation"]
 
 
-def summary(names: Sequence[str], plan: FleetPlan, found: FleetResult, took_s: float) -> dict[str, object]:
-    """What became of a fleet, as plain values; shares are of the time that passed."""
-    sites = {
+def summary(
+    names: Sequence[str], plan: FleetPlan, found: FleetResult, took_s: float, regions: Sequence[str] = ()
+) -> dict[str, object]:
+    """What became of a fleet, as plain values; shares are of the time that passed.  ``names`` are of its sites, or of
+    those of each of ``regions``."""
+    figures: dict[str, object] = {
+        "goodput": round(found.goodput, 5),
+        "versions": list(found.versions),
+        "sites_per_version": round(found.sites_per_version, 3),
+        "simulated_s": found.seconds,
+        "took_s": round(took_s, 3),
+        "site_rounds_per_s": round(found.site_rounds / max(took_s, 1e-9)),
+        "seed": plan.seed,
+    }
+    if not regions:
+        return figures | {"sites": _sites(names, plan, found)}
+    sites: dict[str, dict[str, float]] = {}
+    told: dict[str, dict[str, object]] = {}
+    for region, site, account in zip(regions, plan.sites, found.sites, strict=True):
+        assert site.region is not None
+        assert account.region is not None
+        below = _sites([f"{region}/{name}" for name in names], site.region.plan, account.region)
+        sites |= below
+        told[region] = {
+            "goodput": round(account.region.goodput, 5),
+            "versions": list(account.region.versions),
+            "updates_merged": account.rounds,
+            "bytes_up": account.bytes_up,
+            "bytes_down": account.bytes_down,
+        }
+    return figures | {"sites": sites, "regions": told}
+
+
+def _sites(names: Sequence[str], plan: FleetPlan, found: FleetResult) -> dict[str, dict[str, float]]:
+    return {
         name: {
             "version_0_s": round(_version_0_s(plan, place), 3),
             "trained_share": round(site.trained_s / found.seconds, 5),
@@ -200,16 +251,6 @@ def summary(names: Sequence[str], plan: FleetPlan, found: FleetResult, took_s: f
             "bytes_down": site.bytes_down,
         }
         for place, (name, site) in enumerate(zip(names, found.sites, strict=True))
-    }
-    return {
-        "goodput": round(found.goodput, 5),
-        "versions": list(found.versions),
-        "sites_per_version": round(found.sites_per_version, 3),
-        "simulated_s": found.seconds,
-        "took_s": round(took_s, 3),
-        "site_rounds_per_s": round(found.site_rounds / max(took_s, 1e-9)),
-        "seed": plan.seed,
-        "sites": sites,
     }
 
 
@@ -242,6 +283,13 @@ def lines(told: dict[str, object]) -> list[str]:
         if site["version_0_s"] > told["simulated_s"]
     ]
     ends += "".join(f"\n{each}" for each in late)
+    regions = told.get("regions")
+    if isinstance(regions, dict):
+        table += [
+            f"{name:<14}{site['goodput']:>9.1%}{'':>30}{site['updates_merged']:>9,}"
+            f"{site['bytes_up'] / 1e6:>12,.1f}{site['bytes_down'] / 1e6:>12,.1f}"
+            for name, site in regions.items()
+        ]
     like, left_out = told.get("like"), told["not_simulated"]
     assert isinstance(left_out, list)
     by_seed = told["goodput_by_seed"]

@@ -106,6 +106,27 @@ def test_each_seed_has_its_goodput_and_the_first_its_table(capsys: pytest.Captur
     assert f"goodput of seeds 4 5 6: {mean:.1%} at the mean, {least:.1%} to {most:.1%}" in said
 
 
+def test_two_levels(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["sim", *TINY, "experiment=halos", "cluster=local3", "network=wan", "upstream.updates=4", "--hours", "0.2"]
+    asked += ["--above", "outer=halos_global", "--above", "codec=int4", "--above", "network=transatlantic"]
+    assert main([*asked, "--regions", "2", "--json"]) == 0
+    found = told(capsys)
+    sites, regions = found["sites"], found["regions"]
+    assert isinstance(sites, dict)
+    assert isinstance(regions, dict)
+    assert list(regions) == ["site-a", "site-b"]
+    assert list(sites) == [f"{region}/site-{site}" for region in regions for site in "abc"]
+    for region, above in regions.items():
+        merged = sum(site["updates_merged"] for name, site in sites.items() if name.startswith(f"{region}/"))
+        assert 0 < above["updates_merged"] == pytest.approx(merged / 4, abs=3)
+        assert 0 < above["bytes_up"] < min(site["bytes_up"] for site in sites.values())
+    assert main([*asked, "--regions", "2"]) == 0
+    said = capsys.readouterr().out
+    row = next(line for line in said.splitlines() if line.startswith("site-b "))
+    assert f"{regions['site-b']['updates_merged']:,}" in row
+    assert "above: network.jitter_ms=5" in said
+
+
 def test_a_run_that_never_ends_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["cluster=local3", "outer.quorum=4", "run.seconds=null", "run.tokens=1000"]
     assert main(["sim", *TINY, *settings]) == 2
@@ -160,6 +181,18 @@ def test_a_run_that_never_ends_is_one_line(capsys: pytest.CaptureFixture[str]) -
         (["inner.batch_sequences=0"], "inner.batch_sequences is 0"),
         (["codec.up=int3"], "codec.up is 'int3': one of fp32"),
         (["outer.lrr=1"], "outer.lrr"),
+        (["--above", "outer.lrr=1"], "outer.lrr"),
+        (["--above", "outer=diloco"], "--above: outer.lock_step is True: not built for regions"),
+        (["--above", "codec=topk"], "--above: codec.up is 'topk:4096x64': not built for regions"),
+        (
+            ["--above", "upstream.endpoint=a:1", "--above", "upstream.site_id=b", "--above", "experiment=halos"],
+            "--above: upstream.endpoint is 'a:1': two levels are simulated",
+        ),
+        (["outer.lock_step=true", "--regions", "2"], "outer.lock_step is True: not built for a region"),
+        (["--regions", "0"], "--regions is 0: at least 1"),
+        (["upstream.endpoint=a:1", "--regions", "2"], "upstream.endpoint is 'a:1': leave it out"),
+        (["scenario=demo", "--regions", "2"], "scenario is "),
+        (["--like", "runs/none", "--regions", "2"], "--above, --regions and --like: a run of one level is compared"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
