@@ -206,7 +206,7 @@ class Agent:
         try:
             self._joiner.first(now + (away_s or 0.0) if may_go_on else until, self._join)
         except JoinFailed as error:
-            if not may_go_on or error.kind != "unreachable":
+            if not may_go_on or error.kind != "unreachable" or self._stopping.is_set():
                 raise
             self._emit("note", {"note": "trains_on_without", "why": error.text})
         for thread in self._threads:

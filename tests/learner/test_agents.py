@@ -400,6 +400,28 @@ def test_a_site_that_comes_back_trains_on_without_the_one_that_is_away(
         two.stop()
 
 
+def test_a_site_that_is_closed_while_it_comes_back_does_not_train_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It once went on without the syncer that it was waiting for, as an agent whose threads end at once."""
+    monkeypatch.setattr("diloco.learner.agents.AWAY_S", 60.0)
+    two = TwoSyncers(tmp_path)
+    try:
+        agents = two.begun()
+        saved = copied(agents.state())
+        agents.close()
+        again = two.site(saved)
+        two.clients[0].down.set()
+        closing = threading.Timer(0.3, again.close)
+        closing.start()
+        with pytest.raises(JoinFailed, match="the site is stopping"):
+            again.start()
+        closing.join(10.0)
+        assert "trains_on_without" not in [event.get("note") for event in two.events.of("note")]
+    finally:
+        two.stop()
+
+
 def test_a_site_that_comes_back_needs_no_word_from_a_syncer_that_had_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
