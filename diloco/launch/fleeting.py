@@ -12,6 +12,7 @@ from diloco.launch import build, connecting, regional
 from diloco.launch import config as configs
 from diloco.launch.errors import ConfigError
 from diloco.launch.scenario import Step, late_sites
+from diloco.launch.schema import UpstreamSection
 from diloco.launch.up_main import scenario_of
 from diloco.sim.fleet_plan import YEAR_S, FleetFault, FleetPlan, FleetSite, Region, RegionPlan
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from diloco.launch.schema import RunConfig
 
 DAY_S = 86_400.0
+ABOVE = ("experiment", "outer", "codec", "network", "cluster", "run.seconds", "run.tokens")
+"""What may be said of a syncer above regions."""
 CHIPS_MAX = 100_000_000
 FAULTS: Mapping[str, str] = {
     "kill": "away",
@@ -139,9 +142,8 @@ def fleet_of(config: RunConfig, told: Told) -> FleetPlan:
 
     What goes wrong at its time is ``scenario``, where one is named.
     """
-    if (endpoint := config.upstream.endpoint) is not None:
-        raise ConfigError(f"upstream.endpoint is {endpoint!r}: leave it out, --above says what is there")
-    plan = _plan(config, told, told.seconds)
+    _check_own(config)
+    plan = _plan(config, told)
     names = list(config.cluster.sites)
     steps = [] if config.scenario is None else scenario_of(config)
     late = late_sites(steps)
@@ -153,53 +155,65 @@ def fleet_of(config: RunConfig, told: Told) -> FleetPlan:
 def tree_of(config: RunConfig, above: RunConfig, told: Told) -> FleetPlan:
     """Two levels: each site of ``above`` is a region, a syncer with the sites of ``config``, at a site's link there.
 
-    How long it lasts is for ``above`` to say; what fails, fails in each region by itself.
+    What fails, fails in each region by itself.
     """
+    _check_own(config)
     if config.scenario is not None:
         raise ConfigError(f"scenario is {config.scenario!r}: what happens at its time is not simulated with --above")
-    if why := regional.not_above(above):
-        raise ConfigError(f"--above: {why}: not built for regions")
-    if (endpoint := above.upstream.endpoint) is not None:
-        raise ConfigError(f"--above: upstream.endpoint is {endpoint!r}: two levels are simulated, and no third")
-    whole, names, count = _plan(above, told, told.seconds), list(config.cluster.sites), len(above.cluster.sites)
-    upstream, below = config.upstream, replace(_plan(config, told, None), regions=_failing_together(names, told))
+    region = replace(config, upstream=replace(config.upstream, endpoint="above:1", site_id="region"))
+    build.check(region)
+    whole, names, count = _plan(above, told), list(config.cluster.sites), len(above.cluster.sites)
+    below = replace(_plan(region, told, ends=False), regions=_failing_together(names, told))
 
-    def region(index: int, name: str) -> FleetSite:
+    def site_above(index: int, name: str) -> FleetSite:
         places = range(index * len(names), (index + 1) * len(names))
         sites = tuple(_site(config, told, place, count * len(names), late=False) for place in places)
-        return replace(
-            _linked(above, name),
-            step_s=max(site.step_s for site in sites),
-            region=RegionPlan(
-                plan=replace(below, sites=sites),
-                updates=upstream.updates,
-                alpha=upstream.alpha,
-                in_flight_max=above.outer.updates_in_flight_max,
-            ),
-        )
+        plan = replace(below, sites=sites)
+        region = RegionPlan(plan=plan, updates=config.upstream.updates, alpha=config.upstream.alpha)
+        return replace(_linked(above, name), region=region)
 
-    regions = (region(index, name) for index, name in enumerate(above.cluster.sites))
-    return replace(whole, sites=tuple(regions))
+    return replace(whole, sites=tuple(site_above(index, name) for index, name in enumerate(above.cluster.sites)))
 
 
-def above_of(config: RunConfig, settings: Sequence[str]) -> RunConfig:
-    """The run above a region: its own ``settings``, and of the region's what must be alike on both levels."""
-    alike = {key: text for key, text in configs.shared_config(config).items() if key.startswith(regional.ALIKE)}
-    above = configs.compose(settings, alike)
-    build.check(above)
+def above_of(config: RunConfig, settings: Sequence[str], count: int | None = None) -> RunConfig:
+    """The run above regions that are ``config``, ``count`` of them: their model, text and fragments, and their run's
+    length where ``settings`` say none; the rest is what these say."""
+    try:
+        above = configs.compose(settings)
+        said = {text.partition("=")[0]: text for text in settings}
+        for key, text in said.items():
+            if not key.startswith(ABOVE) or key == "outer.num_fragments":
+                raise ConfigError(f"{text}: the region's counts; of the one above {', '.join(ABOVE)}")
+        run = config.run
+        if {"run.seconds", "run.tokens"} & said.keys():
+            run = replace(run, seconds=above.run.seconds, tokens=above.run.tokens)
+        outer = replace(above.outer, num_fragments=config.outer.num_fragments)
+        above = replace(above, model=config.model, data=config.data, inner=config.inner, run=run, outer=outer)
+        above.upstream = UpstreamSection()
+        if why := regional.not_above(above):
+            raise ConfigError(f"{why}: not built for regions")
+        above = above if count is None else with_sites(above, count, "--regions")
+        build.check(above)
+    except ConfigError as error:
+        raise ConfigError(f"--above: {error}") from error
     return above
 
 
-def _plan(config: RunConfig, told: Told, seconds: float | None) -> FleetPlan:
-    """All but the sites and what happens to them.  Without ``seconds`` it lasts until the run ends by itself, and in a
-    region until that above does."""
+def _check_own(config: RunConfig) -> None:
+    if (endpoint := config.upstream.endpoint) is not None:
+        text = f"upstream.endpoint is {endpoint!r}: leave it out (null)"
+        raise ConfigError(f"{text}; what is above regions, --above says")
+
+
+def _plan(config: RunConfig, told: Told, *, ends: bool = True) -> FleetPlan:
+    """All but the sites and what happens to them; without ``ends``, of a run that is over when another is."""
     if not config.cluster.sites:
         raise ConfigError("cluster.sites is empty: a simulation needs at least one site")
     # Leases of data say who draws what, which is nothing here; and several syncers are as one that is fast enough.
     whole = replace(config.outer, num_syncers=1, syncer_mbps=[])
     config = replace(config, outer=whole, data=replace(config.data, leased=False))
     outer = build.outer_options(config)
-    if seconds is not None or config.upstream.endpoint is not None:
+    if told.seconds is not None or not ends:
         outer = replace(outer, run_ns=0, token_budget=0)
     elif not (outer.run_ns or outer.token_budget):
         raise ConfigError("run.seconds and run.tokens are null: nothing ends this run, and --hours says how long it is")
@@ -216,7 +230,7 @@ def _plan(config: RunConfig, told: Told, seconds: float | None) -> FleetPlan:
         version_bytes=tuple(down.payload_bytes_max(numel) for numel in numels),
         whole_bytes=tuple(4 * numel for numel in numels),
         merge_s=told.merge_s,
-        seconds=seconds,
+        seconds=told.seconds if ends else None,
         seed=config.run.seed,
     )
 

@@ -37,7 +37,8 @@ trains, who waits, who is away, and what crosses the links.  Hours pass in secon
 
 Sites, their slowdown and their links are those of cluster.sites and network, sizes those of model and codec.  With
 --hours the run lasts so long; without, until it ends by run.seconds or run.tokens.  Each --above is a setting of a
-syncer above: its cluster.sites are then regions over its network, and each has all the sites of this one."""
+syncer above: its cluster.sites are then regions over its network, and each has all the sites of this one.  Model, text,
+fragments, seed and, unless --above says another, the run's length are the same for both."""
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument("--interruptions-per-day", type=float, default=0.0, help="of each site (0)")
     parser.add_argument("--away-s", type=float, default=60.0, help="that each of them takes (60)")
     parser.add_argument("--region", action="append", default=[], metavar="SITE,SITE", help="sites that fail together")
-    parser.add_argument("--region-interruptions-per-day", type=float, default=0.0, help="of each region (0)")
+    parser.add_argument("--region-interruptions-per-day", type=float, default=0.0, help="of each --region (0)")
     parser.add_argument("--chips", type=int, default=0, metavar="N", help="at each site (0)")
     parser.add_argument("--interruptions-per-chip-year", type=float, default=0.0, help="each stops its site (0)")
     parser.add_argument("--maintenance-every-h", type=float, default=0.0, help="of each site, one after the other (0)")
@@ -149,12 +150,7 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
         config = with_sites(config, given.sites)
     names, above = list(config.cluster.sites), None
     if given.above or given.regions is not None:
-        if (endpoint := config.upstream.endpoint) is not None:
-            raise ConfigError(f"upstream.endpoint is {endpoint!r}: leave it out, --above says what is there")
-        config = replace(config, upstream=replace(config.upstream, endpoint="above:1", site_id="region"))
-        above = above_of(config, given.above)
-        if given.regions is not None:
-            above = with_sites(above, given.regions, "--regions")
+        above = above_of(config, given.above, given.regions)
     if given.like is None:  # What was a run may be one.
         build.check(config)
     plan = fleet_of(config, told) if above is None else tree_of(config, above, told)
@@ -222,12 +218,13 @@ def summary(
         return figures | {"sites": _sites(names, plan, found)}
     sites: dict[str, dict[str, float]] = {}
     told: dict[str, dict[str, object]] = {}
-    for region, site, account in zip(regions, plan.sites, found.sites, strict=True):
+    for place, (region, site, account) in enumerate(zip(regions, plan.sites, found.sites, strict=True)):
         assert site.region is not None
         assert account.region is not None
         below = _sites([f"{region}/{name}" for name in names], site.region.plan, account.region)
         sites |= below
         told[region] = {
+            "version_0_s": round(_version_0_s(plan, place), 3),
             "goodput": round(account.region.goodput, 5),
             "versions": list(account.region.versions),
             "updates_merged": account.rounds,
@@ -264,32 +261,40 @@ def lines(told: dict[str, object]) -> list[str]:
     """The same for people."""
     sites = told["sites"]
     assert isinstance(sites, dict)
-    head = f"{'':<14}{'trained':>9}{'waited':>9}{'away':>9}{'steps':>12}{'merged':>9}{'MB up':>12}{'MB down':>12}"
+    regions = told.get("regions", {})
+    assert isinstance(regions, dict)
+    wide = max(14, *(len(name) + 2 for name in sites))
+    head = f"{'':<{wide}}{'trained':>9}{'waited':>9}{'away':>9}{'steps':>12}{'merged':>9}{'MB up':>12}{'MB down':>12}"
     table = [
-        f"{name:<14}{site['trained_share']:>9.1%}{site['waited_share']:>9.1%}{site['away_share']:>9.1%}"
+        f"{name:<{wide}}{site['trained_share']:>9.1%}{site['waited_share']:>9.1%}{site['away_share']:>9.1%}"
         f"{site['steps']:>12,}{site['updates_merged']:>9,}"
         f"{site['bytes_up'] / 1e6:>12,.1f}{site['bytes_down'] / 1e6:>12,.1f}"
         for name, site in sites.items()
     ]
+    if regions:
+        table.append(f"{'':<{wide}}{'goodput':>9}{'':>30}{'merged':>9}{'MB up':>12}{'MB down':>12}  (above)")
+    table += [
+        f"{name:<{wide}}{site['goodput']:>9.1%}{'':>30}{site['updates_merged']:>9,}"
+        f"{site['bytes_up'] / 1e6:>12,.1f}{site['bytes_down'] / 1e6:>12,.1f}"
+        for name, site in regions.items()
+    ]
     versions = told["versions"]
     assert isinstance(versions, list)
     ends = (
-        f"goodput {told['goodput']:.1%}; {sum(versions):,} versions, of {told['sites_per_version']} sites each; "
-        f"{told['simulated_s']:,.0f} s in {told['took_s']} s"
+        f"goodput {told['goodput']:.1%}; {sum(versions):,} versions, of {told['sites_per_version']} "
+        f"{'regions' if regions else 'sites'} each; {told['simulated_s']:,.0f} s in {told['took_s']} s"
     )
     late = [
         f"{name} made no step: version 0 takes {site['version_0_s']:,.0f} s to come"
         for name, site in sites.items()
         if site["version_0_s"] > told["simulated_s"]
     ]
+    late += [
+        f"{name} merged nothing: version 0 takes {site['version_0_s']:,.0f} s to come from above"
+        for name, site in regions.items()
+        if site["version_0_s"] > told["simulated_s"]
+    ]
     ends += "".join(f"\n{each}" for each in late)
-    regions = told.get("regions")
-    if isinstance(regions, dict):
-        table += [
-            f"{name:<14}{site['goodput']:>9.1%}{'':>30}{site['updates_merged']:>9,}"
-            f"{site['bytes_up'] / 1e6:>12,.1f}{site['bytes_down'] / 1e6:>12,.1f}"
-            for name, site in regions.items()
-        ]
     like, left_out = told.get("like"), told["not_simulated"]
     assert isinstance(left_out, list)
     by_seed = told["goodput_by_seed"]

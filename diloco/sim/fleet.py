@@ -75,13 +75,20 @@ def _collecting_seldom() -> Iterator[None]:
 
 def _run_to_the_end(fleet: Fleet) -> None:
     plan = fleet.plan
-    still_s = max(STILL_S, 10 * plan.learner.inner_steps * max(site.step_s for site in plan.sites))
+    still_s = max(STILL_S, 10 * max(_period_s(plan, site) for site in plan.sites))
     while not fleet.is_over():
         closed = fleet.closed
         fleet.heap.run_until(fleet.heap.now_ns + to_ns(still_s), fleet.is_over)
         if fleet.closed == closed and not fleet.is_over() and not plan.outer.run_ns:
             merged = f"{fleet.machine.state.run_tokens()} of {plan.outer.token_budget} tokens are merged"
             raise EndlessError(f"no version in the last {still_s / 3600:g} h, and {merged}")
+
+
+def _period_s(plan: FleetPlan, site: FleetSite) -> float:
+    """What the steps of an update take; a region waits for so many updates, at worst of its slowest site alone."""
+    if site.region is None:
+        return plan.learner.inner_steps * site.step_s
+    return site.region.updates * max(_period_s(site.region.plan, each) for each in site.region.plan.sites)
 
 
 class Fleet:

@@ -41,8 +41,7 @@ class FleetSite:
     planned: tuple[tuple[float, float], ...] = ()
     """(begin, end) of maintenance, in seconds from the start."""
     region: RegionPlan | None = None
-    """Not one site but a syncer with sites of its own.  Of the other fields its links count, and ``step_s``, which is
-    that of its slowest site; it does not fail."""
+    """Not one site but a syncer with sites of its own, which does not fail: of the other fields its link counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +52,6 @@ class RegionPlan:
     plan: FleetPlan
     updates: int
     alpha: float
-    in_flight_max: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,8 +148,7 @@ class SiteAccount:
     bytes_up: int = 0
     bytes_down: int = 0
     region: FleetResult | None = None
-    """Of a region: what became of its sites.  Times are then the mean of theirs, ``steps`` and ``interruptions`` their
-    sum, and the rest is between the region and the syncer above."""
+    """Of a region: what became of its sites, beside what was merged above and crossed the link to there."""
 
 
 @dataclass(frozen=True, slots=True)

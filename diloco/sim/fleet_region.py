@@ -41,8 +41,8 @@ class RegionalSyncer:
         self._coming: set[int] = set()
         self._has_left = False
         below.above = self._order
-        region = site.region
-        below.handle(UpstreamStarted(self.name, region.updates, region.alpha, region.in_flight_max, ()))
+        region, in_flight_max = site.region, fleet.plan.outer.updates_in_flight_max
+        below.handle(UpstreamStarted(self.name, region.updates, region.alpha, in_flight_max, ()))
 
     # --- as the fleet above knows a site --------------------------------------------------------------------------
 
@@ -77,12 +77,7 @@ class RegionalSyncer:
 
     def close(self) -> None:
         """The time is over."""
-        found = self.below.result()
-        self.account.region = found
-        for name in ("trained_s", "away_s", "waited_s", "idle_s", "training_s"):
-            setattr(self.account, name, sum(getattr(site, name) for site in found.sites) / len(found.sites))
-        self.account.steps = sum(site.steps for site in found.sites)
-        self.account.interruptions = sum(site.interruptions for site in found.sites)
+        self.account.region = self.below.result()
 
     # --- what the region's machine orders -------------------------------------------------------------------------
 

@@ -63,34 +63,33 @@ def test_no_sites_are_no_fleet() -> None:
 
 def test_each_site_of_the_run_above_is_a_region_with_the_sites_of_this_one() -> None:
     settings = [*TINY, "experiment=halos", "cluster=local3", "network=wan", "run.tokens=1000", "upstream.updates=5"]
-    config = compose([*settings, "outer.num_fragments=2", "upstream.endpoint=a:1", "upstream.site_id=region-a"])
-    with pytest.raises(ConfigError, match=r"upstream\.endpoint is 'a:1': leave it out, --above says what is there"):
-        fleet_of(config, TIMES)
+    config = compose([*settings, "outer.num_fragments=2", "run.seed=7"])
     asked = ["cluster=local4", "network=transatlantic", "outer=halos_global", "codec=int8", "outer.sites_max=9"]
+    above = above_of(config, asked)
+    assert (above.model, above.run) == (config.model, config.run), "what is said of the region is of both"
+    assert above_of(config, [*asked, "run.seconds=60"]).run == replace(config.run, seconds=60, tokens=None)
+    assert len(above_of(config, asked, 12).cluster.sites) == 12
     above = above_of(config, [*asked, "run.tokens=5000"])
-    assert above.model == config.model, "what must be alike is that of the region"
     plan = tree_of(config, above, TIMES)
+    assert (plan.seed, plan.outer.num_fragments) == (7, 2)
     numels = [fragment.numel for fragment in build.layout_of(config).fragments]
     assert plan.update_bytes == tuple(make_codec(above.codec.up).payload_bytes_max(numel) for numel in numels)
-    assert (plan.outer.token_budget, plan.outer.sites_max, plan.seconds) == (5000, 9, None)
+    assert (plan.outer.token_budget, plan.outer.run_ns, plan.outer.sites_max, plan.seconds) == (5000, 0, 9, None)
     assert [site.rtt_s for site in plan.sites] == [site.rtt_s for site in fleet_of(above, TIMES).sites]
     for site in plan.sites:
         assert site.region is not None
         assert (site.region.updates, site.region.alpha) == (5, 0.25)
-        assert site.region.in_flight_max == above.outer.updates_in_flight_max
         below = site.region.plan
         assert (below.outer.token_budget, below.outer.run_ns, below.seconds) == (0, 0, None)
-        alone = replace(config, upstream=replace(config.upstream, endpoint=None, site_id=None))
-        assert below.sites == fleet_of(alone, TIMES).sites
-        assert site.step_s == max(each.step_s for each in below.sites)
+        assert below.sites == fleet_of(config, TIMES).sites
         assert below.update_bytes == tuple(4 * numel for numel in numels)
 
 
 def test_maintenance_goes_through_all_regions_and_what_fails_together_is_in_each() -> None:
-    config = compose([*TINY, "experiment=halos", "cluster=local3", "upstream.endpoint=a:1", "upstream.site_id=r"])
+    config = compose([*TINY, "experiment=halos", "cluster=local3"])
     told = replace(TIMES, seconds=3600.0, maintenance_every_h=1.0, maintenance_s=60.0)
     told = replace(told, regions=["site-a,site-c"], region_interruptions_per_day=86_400.0)
-    plan = tree_of(config, with_sites(above_of(config, ["outer=halos_global", "codec=fp32"]), 4, "--regions"), told)
+    plan = tree_of(config, above_of(config, ["outer=halos_global", "codec=fp32"], 4), told)
     below = [site.region.plan for site in plan.sites if site.region is not None]
     begins = [site.planned[0][0] for each in below for site in each.sites if site.planned]
     assert begins == [300.0 * turn for turn in range(1, 12)], "the last one would begin as the run ends"

@@ -125,6 +125,22 @@ def test_two_levels(capsys: pytest.CaptureFixture[str]) -> None:
     row = next(line for line in said.splitlines() if line.startswith("site-b "))
     assert f"{regions['site-b']['updates_merged']:,}" in row
     assert "above: network.jitter_ms=5" in said
+    assert "regions each" in said
+    far = ["--above", "network.mbps=0.001"]
+    assert main([*asked, *far, "--json"]) == 0
+    took = told(capsys)["regions"]["site-c"]["version_0_s"]  # type: ignore[index]
+    assert main([*asked, *far]) == 0
+    assert f"site-c merged nothing: version 0 takes {took:,.0f} s to come from above\n" in capsys.readouterr().out
+
+
+def test_two_levels_end_as_a_run_does(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a region whose updates take a day it was once said that the run does not end."""
+    asked = ["sim", *TINY, "experiment=halos", "cluster=local3", "run.seconds=null", "run.tokens=1000000"]
+    asked += ["outer.inner_steps=500", "--step-s", "30", "--above", "outer=halos_global", "--above", "codec=fp32"]
+    assert main([*asked, "--json"]) == 0
+    found = told(capsys)
+    assert found["simulated_s"] > 24 * 3600  # type: ignore[operator]
+    assert min(region["updates_merged"] for region in found["regions"].values()) > 0  # type: ignore[attr-defined]
 
 
 def test_a_run_that_never_ends_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,17 +197,22 @@ def test_a_run_that_never_ends_is_one_line(capsys: pytest.CaptureFixture[str]) -
         (["inner.batch_sequences=0"], "inner.batch_sequences is 0"),
         (["codec.up=int3"], "codec.up is 'int3': one of fp32"),
         (["outer.lrr=1"], "outer.lrr"),
-        (["--above", "outer.lrr=1"], "outer.lrr"),
+        (["--above", "outer.lrr=1"], "--above: unknown key outer.lrr"),
         (["--above", "outer=diloco"], "--above: outer.lock_step is True: not built for regions"),
         (["--above", "codec=topk"], "--above: codec.up is 'topk:4096x64': not built for regions"),
-        (
-            ["--above", "upstream.endpoint=a:1", "--above", "upstream.site_id=b", "--above", "experiment=halos"],
-            "--above: upstream.endpoint is 'a:1': two levels are simulated",
-        ),
+        (["--above", "codec.up=int3"], "--above: codec.up is 'int3'"),
+        (["--above", "outer.num_fragments=4"], "--above: outer.num_fragments=4: the region's counts; of the one above"),
+        (["--above", "upstream.updates=8"], "--above: upstream.updates=8: the region's counts"),
+        (["--above", "model=small"], "--above: model=small: the region's counts"),
+        (["--above", "scenario=demo"], "--above: scenario=demo: the region's counts"),
         (["outer.lock_step=true", "--regions", "2"], "outer.lock_step is True: not built for a region"),
-        (["--regions", "0"], "--regions is 0: at least 1"),
-        (["upstream.endpoint=a:1", "--regions", "2"], "upstream.endpoint is 'a:1': leave it out"),
-        (["scenario=demo", "--regions", "2"], "scenario is "),
+        (["--regions", "0"], "--above: --regions is 0: at least 1"),
+        (["upstream.endpoint=a:1", "upstream.site_id=b"], "upstream.endpoint is 'a:1': leave it out (null)"),
+        (
+            ["upstream.endpoint=a:1", "upstream.site_id=b", "--regions", "2"],
+            "upstream.endpoint is 'a:1': leave it out (null)",
+        ),
+        (["scenario=demo", "--regions", "2"], "what happens at its time is not simulated with --above"),
         (["--like", "runs/none", "--regions", "2"], "--above, --regions and --like: a run of one level is compared"),
     ],
 )

@@ -22,7 +22,7 @@ def region(*, fragments: int = 1, below: FleetPlan | None = None, **link: float)
     """Two sites, one half as fast as the other, that make an update every eight steps."""
     sites = (FleetSite(step_s=1.0), FleetSite(step_s=2.0))
     plan = below or fleet(sites, fragments=fragments, inner_steps=8, seconds=None, **ONE_BY_ONE)
-    return FleetSite(step_s=2.0, region=RegionPlan(plan=plan, updates=UPDATES, alpha=0.25, in_flight_max=2), **link)
+    return FleetSite(step_s=0.0, region=RegionPlan(plan=plan, updates=UPDATES, alpha=0.25), **link)
 
 
 def tree(*regions: FleetSite, fragments: int = 1, **plan: object) -> FleetPlan:
@@ -48,7 +48,6 @@ def test_of_so_many_merged_updates_one_goes_up(fragments: int) -> None:
     for site in found.sites:
         assert site.region is not None
         assert [each.steps for each in site.region.sites] == [3600, 1800]
-        assert (site.steps, site.trained_s) == (5400, pytest.approx(3600.0))
         assert site.rounds == pytest.approx(site.region.site_rounds / UPDATES, abs=2 * fragments)
         assert site.bytes_up == pytest.approx(1000 * site.rounds, abs=2000 * fragments)
         # The region's versions hold its own updates, and those from above that its own were answered with.
@@ -94,8 +93,9 @@ def test_what_fails_fails_in_each_region_by_itself() -> None:
     assert min(times) > 0
     assert len(set(times)) == 4
     for one in found.sites:
-        assert one.interruptions > 0
-        assert one.trained_s + one.away_s + one.waited_s == pytest.approx(found.seconds)
+        assert one.region is not None
+        for site in one.region.sites:
+            assert site.trained_s + site.away_s + site.waited_s == pytest.approx(found.seconds)
     assert simulate(tree(each, each)) == found, "the same plan is the same to the last figure"
 
 
