@@ -138,7 +138,9 @@ class Fleet:
         """Tell the syncer, and do what it wants that is no answer to this one."""
         effects = self.machine.handle(event, self.heap.now_ns - self._behind_ns)
         for effect in effects:
-            match effect:
+            match effect:  # The usual ones first.
+                case fx.AnswerPush():
+                    pass  # Who asked looks for it.
                 case fx.StartOuterStep():
                     self.closed += 1
                     self._merged += len(effect.contributions)

@@ -185,7 +185,7 @@ class Site:
         state = self.machine.state
         if state.stopping or state.left or self.machine.must_wait():
             return False
-        return all(part.base_version >= 0 for part in state.fragments)
+        return min([part.base_version for part in state.fragments]) >= 0
 
     def _train(self) -> None:
         """Go on until something is due, if this site may."""
@@ -357,7 +357,7 @@ class Site:
 
     def _find_due(self) -> None:
         """What is due waits for a word, which then is heard when it comes."""
-        self._is_due = any(part.due for part in self.machine.state.fragments)
+        self._is_due = True in [part.due for part in self.machine.state.fragments]
         if self._is_due:
             self._read_in_time()
 

@@ -21,6 +21,9 @@ class Verdict:
     fate: Fate | None = None
 
 
+WELCOME = Verdict(Outcome.ACCEPTED)
+
+
 def admit(
     state: OuterState,
     options: OuterOptions,
@@ -65,7 +68,7 @@ def admit(
         return Verdict(Outcome.REFUSED, Reason.STALE)
     if len(line.undecided) >= options.updates_in_flight_max:
         return Verdict(Outcome.RETRY, Reason.OVERLOAD)
-    return Verdict(Outcome.ACCEPTED)
+    return WELCOME
 
 
 def _known(state: OuterState, site: str, fragment: int, sequence: int, digest: str) -> Verdict:

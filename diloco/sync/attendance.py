@@ -55,6 +55,12 @@ class Attendance:
     def line_changed(self, name: str, index: int) -> None:
         """One of the site's updates of the fragment came, is merged now, has its fate, or is held no more."""
         line = self._state.sites[name].lines[index]
+        if not line.undecided:  # The usual one: its only update has its fate.
+            self.missed[index] = self.missed[index] or name in self.arrived[index]
+            self.undecided[index].discard(name)
+            self.arrived[index].discard(name)
+            self.holding[index].discard(name)
+            return
         waiting, holding = bool(line.waiting()), line.holding()
         if holding or (not waiting and name in self.arrived[index]):
             self.missed[index] = True

@@ -9,9 +9,11 @@ from diloco.sync.effects import Adopt, Retake, Seal
 from diloco.sync.options import ADOPT_KEEPS_UNSENT
 from diloco.sync.progress import FragmentProgress, LearnerState, Retaking, Sent
 from diloco.sync.quorum import smoothed
-from diloco.sync.schedule import due, local_steps
+from diloco.sync.schedule import due, local_steps, steps_to_due
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from diloco.sync.events import StepDone
     from diloco.sync.options import LearnerOptions
     from diloco.sync.site_turn import SiteTurn
@@ -36,7 +38,7 @@ def step_done(turn: SiteTurn, event: StepDone) -> None:
         boundary(turn)
 
 
-def coming_due(options: LearnerOptions, state: LearnerState, step: int, steps: int = 1) -> list[int]:
+def coming_due(options: LearnerOptions, state: LearnerState, step: int, steps: int = 1) -> Sequence[int]:
     """The fragments that are due right after inner step number ``step`` or one of the ``steps`` that end with it."""
     if options.dynamic_steps:
         return [each for each in range(options.num_fragments) if step >= _dynamic_due(options, state, each)]
@@ -72,7 +74,7 @@ def steps_to_act(options: LearnerOptions, state: LearnerState) -> int:
     if options.dynamic_steps:
         wanted = [step + period, *(_dynamic_due(options, state, each) for each in range(options.num_fragments))]
     else:
-        wanted = [step + period - (step - at) % period for at in options.due_at]
+        wanted = [step + steps_to_due(options.due_at, period, step)]
     for part in state.fragments:
         if part.fetched > part.base_version and not _would_lose_work(options, part):
             wanted.append(part.held_until)
@@ -193,7 +195,8 @@ def _may_follow(options: LearnerOptions, part: FragmentProgress) -> bool:
 
 def _seal(turn: SiteTurn, index: int, part: FragmentProgress) -> None:
     sent = Sent(part.next_sequence, part.base_version, part.unsent_tokens, part.unsent_steps, spans=part.unsent_spans)
-    subtract = tuple(other.sequence for other in part.in_flight if other.since_adopt or turn.options.adopt == "rebase")
+    rebases = turn.options.adopt == "rebase"
+    subtract = tuple([other.sequence for other in part.in_flight if other.since_adopt or rebases])
     part.in_flight.append(sent)
     part.next_sequence += 1
     part.unsent_tokens = part.unsent_steps = 0

@@ -54,8 +54,10 @@ def remember(state: OuterState, site: str, fragment: int, vital: Vital) -> None:
 
 def deadline_ns(state: OuterState, attendance: Attendance) -> int | None:
     """The instant at which the first held update has waited long enough."""
+    if not any(attendance.holding):
+        return None
     since = [pending.held.since_ns for _, _, pending in _held(state, attendance) if pending.held is not None]
-    return min(since) + state.health.hold_ns if since else None
+    return min(since) + state.health.hold_ns
 
 
 def expire(turn: Turn) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from collections.abc import Set as AbstractSet
 
     from diloco.sync.options import OuterOptions
 
 
-@dataclass(frozen=True, slots=True)
-class QuorumStanding:
+class QuorumStanding(NamedTuple):
     """``met``: enough distinct sites arrived.  ``complete``: every member did, so waiting for more is pointless."""
 
     met: bool

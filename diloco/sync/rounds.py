@@ -121,9 +121,9 @@ def outer_step(
         if (name, pending.sequence) not in leave_out:
             merging.setdefault(name, []).append(pending)
     version = state.fragments[index].version
-    bases = {name: min(update.base_version for update in updates) for name, updates in merging.items()}
+    bases = {name: min([update.base_version for update in updates]) for name, updates in merging.items()}
     raw = [
-        raw_weight(options.weights, sum(u.tokens for u in updates), sum(u.steps for u in updates))
+        raw_weight(options.weights, sum([u.tokens for u in updates]), sum([u.steps for u in updates]))
         * of_its_age(version - bases[name], options.staleness_power)
         for name, updates in merging.items()
     ]
@@ -132,7 +132,7 @@ def outer_step(
             name,
             weight,
             bases[name],
-            tuple(UpdateRef(u.sequence, u.payload, u.encoding, u.digest) for u in updates),
+            tuple([UpdateRef(u.sequence, u.payload, u.encoding, u.digest) for u in updates]),
         )
         for (name, updates), weight in zip(merging.items(), normalised(raw), strict=True)
     )

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @lru_cache(maxsize=64)
@@ -31,8 +27,22 @@ def local_steps(inner_steps: int, fastest_ns: int, own_ns: int) -> int:
     return min(inner_steps, max(1, inner_steps * fastest_ns // own_ns))
 
 
-def due(offsets: Sequence[int], inner_steps: int, step: int, steps: int = 1) -> list[int]:
+def due(offsets: tuple[int, ...], inner_steps: int, step: int, steps: int = 1) -> tuple[int, ...]:
     """The fragments, of which these are the offsets, that are due right after inner step number ``step`` (counted from
     1), or after one of the ``steps`` that end with it."""
-    steps = min(steps, step)
-    return [each for each, at in enumerate(offsets) if (step - at) % inner_steps < steps]
+    return _due(offsets, inner_steps, step % inner_steps, min(steps, step))
+
+
+def steps_to_due(offsets: tuple[int, ...], inner_steps: int, step: int) -> int:
+    """The inner steps from ``step`` to the next after which any fragment is due; at least 1."""
+    return _steps_to_due(offsets, inner_steps, step % inner_steps)
+
+
+@lru_cache(maxsize=4096)
+def _steps_to_due(offsets: tuple[int, ...], inner_steps: int, place: int) -> int:
+    return min(inner_steps - (place - at) % inner_steps for at in offsets)
+
+
+@lru_cache(maxsize=4096)
+def _due(offsets: tuple[int, ...], inner_steps: int, place: int, steps: int) -> tuple[int, ...]:
+    return tuple(each for each, at in enumerate(offsets) if (place - at) % inner_steps < steps)

@@ -135,18 +135,16 @@ class OuterSync:
 
     def next_deadline_ns(self) -> int | None:
         """The instant at which ``DeadlinePassed`` is wanted, if any."""
-        state = self.state
-        wanted = [f.round.deadline_ns for f in state.fragments if f.round and f.round.deadline_ns is not None]
-        others = (deadline_ns(state, self.attendance), unit_leases.deadline_ns(self.options, state))
-        wanted += [instant for instant in others if instant is not None]
-        if state.phase is Phase.ENDING and state.final_deadline_ns is not None:
+        state, now_ns = self.state, self.state.now_ns
+        wanted = [fragment.round.deadline_ns for fragment in state.fragments if fragment.round]
+        wanted.append(deadline_ns(state, self.attendance))
+        wanted.append(unit_leases.deadline_ns(self.options, state))
+        if state.phase is Phase.ENDING:
             wanted.append(state.final_deadline_ns)
-        run_end_ns = ending.run_end_ns(self.options, state)
-        if state.phase is Phase.RUNNING and run_end_ns is not None:
-            wanted.append(run_end_ns)
+        elif state.phase is Phase.RUNNING:
+            wanted.append(ending.run_end_ns(self.options, state))
         # A deadline that a merge under way keeps from acting on is asked for again when that merge is done.
-        ahead = [instant for instant in wanted if instant > state.now_ns]
-        return min(ahead) if ahead else None
+        return min([instant for instant in wanted if instant is not None and instant > now_ns], default=None)
 
     def admit(
         self, site: str, incarnation: int, fragment: int, sequence: int, base_version: int, digest: str
@@ -211,10 +209,11 @@ def _sweep(turn: Turn) -> None:
     ending.begin_when_due(turn)
     expire(turn)
     unit_leases.expire(turn)
+    arrived, is_region = turn.attendance.arrived, turn.state.upstream is not None
     for index, fragment in enumerate(turn.state.fragments):
-        if turn.state.upstream is not None:
+        if is_region:
             upstream.act(turn, index)
-        if fragment.round is not None or turn.attendance.arrived[index]:
+        if fragment.round is not None or arrived[index]:
             consider(turn, index)
     ending.finish_when_final(turn)
     upstream.end(turn)

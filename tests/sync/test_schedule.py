@@ -6,7 +6,7 @@ import pytest
 
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
-from diloco.sync.schedule import due, local_steps, offsets
+from diloco.sync.schedule import due, local_steps, offsets, steps_to_due
 from tests.sync.driving import MS, of
 from tests.sync.driving_site import Site
 
@@ -128,6 +128,13 @@ def test_what_is_due_and_was_overwritten_just_now_is_sent_after_the_next_step() 
     assert not of(fx.Seal, site.train()), "nothing is left of it"
     assert site.machine.steps_to_act() == 1
     assert of(fx.Seal, site.train())
+
+
+def test_the_next_step_after_which_any_fragment_is_due() -> None:
+    places = offsets(3, 10)
+    for step in range(45):
+        ahead = next(steps for steps in range(1, 11) if due(places, 10, step + steps))
+        assert steps_to_due(places, 10, step) == ahead, step
 
 
 def sealing(site: Site, seal: fx.Seal) -> bool:
