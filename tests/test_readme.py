@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from diloco.wire.options import ServerOptions
+from diloco.wire.server import serve
 from tests.launch.processes import TINY, Place, Verb, place_in, wait_for
 from tests.loopback.cluster import free_port
+from tests.wire.fake_syncer import RUN, FakeSyncer
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BY_CI = frozenset({"make demo", "make test"})  # .ci/run runs these two as they stand.
@@ -61,6 +64,8 @@ REGIONS = [
 ]
 MIXED = "diloco up cluster.sites.site-a.nproc=2 cluster.sites.site-a.parallel=fsdp outer.num_fragments=2"
 LAB = "diloco lab +lab=smoke"
+DOCTOR = "diloco doctor server=127.0.0.1:7077 run.name=first"
+LINKS = "diloco plan parameters=70e9 step_s=6 --link fra.json --link osl.json --link nyc.json"
 MODEL = ["diloco export runs/latest --to otter", 'diloco generate otter "def main("', "diloco eval otter --json"]
 SHORT: dict[str, list[str]] = {
     "diloco up": UP,
@@ -72,13 +77,14 @@ SHORT: dict[str, list[str]] = {
     f"{SITE} site.id=fra site.index=0 site.num_sites=2 site.syncer=127.0.0.1:7077": REAL,
     f"{SITE} site.id=iad site.index=1 site.num_sites=2 site.syncer=127.0.0.1:7077": REAL,
     "diloco status 127.0.0.1:7077": [],
-    "diloco doctor server=127.0.0.1:7077 run.name=first": REAL,
+    DOCTOR: REAL,
     "diloco train run.name=warm run.tokens=500000 inner.schedule=constant": [*UP, "run.tokens=3000"],
     "diloco up run.init_from=runs/warm/train/checkpoints": [*UP, "run.name=from-warm"],
     **{line: [] for line in MODEL},
     LAB: ["run.tokens=1920", "--rows", "data_parallel,decoupled", "--jobs", "1"],
     "diloco launch kubernetes --dry-run run.name=first": [],
     "diloco plan +experiment=100t_20dc": [],
+    LINKS: ["chips=0"],
     "diloco report runs/latest": [],
     "diloco journal show runs/latest": [],
     "diloco canary runs/latest/sites/site-a": [],
@@ -201,8 +207,22 @@ def test_real_sites_by_hand_and_status(place: Place) -> None:
     status = start(place, "diloco status 127.0.0.1:7077", ports)
     assert status.end(60.0) == 0, status.text()
     assert "first" in status.text()
-    doctor = start(place, "diloco doctor server=127.0.0.1:7077 run.name=first", ports)
+    doctor = start(place, DOCTOR, ports)
     assert doctor.end(60.0) == 0, doctor.text()
     assert " 0 fail" in doctor.text()
     for verb in (*sites, syncer):
         assert verb.end(90.0) == 0, verb.text()
+
+
+def test_a_plan_on_links_that_were_measured(place: Place) -> None:
+    server = serve(FakeSyncer(), ServerOptions(run_id=RUN))
+    try:
+        code, measured = place.run("doctor", f"server={server.address}", "--json")
+    finally:
+        server.stop(0.2)
+    assert code == 0, measured
+    for site in ("fra", "osl", "nyc"):  # One link stands for all three of the text.
+        (place.folder / f"{site}.json").write_text(measured)
+    plan = start(place, LINKS)
+    assert plan.end(60.0) == 0, plan.text()
+    assert plan.text().count("measured   ") == 3, plan.text()

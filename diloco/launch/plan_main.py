@@ -14,6 +14,7 @@ from diloco.durable import write_file
 from diloco.launch.arguments import OneLineParser
 from diloco.launch.errors import ConfigError, ExitCode
 from diloco.launch.keys import default_text, meanings, nearest
+from diloco.launch.plan_links import MeasuredLink, read_links, settings_of
 from diloco.sim import planning
 from diloco.sim.planning import PRESETS, Question
 
@@ -29,6 +30,10 @@ by a simulation.
   diloco plan +experiment=100t_20dc
   diloco plan +experiment=100t_20dc sites=40 utilisation=0.9 --json
   diloco plan parameters=70e9 step_s=6 sites=3 up_gbps=10,2.5,10 rtt_ms=80
+  diloco plan parameters=70e9 step_s=6 --link fra.json --link osl.json --link nyc.json
+
+Links are stated, or measured: each FILE of --link is what `diloco doctor server=HOST:PORT --json` printed at one site
+(at the syncer's own site: towards another machine far away), or one FILE for all.
 """
 WANTED: Mapping[object, str] = MappingProxyType(
     {float: "a number", int: "a whole number", tuple[float, ...]: "numbers with commas between"}
@@ -56,16 +61,20 @@ def main(arguments: Sequence[str]) -> ExitCode:
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings, listed below")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="how bytes grow with the sites, as a picture")
+    told_link = "a site's link as `diloco doctor` measured it; once for each site"
+    parser.add_argument("--link", type=Path, action="append", default=[], metavar="FILE", help=told_link)
     given = parser.parse_intermixed_args(list(arguments))
     began_s = time.monotonic()
-    name, question = question_of(given.settings)
+    links = read_links(given.link)
+    name, question = question_of(given.settings, links)
     try:
         from diloco.launch.plan_answer import answer
 
         told = answer(question)
     except ValueError as error:  # A codec's name, or an outer optimizer's.
         raise ConfigError(str(error)) from error
-    told = {EXPERIMENT: name, **told, "took_s": round(time.monotonic() - began_s, 3)}
+    measured = [link.fields() for link in links]
+    told = {EXPERIMENT: name, "measured": measured, **told, "took_s": round(time.monotonic() - began_s, 3)}
     if given.plot:
         from diloco.launch.plan_text import picture
 
@@ -79,7 +88,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     return ExitCode.OK
 
 
-def question_of(settings: Sequence[str]) -> tuple[str | None, Question]:
+def question_of(settings: Sequence[str], links: Sequence[MeasuredLink] = ()) -> tuple[str | None, Question]:
     """The preset that is named, if any, and what is asked; ConfigError in one line."""
     hints, name, values = get_type_hints(Question), None, dict[str, object]()
     for text in settings:
@@ -100,6 +109,8 @@ def question_of(settings: Sequence[str]) -> tuple[str | None, Question]:
         raise ConfigError(f"+experiment is {name!r}: {hint}")
     if name is None and "parameters" not in values:
         raise ConfigError("parameters is not set: parameters=70e9, or +experiment=NAME")
+    if links:
+        values.update(settings_of(links, values))
     try:
         if name is not None:
             return name, replace(PRESETS[name], **values)  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ def show(told: Mapping[str, Any]) -> None:
     if not console.is_terminal:
         console = Console(width=PLAIN_WIDTH)
     console.print(first_line(told), soft_wrap=True, highlight=False)
-    for line in round_lines(told):
+    for line in (*measured_lines(told), *round_lines(told)):
         console.print(line, soft_wrap=True, highlight=False)
     for table in (links(told), goodputs(told), scaling(told)):
         console.print(table)
@@ -55,6 +55,14 @@ def first_line(told: Mapping[str, Any]) -> str:
         f"{_percent(asked['utilisation'])} of the time {need}; {up:g} up and {down:g} down allow "
         f"{_percent(told['utilisation_on_links'])}"
     )
+
+
+def measured_lines(told: Mapping[str, Any]) -> list[str]:
+    """Each link that somebody has measured; an answer to a bare question has none."""
+    return [
+        f"measured   {link['up_gbps']:g} up, {link['down_gbps']:g} down, {link['rtt_ms']:g} ms ({link['file']})"
+        for link in told.get("measured", ())
+    ]
 
 
 def round_lines(told: Mapping[str, Any]) -> list[str]:
