@@ -42,7 +42,7 @@ def main() -> None:
         "settings": [*lab.settings, *given.settings],
         "speeds": list(lab.speeds),
         "warm_steps": lab.warm_steps,
-        "command": f"python -m benchmarks.bench_lab --lab {name}",
+        "command": " ".join(["python -m benchmarks.bench_lab --lab", name, *more, *given.settings]),
     }
     rows = [
         {"does": lab.rows[row["row"]].does, "settings": list(lab.rows[row["row"]].settings), **row}
