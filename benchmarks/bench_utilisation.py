@@ -1,0 +1,152 @@
+"""How much of its time does a site train behind a link of so many bits a second, beside what the formula says?
+
+Whole runs (``diloco up``) of two sites over emulated links, whose rate is given in multiples of what one exchange of
+the model each way and period asks for: values x bits / (inner_steps x step).  Sites that wait (``outer=diloco``), with
+the model in one and in four fragments, and sites that train on meanwhile (``outer=decoupled outer.adopt=rebase``), for
+which the formula says 1 and the row says how many of the updates due were merged.  The formula
+(``diloco/sim/planning.py``) is given what the run measured: the step, the outer step and the bytes.  Figures are of the
+site whose steps took longer, for which the other waits; ``off_points`` is the difference.  Run as
+``python -m benchmarks.bench_utilisation``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import add_arguments, finish, record
+from diloco.launch.likening import MadeRun, read_made
+from diloco.launch.run_dir import RunDir
+from diloco.sim.bandwidth import Load, Star
+from diloco.sim.planning import formula_utilisation
+
+RTT_MS = 40.0
+TIMES = (1, 2, 4, 8)
+INNER_STEPS = 10
+SITES = ("site-a", "site-b")
+SLOWDOWN = 4.0
+"""Sites that sleep most of the time leave the cores to each other, so that a step takes what it takes."""
+SETTINGS = (
+    "cluster=one",
+    *(f"cluster.sites.{name}.slowdown={SLOWDOWN:g}" for name in SITES),
+    "data=stdlib_bytes",
+    "model.layers=3",
+    "model.dim=96",
+    "model.heads=4",
+    "model.context=64",
+    "inner.batch_sequences=8",
+    "inner.precision=fp32",
+    f"outer.inner_steps={INNER_STEPS}",
+    "codec=fp32",
+    "scenario=none",
+    "network.jitter_ms=0",
+    f"network.rtt_ms={RTT_MS:g}",
+)
+WAYS = {
+    "waits": ("outer=diloco",),
+    "waits, 4 fragments": ("outer=diloco", "outer.num_fragments=4"),
+    "trains on, 4 fragments": ("outer=decoupled", "outer.num_fragments=4", "outer.adopt=rebase"),
+}
+BOUND_S = 240.0
+"""Beyond a run's own time: starting, and the last round behind the slowest link."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long each run trains, and which there are."""
+
+    seconds: float
+    times: tuple[int, ...]
+    ways: tuple[str, ...]
+
+
+def made(place: Path, name: str, seconds: float, seed: int, *settings: str) -> MadeRun:
+    """A whole run."""
+    run = (f"run.name={name}", f"run.seconds={seconds:g}", f"run.seed={seed}")
+    command = [sys.executable, "-m", "diloco", "up", *SETTINGS, *run, *settings]
+    source = str(Path(__file__).resolve().parent.parent)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": source}
+    done = subprocess.run(
+        command, cwd=place, env=environment, capture_output=True, text=True, check=False, timeout=seconds + BOUND_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read_made(RunDir(place / "runs" / name))
+
+
+def expected(run: MadeRun, fragments: int, mbps: float) -> float:
+    """By the formula."""
+    up, down = (sum(size or 0 for size in sizes) * 8.0 for sizes in (run.update_bytes, run.version_bytes))
+    star = Star(
+        inner_steps=INNER_STEPS,
+        step_s=max(run.step_s.values()),
+        fragments=fragments,
+        rtt_s=RTT_MS / 1e3,
+        merge_s=run.merge_s,
+    )
+    return formula_utilisation(star, Load(updates_up=up, versions_down=down), mbps / 1e3, mbps / 1e3)
+
+
+def row(way: str, times: int, mbps: float, run: MadeRun) -> dict[str, Any]:
+    """What the slower site of a run came to."""
+    waits, fragments = way.startswith("waits"), len(run.update_bytes)
+    column = run.columns[max(run.step_s, key=run.step_s.__getitem__)]
+    measured = 1 - column.idle_share
+    formula = expected(run, fragments, mbps) if waits else 1.0
+    due = column.steps * fragments / INNER_STEPS
+    return {
+        "way": way,
+        "times": times,
+        "mbps": round(mbps, 3),
+        "step_s": {name: round(step_s, 4) for name, step_s in run.step_s.items()},
+        "merge_s": round(run.merge_s, 4),
+        "versions": list(run.versions),
+        "utilisation": round(measured, 4),
+        "formula": round(formula, 4),
+        "off_points": round(100 * (measured - formula), 2),
+        "updates_merged": round(column.updates_merged / due, 3),
+    }
+
+
+def words(found: dict[str, Any]) -> str:
+    """For a person."""
+    trained, formula, merged = (100 * found[name] for name in ("utilisation", "formula", "updates_merged"))
+    return (
+        f"{found['way']:24s} {found['times']} x, {found['mbps']:6.2f} Mbit/s: trains {trained:5.1f} % of the time,"
+        f" {formula:5.1f} by the formula; {merged:3.0f} % of the updates due merged"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser)
+    arguments = parser.parse_args()
+    whole = Effort(60.0, TIMES, tuple(WAYS))
+    effort = Effort(12.0, (8,), ("waits",)) if arguments.quick else whole
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        first = made(place, "first", 12.0, arguments.seed, "outer=diloco", "network.mbps=0")
+        bits = sum(size or 0 for size in first.update_bytes) * 8
+        asked_mbps = bits / (INNER_STEPS * max(first.step_s.values())) / 1e6
+        for way in effort.ways:
+            for times in effort.times:
+                name, mbps = f"{way.replace(', ', '-').replace(' ', '-')}-{times}", times * asked_mbps
+                run = made(place, name, effort.seconds, arguments.seed, *WAYS[way], f"network.mbps={mbps:.4f}")
+                rows.append(found := row(way, times, mbps, run))
+                print(words(found), flush=True)
+    config = {
+        "settings": list(SETTINGS),
+        "ways": {way: list(settings) for way, settings in WAYS.items()},
+        "seconds": effort.seconds,
+    }
+    finish(record("utilisation", config, rows, arguments.seed, repeats=1), save=arguments.save)
+
+
+if __name__ == "__main__":
+    main()
