@@ -18,13 +18,16 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.record import add_arguments, finish, record
 from diloco.launch.likening import MadeRun, read_made
 from diloco.launch.run_dir import RunDir
 from diloco.sim.bandwidth import Load, Star
 from diloco.sim.planning import formula_utilisation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 RTT_MS = 40.0
 TIMES = (1, 2, 4, 8)
@@ -79,9 +82,16 @@ def made(place: Path, name: str, seconds: float, seed: int, *settings: str) -> M
     return read_made(RunDir(place / "runs" / name))
 
 
+def bits_of(sizes: Sequence[int | None]) -> float:
+    """Of the whole model; each fragment must have been exchanged."""
+    known = [size for size in sizes if size is not None]
+    assert len(known) == len(sizes), f"a fragment was never exchanged: {sizes}"
+    return sum(known) * 8.0
+
+
 def expected(run: MadeRun, fragments: int, mbps: float) -> float:
     """By the formula."""
-    up, down = (sum(size or 0 for size in sizes) * 8.0 for sizes in (run.update_bytes, run.version_bytes))
+    load = Load(updates_up=bits_of(run.update_bytes), versions_down=bits_of(run.version_bytes))
     star = Star(
         inner_steps=INNER_STEPS,
         step_s=max(run.step_s.values()),
@@ -89,7 +99,7 @@ def expected(run: MadeRun, fragments: int, mbps: float) -> float:
         rtt_s=RTT_MS / 1e3,
         merge_s=run.merge_s,
     )
-    return formula_utilisation(star, Load(updates_up=up, versions_down=down), mbps / 1e3, mbps / 1e3)
+    return formula_utilisation(star, load, mbps / 1e3, mbps / 1e3)
 
 
 def row(way: str, times: int, mbps: float, run: MadeRun) -> dict[str, Any]:
@@ -132,8 +142,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         first = made(place, "first", 12.0, arguments.seed, "outer=diloco", "network.mbps=0")
-        bits = sum(size or 0 for size in first.update_bytes) * 8
-        asked_mbps = bits / (INNER_STEPS * max(first.step_s.values())) / 1e6
+        asked_mbps = bits_of(first.update_bytes) / (INNER_STEPS * max(first.step_s.values())) / 1e6
         for way in effort.ways:
             for times in effort.times:
                 name, mbps = f"{way.replace(', ', '-').replace(' ', '-')}-{times}", times * asked_mbps

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 MADE_BY = "diloco doctor server=HOST:PORT --json > FILE, at the site, makes one"
 DIGITS = 4
-"""Significant ones of what was measured; a second measurement differs in the third."""
+"""Significant ones of what was measured: one measurement says no more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ def first_line(told: Mapping[str, Any]) -> str:
 def measured_lines(told: Mapping[str, Any]) -> list[str]:
     """Each link that somebody has measured; an answer to a bare question has none."""
     return [
-        f"measured   {link['up_gbps']:g} up, {link['down_gbps']:g} down, {link['rtt_ms']:g} ms ({link['file']})"
+        f"measured   {link['up_gbps']:g} Gbit/s up, {link['down_gbps']:g} down, {link['rtt_ms']:g} ms ({link['file']})"
         for link in told.get("measured", ())
     ]
 

@@ -21,7 +21,7 @@ class Verdict:
     fate: Fate | None = None
 
 
-WELCOME = Verdict(Outcome.ACCEPTED)
+ACCEPTED = Verdict(Outcome.ACCEPTED)
 
 
 def admit(
@@ -68,7 +68,7 @@ def admit(
         return Verdict(Outcome.REFUSED, Reason.STALE)
     if len(line.undecided) >= options.updates_in_flight_max:
         return Verdict(Outcome.RETRY, Reason.OVERLOAD)
-    return WELCOME
+    return ACCEPTED
 
 
 def _known(state: OuterState, site: str, fragment: int, sequence: int, digest: str) -> Verdict:

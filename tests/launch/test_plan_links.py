@@ -84,7 +84,7 @@ def test_a_link_of_each_site(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert [link["file"] for link in measured] == [near, far]
     assert {**stated, "took_s": 0} == {**found, "took_s": 0}
     assert main(["plan", *SMALL, *links]) == 0
-    assert f"measured   0.1 up, 2 down, 140 ms ({far})\n" in capsys.readouterr().out
+    assert f"measured   0.1 Gbit/s up, 2 down, 140 ms ({far})\n" in capsys.readouterr().out
 
 
 def test_a_preset_is_planned_on_the_links_that_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
