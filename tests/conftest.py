@@ -12,9 +12,18 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # No test asks the hub; read when its librar
 import pytest
 import torch
 
+from diloco.codec import kernel_library
+
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read once, when triton is first imported, which torch may do at any time
+
+
+FORCED = kernel_library.force(os.environ.get(kernel_library.VARIABLE, ""))
+
+
+def pytest_report_header() -> str:
+    return FORCED or f"kernels: {kernel_library.description()}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,17 +1,15 @@
 """The passes over memory as compiled kernels, where the package was built with a C++ compiler.
 
 ``kernels/kernels.cpp`` computes what the plain torch versions compute, bit for bit, in one pass each and without the
-lock of Python.  It holds several levels of instructions and is told which one to use; :func:`kernels` takes the best.
-Without the library everything runs on plain torch, and :func:`description` says so and why.
+lock of Python.  ``kernel_library`` loads it and chooses the level of instructions that a call names.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import byref, c_double, c_int32, c_int64, c_void_p
+from ctypes import byref, c_void_p
 from dataclasses import dataclass
-from importlib.util import find_spec
 from math import lcm
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -20,8 +18,9 @@ import numpy as np
 import torch
 
 from diloco.codec.contract import Add, Carry, DecodeError, NonFinitePayload, Towards
+from diloco.codec.kernel_library import choice
+from diloco.codec.kernel_library import description as description
 from diloco.codec.structures import (
-    INTERFACE,
     SUM_BLOCK,
     TILE_MAX,
     TILE_USUAL,
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
 
     from diloco.codec.kernel_digest import KernelDigest
 
-MODULE = "diloco.codec._kernels"
-LEVELS = ("baseline", "AVX2", "AVX-512")
 MALFORMED: Mapping[Status, str] = MappingProxyType(
     {
         Status.BAD_SCALE: "holds a scale that is negative, subnormal or not finite",
@@ -192,43 +189,17 @@ def pointers(tensors: Sequence[Tensor]) -> ctypes.Array[c_void_p]:
 
 
 def kernels() -> Kernels | None:
-    """Return the kernels of the best level that this processor has; None where there are none."""
-    found = _found()
-    return found if isinstance(found, Kernels) else None
-
-
-def description() -> str:
-    """Which kernels are in use, and why not the compiled ones if not: one line."""
-    found = _found()
-    return f"native ({LEVELS[found.level]})" if isinstance(found, Kernels) else f"plain ({found})"
-
-
-def at_level(level: int) -> Kernels:
-    """Return the kernels of a lower level, for comparison; it must be one that this processor has."""
-    best = kernels()
-    assert best is not None, "no kernels"
-    assert 0 <= level <= best.level, level
-    return Kernels(best.library, level, best.fused)
+    """Return the kernels that this process runs; None where plain torch does."""
+    chosen = choice()
+    return None if chosen.library is None else at_level(chosen.level)
 
 
 @functools.cache
-def _found() -> Kernels | str:
-    """The library, or why it cannot be used."""
-    spec = find_spec(MODULE)
-    if spec is None or spec.origin is None:
-        return "the package was built without a C++ compiler"
-    try:
-        library = ctypes.CDLL(spec.origin)
-        interface = library.diloco_interface()
-    except (OSError, AttributeError) as error:
-        return f"the library cannot be loaded: {error}"
-    if interface != INTERFACE:
-        return f"the library is of interface {interface}, {INTERFACE} is needed: build the package again"
-    library.diloco_sum_products.argtypes = [c_int32, c_void_p, c_void_p, c_int64, c_double]
-    library.diloco_sum_products.restype = c_double
-    library.diloco_digest.argtypes = [c_int32, c_void_p, c_void_p, c_int64]
-    library.diloco_digest.restype = None
-    return Kernels(library, library.diloco_level(), _torch_fuses())
+def at_level(level: int) -> Kernels:
+    """Return the kernels of one level, for comparison; the CPU must have it."""
+    library = choice().library
+    assert library is not None, "no kernels"
+    return Kernels(library, level, _torch_fuses())
 
 
 def _torch_fuses() -> bool:

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
 from diloco import __version__
+from diloco.codec import kernel_library
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.rank_exit import end_process
 from diloco.launch.tether import PARENT_VARIABLE, die_with_parent
@@ -94,6 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     if PARENT_VARIABLE in os.environ:
         die_with_parent(int(os.environ[PARENT_VARIABLE]))
+    if line := kernel_library.force(os.environ.get(kernel_library.VARIABLE, "")):
+        print(f"diloco {verb.name}: {line}", file=sys.stderr)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         return int(import_module(verb.module).main(given[1:]))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import diloco
+from diloco.codec import kernel_library
 from diloco.launch.findings import Finding, fail, ok, warn
 from diloco.sync.links import WINDOW_SHARE_PERCENT, channels_for
 
@@ -71,16 +72,16 @@ def devices(wanted: str) -> list[Finding]:
 
 
 def kernels() -> list[Finding]:
-    """Whether the codecs run compiled."""
-    from diloco.codec import native
-
-    told = native.description()
-    if native.kernels() is not None:
+    """Whether the codecs run compiled, and why not."""
+    told, asked = kernel_library.description(), os.environ.get(kernel_library.VARIABLE, "")
+    if kernel_library.choice().library is not None:
         return [ok("kernels", told)]
     remedy = (
-        "install diloco where a C++ compiler is, so that it builds them: an update takes several times as long without"
+        f"unset {kernel_library.VARIABLE}"
+        if asked
+        else "install diloco where a C++ compiler is, so that it builds them"
     )
-    return [warn("kernels", told, remedy)]
+    return [warn("kernels", told, f"{remedy}: an update takes several times as long without")]
 
 
 def limits() -> list[Finding]:

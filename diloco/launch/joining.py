@@ -7,6 +7,7 @@ that is trained; and what speaks to the syncer is the agent of ``diloco site``, 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from diloco.codec import kernel_library
 from diloco.inner.holding import Holding, HoldingError
 from diloco.inner.present_group import PresentGroup
 from diloco.launch import asking, build, connecting
@@ -97,14 +99,14 @@ def join(
     Raises ``ValueError`` naming an argument that cannot be, and ``diloco.JoinFailed`` where the site is not taken in:
     its ``kind`` is ``unreachable``, ``mismatch`` or ``refused``.
     """
+    _force_kernels()
     optimizers = _optimizers(optimizer)
     parameters = _parameters(model, optimizers)
     if tokens_per_step is not None and not (isinstance(tokens_per_step, int) and tokens_per_step >= 1):
         raise ValueError(f"tokens_per_step is {tokens_per_step!r}: a whole number from 1 on, or None")
-    own = _own(syncer, site, settings)
     leased = _data(data, samples, samples_per_step)
     group = _group()
-    config = _config(group, own, run, leased)
+    config = _config(group, _own(syncer, site, settings), run, leased)
     there = RunDir(Path("runs") / (config.run.name or "")).site(site) if folder is None else SiteDir(Path(folder))
     with _naming_arguments():
         holding = Holding(parameters, group, in_stages=not isinstance(model, nn.Module))
@@ -113,6 +115,11 @@ def join(
             build.agent_options(part, there.agent, whole)
             build.learner_options(part, whole)
     return Outer(config, holding, optimizers[-1] if hooks else None, group, there, tokens_per_step, log, leased)
+
+
+def _force_kernels() -> None:
+    if line := kernel_library.force(os.environ.get(kernel_library.VARIABLE, "")):
+        logging.getLogger(__name__).warning(line)
 
 
 def _optimizers(given: object) -> list[torch.optim.Optimizer]:

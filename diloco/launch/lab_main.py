@@ -12,6 +12,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diloco.codec import kernel_library
 from diloco.durable import write_file
 from diloco.launch import lab as labs
 from diloco.launch.arguments import limit_threads, settings_parser
@@ -100,8 +101,8 @@ def _trained(cells: Sequence[Cell], folder: Path, jobs: int) -> Iterator[tuple[C
     if not cells:
         return
     warm = {cell.warm_digest: cell for cell in cells if cell.warm_steps}
-    tied = (die_with_parent, (os.getpid(),))  # Or a cell would go on alone where this process is killed.
-    with ProcessPoolExecutor(min(jobs, len(cells)), get_context("spawn"), *tied) as pool:
+    begin = (_begin_worker, (os.getpid(), os.environ.get(kernel_library.VARIABLE, "")))
+    with ProcessPoolExecutor(min(jobs, len(cells)), get_context("spawn"), *begin) as pool:
         try:
             list(pool.map(make_warm, warm.values(), [folder] * len(warm)))
             under_way: dict[Future[Found], Cell] = {pool.submit(run_cell, cell, folder): cell for cell in cells}
@@ -111,6 +112,12 @@ def _trained(cells: Sequence[Cell], folder: Path, jobs: int) -> Iterator[tuple[C
                     yield under_way.pop(each), each.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _begin_worker(parent: int, kernels: str) -> None:
+    """End with ``parent``, or a cell would go on alone; run the kernels that it runs, which has told of any fault."""
+    die_with_parent(parent)
+    kernel_library.force(kernels)
 
 
 class _bar:  # noqa: N801

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diloco.codec import kernel_library
 from diloco.durable import write_file
 from diloco.launch import config as configs
 from diloco.launch.arguments import limit_threads
@@ -347,6 +348,8 @@ def main(arguments: list[str]) -> int:
     die_with_parent(os.getppid())
     place = place_from_environment()
     assert place is not None, "started by hand: diloco site is the command"
+    if line := kernel_library.force(os.environ.get(kernel_library.VARIABLE, "")):
+        print(line, file=sys.stderr)
     if len(arguments) > 1:
         place = among_machines(place, arguments[1])
     config = configs.read(Path(arguments[0]))

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from diloco.codec import native
+from diloco.codec import kernel_library, native
 from diloco.codec.contract import Add, Carry, DecodeError, NonFiniteError, Towards, digest, payload_view
 from diloco.codec.kernel_digest import kernel_digest
 from diloco.codec.native import Kernels, at_level, kernels, refuse
@@ -25,7 +25,7 @@ NAMES = ["fp32", "bf16", "int8", "int8:256", "int8:6", "int4", "int4:64", "int4:
 NAMES += ["topk", "topk:256x8", "topk:4096x1024", "e3m0", "e3m0:8", "int2", "int2:24", "int2:4096", "sign", "sign:8"]
 FED = ["bf16", "int8", "int4", "int4:256", "topk", "topk:256x64", "e3m0", "int2", "sign"]
 pytestmark = pytest.mark.skipif(BEST is None, reason="no compiled kernels here: " + native.description())
-every_level = pytest.mark.parametrize("fast", LEVELS, ids=[native.LEVELS[fast.level] for fast in LEVELS])
+every_level = pytest.mark.parametrize("fast", LEVELS, ids=[kernel_library.LEVELS[fast.level] for fast in LEVELS])
 
 
 def codec_of(name: str) -> RangedCodec:
@@ -181,11 +181,6 @@ def test_blocks_larger_than_a_tile_stay_on_torch() -> None:
     assert not BEST.fits(codec_of("int4").layout, None)
     values = torch.randn(70_000, generator=torch.Generator().manual_seed(0))
     assert codec.decode(codec.encode(values), 70_000).shape == values.shape
-
-
-def test_the_description_names_the_level() -> None:
-    assert BEST is not None
-    assert native.description() == f"native ({native.LEVELS[BEST.level]})"
 
 
 def test_the_kernels_round_as_torch_does() -> None:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from diloco.codec import kernel_library
 from diloco.launch import doctor_machine
 from diloco.launch.doctor_machine import LinkFigures, devices, kernel, kernels, limits, megabits, proxies, software
 
@@ -90,12 +91,15 @@ def test_a_gpu_that_is_wanted_and_not_there_fails(monkeypatch: pytest.MonkeyPatc
 
 
 def test_kernels_that_are_not_compiled_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco.codec.native.kernels", lambda: None)
-    monkeypatch.setattr("diloco.codec.native.description", lambda: "plain (no library)")
-    [found] = kernels()
-    assert found.line().startswith("warn  kernels     plain (no library) -> install diloco where a C++ compiler is")
+    plain = kernel_library.Choice(None, 0, "no library")
+    monkeypatch.setattr(kernel_library, "choice", lambda: plain)
+    monkeypatch.delenv("DILOCO_KERNELS", raising=False)
+    line = kernels()[0].line()
+    assert line.startswith("warn  kernels     plain (no library) -> install diloco where a C++ compiler is")
+    monkeypatch.setenv("DILOCO_KERNELS", "plain")
+    assert "-> unset DILOCO_KERNELS: an update takes" in kernels()[0].line()
     monkeypatch.undo()
-    assert kernels()[0].says.startswith(("native", "plain"))
+    assert kernels()[0].says == kernel_library.description()
 
 
 def test_few_open_files_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,148 @@
+"""Which version of the kernels a process runs: what it is told to, what it can, and a line that says why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+import torch
+
+import diloco
+from diloco.codec import kernel_library, native
+from diloco.codec.kernel_library import LEVELS, choice, description, force
+from diloco.codec.registry import make_codec
+from diloco.launch import lab_main, site_rank
+from diloco.launch.cli import main
+from diloco.launch.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """The tests after these run what the environment says."""
+    kernel_library._loaded.cache_clear()
+    yield
+    kernel_library._loaded.cache_clear()
+    force(os.environ.get(kernel_library.VARIABLE, ""))
+
+
+@pytest.fixture
+def best() -> int:
+    """The best level of this machine."""
+    force("")
+    if choice().library is None:
+        pytest.skip(description())
+    return choice().level
+
+
+def cpu_with(monkeypatch: pytest.MonkeyPatch, level: int) -> None:
+    """Have the library find a CPU whose best level is ``level``."""
+    library = kernel_library._loaded()
+    assert not isinstance(library, str)
+    monkeypatch.setattr(library, "diloco_level", lambda: level)
+
+
+def test_the_best_level_runs_where_none_is_forced(best: int) -> None:
+    assert description() == f"native ({LEVELS[best]}, the best that this CPU has)"
+    fast = native.kernels()
+    assert fast is not None
+    assert fast.level == best
+
+
+@pytest.mark.parametrize("level", range(len(LEVELS)))
+def test_a_level_can_be_forced(best: int, level: int) -> None:
+    if level > best:
+        pytest.skip("this CPU lacks it")
+    assert force(LEVELS[level]) == ""
+    assert description() == f"native ({LEVELS[level]}, forced by DILOCO_KERNELS)"
+    fast = native.kernels()
+    assert fast is not None
+    assert fast.level == level
+
+
+def test_plain_torch_can_be_forced() -> None:
+    assert force("plain") == ""
+    assert native.kernels() is None
+    assert description() == "plain (forced by DILOCO_KERNELS)"
+    values = torch.arange(100.0)
+    assert torch.equal(make_codec("fp32").decode(make_codec("fp32").encode(values), 100), values)
+
+
+def test_a_level_that_the_cpu_lacks_is_one_line_and_plain_torch(best: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_with(monkeypatch, 1)
+    line = "kernels: plain (DILOCO_KERNELS=avx512: this CPU lacks it, and has plain, baseline, avx2)"
+    assert force("avx512") == line
+    assert native.kernels() is None
+    assert force("avx2") == ""
+
+
+def test_an_unknown_level_is_one_line_and_plain_torch(best: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_with(monkeypatch, 0)
+    line = "kernels: plain (DILOCO_KERNELS=AVX9: no such level; this CPU has plain, baseline)"
+    assert force("AVX9") == line
+    assert native.kernels() is None
+
+
+def test_an_install_without_a_compiler_runs_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_library, "find_spec", lambda name: None)
+    assert force("") == ""
+    assert description() == "plain (the package was built without a C++ compiler)"
+    assert native.kernels() is None
+    line = "kernels: plain (the package was built without a C++ compiler; DILOCO_KERNELS=avx2)"
+    assert force("avx2") == line
+
+
+def test_a_library_that_cannot_be_loaded_or_is_another_is_not_used(
+    best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = kernel_library._loaded()
+    assert not isinstance(library, str)
+    with monkeypatch.context() as patched:
+        patched.setattr("ctypes.CDLL", lambda path: library)
+        patched.setattr(library, "diloco_interface", lambda: 3)
+        kernel_library._loaded.cache_clear()
+        force("")
+        assert description().startswith("plain (the library is of interface 3, ")
+    (tmp_path / "kernels.so").write_bytes(b"not a library")
+    spec = ModuleSpec("kernels", None, origin=str(tmp_path / "kernels.so"))
+    monkeypatch.setattr(kernel_library, "find_spec", lambda name: spec)
+    kernel_library._loaded.cache_clear()
+    force("")
+    assert description().startswith("plain (the library cannot be loaded: ")
+
+
+def test_a_loop_of_its_own_a_rank_and_a_worker_force_it_too(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("DILOCO_KERNELS", "avx9")
+    with pytest.raises(ValueError, match="optimizer"):
+        diloco.join(torch.nn.Linear(1, 1), [], syncer="127.0.0.1:9", site="fra")
+    assert "DILOCO_KERNELS=avx9" in caplog.text
+    for module in (site_rank, lab_main):
+        monkeypatch.setattr(module, "die_with_parent", lambda parent: None)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError):
+        site_rank.main([str(tmp_path / "config.yaml")])
+    assert "DILOCO_KERNELS=avx9" in capsys.readouterr().err
+    lab_main._begin_worker(1, "plain")
+    assert description() == "plain (forced by DILOCO_KERNELS)"
+
+
+def test_a_command_forces_the_level_of_the_environment_and_tells_of_one_that_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``doctor`` says which version runs; the fault is a line of its own on standard error."""
+    monkeypatch.setenv("DILOCO_KERNELS", "avx9")
+    main(["doctor"])
+    told = capsys.readouterr()
+    [line] = [line for line in told.err.splitlines() if "kernels" in line]
+    assert line.startswith("diloco doctor: kernels: plain (")
+    assert "DILOCO_KERNELS=avx9" in line
+    [line] = [line for line in told.out.splitlines() if "kernels" in line]
+    assert line.endswith("-> unset DILOCO_KERNELS: an update takes several times as long without")
