@@ -28,10 +28,10 @@ def read_sealed(path: Path) -> dict[str, Any]:
     """What ``write_sealed`` was told; CheckpointError names the file that is missing or damaged."""
     try:
         told: dict[str, Any] = json.loads(path.read_text())
-        digest = told.pop("sha256")
+        undamaged = told.pop("sha256") == _digest(told)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if digest != _digest(told):
+    if not undamaged:
         raise CheckpointError(f"{path} is damaged: its own sha256 does not match")
     return told
 

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from diloco.durable import PLAIN_DISK, Step
 from diloco.inner.llama import config_of, difference, from_llama, options_of, to_llama
 from diloco.launch.errors import ConfigError
+from diloco.sync.plain import parse_json
 from diloco.syncer.tensor_files import tensor_file
 
 if TYPE_CHECKING:
@@ -158,9 +159,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     if path.stat().st_size > JSON_BYTES_MAX:
         raise ValueError(f"{path} has {path.stat().st_size} bytes: at most {JSON_BYTES_MAX}")
     try:
-        told = json.loads(path.read_bytes())
-    except RecursionError as error:
-        raise ValueError(f"{path} is nested too deep") from error
+        told = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(told, dict):
         raise ValueError(f"{path} is no JSON object")
     return told

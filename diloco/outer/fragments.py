@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from diloco.sync.plain import parse_json
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -85,8 +87,8 @@ class Layout:
     def from_json(text: str) -> Layout:
         """Build a layout from :meth:`to_json`'s text, trusting nothing in it; ``ValueError`` where it is not one."""
         try:
-            plain = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            plain = parse_json(text)
+        except ValueError as error:
             raise ValueError(f"layout is not JSON: {error}") from None
         if not isinstance(plain, dict) or set(plain) != {"dtype", "fragments", "parameters"}:
             raise ValueError("layout must be an object of dtype, fragments and parameters")

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from diloco.durable import PLAIN_DISK, Step
+from diloco.sync.plain import parse_json
 from diloco.syncer.lease import (
     Claim,
     LeaseError,
@@ -165,8 +166,8 @@ class FileLease:
         except OSError as error:
             raise LeaseError(f"{self.path}: {error.strerror or error}") from error
         try:
-            plain = json.loads(data) if len(data) <= FILE_BYTES_MAX else None
-        except (ValueError, RecursionError):
+            plain = parse_json(data) if len(data) <= FILE_BYTES_MAX else None
+        except ValueError:
             plain = None
         if not isinstance(plain, dict) or not isinstance(body := plain.get("lease"), dict):
             raise wrong("it is not whole")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from google.protobuf.message import DecodeError
 
 from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, FragmentStanding, Reason
+from diloco.sync.plain import parse_json
 from diloco.wire import messages as m
 from diloco.wire.bounds import check
 from diloco.wire.convert_units import unit_ask_in, unit_ask_out, unit_list_in, unit_list_out
@@ -461,8 +462,8 @@ def unpack_status(raw: bytes) -> dict[str, object]:
     """``StatusResponse``."""
     proto = parse(admin_pb2.StatusResponse, raw, m.REPLY_BYTES_MAX)
     try:
-        status = json.loads(proto.json)
-    except (ValueError, RecursionError) as error:
+        status = parse_json(proto.json)
+    except ValueError as error:
         raise m.MalformedMessage("json is not JSON") from error
     if not isinstance(status, dict):
         raise m.MalformedMessage("json is not an object")

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import pytest
 
-from diloco.sync.plain import PlainError, canonical, from_plain, parse_json, to_plain
+from diloco.sync.plain import JSON_DEPTH_MAX, PlainError, canonical, from_plain, parse_json, to_plain
 
 
 class Colour(StrEnum):
@@ -84,6 +84,16 @@ def test_whole_numbers_may_stand_for_floats() -> None:
 def test_what_is_no_json_is_an_error_in_words_however_deep_it_goes(text: str | bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 — any words
         parse_json(text)
+
+
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
+def test_json_may_nest_as_deep_on_every_interpreter(opening: str, closing: str) -> None:
+    def nested(levels: int) -> str:
+        return opening * levels + "1" + closing * levels
+
+    assert parse_json(nested(JSON_DEPTH_MAX))
+    with pytest.raises(ValueError, match="nested too deeply: more than 100 levels"):
+        parse_json(nested(JSON_DEPTH_MAX + 1))
 
 
 def test_a_number_beyond_every_float_is_none() -> None:
