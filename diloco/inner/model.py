@@ -119,6 +119,20 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
 
 
+class Linear(nn.Linear):
+    """torch's layer, whose initial values ``Transformer.fill`` writes."""
+
+    def reset_parameters(self) -> None:
+        """Draw nothing: on the meta device alone, what torch draws with takes a second to import."""
+
+
+class Embedding(nn.Embedding):
+    """torch's layer, whose initial values ``Transformer.fill`` writes."""
+
+    def reset_parameters(self) -> None:
+        """Draw nothing, as in :class:`Linear`."""
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and, if asked, fewer key and value heads than query heads."""
 
@@ -127,10 +141,10 @@ class Attention(nn.Module):
         self.kernels = Kernels()
         self.head_dim = options.head_dim
         kv_dim = options.kv_heads_used * options.head_dim
-        self.query = nn.Linear(options.dim, options.dim, bias=False)
-        self.key = nn.Linear(options.dim, kv_dim, bias=False)
-        self.value = nn.Linear(options.dim, kv_dim, bias=False)
-        self.output = nn.Linear(options.dim, options.dim, bias=False)
+        self.query = Linear(options.dim, options.dim, bias=False)
+        self.key = Linear(options.dim, kv_dim, bias=False)
+        self.value = Linear(options.dim, kv_dim, bias=False)
+        self.output = Linear(options.dim, options.dim, bias=False)
 
     def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         """Map [B, T, dim] to [B, T, dim]."""
@@ -151,9 +165,9 @@ class FeedForward(nn.Module):
     def __init__(self, options: ModelOptions) -> None:
         super().__init__()
         self.kernels = Kernels()
-        self.gate = nn.Linear(options.dim, options.ffn_dim_used, bias=False)
-        self.up = nn.Linear(options.dim, options.ffn_dim_used, bias=False)
-        self.down = nn.Linear(options.ffn_dim_used, options.dim, bias=False)
+        self.gate = Linear(options.dim, options.ffn_dim_used, bias=False)
+        self.up = Linear(options.dim, options.ffn_dim_used, bias=False)
+        self.down = Linear(options.ffn_dim_used, options.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., dim] to [..., dim]."""
@@ -206,17 +220,14 @@ class Transformer(nn.Module):
         self.kernels = Kernels()
         self.loss_chunk = 0
         """Tokens of which the logits exist at the same time; 0 for all."""
-        # torch's own layers draw initial values when they are made; what they draw is put back, and overwritten.
-        with torch.random.fork_rng(devices=[]):
-            self.embedding = nn.Embedding(options.vocab_size, options.dim)
-            self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
-            self.norm = nn.RMSNorm(options.dim, eps=options.norm_eps)
-            self.head = nn.Linear(options.dim, options.vocab_size, bias=False)
+        self.embedding = Embedding(options.vocab_size, options.dim)
+        self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
+        self.norm = nn.RMSNorm(options.dim, eps=options.norm_eps)
+        self.head = Linear(options.dim, options.vocab_size, bias=False)
         if options.tied:
             self.head.weight = self.embedding.weight
-        cosines, sines = rotary_tables(options)
-        self.register_buffer("cosines", cosines, persistent=False)
-        self.register_buffer("sines", sines, persistent=False)
+        for name in ("cosines", "sines"):
+            self.register_buffer(name, torch.empty(options.context, options.head_dim // 2), persistent=False)
         self.seed = seed
         if not self.cosines.is_meta:
             self.fill()
