@@ -1,7 +1,7 @@
 """The inner optimizers, and the learning rate as a pure function of progress.
 
-``muon`` gives the 2-D matrices of the blocks to ``torch.optim.Muon`` (Keller Jordan's Muon,
-https://kellerjordan.github.io/posts/muon) and all else (embedding, head, norms) to AdamW (arXiv 1711.05101).
+``muon`` gives the 2-D matrices of the blocks to Muon (``diloco.inner.muon``) and all else (embedding, head, norms) to
+AdamW (arXiv 1711.05101).
 ``sgd`` is plain, without momentum or decay: for tests of equivalence.
 """
 
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from diloco.inner import gradients
 from diloco.inner.checks import require
-from diloco.inner.pieces import is_cut
+from diloco.inner.muon import Muon
+from diloco.inner.precision import autocast_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -183,16 +184,11 @@ def _muon_takes(model: nn.Module) -> set[int]:
     }
 
 
-def _muon_class(*, sharded: bool) -> type[torch.optim.Muon]:
-    if not sharded:
-        return torch.optim.Muon
-    from diloco.inner.gathered_muon import GatheredMuon  # With torch's DTensor: 2 s, as in ``pieces``.
+def build_optimizers(model: nn.Module, options: InnerOptions, precision: str = "auto") -> InnerOptimizers:
+    """Optimizers over ``model`` (not its DDP wrapper; after it was spread), every parameter in exactly one of them.
 
-    return GatheredMuon
-
-
-def build_optimizers(model: nn.Module, options: InnerOptions) -> InnerOptimizers:
-    """Optimizers over ``model`` (not its DDP wrapper; after it was spread), every parameter in exactly one of them."""
+    Muon's own products are made in the format of ``precision``, which must be the same on all ranks of a site.
+    """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     parts: dict[str, tuple[torch.optim.Optimizer, list[str]]] = {}
     if options.optimizer == "muon":
@@ -200,8 +196,9 @@ def build_optimizers(model: nn.Module, options: InnerOptions) -> InnerOptimizers
         hidden = {name: parameter for name, parameter in trained.items() if id(parameter) in ids}
         trained = {name: parameter for name, parameter in trained.items() if id(parameter) not in ids}
         if hidden:
-            muon = _muon_class(sharded=any(is_cut(parameter) for parameter in hidden.values()))(
+            muon = Muon(
                 list(hidden.values()),
+                dtype=autocast_dtype(precision, next(iter(hidden.values())).device) or torch.float32,
                 lr=options.muon_lr,
                 momentum=options.muon_momentum,
                 weight_decay=options.muon_weight_decay,

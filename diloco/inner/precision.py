@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,26 +17,53 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from diloco.inner.parallel import SiteGroup
+
 PRECISIONS = ("auto", "bf16", "fp32")
+BF16_SPEED_MIN = 1.2
+"""Below it bf16 only costs bits; the distance from 1 keeps noise from choosing."""
+PROBE_SIZE = MappingProxyType({"cpu": 256, "cuda": 4096})
+"""Rows and columns of the matrices that are multiplied to see which format is faster."""
+PROBES = 4
 
 
-def has_fast_bf16(device: torch.device) -> bool:
-    """Whether ``device`` multiplies bf16 in hardware: AVX-512 BF16 or AMX on a CPU, compute capability 8 on CUDA."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device)[0] >= 8
-    # These two probes have no public name in torch 2.11 to 2.13; where they are gone, fp32 is the safe answer.
-    probes = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    return any(bool(probe()) for probe in probes if probe is not None)
+@functools.cache
+def bf16_speed(device: torch.device) -> float:
+    """Return how fast ``device`` multiplies matrices in bf16, in units of its speed in fp32.
+
+    Measured, once in a process: a device may have the format, or emulate it at a fiftieth of the speed.
+    """
+    fp32 = torch.ones(PROBE_SIZE[device.type], PROBE_SIZE[device.type], device=device)
+    return _product_s(fp32) / _product_s(fp32.bfloat16())
+
+
+def _product_s(matrix: Tensor) -> float:
+    """Seconds of the fastest of a few products, the first of which also makes what torch keeps for the others."""
+    seconds = []
+    for _ in range(PROBES):
+        began_s = time.perf_counter()
+        matrix @ matrix
+        if matrix.is_cuda:
+            torch.cuda.synchronize(matrix.device)
+        seconds.append(time.perf_counter() - began_s)
+    return min(seconds)
+
+
+def resolved(precision: str, device: torch.device, group: SiteGroup | None = None) -> str:
+    """Return "bf16" or "fp32" for ``precision``: under "auto" bf16 where it is clearly faster than fp32.
+
+    With ``group`` it must be so on all ranks, and all get the same answer: a collective.
+    """
+    require(precision in PRECISIONS, "precision", precision, f"one of {', '.join(PRECISIONS)}")
+    if precision != "auto":
+        return precision
+    slow = float(bf16_speed(device) < BF16_SPEED_MIN)
+    return "fp32" if (group.all_reduce_sum([slow])[0] if group else slow) else "bf16"
 
 
 def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
-    """The dtype of matrix products under ``precision`` on ``device``; None for plain fp32.
-
-    ``auto`` takes bf16 where it is fast.  ``bf16`` on hardware without it is obeyed, and slow.
-    """
-    require(precision in PRECISIONS, "precision", precision, f"one of {', '.join(PRECISIONS)}")
-    wanted = precision == "bf16" or (precision == "auto" and has_fast_bf16(device))
-    return torch.bfloat16 if wanted else None
+    """The dtype of matrix products under ``precision`` on ``device``; None for plain fp32."""
+    return torch.bfloat16 if resolved(precision, device) == "bf16" else None
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from diloco.inner.data import CorpusManifest, DataOptions, TokenStream, prepare_
 from diloco.inner.leased import LeasedStream
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.optimizer import InnerOptions, build_optimizers
+from diloco.inner.precision import bf16_speed, resolved
 from diloco.inner.streamed import prepare_stream
 from diloco.inner.token_files import prepare_tokens
 from diloco.inner.trainer import Trainer, TrainerOptions
@@ -416,11 +417,13 @@ def build_trainer(
     text = corpus(config)  # Outside of the section: what is wrong with it is nothing of inner.
     with section("inner"):
         stream = _stream(config, text, held, share, units)
+        precision = resolved(config.inner.precision, group.device, group)
+    log("number_format", {"products": precision, "bf16_speed": round(bf16_speed(group.device), 3)})
     trainer = Trainer(
         model,
-        build_optimizers(model, options),
+        build_optimizers(model, options, precision),
         stream,
-        trainer_options(config),
+        replace(trainer_options(config), precision=precision),
         group,
         progress=progress,
         checkpoint_dir=checkpoints,

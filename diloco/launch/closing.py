@@ -28,6 +28,7 @@ def closing_lines(summary: Mapping[str, Any], history: RunHistory, run_dir: Path
         *_reached(summary, history),
         "",
         *_sites(summary),
+        *_speed(summary),
         "",
         *_faults(summary),
         *_wire(summary),
@@ -65,6 +66,17 @@ def _sites(summary: Mapping[str, Any]) -> list[str]:
         updates = f"{site['updates_merged']:>9}{site['restarts']:>10}{share:>8.2%}"
         lines.append(f"{_short(name):<{SITE_NAME_CHARS}}{site['inner_steps']:>8,}{tokens}{rest}{updates}")
     return lines if summary["sites"] else []
+
+
+def _speed(summary: Mapping[str, Any]) -> list[str]:
+    """What the machine of each site gave."""
+    told = [
+        f"{_short(name)} {count(site['tokens_per_second'])} in {site['products'] or 'an unknown format'}"
+        for name, site in summary["sites"].items()
+        if site.get("tokens_per_second")
+    ]
+    lines = textwrap.wrap(f"tokens/s: {', '.join(told)}", WIDTH - 8) if told else []
+    return [f"{'speed' if number == 0 else '':<8}{line}" for number, line in enumerate(lines)]
 
 
 def _faults(summary: Mapping[str, Any]) -> list[str]:

@@ -71,6 +71,23 @@ def devices(wanted: str) -> list[Finding]:
     return [ok("devices", f"{told}; no GPU", gpus=[], cores=cores)]
 
 
+def number_format(device: str, precision: str) -> list[Finding]:
+    """The format in which a site multiplies matrices; arguments are ``site.device`` and ``inner.precision``."""
+    from diloco.inner.parallel import device_of
+    from diloco.inner.precision import bf16_speed, resolved
+
+    try:
+        where = device_of(device)
+        products = resolved(precision, where)
+    except ValueError:
+        return []  # No such device or precision: another check says so.
+    speed = bf16_speed(where)
+    told = f"products in {products}: bf16 has {speed:.2g} times the speed of fp32 on this {where.type}"
+    if products == "bf16" and speed < 1:
+        return [warn("format", told, "set inner.precision=auto", products=products, bf16_speed=speed)]
+    return [ok("format", told, products=products, bf16_speed=speed)]
+
+
 def kernels() -> list[Finding]:
     """Whether the codecs run compiled, and why not."""
     told, asked = kernel_library.description(), os.environ.get(kernel_library.VARIABLE, "")

@@ -106,6 +106,7 @@ class Examination:
 
         self._check("software", machine.software)
         self._check("devices", lambda: machine.devices(self._config.site.device))
+        self._check("format", lambda: machine.number_format(self._config.site.device, self._config.inner.precision))
         self._check("kernels", machine.kernels)
         self._check("limits", machine.limits)
         for each in stores(self._config):

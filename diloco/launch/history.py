@@ -346,6 +346,9 @@ class RunHistory:
 
     # --- what a site says --------------------------------------------------------------------------------------
 
+    def _on_number_format(self, who: str, event: Event, now_s: float) -> None:
+        self.site(who).products = str(event.get("products"))
+
     def _on_step(self, who: str, event: Event, now_s: float) -> None:
         site = self.site(who)
         if self.first_step_s is None:

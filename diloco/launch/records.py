@@ -102,6 +102,8 @@ class SiteHistory:
     """Of several syncers: those that it has lost."""
     cut: str = ""
     """The fault that its link has just now."""
+    products: str = ""
+    """The number format of its matrix products."""
     step: int = 0
     tokens: int = 0
     tokens_per_s: float = 0.0

@@ -193,16 +193,18 @@ def _ledger_table(summary: Mapping[str, Any]) -> str:
 
 
 def _site_table(summary: Mapping[str, Any]) -> str:
-    head = ("site", "steps", "step p50", "step max", "stall", "longest", "updates", "refused", "restarts", "up", "down")
+    head = ["site", "steps", "tokens/s", "products", "step p50", "step max", "stall", "longest", "updates", "refused"]
+    head += ["restarts", "up", "down"]
     rows = []
     for name, site in summary["sites"].items():
         share = site["stall_seconds"] / site["train_seconds"] if site["train_seconds"] else 0.0
+        speed = [count(site.get("tokens_per_second", 0)), site.get("products") or "-"]
         times = [f"{site['step_seconds'][part] * 1e3:.0f} ms" for part in ("p50", "max")]
         stall = [f"{share:.2%}", f"{site['after_step_seconds_max'] * 1e3:.1f} ms"]
         refused = ", ".join(f"{number} {reason}" for reason, number in sorted(site["updates_refused"].items())) or "0"
         merged = [str(site["updates_merged"]), refused, str(site["restarts"])]
         wire = [size(site["bytes_up"]), size(site["bytes_down"])]
-        rows.append([name, f"{site['inner_steps']:,}", *times, *stall, *merged, *wire])
+        rows.append([name, f"{site['inner_steps']:,}", *speed, *times, *stall, *merged, *wire])
     return table(head, rows)
 
 

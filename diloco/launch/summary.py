@@ -8,6 +8,8 @@ accepted and of each version that was fetched as a difference, so it is to be co
 bytes_joins``: joins carry whole fragments in fp32 whatever the codec.  ``wire.bytes_data_parallel_equivalent`` is
 ``RunHistory.bytes_data_parallel``: inner steps of all sites x 2(N-1)/N x 4 bytes x parameters.
 
+A site's ``products`` is the number format of its matrix products, "bf16" or "fp32"; "" where it never said.
+
 ``units`` is where the units of the data are (``sync/units.py``); null where none are leased, and where the syncer was
 never heard.  leased = merged + partly + in_hand + given_back.
 """
@@ -55,6 +57,8 @@ SCHEMA: Mapping[str, Mapping[str, str]] = {
         "bytes_up": "whole",
         "bytes_down": "whole",
         "train_seconds": "number",
+        "tokens_per_second": "number",
+        "products": "text",
         "stall_seconds": "number",
         "adopt_seconds": "number",
         "after_step_seconds_max": "number",
@@ -76,8 +80,8 @@ SCHEMA: Mapping[str, Mapping[str, str]] = {
     },
 }
 
-SINCE = frozenset({"summary.units"})
-"""Came after the first release: a summary from before lacks it."""
+SINCE = frozenset({"summary.units", "site.tokens_per_second", "site.products"})
+"""Came after the first release: a summary from before lacks them."""
 
 
 def summarize(
@@ -151,7 +155,7 @@ def _what_is_wrong(history: RunHistory, sites: Mapping[str, Mapping[str, object]
 
 def _site(site: SiteHistory, heard: Mapping[str, Any], num_fragments: int) -> dict[str, object]:
     ledger = settled(site.left_with, heard) if site.left_with is not None else unfinished(site, heard, num_fragments)
-    refused = heard.get("updates_refused")
+    refused, train_s = heard.get("updates_refused"), site.meter("train_s")
     return {
         "inner_steps": int(site.meter("inner_steps")),
         "tokens_processed": ledger["processed"],
@@ -161,7 +165,9 @@ def _site(site: SiteHistory, heard: Mapping[str, Any], num_fragments: int) -> di
         "updates_refused": dict(refused) if isinstance(refused, dict) else dict(site.refused),
         "bytes_up": site.bytes_up,
         "bytes_down": site.bytes_down,
-        "train_seconds": round(site.meter("train_s"), 3),
+        "train_seconds": round(train_s, 3),
+        "tokens_per_second": round(ledger["processed"] / train_s, 1) if train_s else 0.0,
+        "products": site.products,
         "stall_seconds": round(site.meter("stall_s"), 4),
         "adopt_seconds": round(site.meter("adopt_s"), 4),
         "after_step_seconds_max": round(site.meter_max("after_step_s_max"), 5),

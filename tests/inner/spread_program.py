@@ -23,8 +23,8 @@ from diloco.inner.checkpoint import CheckpointError, names
 from diloco.inner.computing import ComputeOptions, prepare
 from diloco.inner.data import TokenStream, load_manifest, validation_batches
 from diloco.inner.evaluating import evaluate
-from diloco.inner.gathered_muon import GatheredMuon, whole
 from diloco.inner.model import ModelOptions, Transformer
+from diloco.inner.muon import Muon, whole
 from diloco.inner.optimizer import InnerOptions, build_optimizers
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.pieces import box_of, is_keeper, local, put
@@ -173,7 +173,7 @@ def check_muon(trainer: Trainer) -> None:
             continue
         values, gradient = (torch.randn(parameter.shape, generator=generator) for _ in range(2))
         results = []
-        for like, kind in ((parameter, GatheredMuon), (values, torch.optim.Muon)):
+        for like, kind in ((parameter, Muon), (values, torch.optim.Muon)):
             tensor = torch.nn.Parameter(torch.empty_like(like))
             put(tensor, values)
             tensor.grad = torch.empty_like(like)

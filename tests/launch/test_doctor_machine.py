@@ -6,7 +6,17 @@ import pytest
 
 from diloco.codec import kernel_library
 from diloco.launch import doctor_machine
-from diloco.launch.doctor_machine import LinkFigures, devices, kernel, kernels, limits, megabits, proxies, software
+from diloco.launch.doctor_machine import (
+    LinkFigures,
+    devices,
+    kernel,
+    kernels,
+    limits,
+    megabits,
+    number_format,
+    proxies,
+    software,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,6 +92,16 @@ def test_this_machine_is_told_of() -> None:
     assert "torch" in software()[0].says
     assert "cores" in devices("auto")[0].says
     assert "open files" in limits()[0].says
+
+
+def test_the_format_of_products_is_told_and_an_emulated_one_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco.inner.precision.bf16_speed", lambda device: 0.02)
+    told = "products in {}: bf16 has 0.02 times the speed of fp32 on this cpu"
+    [found] = number_format("cpu", "auto")
+    assert (found.level.value, found.says) == ("ok", told.format("fp32"))
+    [found] = number_format("cpu", "bf16")
+    assert (found.level.value, found.says, found.remedy) == ("warn", told.format("bf16"), "set inner.precision=auto")
+    assert number_format("cpu", "fp8") == []
 
 
 def test_a_gpu_that_is_wanted_and_not_there_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def here(tmp_path: Path) -> list[str]:
 def test_the_machine_alone(here: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *here]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines[:5]] == ["software", "devices", "kernels", "limits", "store"]
+    assert [line.split()[1] for line in lines[:6]] == ["software", "devices", "format", "kernels", "limits", "store"]
     assert lines[-1].endswith(" 0 fail")
     assert not any(" tcp " in line for line in lines)
 
