@@ -7,6 +7,9 @@ median over neighbouring blocks; ``cpu_overhead`` is the same of the training th
 others use as well disturbs less.  The loop does without what the trainer does beside: it agrees with nobody on the
 loss, looks for no NaN, measures no step, and has no schedule.
 
+``optimizer_share`` is what clipping and the optimizers take of the loop's CPU time, which is that of plain torch; it
+may be at most ``OPTIMIZER_SHARE_MAX`` on any kind of machine.
+
 In the cases that end in ``under-agent`` rank 0 has one, towards a syncer in a process of its own (int4, four fragments,
 overlap 2), and before the loop has its turn the agent is at rest.  Nothing is pinned, and nothing taken off: where two
 ranks have two cores, all that the agent and the syncer need comes out of the ranks' time.  ``syncer_cpu_share`` is what
@@ -52,7 +55,7 @@ from diloco.inner.holding import Holding
 from diloco.inner.model import ModelOptions, Transformer, flops_per_token, next_token_loss
 from diloco.inner.optimizer import InnerOptimizers, InnerOptions, build_optimizers
 from diloco.inner.parallel import SiteGroup
-from diloco.inner.precision import autocast_dtype
+from diloco.inner.precision import autocast_dtype, resolved
 from diloco.inner.trainer import StepInfo, Trainer, TrainerOptions, Verdict
 from diloco.learner.agent import Agent
 from diloco.learner.follower import Follower
@@ -66,6 +69,7 @@ MODEL = ModelOptions(vocab_size=1025, layers=4, dim=128, heads=4, context=128)
 BATCH = 16
 WARM_PAIRS = 1
 ANSWER_S_MAX = 600.0
+OPTIMIZER_SHARE_MAX = 0.25
 KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 
 
@@ -79,6 +83,8 @@ class Loop:
         self._optimizers = [optimizer for optimizer, _ in ours._parts.values()]
         self._dtype = autocast_dtype("auto", torch.device("cpu"))
         self._cursor = 0
+        self.optimizer_cpu_s = 0.0
+        """Of all steps so far."""
 
     def run(self, steps: int) -> None:
         """Train on the next ``steps`` batches."""
@@ -89,10 +95,12 @@ class Loop:
                 # In one line, so that the logits are gone when the backward pass asks for room.
                 loss = next_token_loss(self._wrapped(inputs), targets)
             loss.backward()
+            began_s = time.thread_time()
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
             for optimizer in self._optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
+            self.optimizer_cpu_s += time.thread_time() - began_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +196,11 @@ def run_rank(rank: int, facts: Facts, pipe: Any) -> None:
         for name, block in both if pair % 2 else both[::-1]:
             group.barrier()
             began_s, began_cpu_s = time.perf_counter(), time.thread_time()
-            syncer_s = cpu_s_of(facts.syncer_pid) if facts.syncer else 0.0
+            syncer_s, optimizer_s = cpu_s_of(facts.syncer_pid) if facts.syncer else 0.0, loop.optimizer_cpu_s
             block()
             row[f"{name}_s"] = time.perf_counter() - began_s
             row[f"{name}_cpu_s"] = time.thread_time() - began_cpu_s
+            row[f"{name}_optimizer_cpu_s"] = loop.optimizer_cpu_s - optimizer_s
             if facts.syncer:
                 row[f"{name}_syncer_cpu_s"] = cpu_s_of(facts.syncer_pid) - syncer_s
                 rest()
@@ -233,6 +242,7 @@ def row_of(world: int, agent: bool, steps: int, pairs: list[dict[str, float]]) -
     cpu_kept = [pair["bare_cpu_s"] / pair["ours_cpu_s"] for pair in pairs]
     alone = [pair["bare_s"] / (pair["ours_s"] - pair.get("ours_syncer_cpu_s", 0.0)) for pair in pairs]
     step_s = percentile([pair["ours_s"] / steps for pair in pairs], 50)
+    optimizer = [pair["bare_optimizer_cpu_s"] / pair["bare_cpu_s"] for pair in pairs]
     tokens_per_s = world * BATCH * MODEL.context / step_s
     return {
         "case": ("ddp-2" if world > 1 else "single") + ("-under-agent" if agent else ""),
@@ -242,6 +252,8 @@ def row_of(world: int, agent: bool, steps: int, pairs: list[dict[str, float]]) -
         "speed_kept_p95": percentile(kept, 95),
         "speed_kept_p50_syncer_elsewhere": percentile(alone, 50),
         "cpu_overhead": 1 - percentile(cpu_kept, 50),
+        "optimizer_share_p50": percentile(optimizer, 50),
+        "optimizer_share_p95": percentile(optimizer, 95),
         "step_ms_p50_ours": 1e3 * step_s,
         "step_ms_p50_bare": 1e3 * percentile([pair["bare_s"] / steps for pair in pairs], 50),
         "tokens_per_s": tokens_per_s,
@@ -270,8 +282,10 @@ def main() -> None:
             rows.append(measure(world, agent == "on", arguments, data))
             print(json.dumps(rows[-1]), flush=True)
     config = {"steps": arguments.steps, "batch": BATCH, "model": "4x128", "optimizer": "muon", "threads": 1}
+    config |= {"products": resolved("auto", torch.device("cpu"))}
     config |= {"inner_steps": arguments.inner_steps, "codec": CODEC, "fragments": NUM_FRAGMENTS}
     top = {f"overhead_{found['case'].replace('-', '_')}": found["overhead"] for found in rows}
+    top |= {"optimizer_share": rows[0]["optimizer_share_p50"], "optimizer_share_max": OPTIMIZER_SHARE_MAX}
     finish({**record("inner", config, rows, arguments.seed, repeats=arguments.pairs), **top}, save=arguments.save)
 
 

@@ -16,6 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
@@ -88,6 +90,7 @@ def machine() -> dict[str, Any]:
     """Return what of this machine changes a figure: processor, cores we may use, memory, system, accelerator."""
     description: dict[str, Any] = {
         "cpu": _cpu_model(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
