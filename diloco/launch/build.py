@@ -418,7 +418,8 @@ def build_trainer(
     with section("inner"):
         stream = _stream(config, text, held, share, units)
         precision = resolved(config.inner.precision, group.device, group)
-    log("number_format", {"products": precision, "bf16_speed": round(bf16_speed(group.device), 3)})
+    measured = {"bf16_speed": round(bf16_speed(group.device), 3)} if config.inner.precision == "auto" else {}
+    log("number_format", {"products": precision} | measured)
     trainer = Trainer(
         model,
         build_optimizers(model, options, precision),

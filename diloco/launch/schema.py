@@ -143,7 +143,7 @@ class InnerSection:
     kernels: str = "torch"
     """What computes norms, positions, SwiGLU and the loss.  torch; liger: liger-kernel's fused ones, on GPUs."""
     precision: str = "auto"
-    """bf16, fp32, or auto: bf16 where the hardware is fast at it."""
+    """Of matrix products, Muon's too: bf16, fp32, or auto: bf16 where that is measured to be clearly faster here."""
     deterministic: bool = False
     """The same bits twice, for tests and reference runs; slower."""
     checkpoint_every_steps: int = 50
