@@ -16,7 +16,7 @@ from diloco.inner.data import CorpusManifest, DataOptions, TokenStream, prepare_
 from diloco.inner.leased import LeasedStream
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.optimizer import InnerOptions, build_optimizers
-from diloco.inner.precision import bf16_speed, resolved
+from diloco.inner.precision import resolved
 from diloco.inner.streamed import prepare_stream
 from diloco.inner.token_files import prepare_tokens
 from diloco.inner.trainer import Trainer, TrainerOptions
@@ -418,8 +418,6 @@ def build_trainer(
     with section("inner"):
         stream = _stream(config, text, held, share, units)
         precision = resolved(config.inner.precision, group.device, group)
-    measured = {"bf16_speed": round(bf16_speed(group.device), 3)} if config.inner.precision == "auto" else {}
-    log("number_format", {"products": precision} | measured)
     trainer = Trainer(
         model,
         build_optimizers(model, options, precision),

@@ -189,6 +189,7 @@ def _lead(
     emit: Emit,
 ) -> tuple[ExitCode, str]:
     """Rank 0's part."""
+    from diloco.inner.precision import bf16_speed
     from diloco.launch.site_agent import join_text
     from diloco.learner.agent import JoinFailed
 
@@ -199,6 +200,8 @@ def _lead(
             raise VerbError(JOIN_CODES[error.kind], join_text(config, error.kind, error.text)) from error
         except TimeoutError as error:
             raise VerbError(ExitCode.UNREACHABLE, f"{error} from {config.site.syncer}") from error
+        measured = {"bf16_speed": bf16_speed(trainer.group.device)} if config.inner.precision == "auto" else {}
+        emit("number_format", {"products": trainer.options.precision} | measured)
         trainer.skip_data(trainer.group.broadcast_small([cursor])[0])
         stopping.ask(agent.leave_soon)
         trainer.run(after_step=agent.after_step, extra_state=agent.state)
