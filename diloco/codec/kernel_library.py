@@ -83,6 +83,8 @@ def _loaded() -> ctypes.CDLL | str:
         return f"the library cannot be loaded: {error}"
     if interface != INTERFACE:
         return f"the library is of interface {interface}, {INTERFACE} is needed: build the package again"
+    if library.diloco_level() < 0:
+        return "the library was compiled for another CPU: build the package again without -march in CFLAGS"
     library.diloco_sum_products.argtypes = [c_int32, c_void_p, c_void_p, c_int64, c_double]
     library.diloco_sum_products.restype = c_double
     library.diloco_digest.argtypes = [c_int32, c_void_p, c_void_p, c_int64]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
+import shutil
+import subprocess
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -111,6 +114,23 @@ def test_a_library_that_cannot_be_loaded_or_is_another_is_not_used(
     kernel_library._loaded.cache_clear()
     force("")
     assert description().startswith("plain (the library cannot be loaded: ")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+def test_a_library_that_was_compiled_for_another_cpu_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No CPU that is sold today has what bdver2 had: the first of its instructions would end the process."""
+    if platform.machine() != "x86_64":
+        pytest.skip("-march=bdver2 is for x86-64")
+    source, library = Path(diloco.__file__).parent / "codec/kernels/kernels.cpp", tmp_path / "kernels.so"
+    command = ["g++", "-shared", "-fPIC", "-O0", "-std=c++17", "-march=bdver2", str(source), "-o", str(library)]
+    subprocess.run(command, check=True, timeout=120)
+    spec = ModuleSpec("kernels", None, origin=str(library))
+    monkeypatch.setattr(kernel_library, "find_spec", lambda name: spec)
+    force("")
+    assert description().startswith("plain (the library was compiled for another CPU: ")
+    assert native.kernels() is None
 
 
 def test_a_loop_of_its_own_a_rank_and_a_worker_force_it_too(

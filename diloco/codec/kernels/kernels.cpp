@@ -12,7 +12,10 @@
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define X86_LEVELS 1
+#define RUNS_ANYWHERE __attribute__((target("no-sse3,no-bmi,no-bmi2,no-lzcnt,no-popcnt")))
 #include <immintrin.h>
+#else
+#define RUNS_ANYWHERE
 #endif
 
 #if defined(_WIN32)
@@ -242,10 +245,40 @@ namespace avx512 {
 // Raised with every change of a structure or a meaning: native.py uses no library with another number.
 EXPORT int32_t diloco_interface() { return 4; }
 
-// The best level that this processor has; all below it work too.
-EXPORT int32_t diloco_level() {
+// The best level that this processor has; all below it work too.  -1: the compiler was told (-march=native, say) to use
+// everywhere what this processor lacks.  This function itself runs on any x86-64.
+EXPORT RUNS_ANYWHERE int32_t diloco_level() {
 #ifdef X86_LEVELS
     __builtin_cpu_init();
+#define NEEDS(name) if (!__builtin_cpu_supports(name)) return -1
+#ifdef __SSE4_2__
+    NEEDS("sse4.2");
+#endif
+#ifdef __POPCNT__
+    NEEDS("popcnt");
+#endif
+#ifdef __AVX2__
+    NEEDS("avx2");
+#endif
+#ifdef __FMA__
+    NEEDS("fma");
+#endif
+#ifdef __BMI2__
+    NEEDS("bmi2");
+#endif
+#ifdef __FMA4__
+    NEEDS("fma4");
+#endif
+#ifdef __AVX512F__
+    NEEDS("avx512f");
+#endif
+#ifdef __AVX512VL__
+    NEEDS("avx512vl");
+#endif
+#ifdef __AVX512VNNI__
+    NEEDS("avx512vnni");
+#endif
+#undef NEEDS
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl"))
         return 2;
