@@ -70,12 +70,14 @@ def _sites(summary: Mapping[str, Any]) -> list[str]:
 
 def _speed(summary: Mapping[str, Any]) -> list[str]:
     """What the machine of each site gave."""
+    sites = {_short(name): site for name, site in summary["sites"].items() if site.get("tokens_per_second")}
+    formats = {site["products"] or "?" for site in sites.values()}
     told = [
-        f"{_short(name)} {count(site['tokens_per_second'])} in {site['products'] or 'an unknown format'}"
-        for name, site in summary["sites"].items()
-        if site.get("tokens_per_second")
+        f"{name} {count(site['tokens_per_second'])}" + (f" ({site['products'] or '?'})" if len(formats) > 1 else "")
+        for name, site in sites.items()
     ]
-    lines = textwrap.wrap(f"tokens/s: {', '.join(told)}", WIDTH - 8) if told else []
+    alike = f", products in {formats.pop()}" if len(formats) == 1 else ""
+    lines = textwrap.wrap(f"tokens/s: {', '.join(told)}{alike}", WIDTH - 8) if told else []
     return [f"{'speed' if number == 0 else '':<8}{line}" for number, line in enumerate(lines)]
 
 

@@ -32,6 +32,22 @@ def test_the_table_says_what_was_reached_and_fits() -> None:
     assert len(lines) <= 22
 
 
+@pytest.mark.parametrize(
+    ("formats", "said"),
+    [
+        (("fp32", "fp32", "fp32"), "site-a 6.83k, site-b 5.64k, site-c 4.27k, products in fp32"),
+        (("fp32", "bf16", ""), "site-a 6.83k (fp32), site-b 5.64k (bf16), site-c 4.27k (?)"),
+    ],
+)
+def test_what_each_machine_gave_is_said(formats: tuple[str, ...], said: str) -> None:
+    recorder = Recorder()
+    recorder.record()
+    for site, products in zip(("site-a", "site-b", "site-c"), formats, strict=True):
+        if products:
+            recorder.say(1, site, "number_format", products=products)
+    assert [line for line in closed(recorder) if line.startswith("speed")] == [f"speed   tokens/s: {said}"]
+
+
 def test_where_the_units_of_the_data_are_is_said_where_any_were_leased() -> None:
     recorder = Recorder()
     recorder.record()
