@@ -1,9 +1,5 @@
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,33 +14,13 @@ from diloco.inner.data import CorpusManifest
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo, Verdict
 from tests.inner.rank_program import build
+from tests.inner.test_sharding import run_ranks
 
 ROOT = Path(__file__).parents[2]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_two_ranks_are_one_process_on_the_double_batch(manifest: CorpusManifest, tmp_path: Path) -> None:
-    port = str(free_port())
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ranks = []
-    for number in ("0", "1"):
-        arguments = [number, "2", port, str(manifest.directory), str(tmp_path)]
-        command = [sys.executable, str(ROOT / "tests/inner/rank_program.py"), *arguments]
-        ranks.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        )
-    try:
-        told = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(told)
-
+    run_ranks("rank_program", 2, str(manifest.directory), str(tmp_path))
     first, second = (load_file(tmp_path / f"straight-{rank}.safetensors") for rank in (0, 1))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert (tmp_path / "losses-0.txt").read_text() == (tmp_path / "losses-1.txt").read_text()

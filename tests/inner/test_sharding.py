@@ -4,8 +4,10 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
+import tempfile
+import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -18,9 +20,9 @@ from diloco.inner.evaluating import evaluate
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.sharding import ParallelOptions, Spread, check_cut
+from tests.forked import forkserver
 from tests.inner.spread_program import CASES, NAMES, QUICK, QUICK_RESUMED, RESUMED, SAVED, build, trained
 
-ROOT = Path(__file__).parents[2]
 WORLD = 4
 
 
@@ -31,26 +33,32 @@ def free_port() -> str:
 
 
 def run_ranks(program: str, world: int, *told: str) -> None:
-    """Start the ranks of ``program`` and wait for them."""
-    port = free_port()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "tests/inner" / program)]
+    """Fork the ranks of ``tests.inner.PROGRAM`` and wait for them."""
+    context, port, said = forkserver(), free_port(), Path(tempfile.mkdtemp())
     ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), port, *told],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        context.Process(target=run_rank, args=(program, [str(rank), str(world), port, *told], said / str(rank)))
         for rank in range(world)
     ]
+    until = time.monotonic() + 240
     try:
-        said = [rank.communicate(timeout=240)[0] for rank in ranks]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(until - time.monotonic())
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(said)
+    assert [rank.exitcode for rank in ranks] == [0] * world, "\n".join(each.read_text() for each in said.iterdir())
+
+
+def run_rank(program: str, arguments: list[str], said: Path) -> None:
+    """One rank, whose words go to a file."""
+    with said.open("w") as out:
+        for stream in (1, 2):
+            os.dup2(out.fileno(), stream)
+    torch.set_num_threads(1)
+    sys.argv[1:] = arguments
+    import_module(f"tests.inner.{program}").main()
 
 
 def results_of(amount: str, manifest: CorpusManifest, out: Path) -> Path:
@@ -58,7 +66,7 @@ def results_of(amount: str, manifest: CorpusManifest, out: Path) -> Path:
     plain = build(CASES["fsdp"], manifest.directory, SiteGroup(device="cpu"), out / "plain-checkpoints")
     trained(plain, SAVED)
     for world in (WORLD,) if amount == "quick" else (WORLD, 2):
-        run_ranks("spread_program.py", world, str(manifest.directory), str(out), amount)
+        run_ranks("spread_program", world, str(manifest.directory), str(out), amount)
     return out
 
 
