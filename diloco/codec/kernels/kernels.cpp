@@ -17,6 +17,9 @@
 #else
 #define RUNS_ANYWHERE
 #endif
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
 
 #if defined(_WIN32)
 #define EXPORT extern "C" __declspec(dllexport)

@@ -15,6 +15,12 @@ static inline uint32_t as_bits(float value) {
     return bits;
 }
 
+static inline uint64_t word_at(const uint8_t *bytes) {
+    uint64_t word;
+    memcpy(&word, bytes, 8);
+    return word;
+}
+
 // The largest bits without the sign: of finite values those of the largest magnitude, beyond INFINITE for any other.
 static inline uint32_t largest_bits(const float *x, int64_t count) {
     int32_t largest = 0;
