@@ -22,16 +22,29 @@ static inline TopK place_of(const Format *format, uint8_t *payload, int64_t star
     return {payload + start / format->block * 4, indices + before * bits / 8, fields + before / 4, kept_of(format, count)};
 }
 
-static constexpr int32_t FIRST_BITS_END = 1 << 14;
+static constexpr int32_t FIRST_BITS_END = 1 << 17;
 
-// Goes on with `least` from the bit `from` to the bit `to`.
-static inline int32_t least_units(const int32_t *units, int64_t count, int64_t kept, int32_t least, int32_t from, int32_t to) {
-    for (int32_t bit = from; bit && bit >= to; bit >>= 1) {
+// The most that at least `kept` of them reach, without the bits below `last`.
+static inline int32_t least_units(const int32_t *units, int64_t count, int64_t kept, int32_t last) {
+    int32_t least = 0;
+    for (int32_t bit = 1 << 23; bit >= last; bit >>= 1) {
         int32_t reach = 0;
         for (int64_t i = 0; i < count; i++) reach += units[i] >= (least | bit);
         if (reach >= kept) least |= bit;
     }
     return least;
+}
+
+// Units that all of the kept reach, though more may.  With the chunk as rows, so many columns have a value that reaches
+// them: the columns' peaks are looked at in place of all values, where there are many more columns than values to keep.
+static inline int32_t near_least(const int32_t *units, int64_t count, int64_t kept) {
+    alignas(64) int32_t peaks[TILE];
+    int64_t columns = count;
+    while (columns >= 16 * kept) columns /= 4;
+    memcpy(peaks, units, 4 * (size_t)columns);
+    for (int64_t row = columns; row + columns <= count; row += columns)
+        for (int64_t i = 0; i < columns; i++) peaks[i] = units[row + i] > peaks[i] ? units[row + i] : peaks[i];
+    return least_units(peaks, columns, kept, FIRST_BITS_END);
 }
 
 // The units that are not below `least`, and where they stand, in their order.
@@ -48,10 +61,16 @@ static inline int64_t reaching(const int32_t *units, int64_t count, int32_t leas
         found += __builtin_popcount(reach);
     }
 #endif
-    for (; i < count; i++) {
-        reached[found] = units[i];
-        places[found] = (int32_t)i;
-        found += units[i] >= least;
+    alignas(64) uint8_t reach[TILE + 8];
+    for (int64_t j = i; j < count; j++) reach[j] = units[j] >= least;
+    memset(reach + count, 0, 8);
+    for (; i < count; i += 8) {
+        if (word_at(reach + i) == 0) continue;
+        for (int64_t j = i; j < i + 8; j++) {
+            reached[found] = units[j];
+            places[found] = (int32_t)j;
+            found += reach[j];
+        }
     }
     return found;
 }
@@ -67,9 +86,8 @@ static int encode_chunk(const Format *format, const float *x, int64_t start, int
     // values that reach so far are looked at.
     alignas(64) int32_t reached[TILE + 16];
     alignas(64) int32_t places[TILE + 16];
-    int32_t least = least_units(units, count, at.kept, 0, 1 << 23, FIRST_BITS_END);
-    const int64_t candidates = reaching(units, count, least, reached, places);
-    least = least_units(reached, candidates, at.kept, least, FIRST_BITS_END >> 1, 0);
+    const int64_t candidates = reaching(units, count, near_least(units, count, at.kept), reached, places);
+    const int32_t least = least_units(reached, candidates, at.kept, 1);
     int64_t more = 0;
     for (int64_t i = 0; i < candidates; i++) more += reached[i] > least;
     int64_t equal = at.kept - more, found = 0, sum = 0;
