@@ -207,13 +207,26 @@ static int decode_block_tile(const Format *format, const uint8_t *payload, int64
     return status;
 }
 
-static int encode_cast(const Format *format, const float *x, int64_t start, int64_t count, uint8_t *payload, float *decoded) {
-    if (largest_bits(x, count) >= INFINITE) return NOT_FINITE;
-    if (format->kind == FP32) {
-        memcpy(payload + 4 * start, x, 4 * (size_t)count);
-        if (decoded && decoded != x) memcpy(decoded, x, 4 * (size_t)count);
-        return DONE;
+// Copies values and returns their largest bits.  A loop, because memcpy is slow where bytes lie anywhere and are so few.
+static inline uint32_t copy_values(const uint8_t *from, int64_t count, uint8_t *to) {
+    int32_t largest = 0;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, from + 4 * i, 4);
+        memcpy(to + 4 * i, &bits, 4);
+        const int32_t magnitude = (int32_t)(bits & 0x7FFFFFFFu);
+        largest = magnitude > largest ? magnitude : largest;
     }
+    return (uint32_t)largest;
+}
+
+static int encode_cast(const Format *format, const float *x, int64_t start, int64_t count, uint8_t *payload, float *decoded) {
+    if (format->kind == FP32) {
+        const uint32_t largest = copy_values((const uint8_t *)x, count, payload + 4 * start);
+        if (decoded && decoded != x) memcpy(decoded, x, 4 * (size_t)count);
+        return largest >= INFINITE ? NOT_FINITE : DONE;
+    }
+    if (largest_bits(x, count) >= INFINITE) return NOT_FINITE;
     alignas(64) uint16_t codes[TILE];
     for (int64_t i = 0; i < count; i++) {
         const uint32_t bits = as_bits(x[i]), sign = bits & 0x80000000u;
@@ -228,13 +241,11 @@ static int encode_cast(const Format *format, const float *x, int64_t start, int6
 }
 
 static int decode_cast(const Format *format, const uint8_t *payload, int64_t start, int64_t count, float *out) {
-    if (format->kind == FP32) {
-        memcpy(out, payload + 4 * start, 4 * (size_t)count);
-    } else {
-        alignas(64) uint16_t codes[TILE];
-        memcpy(codes, payload + 2 * start, 2 * (size_t)count);
-        for (int64_t i = 0; i < count; i++) out[i] = as_float((uint32_t)codes[i] << 16);
-    }
+    if (format->kind == FP32)
+        return copy_values(payload + 4 * start, count, (uint8_t *)out) >= INFINITE ? NOT_FINITE : DONE;
+    alignas(64) uint16_t codes[TILE];
+    memcpy(codes, payload + 2 * start, 2 * (size_t)count);
+    for (int64_t i = 0; i < count; i++) out[i] = as_float((uint32_t)codes[i] << 16);
     return largest_bits(out, count) >= INFINITE ? NOT_FINITE : DONE;
 }
 
