@@ -1,7 +1,7 @@
 // The arithmetic, once: kernels.cpp includes this file for every level of instructions, each time in a namespace of its
 // own and with another target.  Everything works on tiles that stay in the first cache, in loops that a compiler turns
-// into vectors; where that is not enough there is a variant for AVX-512.  Formats and orders of operations are those of
-// the Python modules; every sum, product and quotient rounds by itself unless it says fmaf.
+// into vectors, on x86 and AArch64 alike; where that is not enough there is a variant for AVX-512.  Formats and orders of
+// operations are those of the Python modules; every sum, product and quotient rounds by itself unless it says fmaf.
 
 static inline float as_float(uint32_t bits) {
     float value;
@@ -37,139 +37,90 @@ static inline uint32_t largest_bits(const float *x, int64_t count) {
 static constexpr float ROUNDER = 12582912.0f;
 static constexpr int32_t ROUNDER_BITS = 0x4B400000;
 
-template <int BITS, bool HELD>
-static inline void encode_block(const float *x, int64_t block, float scale, uint8_t *codes, float *decoded) {
-    const float divisor = scale > 0 ? scale : 1.0f;
-    const float held = HELD ? floorf(FP32_MAX / divisor) : 0.0f;
-    alignas(64) int32_t whole[BLOCK_LARGEST];
-    for (int64_t i = 0; i < block; i++) {
-        float quotient = x[i] / divisor;
-        if (HELD) {
-            quotient = quotient + ROUNDER - ROUNDER;
-            quotient = quotient > held ? held : quotient < -held ? -held : quotient;
-        }
-        whole[i] = (int32_t)as_bits(quotient + ROUNDER) - ROUNDER_BITS;
-    }
-    if (decoded)
-        for (int64_t i = 0; i < block; i++) decoded[i] = (float)whole[i] * scale;
-    if (BITS == 8) {
-        for (int64_t i = 0; i < block; i++) codes[i] = (uint8_t)whole[i];
-        return;
-    }
-    for (int64_t i = 0; i < block / 2; i++)
-        codes[i] = (uint8_t)((whole[2 * i] + 8) | (whole[2 * i + 1] + 8) << 4);
-}
-
 template <int BITS>
 static inline float largest_code() { return BITS == 8 ? 127.0f : 7.0f; }
 
-#ifdef AVX512
-#include "avx512.h"
-#endif
-
-// Encodes whole blocks; a block's scale is 0 only where all its values are.
-template <int BITS, int FIXED>
-static int encode_blocks(const float *x, int64_t blocks, int64_t size, uint8_t *scales, uint8_t *codes, float *decoded) {
-    const int64_t block = FIXED ? FIXED : size;
-#ifdef AVX512
-    const Flow flow = {x, nullptr, nullptr, 0.0f, decoded};
-    int status = DONE;
-    if (encode_flow<BITS>(&flow, blocks, block, scales, codes, &status) == blocks) return status;
-#endif
-    alignas(64) uint32_t peaks[TILE / 2];
-    alignas(64) float scale[TILE / 2];
-    alignas(64) uint16_t words[TILE / 2];
-    for (int64_t b = 0; b < blocks; b++) peaks[b] = largest_bits(x + b * block, block);
+// The scales of blocks with these peaks, and the largest of the peaks.  A block's scale is 0 only where all its values are.
+template <int BITS>
+static inline uint32_t scales_of(const uint32_t *peaks, int64_t blocks, float *scales, uint16_t *words) {
     uint32_t largest = 0;
     for (int64_t b = 0; b < blocks; b++) {
         const float ratio = as_float(peaks[b]) / largest_code<BITS>();
         int32_t bits = (int32_t)((as_bits(ratio) + 0xFFFFu) & 0xFFFF0000u);
         bits = bits < SCALE_LEAST ? SCALE_LEAST : bits;
         bits = peaks[b] ? bits : 0;
-        scale[b] = as_float((uint32_t)bits);
+        scales[b] = as_float((uint32_t)bits);
         words[b] = (uint16_t)((uint32_t)bits >> 16);
         largest = peaks[b] > largest ? peaks[b] : largest;
     }
-    if (largest >= INFINITE) return NOT_FINITE;
-    memcpy(scales, words, 2 * (size_t)blocks);
-    const int64_t bytes = block * BITS / 8;
-    if (as_float(largest) > FP32_MAX / 2) {
-        for (int64_t b = 0; b < blocks; b++) {
-            const bool held = scale[b] * largest_code<BITS>() > FP32_MAX;
-            float *told = decoded ? decoded + b * block : nullptr;
-            if (held) encode_block<BITS, true>(x + b * block, block, scale[b], codes + b * bytes, told);
-            else encode_block<BITS, false>(x + b * block, block, scale[b], codes + b * bytes, told);
-        }
-        return DONE;
-    }
-    for (int64_t b = 0; b < blocks; b++)
-        encode_block<BITS, false>(x + b * block, block, scale[b], codes + b * bytes, decoded ? decoded + b * block : nullptr);
-    return DONE;
+    return largest;
 }
 
-template <int BITS>
-static inline uint32_t decode_block(const uint8_t *codes, int64_t block, float scale, float *out) {
-    uint32_t bad = 0;
-    if (BITS == 8) {
-        for (int64_t i = 0; i < block; i++) {
-            bad |= codes[i] == 0x80;
-            out[i] = (float)(int8_t)codes[i] * scale;
-        }
-        return bad;
-    }
-    for (int64_t i = 0; i < block / 2; i++) {
-        const int32_t low = codes[i] & 15, high = codes[i] >> 4;
-        bad |= (low == 0) | (high == 0);
-        out[2 * i] = (float)(low - 8) * scale;
-        out[2 * i + 1] = (float)(high - 8) * scale;
-    }
-    return bad;
-}
-
-// Decodes whole blocks and refuses what encode_blocks never makes.
-template <int BITS, int FIXED>
-static int decode_blocks(const uint8_t *scales, const uint8_t *codes, int64_t blocks, int64_t size, float *out) {
-    const int64_t block = FIXED ? FIXED : size;
+// False where one of them is none that scales_of makes; `largest` has the bits of the largest.
+static inline bool read_scales(const uint8_t *bytes, int64_t blocks, float *scales, uint32_t *largest) {
     alignas(64) uint16_t words[TILE / 2];
-    alignas(64) float scale[TILE / 2];
-    memcpy(words, scales, 2 * (size_t)blocks);
-    uint32_t illegal = 0, largest = 0;
+    memcpy(words, bytes, 2 * (size_t)blocks);
+    uint32_t illegal = 0, most = 0;
     for (int64_t b = 0; b < blocks; b++) {
         const uint32_t word = words[b];
         illegal |= (word != 0) & (word - 0x0080u >= 0x7F80u - 0x0080u);
-        largest = word > largest ? word : largest;
-        scale[b] = as_float(word << 16);
+        most = word > most ? word : most;
+        scales[b] = as_float(word << 16);
     }
-    if (illegal) return BAD_SCALE;
-    uint32_t bad = 0;
-    for (int64_t b = 0; b < blocks; b++)
-        bad |= decode_block<BITS>(codes + b * (block * BITS / 8), block, scale[b], out + b * block);
-    if (bad) return BAD_CODE;
-    if (as_float(largest << 16) * largest_code<BITS>() > FP32_MAX && largest_bits(out, blocks * block) >= INFINITE)
-        return BEYOND;
+    *largest = most;
+    return !illegal;
+}
+
+#ifdef AVX512
+#include "avx512.h"
+#else
+#include "flow.h"
+#endif
+
+// Encodes whole blocks.  Those that do not flow may have to hold codes, so that what they decode to stays within fp32.
+template <int BITS>
+static int encode_blocks(const float *x, int64_t blocks, int64_t block, uint8_t *scales, uint8_t *codes, float *decoded) {
+    const Flow flow = {x, nullptr, nullptr, 0.0f, decoded};
+    int status = DONE;
+    if (encode_flow<BITS>(&flow, blocks, block, scales, codes, &status) == blocks) return status;
+    alignas(64) uint32_t peaks[TILE / 2];
+    alignas(64) float scale[TILE / 2];
+    alignas(64) uint16_t words[TILE / 2];
+    for (int64_t b = 0; b < blocks; b++) peaks[b] = largest_bits(x + b * block, block);
+    if (scales_of<BITS>(peaks, blocks, scale, words) >= INFINITE) return NOT_FINITE;
+    memcpy(scales, words, 2 * (size_t)blocks);
+    for (int64_t b = 0; b < blocks; b++) {
+        const float divisor = scale[b] > 0 ? scale[b] : 1.0f, held = floorf(FP32_MAX / divisor);
+        alignas(64) int32_t whole[BLOCK_LARGEST];
+        for (int64_t i = 0; i < block; i++) {
+            float quotient = x[b * block + i] / divisor + ROUNDER - ROUNDER;
+            quotient = quotient > held ? held : quotient < -held ? -held : quotient;
+            whole[i] = (int32_t)as_bits(quotient + ROUNDER) - ROUNDER_BITS;
+            if (decoded) decoded[b * block + i] = (float)whole[i] * scale[b];
+        }
+        if (BITS == 8)
+            for (int64_t i = 0; i < block; i++) *codes++ = (uint8_t)whole[i];
+        else
+            for (int64_t i = 0; i < block; i += 2) *codes++ = (uint8_t)((whole[i] + 8) | (whole[i + 1] + 8) << 4);
+    }
     return DONE;
 }
 
+// Decodes whole blocks and refuses what encode_blocks never makes.
 template <int BITS>
-static int encode_any(const float *x, int64_t blocks, int64_t size, uint8_t *scales, uint8_t *codes, float *decoded) {
-    switch (size) {
-    case 32: return encode_blocks<BITS, 32>(x, blocks, size, scales, codes, decoded);
-    case 64: return encode_blocks<BITS, 64>(x, blocks, size, scales, codes, decoded);
-    case 128: return encode_blocks<BITS, 128>(x, blocks, size, scales, codes, decoded);
-    case 256: return encode_blocks<BITS, 256>(x, blocks, size, scales, codes, decoded);
-    default: return encode_blocks<BITS, 0>(x, blocks, size, scales, codes, decoded);
-    }
-}
-
-template <int BITS>
-static int decode_any(const uint8_t *scales, const uint8_t *codes, int64_t blocks, int64_t size, float *out) {
-    switch (size) {
-    case 32: return decode_blocks<BITS, 32>(scales, codes, blocks, size, out);
-    case 64: return decode_blocks<BITS, 64>(scales, codes, blocks, size, out);
-    case 128: return decode_blocks<BITS, 128>(scales, codes, blocks, size, out);
-    case 256: return decode_blocks<BITS, 256>(scales, codes, blocks, size, out);
-    default: return decode_blocks<BITS, 0>(scales, codes, blocks, size, out);
-    }
+static int decode_blocks(const uint8_t *scales, const uint8_t *codes, int64_t blocks, int64_t block, float *out) {
+    const Into into = {out, out, 0.0f};
+    if (decode_flow<BITS>(scales, codes, blocks, block, &into, WRITE)) return DONE;
+    alignas(64) float scale[TILE / 2];
+    uint32_t largest = 0;
+    if (!read_scales(scales, blocks, scale, &largest)) return BAD_SCALE;
+    for (int64_t b = 0; b < blocks; b++)
+        for (int64_t i = b * block; i < (b + 1) * block; i++) {
+            const int32_t code = BITS == 8 ? (int8_t)codes[i] : (codes[i / 2] >> 4 * (i % 2) & 15) - 8;
+            if (code == (BITS == 8 ? -128 : -8)) return BAD_CODE;
+            out[i] = (float)code * scale[b];
+        }
+    return largest_bits(out, blocks * block) >= INFINITE ? BEYOND : DONE;
 }
 
 // ---------------------------------------------------------------------------------------------- tiles of any format
@@ -180,11 +131,11 @@ static int encode_block_tile(const Format *format, float *x, int64_t start, int6
     const int64_t block = format->block, blocks = (count + block - 1) / block, whole = blocks * block;
     uint8_t *scales = payload + start / block * 2;
     uint8_t *codes = payload + (format->numel + block - 1) / block * 2 + start * BITS / 8;
-    if (whole == count) return encode_any<BITS>(x, blocks, block, scales, codes, decoded);
+    if (whole == count) return encode_blocks<BITS>(x, blocks, block, scales, codes, decoded);
     alignas(64) uint8_t room[TILE];
     for (int64_t i = count; i < whole; i++) x[i] = 0.0f;
     alignas(64) float told[TILE];
-    const int status = encode_any<BITS>(x, blocks, block, scales, room, decoded ? told : nullptr);
+    const int status = encode_blocks<BITS>(x, blocks, block, scales, room, decoded ? told : nullptr);
     memcpy(codes, room, (size_t)((count * BITS + 7) / 8));
     if (decoded) memcpy(decoded, told, 4 * (size_t)count);
     return status;
@@ -195,14 +146,14 @@ static int decode_block_tile(const Format *format, const uint8_t *payload, int64
     const int64_t block = format->block, blocks = (count + block - 1) / block, whole = blocks * block;
     const uint8_t *scales = payload + start / block * 2;
     const uint8_t *codes = payload + (format->numel + block - 1) / block * 2 + start * BITS / 8;
-    if (whole == count) return decode_any<BITS>(scales, codes, blocks, block, out);
+    if (whole == count) return decode_blocks<BITS>(scales, codes, blocks, block, out);
     alignas(64) uint8_t room[TILE];
     alignas(64) float values[TILE];
     const int64_t bytes = (count * BITS + 7) / 8;
     memset(room, BITS == 8 ? 0 : 0x88, (size_t)(whole * BITS / 8));
     memcpy(room, codes, (size_t)bytes);
     if (BITS == 4 && count % 2 && room[bytes - 1] >> 4 != 8) return BEHIND;
-    const int status = decode_any<BITS>(scales, room, blocks, block, values);
+    const int status = decode_blocks<BITS>(scales, room, blocks, block, values);
     memcpy(out, values, 4 * (size_t)count);
     return status;
 }
@@ -289,7 +240,6 @@ static inline void move_towards(float *out, const float *held, const float *x, f
 // One tile that is decoded and folded with `held`; x is room for a tile.
 static int fold_tile(const Format *format, const uint8_t *payload, int64_t start, int64_t count, int fold, float share,
                      const float *held, float *out, float *x) {
-#ifdef AVX512
     const int64_t block = format->block;
     if ((format->kind == INT8 || format->kind == INT4) && count % block == 0) {
         const Into into = {out, held, share};
@@ -299,7 +249,6 @@ static int fold_tile(const Format *format, const uint8_t *payload, int64_t start
                                  : decode_flow<4>(scales, codes + start / 2, count / block, block, &into, fold))
             return DONE;
     }
-#endif
     const int status = decode_tile(format, payload, start, count, fold == WRITE ? out : x);
     if (status != DONE) return status;
     if (fold == ADD) add(out, held, x, count);
@@ -359,6 +308,23 @@ static inline void add_two_blocks(const float *a, const float *b, double *lanes,
         add_rows(others, a + i + SUM_BLOCK, b + i + SUM_BLOCK);
     }
 }
+
+static inline void add_two_blocks_of_both(const float *x, const float *m, double lanes[3][2 * SUM_LANES]) {
+    for (int64_t part = 0; part < 2 * SUM_LANES; part += 4) {
+        double squares[4] = {}, products[4] = {}, against[4] = {};
+        const float *a = x + part / SUM_LANES * SUM_BLOCK + part % SUM_LANES, *b = m + (a - x);
+        for (int64_t i = 0; i < SUM_BLOCK; i += SUM_LANES)
+            for (int lane = 0; lane < 4; lane++) {
+                const double one = a[i + lane], other = b[i + lane];
+                squares[lane] += one * one;
+                products[lane] += one * other;
+                against[lane] += other * other;
+            }
+        memcpy(lanes[0] + part, squares, sizeof squares);
+        memcpy(lanes[1] + part, products, sizeof products);
+        memcpy(lanes[2] + part, against, sizeof against);
+    }
+}
 #endif
 
 // sums.py: lanes, rows, halves.  `total` goes on from block to block; two blocks at a time, because each waits for itself.
@@ -384,15 +350,18 @@ static double sum_products(const float *a, const float *b, int64_t count, double
 // Writes what nobody reads soon past the caches, where that can be told: it need not be read before it is written.
 static inline void write_out(float *out, const float *values, int64_t count) {
     int64_t i = 0;
-#ifdef AVX512
+#if defined(AVX512)
     if (((uintptr_t)out & 63) == 0)
         for (; i + 16 <= count; i += 16) _mm512_stream_ps(out + i, _mm512_loadu_ps(values + i));
+#elif defined(X86_LEVELS)
+    if (((uintptr_t)out & 15) == 0)
+        for (; i + 4 <= count; i += 4) _mm_stream_ps(out + i, _mm_loadu_ps(values + i));
 #endif
     for (; i < count; i++) out[i] = values[i];
 }
 
 static inline void written_out() {
-#ifdef AVX512
+#ifdef X86_LEVELS
     _mm_sfence();
 #endif
 }

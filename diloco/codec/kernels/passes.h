@@ -1,28 +1,24 @@
 // What Python calls, at the level of the file that includes this one: each a loop over tiles.
 
-#ifdef AVX512
-// As much as can flow from the terms to the payload without a stop in between; how many values that are.
-static int64_t encode_whole_blocks(const Encode *job, int *status) {
-    const int64_t block = job->format.block, blocks = job->count / block;
-    if (job->less_count > 1 || (job->format.kind != INT8 && job->format.kind != INT4)) return 0;
-    const Flow flow = {job->values, job->less_count ? job->less[0] : nullptr, job->residual, job->beta, job->decoded};
-    uint8_t *scales = job->payload + job->start / block * 2;
-    uint8_t *codes = job->payload + (job->format.numel + block - 1) / block * 2;
-    if (job->format.kind == INT8)
-        return block * encode_flow<8>(&flow, blocks, block, scales, codes + job->start, status);
-    return block * encode_flow<4>(&flow, blocks, block, scales, codes + job->start / 2, status);
+// As much of `count` values from `start` on as can flow from the terms to the payload without a stop in between; how many
+// values that are.
+static int64_t encode_whole_blocks(const Format *format, const Flow *flow, int64_t start, int64_t count, uint8_t *payload, int *status) {
+    const int64_t block = format->block, blocks = count / block;
+    uint8_t *scales = payload + start / block * 2;
+    uint8_t *codes = payload + (format->numel + block - 1) / block * 2;
+    if (format->kind == INT8) return block * encode_flow<8>(flow, blocks, block, scales, codes + start, status);
+    if (format->kind == INT4) return block * encode_flow<4>(flow, blocks, block, scales, codes + start / 2, status);
+    return 0;
 }
-#endif
 
 static int encode(const Encode *job) {
     const int64_t step = tile_of(job->format.block);
     alignas(64) float x[TILE];
-    int64_t begin = 0;
-#ifdef AVX512
+    const Flow flow = {job->values, job->less_count ? job->less[0] : nullptr, job->residual, job->beta, job->decoded};
     int flowed = DONE;
-    begin = encode_whole_blocks(job, &flowed);
+    const int64_t begin =
+        job->less_count > 1 ? 0 : encode_whole_blocks(&job->format, &flow, job->start, job->count, job->payload, &flowed);
     if (flowed != DONE) return flowed;
-#endif
     for (int64_t at = begin; at < job->count; at += step) {
         const int64_t count = job->count - at < step ? job->count - at : step;
         const float *a = job->values + at;
@@ -66,7 +62,6 @@ static int decode(const Decode *job) {
 // All three sums, two blocks at a time: each value is brought and made wide once.
 static void sum_both(Measure *job, const float *x, const float *m, int64_t count) {
     int64_t at = 0;
-#ifdef AVX512
     for (; at + 2 * SUM_BLOCK <= count; at += 2 * SUM_BLOCK) {
         alignas(64) double lanes[3][2 * SUM_LANES];
         add_two_blocks_of_both(x + at, m + at, lanes);
@@ -76,7 +71,6 @@ static void sum_both(Measure *job, const float *x, const float *m, int64_t count
             *totals[k] += halves(lanes[k] + SUM_LANES);
         }
     }
-#endif
     job->squares = sum_products(x + at, x + at, count - at, job->squares);
     job->products = sum_products(x + at, m + at, count - at, job->products);
     job->against_squares = sum_products(m + at, m + at, count - at, job->against_squares);

@@ -38,19 +38,9 @@ static inline int less_sent(const float *base, const float *local, const Update 
 
 // Encodes the tile without a stop between the values and the payload; false where that is left to the loops.
 static inline bool flows(const Seal *job, const float *local, int64_t at, int64_t count, float *told, int *status) {
-#ifdef AVX512
-    const Format *format = &job->format;
-    if (job->sent_count || format->kind != INT4 || count % format->block) return false;
+    if (job->sent_count || count % job->format.block) return false;
     const Flow flow = {job->base + at, local, nullptr, 0.0f, told};
-    const int64_t block = format->block, blocks = count / block;
-    uint8_t *scales = job->payload + at / block * 2;
-    uint8_t *codes = job->payload + (format->numel + block - 1) / block * 2 + at / 2;
-    *status = DONE;
-    return encode_flow<4>(&flow, blocks, block, scales, codes, status) == blocks;
-#else
-    (void)job, (void)local, (void)at, (void)count, (void)told, (void)status;
-    return false;
-#endif
+    return encode_whole_blocks(&job->format, &flow, at, count, job->payload, status) == count;
 }
 
 static int seal(Seal *job) {
@@ -60,7 +50,7 @@ static int seal(Seal *job) {
         const int64_t count = job->stop - at < job->tile ? job->stop - at : job->tile;
         const float *local = gathered(&job->local, &piece, at, count, room);
         float *out = job->digest ? told : nullptr;
-        int status;
+        int status = DONE;
         if (!flows(job, local, at, count, out, &status)) {
             status = less_sent(job->base + at, local, job->sent, job->sent_count, at, count, x);
             if (status == DONE) status = encode_tile(&job->format, x, at, count, job->payload, out);
