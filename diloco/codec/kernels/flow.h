@@ -46,10 +46,8 @@ struct Terms {
 template <bool LESS, bool CARRIES>
 static inline uint32_t peak_of(const Flow *flow, int64_t at, int64_t block) {
     const Terms<LESS, CARRIES> terms(flow, at);
-    ask_for(terms.a + AHEAD_ENCODE, block);
-    if (LESS) ask_for(terms.b + AHEAD_ENCODE, block);
-    if (CARRIES) ask_for(terms.residual + AHEAD_ENCODE, block);
     int32_t largest = 0;
+    IN_ANY_ORDER
     for (int64_t i = 0; i < block; i++) {
         const int32_t magnitude = (int32_t)(as_bits(terms[i]) & 0x7FFFFFFFu);
         largest = magnitude > largest ? magnitude : largest;
@@ -64,6 +62,10 @@ static inline void encode_codes(const Flow *flow, int64_t at, int64_t block, flo
     const float rounder = BITS == 8 ? ROUNDER : ROUNDER + 8.0f, divisor = scale > 0 ? scale : 1.0f;
     const Terms<LESS, CARRIES> terms(flow, at);
     float *residual = CARRIES ? flow->residual + at : nullptr, *decoded = TELLS ? flow->decoded + at : nullptr;
+    // Asked for here, where divisions take the time that memory needs, and not where peaks are found.
+    ask_for(terms.a + AHEAD_ENCODE, block);
+    if (LESS) ask_for(terms.b + AHEAD_ENCODE, block);
+    if (CARRIES) ask_for(terms.residual + AHEAD_ENCODE, block);
     IN_ANY_ORDER
     for (int64_t i = 0; i < block; i++) {
         const float value = terms[i], sum = value / divisor + rounder, told = (sum - rounder) * scale;
