@@ -11,19 +11,21 @@ there, nor pays for writing out what the one before it left there, which made a 
 order.  Every payload and every decoded value is compared with the plain torch version first.  Bits a value and the
 relative L2 error are those of the difference, which is Gaussian.
 
-The last line has ``x_memcpy`` and ``topk_gb_per_s`` from the medians.  Run as ``python -m benchmarks.bench_codec``.
+The last line has ``x_memcpy`` and ``topk_gb_per_s`` from the medians, and ``level``: which kernels ran, the best that
+this CPU has or those that ``--level`` or ``DILOCO_KERNELS`` forces.  Run as ``python -m benchmarks.bench_codec``.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from time import thread_time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from benchmarks.record import add_arguments, finish, percentile, record
-from diloco.codec import native
+from diloco.codec import kernel_library, native
 from diloco.codec.buffers import Buffers
 from diloco.codec.contract import Carry, Towards, payload_view
 from diloco.codec.ranged import RangedCodec
@@ -126,7 +128,11 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--values", type=int, default=10_000_000)
     parser.add_argument("--repeats", type=int, default=21)
+    forced = os.environ.get(kernel_library.VARIABLE, "")
+    parser.add_argument("--level", default=forced, help="of the kernels, as in DILOCO_KERNELS")
     options = parser.parse_args()
+    if fault := kernel_library.force(options.level):
+        parser.exit(2, f"{fault}\n")
     numel, repeats = (200_000, 3) if options.quick else (options.values, options.repeats)
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(options.seed)
@@ -143,6 +149,7 @@ def main() -> None:
     found = {row["codec"]: row for row in rows}
     config = {"values": numel, "threads": 1, "kernels": native.description(), "data": "gaussian difference, 1e-3"}
     told = record("codec", config, rows, options.seed, repeats=repeats) | {
+        "level": kernel_library.level_name(),
         "x_memcpy": {
             "int4_encode": found["int4"]["encode_x_memcpy"],
             "int4_decode_accumulate": found["int4"]["accumulate_x_memcpy"],

@@ -20,7 +20,7 @@ VARIABLE = "DILOCO_KERNELS"
 MODULE = "diloco.codec._kernels"
 PLAIN = "plain"
 LEVELS = ("baseline", "avx2", "avx512")
-"""Names by the number that the library gives them."""
+"""Names by the number that the library gives them.  AArch64 has the first alone, of which NEON is a part."""
 
 
 @dataclass(slots=True)
@@ -48,10 +48,16 @@ def force(name: str) -> str:
     return "" if wanted.library is not None or name in ("", PLAIN) else f"kernels: {description()}"
 
 
+def level_name() -> str:
+    """Return the name of the level that runs, or "plain"."""
+    chosen = choice()
+    return PLAIN if chosen.library is None else LEVELS[chosen.level]
+
+
 def description() -> str:
     """Return which kernels run and why, in one line: ``native (LEVEL, why)`` or ``plain (why)``."""
-    chosen = choice()
-    return f"{PLAIN} ({chosen.why})" if chosen.library is None else f"native ({LEVELS[chosen.level]}, {chosen.why})"
+    name, why = level_name(), choice().why
+    return f"{PLAIN} ({why})" if name == PLAIN else f"native ({name}, {why})"
 
 
 def _choose(name: str) -> Choice:

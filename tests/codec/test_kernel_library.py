@@ -15,7 +15,7 @@ import torch
 
 import diloco
 from diloco.codec import kernel_library, native
-from diloco.codec.kernel_library import LEVELS, choice, description, force
+from diloco.codec.kernel_library import LEVELS, choice, description, force, level_name
 from diloco.codec.registry import make_codec
 from diloco.launch import lab_main, site_rank
 from diloco.launch.cli import main
@@ -60,6 +60,7 @@ def test_a_level_can_be_forced(best: int, level: int) -> None:
         pytest.skip("this CPU lacks it")
     assert force(LEVELS[level]) == ""
     assert description() == f"native ({LEVELS[level]}, forced by DILOCO_KERNELS)"
+    assert level_name() == LEVELS[level]
     fast = native.kernels()
     assert fast is not None
     assert fast.level == level
@@ -68,6 +69,7 @@ def test_a_level_can_be_forced(best: int, level: int) -> None:
 def test_plain_torch_can_be_forced() -> None:
     assert force("plain") == ""
     assert native.kernels() is None
+    assert level_name() == "plain"
     assert description() == "plain (forced by DILOCO_KERNELS)"
     values = torch.arange(100.0)
     assert torch.equal(make_codec("fp32").decode(make_codec("fp32").encode(values), 100), values)
