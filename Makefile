@@ -1,4 +1,4 @@
-# make demo | test | check | protos | bench: each first sets up what it needs in .venv, once.
+# make demo | test | test-isa | check | protos | bench: each first sets up what it needs in .venv, once.
 # Arguments pass through:  make demo ARGS="run.seconds=60 seed=3"    make test ARGS="tests/sync -x"
 # Another interpreter:     make test PYTHON=/opt/python3.12/bin/python3
 
@@ -18,6 +18,11 @@ demo: .venv/.ready
 # What the tests of torchtitan run in is made before them: none of them may take as long as that can.
 test: .venv/.ready .venv-harness/.ready $(if $(findstring hunt,$(ARGS)),.venv-peers/torchtitan/.ready)
 	$(BIN)/python -m pytest $(ARGS)
+
+# The tests of arithmetic with the processor reduced step by step (tests/isa.py).
+.PHONY: test-isa
+test-isa: .venv/.ready
+	$(BIN)/python -m tests.isa $(ARGS)
 
 check: .venv/.ready
 	$(BIN)/ruff format --check .
