@@ -1,4 +1,4 @@
-# make demo | test | test-isa | check | protos | bench: each first sets up what it needs in .venv, once.
+# make demo | test | test-isa | test-wheel | check | protos | bench: each first sets up what it needs in .venv, once.
 # Arguments pass through:  make demo ARGS="run.seconds=60 seed=3"    make test ARGS="tests/sync -x"
 # Another interpreter:     make test PYTHON=/opt/python3.12/bin/python3
 
@@ -23,6 +23,16 @@ test: .venv/.ready .venv-harness/.ready $(if $(findstring hunt,$(ARGS)),.venv-pe
 .PHONY: test-isa
 test-isa: .venv/.ready
 	$(BIN)/python -m tests.isa $(ARGS)
+
+# The wheel with each Python that is found: built, installed in an environment of its own, and run (tests/wheel.py).
+# torch for some of them is the CUDA build: 6 GB of disk at a time, and what pip loads of it.
+.PHONY: test-wheel
+test-wheel:
+	$(PYTHON) -m tests.wheel $(ARGS)
+
+# What takes too long for .ci/run.
+.PHONY: nightly
+nightly: hunts test-wheel
 
 check: .venv/.ready
 	$(BIN)/ruff format --check .
