@@ -11,7 +11,8 @@ from tests.hunts.failover import main, spread
 from tests.loopback.audit import one_run
 
 
-@pytest.mark.parametrize("by", ["verb", pytest.param("lease", marks=pytest.mark.hunt)])
+@pytest.mark.hunt
+@pytest.mark.parametrize("by", ["verb", "lease"])
 def test_two_syncers_die_one_after_the_other_and_nothing_acknowledged_is_lost(
     by: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,11 +13,12 @@ from tests.hunts.fuzz_inputs import main, readers, run_piece
 
 
 def test_a_share_of_the_hunt(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--n", "10000", "--seed", "9000", "--jobs", "1"]) == 0
+    """Of the thirty thousand that .ci/run takes."""
+    assert main(["--n", "2000", "--seed", "9000", "--jobs", "1"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (found["hunt"], found["inputs"], found["violations"]) == ("fuzz_inputs", 10_000, 0)
-    assert found["taken"] > 500, "nothing gets through"
-    assert found["refused"] > 5000, "nothing is refused"
+    assert (found["hunt"], found["inputs"], found["violations"]) == ("fuzz_inputs", 2000, 0)
+    assert found["taken"] > 100, "nothing gets through"
+    assert found["refused"] > 1000, "nothing is refused"
 
 
 def test_every_reader_takes_what_is_good(tmp_path: Path) -> None:
@@ -34,7 +35,7 @@ def test_a_chain_that_is_not_followed_is_found(monkeypatch: pytest.MonkeyPatch) 
         return bytes(32)
 
     monkeypatch.setattr(frames, "chain_after", forgetful)
-    assert any("nobody wrote" in failure for failure in run_piece(3, 5000).failures)
+    assert any("nobody wrote" in failure for failure in run_piece(3, 1500).failures)
 
 
 def test_a_frame_that_lies_about_its_size_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,11 +45,11 @@ def test_a_frame_that_lies_about_its_size_is_found(monkeypatch: pytest.MonkeyPat
         return zstandard.ZstdDecompressor().decompress(frame, max_output_size=expected)
 
     monkeypatch.setattr(EntropyCodec, "_decompress", trusting)
-    failures = run_piece(3, 5000).failures
+    failures = run_piece(3, 1000).failures
     assert any("zstd" in failure.lower() or "MemoryError" in failure for failure in failures), failures
 
 
 def test_a_value_that_is_not_finite_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diloco.codec.ranged.kernels", lambda: None)  # They look for themselves.
     monkeypatch.setattr("diloco.codec.casts.is_finite", lambda values: True)
-    assert any("not finite" in failure for failure in run_piece(3, 3000).failures)
+    assert any("not finite" in failure for failure in run_piece(3, 1000).failures)

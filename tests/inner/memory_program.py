@@ -1,4 +1,4 @@
-"""One of two ranks, run as a program by test_memory: dies, and takes up what is in the memory of one machine or two.
+"""One of two ranks, forked by test_memory: dies, and takes up what is in the memory of one machine or two.
 
 Arguments: rank, world, port, folder of the prepared corpus, folder for results.  Two machines are two folders.  A death
 is an error in ``after_step`` and another trainer; what a rank trains then is compared with what it trains undisturbed.
@@ -213,7 +213,3 @@ def main() -> None:
     assert life.said("memory_checkpoint")[-1]["copies"] == 1
     life.goes_on(4, dies=True)  # And what it leaves is taken up by one process.
     group.close()
-
-
-if __name__ == "__main__":
-    main()

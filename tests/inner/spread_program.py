@@ -1,6 +1,6 @@
-"""One of four ranks, run as a program by test_sharding: trains the same model in every layout.
+"""One of four ranks, forked by test_sharding: trains the same model in every layout.
 
-Arguments: rank, world, port, folder of the prepared corpus, folder for results, "quick" or "all".  Two ranks only go on
+Arguments: rank, world, port, folder of the prepared corpus, folder for results.  Two ranks only go on
 from what four have saved.
 """
 
@@ -187,14 +187,9 @@ RESUMED = {"fsdp": "fsdp", "hsdp": "hsdp", "tp+fsdp": "tp+fsdp", "fsdp as tp+fsd
 """What is taken up again, and whose checkpoint that is."""
 
 
-QUICK = ("fsdp", "tp+fsdp")
-"""What runs by default; the rest is slow."""
-QUICK_RESUMED = ("fsdp", "fsdp as tp+fsdp")
-
-
-def save_and_resume(corpus: Path, group: SiteGroup, out: Path, *, quick: bool) -> None:
+def save_and_resume(corpus: Path, group: SiteGroup, out: Path) -> None:
     """Each layout is saved beside training, and taken up in the same one, in another, and by fewer ranks."""
-    for name in ("fsdp",) if quick else ("fsdp", "hsdp", "tp+fsdp"):
+    for name in ("fsdp", "hsdp", "tp+fsdp"):
         folder, notes = out / f"{name}-checkpoints", []
         trainer = build(CASES[name], corpus, group, folder)
         trainer._log = trainer.saving._log = lambda what, fields, notes=notes: notes.append((what, fields))
@@ -207,8 +202,6 @@ def save_and_resume(corpus: Path, group: SiteGroup, out: Path, *, quick: bool) -
         assert names(folder) == NAMES
         assert not list(folder.glob(".tmp-*"))
     for name, source in RESUMED.items():
-        if quick and name not in QUICK_RESUMED:
-            continue
         resume(name, source, corpus, group, out)
 
 
@@ -287,15 +280,13 @@ def main() -> None:
     """Run as one rank; raises (and so exits 1) when anything differs."""
     torch.set_num_threads(1)
     rank, world, port = (int(told) for told in sys.argv[1:4])
-    corpus, out, quick = Path(sys.argv[4]), Path(sys.argv[5]), sys.argv[6] == "quick"
+    corpus, out = Path(sys.argv[4]), Path(sys.argv[5])
     group = SiteGroup(rank, rank, world, "127.0.0.1", port, device="cpu", timeout_s=240)
     if world == 2:  # after the four
         resume("fsdp", "fsdp", corpus, group, out)
         return
     check_memory(group)
     for name, case in CASES.items():
-        if quick and name not in QUICK:
-            continue
         trainer = build(case, corpus, group)
         check_filled(trainer, case)
         told = trained(trainer)
@@ -309,10 +300,6 @@ def main() -> None:
         batches = validation_batches(load_manifest(corpus), 16, 3, 5)
         loss = evaluate(trainer.model, batches, precision="fp32", together=trainer.spread)
         (out / f"{name}-{rank}.json").write_text(json.dumps({"steps": told, "held": held, "loss": loss}))
-    save_and_resume(corpus, group, out, quick=quick)
+    save_and_resume(corpus, group, out)
     lose_and_damage(corpus, group, out)
     group.close()
-
-
-if __name__ == "__main__":
-    main()

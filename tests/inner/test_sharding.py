@@ -21,7 +21,7 @@ from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.sharding import ParallelOptions, Spread, check_cut
 from tests.forked import forkserver
-from tests.inner.spread_program import CASES, NAMES, QUICK, QUICK_RESUMED, RESUMED, SAVED, build, trained
+from tests.inner.spread_program import CASES, NAMES, RESUMED, SAVED, build, trained
 
 WORLD = 4
 
@@ -61,29 +61,22 @@ def run_rank(program: str, arguments: list[str], said: Path) -> None:
     import_module(f"tests.inner.{program}").main()
 
 
-def results_of(amount: str, manifest: CorpusManifest, out: Path) -> Path:
+@pytest.fixture(scope="module")
+def results(manifest: CorpusManifest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where four ranks, and after them two, have left what they did."""
+    out = tmp_path_factory.mktemp("ranks")
     plain = build(CASES["fsdp"], manifest.directory, SiteGroup(device="cpu"), out / "plain-checkpoints")
     trained(plain, SAVED)
-    for world in (WORLD,) if amount == "quick" else (WORLD, 2):
-        run_ranks("spread_program", world, str(manifest.directory), str(out), amount)
+    for world in (WORLD, 2):
+        run_ranks("spread_program", world, str(manifest.directory), str(out))
     return out
 
 
-@pytest.fixture(scope="module")
-def results(manifest: CorpusManifest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return results_of("quick", manifest, tmp_path_factory.mktemp("ranks"))
-
-
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(CASES))
 def test_four_ranks_in_any_layout_are_one_process_on_the_same_text(
     name: str, manifest: CorpusManifest, results: Path
 ) -> None:
-    compare_trained(name, manifest, results)
-
-
-def compare_trained(name: str, manifest: CorpusManifest, results: Path) -> None:
-    """What four ranks trained beside what one process does."""
     ranks = [json.loads((results / f"{name}-{rank}.json").read_text()) for rank in range(WORLD)]
     assert all(rank["steps"] == ranks[0]["steps"] for rank in ranks)
     alone = build(CASES[name], manifest.directory, SiteGroup(device="cpu"))
@@ -100,8 +93,8 @@ def compare_trained(name: str, manifest: CorpusManifest, results: Path) -> None:
     loss = evaluate(like, validation_batches(manifest, 16, 3, 5), precision="fp32")
     assert {rank["loss"] for rank in ranks} == {ranks[0]["loss"]}
     assert ranks[0]["loss"] == pytest.approx(loss, rel=1e-6)
-    # Muon works in bf16 and raises the smallest directions of a gradient several hundredfold: noise of 1e-7 in one
-    # process's own gradients moves a matrix by 3 % of its way.  What it does with equal gradients is checked there.
+    # Muon, which may work in bf16, raises the smallest directions of a gradient several hundredfold: noise of 1e-7 in
+    # one process's own gradients moves a matrix by 3 % of its way.  What it does with equal gradients is checked there.
     bound = 0.15 if CASES[name].inner["optimizer"] == "muon" else 1e-3
     begun = dict(Transformer(ModelOptions(**CASES[name].model), seed=5).named_parameters())
     for key, parameter in alone.model.named_parameters():
@@ -112,13 +105,10 @@ def compare_trained(name: str, manifest: CorpusManifest, results: Path) -> None:
     assert all(rank["held"] <= numel * shares.get(name, 0.25) * 1.1 for rank in ranks)
 
 
-@pytest.mark.parametrize("name", QUICK_RESUMED)
-def test_a_checkpoint_is_gone_on_from_in_any_layout(name: str, results: Path) -> None:
-    compare_resumed(name, WORLD, results)
-
-
-def compare_resumed(name: str, world: int, results: Path) -> None:
-    """What was gone on from is what was never interrupted: to the bit in the same layout."""
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "world"), [*((name, WORLD) for name in RESUMED), ("fsdp", 2)])
+def test_a_checkpoint_is_gone_on_from_in_any_layout_and_by_fewer_ranks(name: str, world: int, results: Path) -> None:
+    """To the bit in the same layout."""
     source = RESUMED[name]
     straight = json.loads((results / f"{'fsdp' if source == 'plain' else source}-0.json").read_text())["steps"]
     resumed = json.loads((results / f"resumed {name} by {world}.json").read_text())
@@ -129,12 +119,9 @@ def compare_resumed(name: str, world: int, results: Path) -> None:
         assert norm == pytest.approx(wanted_norm, rel=2e-4)
 
 
-def test_one_process_goes_on_from_what_four_ranks_wrote(manifest: CorpusManifest, results: Path) -> None:
-    compare_alone("fsdp", manifest, results)
-
-
-def compare_alone(name: str, manifest: CorpusManifest, results: Path) -> None:
-    """What one process makes of the checkpoint of four ranks."""
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fsdp", "hsdp", "tp+fsdp"])
+def test_one_process_goes_on_from_what_four_ranks_wrote(name: str, manifest: CorpusManifest, results: Path) -> None:
     straight = json.loads((results / f"{name}-0.json").read_text())["steps"]
     alone = build(CASES[name], manifest.directory, SiteGroup(device="cpu"))
     found = checkpoint.load(results / f"{name}-checkpoints" / NAMES[-1])
