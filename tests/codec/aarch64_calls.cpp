@@ -1,5 +1,5 @@
-// Calls of the kernels on a piece of memory: test_aarch64.py hands both to this program on another processor, and compares
-// what the memory holds afterwards with what the same calls leave here.
+// Calls of the kernels on a piece of memory: test_native_aarch64.py hands both to this program on another processor, and
+// compares what the memory holds afterwards with what the same calls leave here.
 //
 // Input: how many bytes, pointers and calls; the memory, in which a pointer is an offset; where the pointers are; of each
 // call which function it is of and where its job lies.  Output: the status of each call, and the memory.
