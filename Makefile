@@ -72,6 +72,10 @@ bench-several: .venv/.ready
 bench-inner: .venv/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.bench_inner $(ARGS)
 
+.PHONY: bench-demo
+bench-demo: .venv/.ready
+	$(BIN)/python -m benchmarks.bench_demo $(ARGS)
+
 .PHONY: bench-kernels
 bench-kernels: .venv/.ready
 	$(BIN)/python -m benchmarks.bench_kernels $(ARGS)

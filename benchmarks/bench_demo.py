@@ -1,0 +1,65 @@
+"""What does ``make demo`` reach on this machine?
+
+Runs ``diloco up`` as the demo does, faults and all, and keeps what its ``summary.json`` says: bits a byte of validation
+text beside a stated limit, and each site's steps, tokens a second and number format.  Reduce the machine from outside:
+``taskset -c 0,1`` for two cores; ``ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+DILOCO_KERNELS=avx2`` for another processor.
+
+Run as ``python -m benchmarks.bench_demo``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import add_arguments, finish, record
+
+BITS_PER_BYTE_MAX = {"bf16": 1.6, "fp32": 2.0}
+"""By the number format that is fast here."""
+ENDS_S_MAX = 900
+REDUCED_BY = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "DILOCO_KERNELS")
+
+
+def row_of(summary: dict[str, Any]) -> dict[str, Any]:
+    """What a run came to."""
+    sites = summary["sites"]
+    slowest = "fp32" if any(site["products"] == "fp32" for site in sites.values()) else "bf16"
+    return {
+        "val_bits_per_byte": summary["global"]["val_bits_per_byte"],
+        "val_bits_per_byte_max": BITS_PER_BYTE_MAX[slowest],
+        "outer_steps": sum(summary["versions"]),
+        "wall_s": summary["wall_seconds"],
+        "status": summary["status"],
+        "faults": [f"{fault['what']} {fault['target']}" for fault in summary["faults"]],
+        "wire": summary["wire"],
+        "sites": {
+            name: {key: site[key] for key in ("inner_steps", "tokens_per_second", "products", "tokens_lost")}
+            for name, site in sites.items()
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    options = parser.parse_args()
+    settings = [f"run.seed={options.seed}", *(["run.seconds=20", "scenario=none"] if options.quick else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "diloco", "up", *settings, f"run.dir={folder}", "run.name=demo"]
+        subprocess.run(command, check=True, timeout=ENDS_S_MAX, stdout=sys.stderr)
+        row = row_of(json.loads((Path(folder) / "demo" / "summary.json").read_text("utf-8")))
+    reduced = {name: os.environ[name] for name in REDUCED_BY if name in os.environ}
+    config = {"command": f"diloco up {' '.join(settings)}", "reduced": reduced}
+    top = {key: row[key] for key in ("val_bits_per_byte", "val_bits_per_byte_max")}
+    finish(record("demo", config, [row], options.seed) | top, save=options.save)
+
+
+if __name__ == "__main__":
+    main()
