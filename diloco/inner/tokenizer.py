@@ -10,6 +10,7 @@ The same ids come out of what ``field_form`` gives, which is what an exported mo
 from __future__ import annotations
 
 import hashlib
+from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -81,12 +82,10 @@ class BpeTokenizer:
     """The shipped byte-level BPE.  ``vocab_size`` is 1024 with and without ends of files."""
 
     def __init__(self, end_of_file: bool) -> None:
-        shipped = resources.files("diloco.inner").joinpath("bpe1024.json").read_bytes()
-        self._bpe = tokenizers.Tokenizer.from_str(shipped.decode())
+        self._bpe, self.digest = _shipped()
         self.name = "bpe1024"
         self.end_of_file = BPE_VOCAB_SIZE - 1 if end_of_file else None
         self.vocab_size = BPE_VOCAB_SIZE
-        self.digest = hashlib.sha256(shipped).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint16]]:
         """Ids of each text, uint16 [tokens]."""
@@ -100,6 +99,13 @@ class BpeTokenizer:
     def field_form(self) -> tokenizers.Tokenizer:
         """The shipped one."""
         return _with_end(tokenizers.Tokenizer.from_str(self._bpe.to_str()), self.end_of_file)
+
+
+@cache
+def _shipped() -> tuple[tokenizers.Tokenizer, str]:
+    """What is read once for all that use it, none of whom changes it, and its digest."""
+    shipped = resources.files("diloco.inner").joinpath("bpe1024.json").read_bytes()
+    return tokenizers.Tokenizer.from_str(shipped.decode()), hashlib.sha256(shipped).hexdigest()
 
 
 def make_tokenizer(name: str, end_of_file: bool = True) -> Tokenizer:
