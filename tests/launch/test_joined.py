@@ -50,9 +50,12 @@ class Loop:
         self.optimizer.zero_grad()
         return self.outer.should_stop
 
-    def save(self, file: io.BytesIO) -> None:
-        """When nothing is on its way, so that no later word of the syncer's makes the checkpoint an old one."""
+    def settle(self) -> None:
+        """Nothing is on its way any more, so that no later word of the syncer's makes a checkpoint an old one."""
         wait_for(lambda: self.outer.ledger["in_flight"] == 0, "the fates of what was sent")
+
+    def save(self, file: io.BytesIO) -> None:
+        self.settle()
         torch.save({"model": self.model.state_dict(), "outer": self.outer.state_dict()}, file)
 
     def broken_off(self, steps: int, then: Callable[[], object]) -> None:
@@ -193,6 +196,7 @@ def test_what_was_not_in_the_checkpoint_is_lost_and_counted(place: Path) -> None
         saved: list[dict[str, Any]] = []
 
         def save_and_train_on() -> None:
+            loop.settle()
             saved.extend([values(loop.model), loop.outer.state_dict()])
             for number in range(4):
                 loop.step(number)

@@ -16,7 +16,7 @@ import pytest
 from diloco.launch.cli import main
 from diloco.launch.status_main import standby_line
 from tests.launch.processes import START_S, TINY, place_in, wait_for
-from tests.loopback.cluster import free_port, serving
+from tests.loopback.cluster import eventually, free_port, serving
 from tests.syncer.test_standby import BOUND_S, a_toy
 from tests.syncer.test_standing_by import standing_by
 
@@ -77,6 +77,7 @@ def test_what_an_operator_says_to_a_standby_and_to_a_syncer(tmp_path: Path, caps
             assert "this is no standby: it is the syncer" in capsys.readouterr().err
             assert main(["standby", "detach", address]) == 3
             assert f"this is the standby of {first}: ask there" in capsys.readouterr().err
+            eventually(lambda: standing.standby.ready, BOUND_S, "it has a state")
             assert main(["standby", "promote", address, "--lossy"]) == 0
             assert standing.api.promoted.is_set()
             assert standing.api.lossy
