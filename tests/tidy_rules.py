@@ -128,6 +128,11 @@ class Module:
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
 
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All of the tree, walked once for all the rules."""
+        return tuple(ast.walk(self.tree))
+
     @property
     def floor(self) -> str:
         """The package right below ``diloco``, or "" for the top level."""
@@ -156,7 +161,7 @@ def modules(folder: str = "diloco") -> tuple[Module, ...]:
 
 def imports(module: Module) -> Iterator[tuple[int, str]]:
     """Every import in the module, wherever it stands: the line and the dotted name, ``from a import b`` as ``a.b``."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -201,7 +206,7 @@ def pure_modules_ask_nothing_of_the_world(module: Module) -> Iterator[str]:
     for line, name in imports(module):
         if name.split(".")[0] in IMPURE_IMPORTS:
             yield f"line {line}: a pure module imports {name}; what it needs is an argument"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Call) and dotted(node.func) in IMPURE_CALLS:
             yield f"line {node.lineno}: a pure module calls {dotted(node.func)}"
 
@@ -218,7 +223,7 @@ def libraries_stay_at_home(module: Module) -> Iterator[str]:
         for library, home in HOMES.items():
             if within(name, library) and module.floor != home:
                 yield f"line {line}: {name} is imported outside {home}"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute) and dotted(node) == "torch.distributed" and module.floor != "inner":
             yield f"line {node.lineno}: torch.distributed is used outside inner"
 
@@ -229,13 +234,13 @@ def environment_only_in_launch(module: Module) -> Iterator[str]:
     for line, name in imports(module):
         if name in ENVIRONMENT:
             yield f"line {line}: {name} is imported outside launch"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute) and dotted(node) in ENVIRONMENT:
             yield f"line {node.lineno}: {dotted(node)} is read outside launch"
 
 
 def wiring_is_plain_code(module: Module) -> Iterator[str]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "_target_" in node.value:
             yield f"line {node.lineno}: a _target_ string; wiring is constructors in launch/build.py"
 
@@ -267,7 +272,7 @@ def mutable(value: ast.expr | None) -> bool:
 
 def no_module_level_state(module: Module) -> Iterator[str]:
     """Neither modules nor classes hold a mutable value; a type that mypy keeps read-only (Mapping, ...) is fine."""
-    bodies = [module.tree.body] + [node.body for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
+    bodies = [module.tree.body] + [node.body for node in module.nodes if isinstance(node, ast.ClassDef)]
     for node in itertools.chain.from_iterable(bodies):
         if isinstance(node, ast.Assign):
             names = [dotted(target) for target in node.targets]
@@ -277,7 +282,7 @@ def no_module_level_state(module: Module) -> Iterator[str]:
             continue
         if mutable(node.value) and not {"__all__", "__slots__"} & set(names):
             yield f"line {node.lineno}: {', '.join(names)} is mutable and shared by everything that imports it"
-    for part in ast.walk(module.tree):
+    for part in module.nodes:
         if isinstance(part, ast.Global):
             yield f"line {part.lineno}: global {', '.join(part.names)}"
 
@@ -295,7 +300,7 @@ def files_are_short(module: Module) -> Iterator[str]:
 
 
 def functions_are_short(module: Module) -> Iterator[str]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > FUNCTION_LINES_MAX:
@@ -305,7 +310,7 @@ def functions_are_short(module: Module) -> Iterator[str]:
 def no_print_below_launch(module: Module) -> Iterator[str]:
     if module.floor == "launch" or module.name.endswith(".__main__"):
         return
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Call) and dotted(node.func) == "print":
             yield f"line {node.lineno}: print below launch"
 
@@ -317,7 +322,7 @@ def durable_steps_have_names(module: Module) -> Iterator[str]:
     """
     if not any(within(module.name, keeper) for keeper in KEEPERS):
         return
-    calls = [node for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
+    calls = [node for node in module.nodes if isinstance(node, ast.Call)]
     of_disk = [node for node in calls if _owner(node) in DISKS]
     handed = {
         id(part)
@@ -326,7 +331,7 @@ def durable_steps_have_names(module: Module) -> Iterator[str]:
         if isinstance(argument, ast.Lambda)
         for part in ast.walk(argument)
     }
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute) and dotted(node) == "Step.FILE":
             yield f"line {node.lineno}: Step.FILE is for what nobody is killed at"
     for node in calls:
@@ -361,7 +366,7 @@ def nothing_unfinished(module: Module) -> Iterator[str]:
 
 def no_error_is_swallowed(module: Module) -> Iterator[str]:
     """Whoever catches everything raises again, or hands the error on (logs it, stores it)."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if not isinstance(node, ast.ExceptHandler):
             continue
         caught = [node.type] if not isinstance(node.type, ast.Tuple) else node.type.elts
