@@ -16,7 +16,7 @@ from diloco.sync.upstream import standing
 from tests.launch.processes import TINY, Place, Verb, place_in, wait_for
 from tests.loopback.audit import History, audit, history
 from tests.loopback.cluster import Log, Process, SiteThread, free_port
-from tests.loopback.test_kill import BUDGET, bound_s, dies, long_enough, seed_of, the_toy
+from tests.loopback.test_kill import bound_s, dies, long_enough, seed_of, the_toy
 from tests.loopback.toy import Toy
 
 STEP_S = 0.004
@@ -45,7 +45,7 @@ def site_names(region: str) -> tuple[str, str]:
     return f"{region}-1", f"{region}-2"
 
 
-def play(folder: Path, budget: int, seed: int, deaths: list[tuple[str, int]] | None = None, **changes: object) -> None:
+def play(folder: Path, budget: int, seed: int, deaths: list[tuple[str, int]], **changes: object) -> None:
     """A whole run, in which region-a dies of ``deaths``, one after the other; everybody's books balance in the end."""
     toy, regions = two_levels(folder, seed, budget, **changes)
     address, bound = f"127.0.0.1:{toy.port}", bound_s(budget)
@@ -66,7 +66,7 @@ def play(folder: Path, budget: int, seed: int, deaths: list[tuple[str, int]] | N
             return life
 
         last = {"region-b": begin("region-b")}
-        for death in deaths or ():
+        for death in deaths:
             dies(begin("region-a", death), death, seed, budget)
         last["region-a"] = begin("region-a")
         finished = {site.site: site.join(bound) for each in sites.values() for site in each}
@@ -100,11 +100,10 @@ def both_levels_agree(above: History, told: dict[str, History]) -> None:
         assert above.machine.state.sites[name].status.value == "left"
 
 
-def test_sites_train_through_regions(tmp_path: Path) -> None:
-    play(tmp_path, BUDGET, seed_of("regions"))
+OTHER_DEATHS = [pytest.param(chapter, marks=pytest.mark.slow) for chapter in DEATHS if chapter != "going up"]
 
 
-@pytest.mark.parametrize("chapter", DEATHS)
+@pytest.mark.parametrize("chapter", ["going up", *OTHER_DEATHS])
 def test_a_region_dies_and_both_levels_go_on(tmp_path: Path, chapter: str) -> None:
     def once(folder: Path, budget: int) -> None:
         play(folder, budget, seed_of(chapter), DEATHS[chapter])

@@ -38,7 +38,11 @@ RULES: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
+TWO = ("gpa on what is clipped, a buffer of three, eager", "heloco, one by one")
+OTHERS = [pytest.param(rule, marks=pytest.mark.slow) for rule in RULES if rule not in TWO]
+
+
+@pytest.mark.parametrize("rule", [*TWO, *OTHERS])
 def test_invariant_11_a_syncer_that_dies_goes_on_to_the_bits_of_its_journal_whatever_the_rule(
     tmp_path: Path, rule: str
 ) -> None:
