@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,8 +73,10 @@ class Corpus:
 def source_files(kind: str, path: str, pattern: str) -> list[Path]:
     """Files that a corpus of ``kind`` is read from, sorted; DataError when there are none."""
     if kind == "stdlib":
-        root = Path(sysconfig.get_paths()["stdlib"])
-        found = [file for file in root.rglob("*.py") if STDLIB_LEFT_OUT.isdisjoint(file.relative_to(root).parts[:-1])]
+        found = []
+        for folder, inner, names in os.walk(sysconfig.get_paths()["stdlib"]):
+            inner[:] = [name for name in inner if name not in STDLIB_LEFT_OUT]  # Packages are installed below it too.
+            found += [Path(folder, name) for name in names if name.endswith(".py")]
         return sorted(file for file in found if file.is_file())
     root = Path(path).expanduser()
     if root.is_file():
