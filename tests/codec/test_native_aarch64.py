@@ -61,7 +61,7 @@ CODECS = [
 CODECS += ["sign", "sign:8", "topk", "topk:256x8", "topk:256x64"]
 EDGES = [256, 512, 1024, 2048, 4096]
 # Of 0 to 4097: every remainder of vectors and blocks, and what lies around the sizes that are handled at a time.  The
-# slow test has all of them.
+# hunt has all of them.
 SIZES = [*range(132), *(size for edge in EDGES for size in range(edge - 4, edge + 4)), 1503, 3333, 4097]
 
 pytestmark = [
@@ -304,7 +304,7 @@ def test_noise_is_refused_as_here(program: Path) -> None:
     assert len(set(compare(program, memory))) > 8
 
 
-@pytest.mark.slow
+@pytest.mark.hunt
 @pytest.mark.parametrize("name", CODECS)
 def test_the_bits_of_every_size_are_the_same(program: Path, name: str) -> None:
     for first in range(0, 4098, 241):

@@ -20,9 +20,8 @@ def test_two_sites_of_two_layouts_exchange_what_two_processes_do(tmp_path: Path)
     assert len(plain.held) == 2 * 2 * 3, "two sites, two rounds of three steps"
 
 
-@pytest.mark.parametrize(
-    "adopt", [pytest.param("rebase", marks=pytest.mark.hunt), pytest.param("overwrite", marks=pytest.mark.slow)]
-)
+@pytest.mark.hunt
+@pytest.mark.parametrize("adopt", ["rebase", "overwrite"])
 def test_sites_of_every_layout_and_of_four_together(adopt: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["--rounds", "3", "--adopt", adopt, *(["--mixed"] if adopt == "overwrite" else [])])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

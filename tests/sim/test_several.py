@@ -35,12 +35,12 @@ def test_a_few_seeds() -> None:
     check(SEEDS)
 
 
-@pytest.mark.slow
+@pytest.mark.hunt
 def test_many_seeds() -> None:
     assert set(check(MANY)) == set(FAULTS)
 
 
-@pytest.mark.slow
+@pytest.mark.hunt
 def test_new_sites_begin_before_a_machine_is_switched_off() -> None:
     """Two of the sites had just appeared, and their first step needs the values of all syncers."""
     assert run_several(2090).failure == ""
