@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco.launch.cli import main
 from diloco.wire.options import ServerOptions
 from diloco.wire.server import serve
 from tests.launch.processes import TINY, Place, Verb, place_in, wait_for
@@ -152,12 +153,17 @@ PLAN = "diloco plan +experiment=100t_20dc"
 
 
 @pytest.mark.parametrize("command", [PLAN, *MODEL, LAUNCH, LAB, *AFTERWARDS, *SIM, *UNDO, *CERTS])
-def test_what_is_asked_of_a_run_afterwards(place: Place, command: str) -> None:
+def test_what_is_asked_of_a_run_afterwards(
+    place: Place, command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In this process: a process of its own would import everything, and these keep nothing beyond their end."""
     if "runs/latest" in command:
         assert (place.folder / "runs" / "latest").exists(), "no run was made above"
-    verb = start(place, command)
-    assert verb.end(180.0) == 0, verb.text()
-    assert verb.text().strip()
+    monkeypatch.chdir(place.folder)
+    code = main([*shlex.split(command)[1:], *SHORT[command]])
+    said = capfd.readouterr()
+    assert code == 0, said.err
+    assert said.out.strip() or said.err.strip()
 
 
 @pytest.mark.slow
@@ -197,6 +203,7 @@ def test_a_region_is_a_site_of_another_run(place: Place) -> None:
     assert {event["event"] for event in place.seen("east", "syncer", "upstream")} >= {"joined", "fetched", "pushed"}
 
 
+@pytest.mark.slow
 def test_real_sites_by_hand_and_status(place: Place) -> None:
     ports = {":7077": f":{free_port()}"}
     by_hand = ("diloco syncer run.name=first", SITE)
@@ -214,15 +221,17 @@ def test_real_sites_by_hand_and_status(place: Place) -> None:
         assert verb.end(90.0) == 0, verb.text()
 
 
-def test_a_plan_on_links_that_were_measured(place: Place) -> None:
+def test_a_plan_on_links_that_were_measured(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place.folder)
     server = serve(FakeSyncer(), ServerOptions(run_id=RUN))
     try:
-        code, measured = place.run("doctor", f"server={server.address}", "--json")
+        assert main(["doctor", f"server={server.address}", "--json"]) == 0
     finally:
         server.stop(0.2)
-    assert code == 0, measured
+    measured = capfd.readouterr().out
     for site in ("fra", "osl", "nyc"):  # One link stands for all three of the text.
         (place.folder / f"{site}.json").write_text(measured)
-    plan = start(place, LINKS)
-    assert plan.end(60.0) == 0, plan.text()
-    assert plan.text().count("measured   ") == 3, plan.text()
+    assert main([*shlex.split(LINKS)[1:], *SHORT[LINKS]]) == 0
+    assert capfd.readouterr().out.count("measured   ") == 3
