@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 # Before torch is imported, here and in every process that a test starts: neighbours that each open a thread per core
 # spin on one another and are several times slower than one thread each.
@@ -19,6 +20,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read once, when triton is first imported, which torch may do at any time
 
 
+BEGAN_S = time.monotonic()
 FORCED = kernel_library.force(os.environ.get(kernel_library.VARIABLE, ""))
 
 
@@ -28,6 +30,13 @@ def pytest_report_header() -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite", action="store_true", help="write down what the stories of tests/sync really do")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What the run has cost: its workers have ended by now, and they have waited for what they started."""
+    cpu, wall = (f"{int(s) // 60}:{int(s) % 60:02}" for s in (sum(os.times()[:4]), time.monotonic() - BEGAN_S))
+    terminalreporter.write_line(f"these tests: {cpu} CPU minutes, {wall} wall")
 
 
 @pytest.fixture(scope="session")
