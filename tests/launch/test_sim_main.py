@@ -18,7 +18,7 @@ def told(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
 
 
 def test_the_table_of_goodput(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(studies, "HOURS", 4.0)
+    monkeypatch.setattr(studies, "HOURS", 1.0)
     assert main(["sim", "+scenario=goodput_decoupled", "--json"]) == 0
     found = told(capsys)
     assert found["max_error_points"] <= 5  # type: ignore[operator]
@@ -33,8 +33,8 @@ def test_the_table_of_bandwidths(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_run_of_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    faults = ["--interruptions-per-day", "200"]
-    assert main(["sim", *TINY, "cluster=local3", "network=wan", "--json", "--hours", "1", *faults]) == 0
+    faults = ["--interruptions-per-day", "800"]
+    assert main(["sim", *TINY, "cluster=local3", "network=wan", "--json", "--hours", "0.25", *faults]) == 0
     found = told(capsys)
     sites = found["sites"]
     assert isinstance(sites, dict)
@@ -87,9 +87,9 @@ def test_who_made_no_step_is_told_what_it_waited_for(capsys: pytest.CaptureFixtu
 
 
 def test_each_seed_has_its_goodput_and_the_first_its_table(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["sim", *TINY, "cluster=local3", "network=wan", "--hours", "0.5", "--away-s", "300", "run.seed=4"]
+    asked = ["sim", *TINY, "cluster=local3", "network=wan", "--hours", "0.2", "--away-s", "120", "run.seed=4"]
     asked += ["--chips", "1000", "--interruptions-per-chip-year", "50", "--step-jitter", "0.1"]
-    asked += ["--maintenance-every-h", "0.2", "--maintenance-s", "60"]
+    asked += ["--maintenance-every-h", "0.1", "--maintenance-s", "60"]
     assert main([*asked, "--seeds", "3", "--json"]) == 0
     found = told(capsys)
     by_seed = found["goodput_by_seed"]

@@ -48,7 +48,7 @@ def trained(
     return simulated(config, text, speeds, warm)[0]
 
 
-@pytest.mark.parametrize(("fragments", "inner_steps"), [(1, 3), (2, 3), (1, 5), (2, 5), (4, 5)])
+@pytest.mark.parametrize(("fragments", "inner_steps"), [(1, 3), (2, 5), (4, 5)])
 def test_one_site_is_plain_training(fragments: int, inner_steps: int, text: CorpusManifest) -> None:
     """Invariant 1, to rounding: ``base - (base - x)`` is x only where the two are near each other."""
     plain = ("inner.optimizer=sgd", "inner.lr=0.1", "outer.kind=sgd", "outer.lr=1", "outer.momentum=0")
@@ -71,7 +71,7 @@ def test_at_equal_speed_one_and_its_grace_make_what_everybody_makes(lock_step: b
 
     Both are in lock-step or both are not: without it a site makes a step while a version comes, which DiLoCo's do not.
     """
-    rounds, equal = 3, (1.0,) * 4
+    rounds, equal = 2, (1.0,) * 4
     ends = f"run.tokens={rounds * 3 * 4 * STEP_TOKENS}"
     everybody = ("outer=diloco", "inner.optimizer=sgd", "inner.lr=0.1", f"outer.lock_step={lock_step}", ends)
     one = (*everybody, "outer.quorum=1", "outer.grace=fixed")
@@ -86,7 +86,7 @@ def test_at_equal_speed_one_and_its_grace_make_what_everybody_makes(lock_step: b
 
 
 def test_the_same_seed_is_the_same_to_the_last_bit_and_another_is_not(text: CorpusManifest) -> None:
-    config = configured("outer=decoupled", "outer.num_fragments=2", f"run.tokens={60 * STEP_TOKENS}", "codec=int4")
+    config = configured("outer=decoupled", "outer.num_fragments=2", f"run.tokens={30 * STEP_TOKENS}", "codec=int4")
     first, again = (trained(config, text, (1.0, 0.6, 0.4)) for _ in range(2))
     other = trained(replace(config, run=replace(config.run, seed=1)), text, (1.0, 0.6, 0.4))
     same = first.values()
