@@ -62,8 +62,8 @@ def test_one_wrong_bit_in_the_second_run_shows(site: Path, monkeypatch: pytest.M
     first = digest_of(site)
     right = build.build_optimizers
 
-    def wrong(model: Any, options: Any) -> Any:
-        optimizers = right(model, options)
+    def wrong(model: Any, *options: Any) -> Any:
+        optimizers = right(model, *options)
         step = optimizers.step
 
         def step_and_flip() -> None:

@@ -59,7 +59,8 @@ class Run:
 
 @contextmanager
 def running(folder: Path, **changes: object) -> Iterator[Run]:
-    outer = {"grace": "fixed", "grace_ns": 0, "num_fragments": 2}
+    # A round is an update of one site: how many versions pass another meanwhile is up to the machine.
+    outer = {"grace": "fixed", "grace_ns": 0, "num_fragments": 2, "staleness_max": 100, "fates_kept_max": 204}
     settings: dict[str, object] = {"outer": outer, "snapshot_every": FAR, "codec": "int8", **changes}
     toy = Toy(folder=str(folder), **settings)  # type: ignore[arg-type]
     with serving(toy) as (syncer, address, log), AdminClient(address) as operator, ExitStack() as alive:
