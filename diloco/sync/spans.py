@@ -48,8 +48,17 @@ def without(spans: Iterable[Span], less: Iterable[Span]) -> list[Span]:
 
 def common(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
     """What is in both."""
-    spans = list(spans)
-    return without(spans, without(spans, others))
+    found: list[Span] = []
+    theirs, here = added(others, ()), 0
+    for start, stop in added(spans, ()):
+        while here < len(theirs) and theirs[here][0] < stop:
+            begin, end = theirs[here]
+            if start < end:
+                found.append((max(start, begin), min(stop, end)))
+            if end > stop:
+                break  # It reaches into what comes next.
+            here += 1
+    return found
 
 
 def size(spans: Iterable[Span]) -> int:

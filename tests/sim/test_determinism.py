@@ -13,7 +13,7 @@ from diloco.sim.network import Link
 from diloco.sim.swarm import run_seed
 from tests.tidy_rules import ROOT
 
-SEEDS = (0, 3, 8, 21)
+SEEDS = (0, 3, 21)
 PROGRAM = f"from diloco.sim.swarm import run_seed\nfor seed in {SEEDS}: print(run_seed(seed).digest)"
 
 
@@ -21,20 +21,25 @@ def digests() -> list[str]:
     return [run_seed(seed).digest for seed in SEEDS]
 
 
+@pytest.fixture(scope="module")
+def here() -> list[str]:
+    return digests()
+
+
 @pytest.mark.parametrize("hash_seed", ["0", "4711"])
-def test_seed_replays_in_another_process(hash_seed: str) -> None:
+def test_seed_replays_in_another_process(hash_seed: str, here: list[str]) -> None:
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120, check=True
     )
-    assert done.stdout.split() == digests(), f"seeds {SEEDS} under PYTHONHASHSEED={hash_seed}"
+    assert done.stdout.split() == here, f"seeds {SEEDS} under PYTHONHASHSEED={hash_seed}"
 
 
-def test_digest_sees_a_delay_that_is_not_from_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, loose, before = Link._delay_ns, random.SystemRandom(), digests()
+def test_digest_sees_a_delay_that_is_not_from_the_seed(here: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    right, loose = Link._delay_ns, random.SystemRandom()
     monkeypatch.setattr(Link, "_delay_ns", lambda self: right(self) + loose.randrange(1000))
-    assert all(a != b for a, b in zip(before, digests(), strict=True))
+    assert all(a != b for a, b in zip(here, digests(), strict=True))
 
 
-def test_seeds_differ() -> None:
-    assert len(set(digests())) == len(SEEDS)
+def test_seeds_differ(here: list[str]) -> None:
+    assert len(set(here)) == len(SEEDS)

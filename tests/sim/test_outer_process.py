@@ -38,7 +38,7 @@ def test_payloads_go_with_the_snapshots_that_need_them() -> None:
 
 def test_rot_is_found_or_harmless() -> None:
     found = 0
-    for seed in range(40):
+    for seed in range(16):
         small = Small(1)
         small.run(3)
         assert small.cluster.syncers.disk.storage.rot(Random(seed))
@@ -46,7 +46,7 @@ def test_rot_is_found_or_harmless() -> None:
         small.run(3)
         assert small.cluster.outer is not None, seed
         found += small.cluster.syncers.damage_found
-    assert found > 20
+    assert found > 8
 
 
 def test_machine_time_stands_still_while_no_process_lives() -> None:

@@ -24,7 +24,7 @@ def test_a_run_survives_each_fault(kind: str) -> None:
     small.run(6)
     before = small.versions()
     small.cluster.heal()
-    small.run(12)
+    small.run(8)
     assert min(small.versions()) > max(before)
     assert small.cluster.syncers.caught_up()
 

@@ -13,13 +13,13 @@ from tests.sim.small import Small, a_pair
 @pytest.mark.parametrize("point", CrashPoint)
 def test_standby_that_dies_comes_back_and_has_everything(point: CrashPoint, power: bool) -> None:
     small = Small(replication=a_pair())
-    small.run(3)
+    small.run(1)
     syncers = small.cluster.syncers
     syncers.doom(syncers.seats[1], point, power=power)
     small.run(1)
     assert small.cluster.outer is not None
     small.cluster.outer.snapshot()
-    small.run(6)
+    small.run(4)
     of_the_syncer_only = point in (CrashPoint.AMONG_EFFECTS, CrashPoint.STEP_MADE)
     assert (syncers.restarts, syncers.caught_up()) == (int(not of_the_syncer_only), True), point
 
