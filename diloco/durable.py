@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
 import signal
 import stat
+import sys
 import threading
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
-    from typing import BinaryIO
+    from typing import IO, BinaryIO
 
 
 class Step(StrEnum):
@@ -94,6 +94,7 @@ class Step(StrEnum):
     CHECKPOINT_PRUNE = "checkpoint.prune"
 
 
+WINDOWS = sys.platform == "win32"
 LOCK = "lock"
 """The file in a folder by which a process holds it."""
 
@@ -154,13 +155,14 @@ class Disk:
     def sync_file(self, path: Path, step: Step) -> None:
         """Make the content of ``path`` durable."""
         self.reached(step)
-        _sync(path, os.O_RDONLY)
+        _sync(path, os.O_RDWR if WINDOWS else os.O_RDONLY)  # Windows flushes what is open for writing alone.
         self.reached(step)
 
     def sync_folder(self, folder: Path, step: Step) -> None:
         """Make the names inside ``folder`` durable: a created or renamed file is not, until its folder is."""
         self.reached(step)
-        _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+        if not WINDOWS:  # It opens no folder; its file systems keep names by themselves.
+            _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
         self.reached(step)
 
     def make_folder(self, path: Path, step: Step) -> None:
@@ -315,6 +317,13 @@ def private_folder(folder: Path) -> None:
         raise PermissionError(errno.EPERM, "not a folder that is this user's alone", str(folder))
 
 
+def lock(file: IO[str]) -> None:
+    """Lock ``file`` for this process until it closes the file or ends; BlockingIOError while another process has it."""
+    import fcntl  # Here, because Windows lacks it and its users may import every module.
+
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold ``folder`` for this process; ``LockedError`` at once when another process has it.
@@ -327,7 +336,7 @@ def locked(folder: Path) -> Iterator[None]:
         folder.chmod(0o700)
     with (folder / LOCK).open("a+") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file)
         except BlockingIOError:
             file.seek(0)
             holder = file.read().strip() or "unknown"

@@ -7,7 +7,6 @@ endian (uint32 where the tokenizer has more ids than that holds), documents in t
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from diloco.durable import lock
 from diloco.inner.checks import require
 from diloco.inner.corpus import (
     FIELD,
@@ -269,7 +269,7 @@ def _lock(path: Path, wait_s: float, notes: Path) -> Iterator[None]:
     with path.open("w") as file:
         while True:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(file)
                 break
             except BlockingIOError:
                 if (written := _size(notes)) != seen:

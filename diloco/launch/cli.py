@@ -17,6 +17,7 @@ from diloco import __version__
 from diloco.codec import kernel_library
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.rank_exit import end_process
+from diloco.launch.systems import LINUX_ONLY, refusal
 from diloco.launch.tether import PARENT_VARIABLE, die_with_parent
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ VERBS = (
         "the outer steps of a run once more, as they were or without some updates",
     ),
 )
+HELP = frozenset({"-h", "--help"})
 
 
 def command() -> NoReturn:
@@ -90,6 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verb = _verb(given)
     if verb is None:
         return ExitCode.USAGE
+    if verb.name in LINUX_ONLY and not HELP & set(given) and (line := refusal(sys.platform)):
+        return _said(verb, line, ExitCode.USAGE)
     # gRPC writes lines of its own for every handshake and message that it refuses, whoever sent it: a stranger could
     # fill a syncer's disk with them.  What a caller or an operator needs to know is in our words.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

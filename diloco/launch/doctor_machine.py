@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import platform
-import resource
+import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -103,6 +103,10 @@ def kernels() -> list[Finding]:
 
 def limits() -> list[Finding]:
     """Of the process."""
+    if sys.platform == "win32":
+        return [ok("limits", f"{platform.system()}: its limits are not looked at")]
+    import resource
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     told = "no bound" if soft == resource.RLIM_INFINITY else f"at most {soft}"
     if soft != resource.RLIM_INFINITY and soft < FILES_MIN:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import tempfile
 import time
 from contextlib import suppress
@@ -91,8 +92,7 @@ def store(of: Store) -> list[Finding]:
         syncs_s, bulk = _written(folder)
     except OSError as error:
         return [fail("store", f"{where} cannot be written: {error.strerror or error}", _remedy(error, folder, of))]
-    found = os.statvfs(folder)
-    free = found.f_bavail * found.f_frsize
+    free = shutil.disk_usage(folder).free
     sync_s = median(syncs_s)
     told = f"{where} {_gb(free)} free, fsync {sync_s * 1e3:.3g} ms, writes {bulk / 1e6:,.0f} MB/s"
     figures = {"free_bytes": free, "fsync_s": sync_s, "write_bytes_per_s": bulk, "needed_bytes": of.needed_bytes}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -31,6 +32,7 @@ from diloco.launch.placing import towards
 from diloco.launch.run_dir import RunDir, SiteDir
 from diloco.launch.schema import SiteSection
 from diloco.launch.site_agent import join_text, whole_layout
+from diloco.launch.systems import refusal
 from diloco.learner.outcome import JoinFailed
 from diloco.outer.fragments import named_parameters_once
 
@@ -97,9 +99,9 @@ def join(
     others do as it does.
 
     Raises ``ValueError`` naming an argument that cannot be, and ``diloco.JoinFailed`` where the site is not taken in:
-    its ``kind`` is ``unreachable``, ``mismatch`` or ``refused``.
+    its ``kind`` is ``unreachable``, ``mismatch`` or ``refused``; ``RuntimeError`` on a system that is not Linux.
     """
-    _force_kernels()
+    _look_at_the_machine()
     optimizers = _optimizers(optimizer)
     parameters = _parameters(model, optimizers)
     if tokens_per_step is not None and not (isinstance(tokens_per_step, int) and tokens_per_step >= 1):
@@ -117,7 +119,9 @@ def join(
     return Outer(config, holding, optimizers[-1] if hooks else None, group, there, tokens_per_step, log, leased)
 
 
-def _force_kernels() -> None:
+def _look_at_the_machine() -> None:
+    if line := refusal(sys.platform):
+        raise RuntimeError(f"diloco.join: {line}")
     if line := kernel_library.force(os.environ.get(kernel_library.VARIABLE, "")):
         logging.getLogger(__name__).warning(line)
 

@@ -15,14 +15,13 @@ take-over, never two leaders.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import time
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from diloco.durable import PLAIN_DISK, Step
+from diloco.durable import PLAIN_DISK, Step, lock
 from diloco.sync.plain import parse_json
 from diloco.syncer.lease import (
     Claim,
@@ -142,7 +141,7 @@ class FileLease:
                 until_s = time.monotonic() + self.ttl_s / 4
                 while True:
                     try:
-                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        lock(file)
                         break
                     except BlockingIOError:
                         if time.monotonic() > until_s:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import os
 import shutil
 import signal
@@ -94,6 +93,8 @@ def open_tun(name: str) -> int:
 
     Packets come with a virtio-net header and with TCP's segmentation left undone (see ``packets``).
     """
+    import fcntl  # Here, because Windows lacks it and its users may import every module.
+
     tun = os.open(TUN_DEVICE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         request = struct.pack("16sH22x", name.encode(), IFF_TUN | IFF_NO_PI | IFF_VNET_HDR)

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from diloco.codec import kernel_library
-from diloco.launch import doctor_machine
 from diloco.launch.doctor_machine import (
     LinkFigures,
     devices,
@@ -123,7 +122,7 @@ def test_kernels_that_are_not_compiled_are_a_warning(monkeypatch: pytest.MonkeyP
 
 
 def test_few_open_files_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_machine.resource, "getrlimit", lambda which: (256, 4096))
+    monkeypatch.setattr("resource.getrlimit", lambda which: (256, 4096))
     assert limits()[0].line() == "warn  limits      open files: at most 256 -> ulimit -n 1024 (this user may: 4096)"
 
 
