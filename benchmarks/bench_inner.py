@@ -55,7 +55,7 @@ from diloco.inner.holding import Holding
 from diloco.inner.model import ModelOptions, Transformer, flops_per_token, next_token_loss
 from diloco.inner.optimizer import InnerOptimizers, InnerOptions, build_optimizers
 from diloco.inner.parallel import SiteGroup
-from diloco.inner.precision import autocast_dtype, resolved
+from diloco.inner.precision import autocast_dtype, resolve_precision
 from diloco.inner.trainer import StepInfo, Trainer, TrainerOptions, Verdict
 from diloco.learner.agent import Agent
 from diloco.learner.follower import Follower
@@ -282,7 +282,7 @@ def main() -> None:
             rows.append(measure(world, agent == "on", arguments, data))
             print(json.dumps(rows[-1]), flush=True)
     config = {"steps": arguments.steps, "batch": BATCH, "model": "4x128", "optimizer": "muon", "threads": 1}
-    config |= {"products": resolved("auto", torch.device("cpu"))}
+    config |= {"products": resolve_precision("auto", torch.device("cpu"))}
     config |= {"inner_steps": arguments.inner_steps, "codec": CODEC, "fragments": NUM_FRAGMENTS}
     top = {f"overhead_{found['case'].replace('-', '_')}": found["overhead"] for found in rows}
     top |= {"optimizer_share": rows[0]["optimizer_share_p50"], "optimizer_share_max": OPTIMIZER_SHARE_MAX}

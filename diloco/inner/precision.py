@@ -53,7 +53,7 @@ def _product_s(matrix: Tensor, slow_s: float) -> float:
     return min(seconds)
 
 
-def resolved(precision: str, device: torch.device, group: SiteGroup | None = None) -> str:
+def resolve_precision(precision: str, device: torch.device, group: SiteGroup | None = None) -> str:
     """Return "bf16" or "fp32" for ``precision``: under "auto" bf16 where it is clearly faster than fp32.
 
     With ``group`` it must be so on all ranks, and all get the same answer: a collective.
@@ -67,7 +67,7 @@ def resolved(precision: str, device: torch.device, group: SiteGroup | None = Non
 
 def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
     """The dtype of matrix products under ``precision`` on ``device``; None for plain fp32."""
-    return torch.bfloat16 if resolved(precision, device) == "bf16" else None
+    return torch.bfloat16 if resolve_precision(precision, device) == "bf16" else None
 
 
 @contextmanager

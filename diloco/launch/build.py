@@ -16,7 +16,7 @@ from diloco.inner.data import CorpusManifest, DataOptions, TokenStream, prepare_
 from diloco.inner.leased import LeasedStream
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.optimizer import InnerOptions, build_optimizers
-from diloco.inner.precision import resolved
+from diloco.inner.precision import resolve_precision
 from diloco.inner.streamed import prepare_stream
 from diloco.inner.token_files import prepare_tokens
 from diloco.inner.trainer import Trainer, TrainerOptions
@@ -417,7 +417,7 @@ def build_trainer(
     text = corpus(config)  # Outside of the section: what is wrong with it is nothing of inner.
     with section("inner"):
         stream = _stream(config, text, held, share, units)
-        precision = resolved(config.inner.precision, group.device, group)
+        precision = resolve_precision(config.inner.precision, group.device, group)
     trainer = Trainer(
         model,
         build_optimizers(model, options, precision),

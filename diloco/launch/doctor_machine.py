@@ -74,11 +74,11 @@ def devices(wanted: str) -> list[Finding]:
 def number_format(device: str, precision: str) -> list[Finding]:
     """The format in which a site multiplies matrices; arguments are ``site.device`` and ``inner.precision``."""
     from diloco.inner.parallel import device_of
-    from diloco.inner.precision import bf16_speed, resolved
+    from diloco.inner.precision import bf16_speed, resolve_precision
 
     try:
         where = device_of(device)
-        products = resolved(precision, where)
+        products = resolve_precision(precision, where)
     except ValueError:
         return []  # No such device or precision: another check says so.
     speed = bf16_speed(where)

@@ -101,7 +101,7 @@ def join(
     Raises ``ValueError`` naming an argument that cannot be, and ``diloco.JoinFailed`` where the site is not taken in:
     its ``kind`` is ``unreachable``, ``mismatch`` or ``refused``; ``RuntimeError`` on a system that is not Linux.
     """
-    _look_at_the_machine()
+    _require_linux_and_force_kernels()
     optimizers = _optimizers(optimizer)
     parameters = _parameters(model, optimizers)
     if tokens_per_step is not None and not (isinstance(tokens_per_step, int) and tokens_per_step >= 1):
@@ -119,7 +119,7 @@ def join(
     return Outer(config, holding, optimizers[-1] if hooks else None, group, there, tokens_per_step, log, leased)
 
 
-def _look_at_the_machine() -> None:
+def _require_linux_and_force_kernels() -> None:
     if line := refusal(sys.platform):
         raise RuntimeError(f"diloco.join: {line}")
     if line := kernel_library.force(os.environ.get(kernel_library.VARIABLE, "")):
