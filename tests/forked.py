@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 
 IMPORTED = (
     "diloco.launch.restore_main",
+    "diloco.launch.site_rank",
+    "diloco.launch.syncer_main",
     "pytest",  # What ranks do often stands in a module of tests.
     "tests.hunts.target",
     "tests.launch.pasts",
@@ -26,3 +34,48 @@ def forkserver() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
     return context
+
+
+class ForkedVerb:
+    """``python -m diloco ARGUMENTS`` without the seconds of its imports; it is spoken to like a ``Popen``."""
+
+    def __init__(self, arguments: list[str], cwd: Path, out: Path, environment: Mapping[str, str]) -> None:
+        self.arguments = arguments
+        self._process = forkserver().Process(target=_run_verb, args=(arguments, cwd, out, dict(environment)))
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired(self.arguments, timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _run_verb(arguments: list[str], cwd: Path, out: Path, environment: dict[str, str]) -> None:
+    os.setsid()
+    os.chdir(cwd)
+    with out.open("ab") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    faulthandler.enable()
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["diloco", *arguments]
+    from diloco.launch.cli import command
+
+    command()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import shutil
+import tempfile
+import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -86,7 +91,7 @@ class Hand:
         finally:
             reception.close()
         while self.syncer.core.ask(lambda now: now.state.fragments[fragment].version) == version:
-            pass
+            time.sleep(0.001)
 
     def versions(self) -> list[int]:
         return self.syncer.core.ask(lambda machine: [fragment.version for fragment in machine.state.fragments])
@@ -100,6 +105,16 @@ class Hand:
 
 def with_a_past(root: Path, rounds: int = 4, *settings: str) -> Path:
     """The folder of a run that was stopped after ``rounds`` updates of either site to either fragment."""
+    shutil.copytree(_first(rounds, settings) / "past", root / "past")
+    configured(root, *settings)
+    return root / "past"
+
+
+@cache
+def _first(rounds: int, settings: tuple[str, ...]) -> Path:
+    """Where the first of these runs is kept, of which the others are copies."""
+    root = Path(tempfile.mkdtemp(prefix="past-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
     hand = Hand(configured(root, *settings))
     for site in "ab":
         hand.join(site)
@@ -108,4 +123,4 @@ def with_a_past(root: Path, rounds: int = 4, *settings: str) -> Path:
             for fragment in range(2):
                 hand.push(site, fragment)
     hand.stop()
-    return root / "past"
+    return root

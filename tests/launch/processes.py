@@ -13,6 +13,7 @@ from pathlib import Path
 
 from diloco.launch.arming import KILL_VARIABLE
 from diloco.launch.eventlog import Event, read_events
+from tests.forked import ForkedVerb
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 60.0  # importing torch on two busy cores
@@ -59,6 +60,10 @@ class Verb:
             "PYTHONFAULTHANDLER": "1",
             KILL_VARIABLE: kill_at,
         }
+        self.process: subprocess.Popen[bytes] | ForkedVerb
+        if (module, source) == ("diloco", ROOT):
+            self.process = ForkedVerb(arguments, folder, self.out, environment)
+            return
         with self.out.open("ab") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
@@ -70,7 +75,7 @@ class Verb:
             )
 
     def text(self) -> str:
-        return self.out.read_text(errors="replace")
+        return self.out.read_text(errors="replace") if self.out.exists() else ""
 
     def end(self, bound_s: float = START_S) -> int:
         """The exit code."""
@@ -83,6 +88,7 @@ class Verb:
         self.process.send_signal(number)
 
     def kill(self) -> None:
+        self.process.kill()  # Alone, where it has not come to a group of its own yet.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(10)

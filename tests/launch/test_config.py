@@ -29,8 +29,8 @@ from diloco.launch.errors import ConfigError
 from diloco.launch.keys import leaves
 from diloco.launch.schema import OuterSection, RunConfig
 
-ALL_CHOICES = [(group, name) for group in GROUPS for name in choices()[group]]
-NEEDS = {"data": ["data.path=."]}
+CHOICES = {group: choices()[group] for group in GROUPS if group != "experiment"}
+"""Those of the experiments are composed in test_config_presets.py."""
 LLAMA = {
     "model_type": "llama",
     "vocab_size": 2000,
@@ -47,11 +47,13 @@ LLAMA = {
 """A ``config.json``."""
 
 
-@pytest.mark.parametrize(("group", "name"), ALL_CHOICES)
-def test_every_choice_of_every_group_composes(group: str, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", range(max(map(len, CHOICES.values()))))
+def test_every_choice_of_every_group_composes(number: int, tmp_path: Path) -> None:
+    """The choices of this number, and of a group that has fewer its first ones once more."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    needs = [f"run.init_from={tmp_path}"] if name == "imported" else NEEDS.get(group, [])
-    config = compose([f"{group}={name}", *needs])
+    chosen = [f"{group}={names[number % len(names)]}" for group, names in CHOICES.items()]
+    needs = ["data.path=.", *([f"run.init_from={tmp_path}"] if "model=imported" in chosen else [])]
+    config = compose([*chosen, *needs])
     assert config.model.vocab_size
     assert config.run.seconds
 
@@ -87,7 +89,9 @@ def test_a_tokenizer_of_a_file_is_shared_by_its_content(tmp_path: Path) -> None:
 
 
 def test_every_yaml_file_is_short_and_reached_by_a_group() -> None:
-    reached = {folder() / group / f"{name}.yaml" for group, name in ALL_CHOICES} | {folder() / "config.yaml"}
+    reached = {folder() / group / f"{name}.yaml" for group in GROUPS for name in choices()[group]} | {
+        folder() / "config.yaml"
+    }
     files = {path for path in folder().rglob("*.yaml") if not {"scenario", "monitoring", "lab"} & set(path.parts)}
     assert files == reached
     assert all(len(path.read_text().splitlines()) <= 15 for path in files)
@@ -307,15 +311,6 @@ def test_who_leases_units_must_agree_on_what_they_are() -> None:
         "data.unit_lease_s": "300.0",
         "inner.sequence_length": "128",
     }
-
-
-def test_a_site_learns_the_run_from_what_is_shared() -> None:
-    for experiment in choices()["experiment"]:
-        run = compose([f"experiment={experiment}", "run.tokens=5e6", "model=small", "outer.lr=0.9", "site.nproc=3"])
-        told = shared_config(run)
-        here = from_shared(told, {"run.name": "otter", "site.id": "fra", "site.join_timeout_s": 3})
-        assert shared_config(here) == told
-        assert (here.run.name, here.site.id, here.site.join_timeout_s, here.site.nproc) == ("otter", "fra", 3.0, 1)
 
 
 @pytest.mark.parametrize(

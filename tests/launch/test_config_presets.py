@@ -10,7 +10,7 @@ import pytest
 
 from diloco.launch import build
 from diloco.launch import lab as labs
-from diloco.launch.config import choices, compose, folder
+from diloco.launch.config import choices, compose, folder, from_shared, shared_config
 from diloco.launch.lab_cell import run_cell
 from tests.launch.laboratories import rows, written
 
@@ -150,6 +150,20 @@ def test_the_demo_is_what_runs_without_a_word() -> None:
 
 
 @pytest.mark.parametrize("preset", [*PRESETS, DEMO])
+def test_a_site_learns_the_run_from_what_is_shared(preset: str) -> None:
+    run = compose([f"experiment={preset}", "run.tokens=5e6", "model.layers=3", "outer.lr=0.9", "site.nproc=3"])
+    told = shared_config(run)
+    here = from_shared(told, {"run.name": "otter", "site.id": "fra", "site.join_timeout_s": 3})
+    assert shared_config(here) == told
+    assert (here.run.name, here.site.id, here.site.join_timeout_s, here.site.nproc) == ("otter", "fra", 3.0, 1)
+
+
+SOON = ("decoupled", "sparseloco", DEMO)
+
+
+@pytest.mark.parametrize(
+    "preset", [each if each in SOON else pytest.param(each, marks=pytest.mark.slow) for each in (*PRESETS, DEMO)]
+)
 def test_a_preset_trains(tmp_path: Path, preset: str) -> None:
     (tmp_path / "text").mkdir()
     for index in range(32):

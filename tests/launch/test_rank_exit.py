@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from diloco.inner.parallel import OpenStore
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,20 +20,21 @@ from diloco.launch.rank_exit import end_process
 sys.setswitchinterval(1000)
 atexit.register(lambda: print("at the end"))
 rank, world, port = map(int, sys.argv[1:])
-group = SiteGroup(rank, rank, world, "127.0.0.1", port, "cpu", 60.0) if world > 1 else None
-if group:
-    try:
-        for _ in range(100):
-            torch.distributed.all_reduce(torch.ones(4), async_op=True)  # What it is given is gloo's to let go of.
-    except RuntimeError:
-        pass  # The other has ended already.
+group = SiteGroup(rank, rank, world, "127.0.0.1", port, "cpu", 60.0)
+try:
+    for _ in range(100):
+        torch.distributed.all_reduce(torch.ones(4), async_op=True)  # What it is given is gloo's to let go of.
+except RuntimeError:
+    pass  # The other has ended already.
 print("trained", end=" ")
 end_process(3)
 """
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_process_that_was_a_rank_ends_with_its_code(world: int) -> None:
+WORLD = 2
+
+
+def test_a_process_that_was_a_rank_ends_with_its_code() -> None:
     store = OpenStore()
     environment = {
         **os.environ,
@@ -45,18 +44,18 @@ def test_a_process_that_was_a_rank_ends_with_its_code(world: int) -> None:
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(world), str(store.port)],
+            [sys.executable, "-c", RANK, str(rank), str(WORLD), str(store.port)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(world)
+        for rank in range(WORLD)
     ]
     try:
         told = [rank.communicate(timeout=120) for rank in ranks]
     finally:
         for process in ranks:
             process.kill()
-    assert [rank.returncode for rank in ranks] == [3] * world, "no thread of gloo's has aborted it"
-    assert [out for out, _ in told] == ["trained at the end\n"] * world
+    assert [rank.returncode for rank in ranks] == [3] * WORLD, "no thread of gloo's has aborted it"
+    assert [out for out, _ in told] == ["trained at the end\n"] * WORLD

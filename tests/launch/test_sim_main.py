@@ -34,7 +34,7 @@ def test_the_table_of_bandwidths(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_run_of_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     faults = ["--interruptions-per-day", "800"]
-    assert main(["sim", *TINY, "cluster=local3", "network=wan", "--json", "--hours", "0.25", *faults]) == 0
+    assert main(["sim", *TINY, "cluster=local3", "network=wan", "--json", "--hours", "0.15", *faults]) == 0
     found = told(capsys)
     sites = found["sites"]
     assert isinstance(sites, dict)
@@ -87,9 +87,9 @@ def test_who_made_no_step_is_told_what_it_waited_for(capsys: pytest.CaptureFixtu
 
 
 def test_each_seed_has_its_goodput_and_the_first_its_table(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["sim", *TINY, "cluster=local3", "network=wan", "--hours", "0.2", "--away-s", "120", "run.seed=4"]
+    asked = ["sim", *TINY, "cluster=local3", "network=wan", "--hours", "0.08", "--away-s", "120", "run.seed=4"]
     asked += ["--chips", "1000", "--interruptions-per-chip-year", "50", "--step-jitter", "0.1"]
-    asked += ["--maintenance-every-h", "0.1", "--maintenance-s", "60"]
+    asked += ["--maintenance-every-h", "0.05", "--maintenance-s", "60"]
     assert main([*asked, "--seeds", "3", "--json"]) == 0
     found = told(capsys)
     by_seed = found["goodput_by_seed"]
@@ -107,7 +107,7 @@ def test_each_seed_has_its_goodput_and_the_first_its_table(capsys: pytest.Captur
 
 
 def test_two_levels(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["sim", *TINY, "experiment=halos", "cluster=local3", "network=wan", "upstream.updates=4", "--hours", "0.2"]
+    asked = ["sim", *TINY, "experiment=halos", "cluster=local3", "network=wan", "upstream.updates=4", "--hours", "0.06"]
     asked += ["--above", "outer=halos_global", "--above", "codec=int4", "--above", "network=transatlantic"]
     assert main([*asked, "--regions", "2", "--json"]) == 0
     found = told(capsys)
@@ -145,7 +145,7 @@ def test_two_levels_end_as_a_run_does(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_run_that_never_ends_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["cluster=local3", "outer.quorum=4", "run.seconds=null", "run.tokens=1000"]
-    assert main(["sim", *TINY, *settings]) == 2
+    assert main(["sim", *TINY, *settings, "--step-s", "30"]) == 2
     said = capsys.readouterr().err
     assert "0 of 1000 tokens are merged" in said
     assert "--hours" in said

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -15,7 +16,7 @@ from diloco.launch import config as configs
 from diloco.launch import run_dir
 from diloco.launch.cli import main
 from diloco.launch.eventlog import read_events
-from tests.launch.processes import ROOT, TINY, Place, place_in, wait_for
+from tests.launch.processes import ROOT, TINY, Place, wait_for
 
 
 @pytest.fixture
@@ -87,13 +88,16 @@ def test_a_run_of_sites_is_left_alone(place: Place, capsys: pytest.CaptureFixtur
     assert Path("runs/sites/config.yaml").read_text() == "of the syncer"
 
 
-def test_training_that_was_asked_to_stop_is_drained(tmp_path: Path) -> None:
-    with place_in(tmp_path) as place:
-        verb = place.start("train", "train", *TINY, "run.name=asked")
-        wait_for(lambda: place.seen("asked", "train", "step"), "a step", verb.text)
-        verb.signal(signal.SIGTERM)
-        assert verb.end() == 75, verb.text()
-    assert json.loads((tmp_path / "runs/asked/summary.json").read_text())["status"] == "drained"
+def test_training_that_was_asked_to_stop_is_drained(place: Place) -> None:
+    def ask() -> None:
+        wait_for(lambda: Path("runs/asked/events.jsonl").is_file() and bool(steps("asked")), "a step")
+        signal.raise_signal(signal.SIGTERM)
+
+    asking = Thread(target=ask)
+    asking.start()
+    assert main(["train", *TINY, "run.name=asked"]) == 75
+    asking.join()
+    assert json.loads(Path("runs/asked/summary.json").read_text())["status"] == "drained"
 
 
 def test_two_at_once_in_one_folder_are_refused(
