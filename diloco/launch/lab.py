@@ -175,13 +175,11 @@ def _path(name: str) -> Path:
 
 def _read(path: Path, above: tuple[Path, ...]) -> Laboratory:
     """``above`` are the laboratories of which this is the base."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError  # type: ignore[import-untyped]
 
     try:
-        plain = OmegaConf.to_container(OmegaConf.load(path))
-    except (YAMLError, OmegaConfBaseException, OSError) as error:
+        plain = configs.of_yaml(path.read_text("utf-8"))
+    except (YAMLError, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {configs.first_line(error)}") from error
     if not isinstance(plain, dict) or not isinstance(plain.get("rows"), dict) or not plain["rows"]:
         raise ConfigError(f"{path}: a laboratory has rows, and each a name")
