@@ -222,6 +222,7 @@ def test_a_data_set_of_hugging_faces_is_data_as_any_other(tmp_path: Path) -> Non
         build.data_options(small("data.kind=hf", *here, "data.split=''"))
 
 
+@pytest.mark.slow
 def test_who_cuts_no_model_does_not_pay_for_what_does() -> None:
     """torch's DTensor is a third of the start of a syncer, a region and every command."""
     asked = "import sys, diloco.launch.build; sys.exit('torch.distributed.tensor' in sys.modules)"

@@ -210,8 +210,9 @@ def test_what_was_not_in_the_checkpoint_is_lost_and_counted(place: Path) -> None
             again_from = again.outer.steps
             until_stop(again.step)
         ledger = again.outer.ledger
-        # Of 160 tokens the checkpoint holds 120; where the syncer had more by then it goes on from what that had.
-        assert again_from in (12, 15)
+        # Of 160 tokens the checkpoint holds 120; where the syncer had more by then it goes on from what that had.  An
+        # update is made a step later for each step at whose end the one before it was still on its way.
+        assert 12 <= again_from <= 16
         assert ledger["processed"] == 160 + TOKENS * (again.outer.steps - again_from)
         assert balanced(ledger)
         assert 0 < ledger["lost"] <= 70

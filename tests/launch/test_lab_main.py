@@ -46,6 +46,7 @@ def test_every_row_of_every_laboratory_may_be_trained() -> None:
             assert name == lab.reference or row.against in ("", *lab.rows), (path.stem, name)
 
 
+@pytest.mark.slow
 def test_rows_of_the_same_settings_are_trained_once_and_shown_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
