@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import time
 from multiprocessing import forkserver
 
@@ -49,7 +50,9 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     """The fork server ends before its parent, whose time then holds what its children took."""
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    if (server := forkserver._forkserver._forkserver_pid) is not None:  # type: ignore[attr-defined]
+        os.kill(server, signal.SIGTERM)  # Asked to stop, it would wait for each process that a test has left.
+        os.waitpid(server, 0)
 
 
 @pytest.fixture(scope="session")
