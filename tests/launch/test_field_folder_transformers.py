@@ -24,15 +24,16 @@ from diloco.outer.fragments import named_parameters_once
 from diloco.outer.fragments import scatter as put_fragment
 from tests.launch.processes import TINY, Place
 
-transformers = pytest.importorskip("transformers", reason="the extra `hf` is not installed")
 TEXT = "def f(x):\n\treturn x  # héllo\r\n  日本語 \x00 \U0001f600 <s>  "
 
 
 @pytest.fixture(autouse=True)
-def quiet_and_offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def transformers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The library, quiet, offline and imported only where a test of this file runs."""
+    transformers = pytest.importorskip("transformers", reason="the extra `hf` is not installed")
     monkeypatch.setattr(os, "environ", os.environ.copy())
     transformers.utils.logging.disable_progress_bar()
-    yield
+    yield transformers
     transformers.utils.logging.enable_progress_bar()
 
 
@@ -53,7 +54,9 @@ def trained(options: ModelOptions) -> Transformer:
         ("bytes", {"tied": True, "heads": 4, "kv_heads": 2, "rope_theta": 5e5, "norm_eps": 1e-5, "vocab_size": 300}),
     ],
 )
-def test_an_exported_model_gives_the_same_logits(tokenizer: str, other: dict[str, Any], tmp_path: Path) -> None:
+def test_an_exported_model_gives_the_same_logits(
+    tokenizer: str, other: dict[str, Any], tmp_path: Path, transformers: Any
+) -> None:
     ours = make_tokenizer(tokenizer)
     options = ModelOptions(**{"vocab_size": ours.vocab_size, "layers": 3, "dim": 64, **other})
     model, folder = trained(options), tmp_path / "model"
@@ -74,7 +77,7 @@ def test_an_exported_model_gives_the_same_logits(tokenizer: str, other: dict[str
 
 
 @pytest.fixture
-def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Any]]:
+def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transformers: Any) -> Iterator[tuple[Path, Any]]:
     """A Llama as others make and save one, in several files, with a tokenizer; and the same in memory."""
     monkeypatch.chdir(tmp_path)
     Place(tmp_path)
@@ -141,7 +144,9 @@ def test_an_imported_model_begins_at_its_own_loss(foreign: tuple[Path, Any]) -> 
     assert [event["what"] for event in read_events(Path("runs/on/events.jsonl"))[0]].count("step") == 2
 
 
-def test_a_foreign_model_goes_out_as_it_came(foreign: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_foreign_model_goes_out_as_it_came(
+    foreign: tuple[Path, Any], capsys: pytest.CaptureFixture[str], transformers: Any
+) -> None:
     llama = foreign[1]
     assert main(["export", "foreign", "--to", "again"]) == 0
     assert "the model in foreign" in capsys.readouterr().out
