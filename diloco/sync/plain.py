@@ -28,11 +28,13 @@ def to_plain(value: object) -> object:
     kind: type = type(value)
     if kind in SCALARS:
         return value
+    if kind is tuple or kind is list:  # The usual ones first.
+        return [item if type(item) in SCALARS else to_plain(item) for item in value]  # type: ignore[attr-defined]
     if isinstance(value, StrEnum):
         return value.value
     names = _field_names(kind)
     if names is not None:
-        return {name: to_plain(getattr(value, name)) for name in names}
+        return {name: item if type(item := getattr(value, name)) in SCALARS else to_plain(item) for name in names}
     if isinstance(value, Mapping):
         return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -89,8 +91,20 @@ def _hints(kind: type) -> dict[str, object]:
     return typing.get_type_hints(kind)
 
 
+@functools.cache
+def _required(kind: type) -> frozenset[str]:
+    """The fields of a dataclass that have no default."""
+    return frozenset(
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    )
+
+
 def from_plain(kind: object, value: object, where: str = "") -> typing.Any:
     """The record of type ``kind`` that ``value`` describes; ``PlainError`` names the place that does not fit."""
+    if type(value) is kind and kind in SCALARS:  # Most values are.
+        return value
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
         return _union(typing.get_args(kind), value, where)
@@ -114,18 +128,12 @@ def from_plain(kind: object, value: object, where: str = "") -> typing.Any:
 
 def _record(kind: type, value: object, where: str) -> typing.Any:
     given, hints = _mapped(value, where), _hints(kind)
-    unknown = sorted(set(given) - set(hints))
+    unknown = given.keys() - hints.keys()
     if unknown:
-        raise PlainError(f"{where or kind.__name__} has unknown fields: {', '.join(unknown)[:80]}")
-    missing = sorted(
-        field.name
-        for field in dataclasses.fields(kind)
-        if field.name not in given
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-    )
+        raise PlainError(f"{where or kind.__name__} has unknown fields: {', '.join(sorted(unknown))[:80]}")
+    missing = _required(kind) - given.keys()
     if missing:
-        raise PlainError(f"{where or kind.__name__} lacks fields: {', '.join(missing)}")
+        raise PlainError(f"{where or kind.__name__} lacks fields: {', '.join(sorted(missing))}")
     return kind(**{name: from_plain(hints[name], item, f"{where}.{name}") for name, item in given.items()})
 
 
