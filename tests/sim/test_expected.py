@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from diloco.sim import expected as expected_module
 from diloco.sim.expected import JOB, LAYOUTS, Expected, expected
 from diloco.sim.planning import PRESETS, Question
 
@@ -21,6 +22,13 @@ ASKED = Question(
     overlap_steps=4,
     syncer="sharded",
 )
+
+
+@pytest.fixture(autouse=True)
+def _less_than_for_a_person(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The formulas are found again in a part of what is simulated for a question."""
+    for name, share in (("SITE_ROUNDS", 4), ("INTERRUPTIONS", 2), ("INTERRUPTIONS_OF_JOB", 2)):
+        monkeypatch.setattr(expected_module, name, getattr(expected_module, name) // share)
 
 
 def by_syncer(question: Question) -> dict[str, Expected]:

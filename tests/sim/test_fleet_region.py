@@ -42,12 +42,12 @@ def below(world: Fleet) -> list[RegionalSyncer]:
 
 @pytest.mark.parametrize("fragments", [1, 3])
 def test_of_so_many_merged_updates_one_goes_up(fragments: int) -> None:
-    plan = tree(region(fragments=fragments), region(fragments=fragments), fragments=fragments)
+    plan = tree(region(fragments=fragments), region(fragments=fragments), fragments=fragments, seconds=1800.0)
     found = simulate(plan)
     assert found.goodput == pytest.approx(1.0)
     for site in found.sites:
         assert site.region is not None
-        assert [each.steps for each in site.region.sites] == [3600, 1800]
+        assert [each.steps for each in site.region.sites] == [1800, 900]
         assert site.rounds == pytest.approx(site.region.site_rounds / UPDATES, abs=2 * fragments)
         assert site.bytes_up == pytest.approx(1000 * site.rounds, abs=2000 * fragments)
         # The region's versions hold its own updates, and those from above that its own were answered with.
@@ -86,9 +86,10 @@ def test_a_far_link_above_holds_up_no_site_and_is_what_bounds_the_updates_that_c
 
 
 def test_what_fails_fails_in_each_region_by_itself() -> None:
-    failing = replace(FleetSite(step_s=1.0), interruptions_per_s=0.01, away_s=10.0)
+    failing = replace(FleetSite(step_s=1.0), interruptions_per_s=0.02, away_s=3.0)
     each = region(below=fleet((failing, failing), inner_steps=8, seconds=None, **ONE_BY_ONE))
-    found = simulate(tree(each, each))
+    plan = tree(each, each, seconds=1200.0)
+    found = simulate(plan)
     times = [site.away_s for one in found.sites if one.region for site in one.region.sites]
     assert min(times) > 0
     assert len(set(times)) == 4
@@ -96,7 +97,7 @@ def test_what_fails_fails_in_each_region_by_itself() -> None:
         assert one.region is not None
         for site in one.region.sites:
             assert site.trained_s + site.away_s + site.waited_s == pytest.approx(found.seconds)
-    assert simulate(tree(each, each)) == found, "the same plan is the same to the last figure"
+    assert simulate(plan) == found, "the same plan is the same to the last figure"
 
 
 def test_a_site_may_stand_beside_a_region() -> None:

@@ -10,9 +10,9 @@ from diloco.sync import ending
 
 
 def test_last_line_is_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--seeds", "2", "--first", "5", "--json"]) == 0
+    assert main(["--seeds", "2", "--first", "8", "--json"]) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (summary["seeds"], summary["first"], summary["failures"]) == (2, 5, [])
+    assert (summary["seeds"], summary["first"], summary["failures"]) == (2, 8, [])
     assert summary["events"] > 100
     assert summary["updates"]["merged"] > 0
 

@@ -57,6 +57,6 @@ def test_a_missing_segment_is_named() -> None:
 
 def test_a_power_cut_between_two_events_costs_nothing() -> None:
     disk, outer = a_disk()
-    for seed in range(20):
+    for seed in range(8):
         disk.storage.power_cut(Random(seed))
         assert disk.recover().replayer.machine.state == outer.machine.state

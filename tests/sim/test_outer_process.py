@@ -12,13 +12,13 @@ from tests.sim.small import Small
 @pytest.mark.parametrize("point", CrashPoint)
 def test_syncer_that_dies_comes_back_and_goes_on(point: CrashPoint, power: bool) -> None:
     small = Small(site_timeout_ns=1_500_000_000)  # So reports are frequent and a dead syncer is soon noticed.
-    small.run(3)
+    small.run(1.5)
     before = small.versions()
     small.cluster.syncers.doom(small.cluster.syncers.seats[0], point, power=power)
     if point.value.startswith("snapshot"):
         assert small.cluster.outer is not None
         small.cluster.outer.ask(small.cluster.outer.snapshot)
-    small.run(5)
+    small.run(4)
     assert (small.cluster.restarts, small.cluster.syncers.power_cuts) == (1, int(power)), point
     assert small.cluster.outer is not None
     assert small.cluster.outer.machine.state.epoch == 2
@@ -38,15 +38,15 @@ def test_payloads_go_with_the_snapshots_that_need_them() -> None:
 
 def test_rot_is_found_or_harmless() -> None:
     found = 0
-    for seed in range(16):
+    for seed in range(8):
         small = Small(1)
-        small.run(3)
+        small.run(2)
         assert small.cluster.syncers.disk.storage.rot(Random(seed))
         small.cluster.syncers.kill(small.cluster.syncers.seats[0])
-        small.run(3)
+        small.run(2)
         assert small.cluster.outer is not None, seed
         found += small.cluster.syncers.damage_found
-    assert found > 8
+    assert found > 4
 
 
 def test_machine_time_stands_still_while_no_process_lives() -> None:

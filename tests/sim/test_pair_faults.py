@@ -12,19 +12,19 @@ from tests.sim.small import Small, a_pair
 @pytest.mark.parametrize("kind", PAIR)
 def test_a_run_survives_each_fault(kind: str) -> None:
     small = Small(replication=a_pair(), site_timeout_ns=1_500_000_000)
-    small.run(3)
+    small.run(2)
     faults = PairFaults(small.cluster.syncers, Random(kind))
     if kind == "detach":
         assert not faults.inject(kind), "there is no need"
         assert small.cluster.syncers.between is not None
         small.cluster.syncers.between.cut(*Direction)
-        small.run(3)
+        small.run(2)
     found = [faults.inject(kind) for _ in range(4)]
     assert any(found)
-    small.run(6)
+    small.run(4)
     before = small.versions()
     small.cluster.heal()
-    small.run(8)
+    small.run(6)
     assert min(small.versions()) > max(before)
     assert small.cluster.syncers.caught_up()
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 Patch = pytest.MonkeyPatch
-SEEDS = range(2)
+SEEDS = (8, 11, 19)
+"""Of short runs."""
 MANY = range(2, 62)
 
 
@@ -47,8 +48,8 @@ def test_new_sites_begin_before_a_machine_is_switched_off() -> None:
 
 
 def test_a_seed_is_always_the_same_run() -> None:
-    assert draw_several(1) == draw_several(1)
-    assert run_several(1).digest == run_several(1).digest
+    assert draw_several(8) == draw_several(8)
+    assert run_several(8).digest == run_several(8).digest
 
 
 def test_the_fragments_of_the_parts_are_due_where_those_of_the_whole_are() -> None:
@@ -89,21 +90,22 @@ def wait_for_every_syncer(patch: Patch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "mutate", "words"),
+    ("name", "mutate", "words", "first"),
     [
-        ("across", tell_only_who_is_connected, "has parts that made other steps"),
-        ("across", take_stale_for_merged, "merged tokens, the syncers"),
-        ("across", lose_refused_tokens, "has the ledger"),
-        ("liveness", wait_for_every_syncer, "while another machine is down"),
+        ("across", tell_only_who_is_connected, "has parts that made other steps", 1),
+        ("across", take_stale_for_merged, "merged tokens, the syncers", 23),
+        ("across", lose_refused_tokens, "has the ledger", 19),
+        ("liveness", wait_for_every_syncer, "while another machine is down", 13),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_what_stands_over_all_of_them_notices(
-    name: str, mutate: Callable[[Patch], None], words: str, monkeypatch: Patch
+    name: str, mutate: Callable[[Patch], None], words: str, first: int, monkeypatch: Patch
 ) -> None:
+    """``first`` is a seed that showed it when this was written."""
     mutate(monkeypatch)
     failures = []
-    for seed in range(60):
+    for seed in (first, *range(60)):
         found = run_several(seed, ())
         if found.failure:
             failures.append(found.failure)

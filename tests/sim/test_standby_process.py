@@ -19,7 +19,7 @@ def test_standby_that_dies_comes_back_and_has_everything(point: CrashPoint, powe
     small.run(1)
     assert small.cluster.outer is not None
     small.cluster.outer.snapshot()
-    small.run(4)
+    small.run(2)
     of_the_syncer_only = point in (CrashPoint.AMONG_EFFECTS, CrashPoint.STEP_MADE)
     assert (syncers.restarts, syncers.caught_up()) == (int(not of_the_syncer_only), True), point
 
