@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import math
@@ -21,8 +22,9 @@ PLAIN += ["e3m0", "e3m0:8", "int2", "int2:32", "sign", "sign:256", "topk", "topk
 STAGED = ["fp32+zstd", "bf16+zstd1", "int8+zstd3", "int4:32+zstd1", "e3m0+zstd1", "topk+auto", "int8+auto3"]
 
 
+@functools.cache
 def samples(seed: int) -> dict[str, torch.Tensor]:
-    """Random, adversarial and pseudo-gradient-like values, of lengths that fill no block."""
+    """Random, adversarial and pseudo-gradient-like values, of lengths that fill no block; they are only read."""
     generator = torch.Generator().manual_seed(seed)
     numel = 4099 + seed
     gauss = torch.randn(numel, generator=generator)
@@ -57,7 +59,7 @@ def samples(seed: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", PLAIN + STAGED)
 def test_error_bound_length_and_determinism(name: str) -> None:
     codec = make_codec(name)
-    for seed in range(3):
+    for seed in range(2):
         for kind, values in samples(seed).items():
             where = f"{name}, {kind}, seed {seed}"
             payload = codec.encode(values)
@@ -80,7 +82,7 @@ def test_error_bound_length_and_determinism(name: str) -> None:
 @pytest.mark.parametrize("name", PLAIN + STAGED)
 def test_every_length(name: str) -> None:
     codec = make_codec(name)
-    for numel in (0, 1, 2, 31, 32, 33, 127, 129, 262_143, 262_144, 524_289):
+    for numel in (0, 1, 2, 31, 32, 33, 127, 129, 262_144, 262_277):
         values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
         payload = codec.encode(values)
         decoded = codec.decode(payload, numel)
@@ -101,7 +103,7 @@ def test_what_is_not_finite_is_never_encoded(name: str) -> None:
 
 @pytest.mark.parametrize("name", PLAIN + STAGED)
 def test_the_number_of_threads_does_not_show(name: str) -> None:
-    values = torch.randn(600_001, generator=torch.Generator().manual_seed(1))
+    values = torch.randn(300_001, generator=torch.Generator().manual_seed(1))
     codec = make_codec(name)
     before = torch.get_num_threads()
     try:
@@ -139,7 +141,7 @@ def test_hostile_payloads(name: str) -> None:
         assert not accepts_only_finite(codec, good[:cut], numel), f"{name}: cut at {cut}"
     assert not accepts_only_finite(codec, good + b"\0", numel), name
     assert not accepts_only_finite(codec, good * 2, numel), name
-    for seed in range(400):
+    for seed in range(150):
         rng = random.Random(seed)
         length = rng.choice([len(good), codec.payload_bytes(numel), rng.randint(0, 2 * len(good))])
         noise = rng.randbytes(length)

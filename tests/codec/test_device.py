@@ -79,7 +79,7 @@ def assert_encodes(bench: Bench, values: torch.Tensor, why: str) -> None:
 def test_sizes(name: str, kernel_device: torch.device) -> None:
     """Whole programs, a rest, both, a last block that is short, an odd number of values."""
     bench = Bench(name, kernel_device)
-    for numel in (1, 47, 512, 1031):
+    for numel in (1, 47, 512, 559):
         values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 1e-3
         assert_encodes(bench, values, f"{numel} values")
 
@@ -88,12 +88,10 @@ def test_sizes(name: str, kernel_device: torch.device) -> None:
 def test_any_finite_bits(name: str, kernel_device: torch.device) -> None:
     """Every exponent beside every other: subnormals, -0, values near the top whose codes are held."""
     bench = Bench(name, kernel_device)
-    for seed in range(2):
-        random = torch.Generator().manual_seed(seed)
-        bits = torch.randint(-(2**31), 2**31, (2001,), generator=random).to(torch.int32)
-        values = bits.view(torch.float32)
-        values = torch.where(torch.isfinite(values), values, -0.0)
-        assert_encodes(bench, values, f"seed {seed}")
+    random = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (2001,), generator=random).to(torch.int32)
+    values = bits.view(torch.float32)
+    assert_encodes(bench, torch.where(torch.isfinite(values), values, -0.0), "any bits")
 
 
 @pytest.mark.parametrize("name", ["int4:32", "int8:32"])
@@ -107,11 +105,14 @@ def test_every_magnitude(name: str, kernel_device: torch.device) -> None:
     assert_encodes(bench, values.to(torch.float32).view(-1), name)
 
 
-@pytest.mark.parametrize(("name", "code_max"), [("int4:2", 7), ("int8:2", 127)])
-def test_ties_and_their_neighbours(name: str, code_max: int, kernel_device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("name", "code_max", "apart_by"),
+    [("int4:2", 7, 1), ("int8:2", 127, 5), pytest.param("int8:2", 127, 1, marks=pytest.mark.slow)],
+)
+def test_ties_and_their_neighbours(name: str, code_max: int, apart_by: int, kernel_device: torch.device) -> None:
     """For every mantissa that a scale can have and every tie: the tie and the fp32 below and above, both signs."""
     bench = Bench(name, kernel_device, Launch(program_values=4096))
-    scales = (1 + torch.arange(128) / 128)[:, None]
+    scales = (1 + torch.arange(0, 128, apart_by) / 128)[:, None]
     ties = scales * (torch.arange(code_max) + 0.5)
     infinity = torch.tensor(torch.inf)
     for x in (ties, -ties, torch.nextafter(ties, -infinity), torch.nextafter(ties, infinity)):
@@ -312,7 +313,7 @@ def test_a_payload_may_lie_anywhere_even(name: str, kernel_device: torch.device)
 
 @pytest.mark.parametrize(("program_values", "num_warps"), [(2, 1), (128, 2), (1024, 8)])
 def test_the_launch_changes_no_bit(program_values: int, num_warps: int, kernel_device: torch.device) -> None:
-    numel = 70 if program_values < 100 else 1100
+    numel = {2: 70, 128: 300, 1024: 1100}[program_values]
     for name in ("int4:32", "int8:128"):
         bench = Bench(name, kernel_device, Launch(program_values, num_warps))
         assert_encodes(bench, torch.randn(numel, generator=torch.Generator().manual_seed(2)), name)

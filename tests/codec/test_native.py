@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -34,6 +35,7 @@ def codec_of(name: str) -> RangedCodec:
     return codec
 
 
+@functools.cache
 def inputs() -> dict[str, tuple[torch.Tensor, ...]]:
     """Values alone, differences, and differences less what is in flight, of sizes that fill neither block nor tile."""
     found: dict[str, tuple[torch.Tensor, ...]] = {kind: (values,) for kind, values in samples(5).items()}
@@ -124,7 +126,7 @@ def test_hostile_payloads_are_refused_as_the_definition_does(name: str) -> None:
     layout = codec.layout
     assert layout is not None
     outcomes = set()
-    for seed in range(150):
+    for seed in range(60):
         rng = random.Random(seed)
         numel = rng.choice([1, 5, 33, 259, 2051])
         good = bytearray(codec.encode(torch.randn(numel, generator=torch.Generator().manual_seed(seed))))

@@ -71,16 +71,38 @@ pytestmark = [
 ]
 
 
+def build(folder: Path, *beside: str) -> Path:
+    """``aarch64_calls.cpp`` with the kernels in it, built as the package builds them but for what is given beside."""
+    [module] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+    source, include, built = (
+        Path(__file__).with_name("aarch64_calls.cpp"),
+        ROOT / "diloco/codec/kernels",
+        folder / "calls",
+    )
+    command = [
+        COMPILER,
+        *module["extra-compile-args"],
+        *beside,
+        "-static",
+        f"-I{include}",
+        str(source),
+        "-o",
+        str(built),
+    ]
+    subprocess.run(command, check=True)
+    return built
+
+
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``aarch64_calls.cpp`` with the kernels in it, built as the package builds them."""
-    [module] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
-    built = tmp_path_factory.mktemp("aarch64") / "calls"
-    source, include = Path(__file__).with_name("aarch64_calls.cpp"), ROOT / "diloco/codec/kernels"
-    subprocess.run(
-        [COMPILER, *module["extra-compile-args"], "-static", f"-I{include}", str(source), "-o", str(built)], check=True
-    )
-    return built
+    """As the package builds them."""
+    return build(tmp_path_factory.mktemp("aarch64"))
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With -O1, which takes the compiler less than half of the time."""
+    return build(tmp_path_factory.mktemp("aarch64_quick"), "-O1")
 
 
 class Memory:
@@ -275,6 +297,28 @@ def compare(program: Path, memory: Memory) -> list[int]:
     return statuses
 
 
+def test_the_bits_of_a_few_sizes_are_the_same(quick: Path) -> None:
+    memory = Memory()
+    for name in CODECS:
+        for numel in (1, 33, 67, 2049):
+            case = Case(memory, name, numel)
+            case.encode()
+            case.decode()
+        case.passes()
+    assert set(compare(quick, memory)) == {Status.DONE}
+
+
+def test_what_is_not_finite_and_noise_are_refused_as_here(quick: Path) -> None:
+    infinite, noisy = Memory(), Memory()
+    for name in CODECS:
+        Case(infinite, name, 300, float("inf")).encode()
+        for numel in range(1, 40, 3):
+            Case(noisy, name, numel).refuse()
+    assert set(compare(quick, infinite)) == {Status.NOT_FINITE}
+    assert len(set(compare(quick, noisy))) > 8
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CODECS)
 def test_the_bits_are_the_same(program: Path, name: str) -> None:
     memory = Memory()
@@ -287,6 +331,7 @@ def test_the_bits_are_the_same(program: Path, name: str) -> None:
     assert set(compare(program, memory)) == {Status.DONE}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CODECS)
 def test_giants_are_held_and_what_is_not_finite_is_refused(program: Path, name: str) -> None:
     for giant, status in ((3e38, Status.DONE), (float("inf"), Status.NOT_FINITE)):
@@ -296,6 +341,7 @@ def test_giants_are_held_and_what_is_not_finite_is_refused(program: Path, name: 
         assert set(compare(program, memory)) == {status}
 
 
+@pytest.mark.slow
 def test_noise_is_refused_as_here(program: Path) -> None:
     memory = Memory()
     for name in CODECS:

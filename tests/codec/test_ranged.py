@@ -12,7 +12,7 @@ from diloco.codec.registry import make_codec
 from diloco.outer.pseudo_gradient import pseudo_gradient
 from tests.codec.test_contract import PLAIN, STAGED, samples
 
-NUMELS = [0, 1, 2, 31, 33, 127, 129, 4099, 262_144, 262_147]
+NUMELS = [0, 1, 2, 31, 33, 127, 129, 4099, 262_147]
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ def test_ranges_give_the_bytes_of_the_whole(name: str) -> None:
         values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
         other = torch.randn(numel, generator=torch.Generator().manual_seed(numel + 1))
         expected = codec.encode(values)
-        for seed in range(3):
+        for seed in range(2):
             bounds = cuts(codec, numel, seed)
             whole, difference = room(codec, numel), room(codec, numel)
             decoded = torch.empty(numel)

@@ -10,7 +10,9 @@ from tests.codec.test_device import assert_same, payload_bytes
 from tests.codec.test_device_sparse import topk
 
 FP32_MAX = torch.finfo(torch.float32).max
-NAMES = ("topk", "topk:256x4", "topk:256x64", "topk:4096x1024")
+NUMELS = {"topk": 4099, "topk:256x4": 515, "topk:256x64": 515, "topk:4096x1024": 4099}
+"""Whole chunks, and three values more."""
+NAMES = tuple(NUMELS)
 
 
 def assert_encodes(name: str, values: torch.Tensor, device: torch.device, why: str) -> None:
@@ -27,7 +29,7 @@ def assert_encodes(name: str, values: torch.Tensor, device: torch.device, why: s
 @pytest.mark.parametrize("name", NAMES)
 def test_sizes(name: str, kernel_device: torch.device) -> None:
     """A short chunk keeps fewer, and of 1, 2 or 3 values all: then the last byte is not full."""
-    for numel in (1, 3, 256, 4099):
+    for numel in (1, 3, 256, NUMELS[name]):
         values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 1e-3
         assert_encodes(name, values, kernel_device, f"{numel} values")
 
@@ -35,8 +37,14 @@ def test_sizes(name: str, kernel_device: torch.device) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_equal_values_are_kept_from_the_first(name: str, kernel_device: torch.device) -> None:
     random = torch.Generator().manual_seed(3)
-    few = torch.randint(-2, 3, (4099,), generator=random).to(torch.float32)
-    for values in (few, torch.zeros(700), torch.full((4096,), -1.5), few * 2.0**-149, torch.eye(64).view(-1)):
+    few = torch.randint(-2, 3, (NUMELS[name],), generator=random).to(torch.float32)
+    for values in (
+        few,
+        torch.zeros(700),
+        torch.full((NUMELS[name] - 3,), -1.5),
+        few * 2.0**-149,
+        torch.eye(64).view(-1)[: NUMELS[name]],
+    ):
         assert_encodes(name, values, kernel_device, f"{values[:4].tolist()}...")
 
 

@@ -206,12 +206,12 @@ def test_pure_and_of_the_tensors_that_are_said(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", OUTER_KINDS)
 def test_neither_threads_nor_cuts_into_parts_show(kind: str) -> None:
-    numel, cuts = 300_001, (0, 1024, 131_072, 262_144, 300_001)
+    numel, cuts = 140_001, (0, 1024, 65_536, 131_072, 140_001)
     theta, gradients = drawn(numel, 5), [drawn(numel, 6 + step) for step in range(4)]
     before = torch.get_num_threads()
     try:
         found = []
-        for threads in (1, 2, 3):
+        for threads in (1, 3):
             torch.set_num_threads(threads)
             found.append(steps(theta, gradients, EVERY[kind]))
     finally:
