@@ -149,7 +149,7 @@ def drawn(told: Told, dice: random.Random) -> list[Selection]:
 @pytest.mark.parametrize("codec", ["fp32", FUSED])
 def test_without_some_updates_it_is_the_plain_loop_and_a_syncer_that_never_got_them(tmp_path: Path, codec: str) -> None:
     taken = skipped = 0
-    for seed in range(6):
+    for seed in range(4):
         dice = random.Random(seed)
         told = Told(tmp_path / f"{seed}", seed, codec, length=60)
         chosen = drawn(told, dice)
@@ -172,8 +172,8 @@ def test_without_some_updates_it_is_the_plain_loop_and_a_syncer_that_never_got_t
             assert (tokens + sum(gone), updates + len(gone)) == (line.tokens_merged, line.updates_merged)
         versions = [fragment.version for fragment in told.desk.machine.state.fragments]
         assert [mine.version for mine in replayer.values] == versions, "a skipped step keeps its number"
-    assert taken > 10, "the dice left nothing out"
-    assert skipped > 1, "no step was left empty"
+    assert taken > 6, "the dice left nothing out"
+    assert skipped > 0, "no step was left empty"
 
 
 def test_with_nothing_left_out_it_is_the_run(tmp_path: Path) -> None:

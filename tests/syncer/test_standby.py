@@ -51,7 +51,7 @@ def test_the_standby_has_the_journal_byte_for_byte_and_the_same_versions(tmp_pat
     toy = a_toy(tmp_path, snapshot_every=8)
     with serving(toy) as (syncer, address, log), following(toy, address) as (standby, _):
         with SiteThread(toy, "a", address, step_s=STEP_S):
-            log.wait_for("published", 20, BOUND_S)
+            log.wait_for("published", 12, BOUND_S)
         held = syncer.core.ask(lambda machine: [fragment.digest for fragment in machine.state.fragments])
         assert standby._replayer is not None
         replayer = standby._replayer

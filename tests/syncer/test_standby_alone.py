@@ -82,7 +82,7 @@ def test_it_ends_with_the_run_once_the_syncer_has_said_that_it_stops(
 ) -> None:
     """One that was killed may have had the last versions still to write: the standby would do that."""
     toy = a_toy(tmp_path)
-    toy.outer["token_budget"] = 1000
+    toy.outer["token_budget"] = 400
     if not in_order:
         monkeypatch.setattr("diloco.syncer.standby.STOPS", "a word that nobody says")
     with following(toy, f"127.0.0.1:{toy.port}") as (standby, log):

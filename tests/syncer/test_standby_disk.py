@@ -41,7 +41,15 @@ def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diloco.syncer.standby.LOOK_EVERY_S", 0.05)
 
 
-@pytest.mark.parametrize("step", [Step.STANDBY_FILE, Step.JOURNAL_WRITE, Step.JOURNAL_MARK, Step.JOURNAL_BEGIN])
+@pytest.mark.parametrize(
+    "step",
+    [
+        Step.STANDBY_FILE,
+        Step.JOURNAL_WRITE,
+        pytest.param(Step.JOURNAL_MARK, marks=pytest.mark.slow),
+        Step.JOURNAL_BEGIN,
+    ],
+)
 def test_a_full_disk_stops_acknowledgements_and_heals(tmp_path: Path, step: Step) -> None:
     toy, log, disk = a_toy(tmp_path), Log(), FullAt(step)
     toy.replication["timeout_s"] = 0.5

@@ -122,7 +122,7 @@ def test_a_call_that_was_refused_takes_up_no_place_in_its_connection(wired: Wire
     gc.collect()
     gc.disable()
     try:
-        for _ in range(60):
+        for _ in range(30):
             assert refused(lambda: list(call(message, timeout=20, **options)))
     finally:
         gc.enable()

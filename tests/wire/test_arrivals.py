@@ -85,7 +85,9 @@ def test_a_call_without_its_message_is_ended(
     assert sum(wired.server.counters().values()) == 1
 
 
-@pytest.mark.parametrize("method", [f"/{SYNC_SERVICE}/Join", f"/{HEALTH}/Check", f"/{REFLECTION}"])
+@pytest.mark.parametrize(
+    "method", [f"/{SYNC_SERVICE}/Join", f"/{HEALTH}/Check", pytest.param(f"/{REFLECTION}", marks=pytest.mark.slow)]
+)
 def test_silent_calls_leave_room_for_those_that_speak(
     start: Callable[..., Wired], silent: Callable[[str], Silent], method: str
 ) -> None:

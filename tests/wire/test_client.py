@@ -134,7 +134,7 @@ def test_a_client_killed_in_mid_push_is_broken_off_and_not_finished(wired: Wired
     root = Path(__file__).resolve().parents[2]
     wired.syncer.write_pause_s = 0.02
     held = 0
-    for _ in range(3):
+    for _ in range(2):
         wired.syncer.wrote.clear()
         site = subprocess.Popen([sys.executable, "-c", KILLED, wired.server.address], cwd=root)
         try:
@@ -152,7 +152,7 @@ def test_a_client_killed_in_mid_push_is_broken_off_and_not_finished(wired: Wired
     assert client.push(push_header(PAYLOAD), PAYLOAD).outcome is Outcome.ACCEPTED
     assert client.bytes_up < len(PAYLOAD) - held + 20_000
     assert wired.syncer.accepted["site-a", 0, 1] == PAYLOAD
-    assert wired.server.counters()["broken_off"] >= 3
+    assert wired.server.counters()["broken_off"] >= 2
 
 
 def test_a_half_open_push_is_given_up_after_stall_s(wired: Wired, relay: Relay) -> None:
