@@ -59,24 +59,23 @@ def samples(seed: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", PLAIN + STAGED)
 def test_error_bound_length_and_determinism(name: str) -> None:
     codec = make_codec(name)
-    for seed in range(2):
-        for kind, values in samples(seed).items():
-            where = f"{name}, {kind}, seed {seed}"
-            payload = codec.encode(values)
-            assert len(payload) <= codec.payload_bytes_max(values.numel()), where
-            if name in PLAIN:
-                assert len(payload) == codec.payload_bytes(values.numel()), where
-            decoded = codec.decode(payload, values.numel())
-            assert decoded.dtype == torch.float32, where
-            assert decoded.shape == values.shape, where
-            assert bool(decoded.isfinite().all()), where
-            error = (decoded.double() - values.double()).abs()
-            excess = error - codec.error_bound(values).double()
-            assert float(excess.max()) <= 0, f"{where}: {float(excess.max())} over at {int(excess.argmax())}"
-            assert codec.encode(values) == payload, where
-            assert torch.equal(codec.decode(memoryview(payload), values.numel()), decoded), where
-            if codec.lossless:
-                assert torch.equal(decoded.view(torch.int32), values.view(torch.int32)), where
+    for kind, values in samples(0).items():
+        where = f"{name}, {kind}"
+        payload = codec.encode(values)
+        assert len(payload) <= codec.payload_bytes_max(values.numel()), where
+        if name in PLAIN:
+            assert len(payload) == codec.payload_bytes(values.numel()), where
+        decoded = codec.decode(payload, values.numel())
+        assert decoded.dtype == torch.float32, where
+        assert decoded.shape == values.shape, where
+        assert bool(decoded.isfinite().all()), where
+        error = (decoded.double() - values.double()).abs()
+        excess = error - codec.error_bound(values).double()
+        assert float(excess.max()) <= 0, f"{where}: {float(excess.max())} over at {int(excess.argmax())}"
+        assert codec.encode(values) == payload, where
+        assert torch.equal(codec.decode(memoryview(payload), values.numel()), decoded), where
+        if codec.lossless:
+            assert torch.equal(decoded.view(torch.int32), values.view(torch.int32)), where
 
 
 @pytest.mark.parametrize("name", PLAIN + STAGED)

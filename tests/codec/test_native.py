@@ -47,7 +47,7 @@ def inputs() -> dict[str, tuple[torch.Tensor, ...]]:
     generator = torch.Generator().manual_seed(1)
     tiny = torch.exp2(torch.randint(-149, -100, (5000,), generator=generator).double())
     found["tiny"] = (torch.randn(5000, generator=generator) * tiny.float(),)
-    for numel in (1, 2, 31, 33, 2047, 2048, 2049, 4096, 10_001):
+    for numel in (1, 33, 2047, 2048, 2049, 10_001):
         terms = [torch.randn(numel, generator=generator) for _ in range(4)]
         found[f"{numel}"] = (terms[0], terms[0] + terms[1] * 1e-3)
         found[f"{numel} in flight"] = tuple(terms)

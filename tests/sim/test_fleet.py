@@ -139,7 +139,7 @@ def test_goodput_is_what_the_renewal_formula_says(sites: int) -> None:
     """1 / (1 + rate R), where interruptions that come while a site is away are part of the same one."""
     rate, away_s = 1.2e6 / sites / YEAR_S, 21.0
     site = FleetSite(step_s=1.0, interruptions_per_s=rate, away_s=away_s, rtt_s=0.05)
-    plan = fleet((site,) * sites, seconds=16 * HOUR_S / sites, grace="adaptive", grace_ns=10**9)
+    plan = fleet((site,) * sites, seconds=12 * HOUR_S / sites, grace="adaptive", grace_ns=10**9)
     found = simulate(plan)
     check(plan, found)
     assert found.goodput == pytest.approx(1 / (1 + rate * away_s), abs=0.02)

@@ -42,12 +42,12 @@ def below(world: Fleet) -> list[RegionalSyncer]:
 
 @pytest.mark.parametrize("fragments", [1, 3])
 def test_of_so_many_merged_updates_one_goes_up(fragments: int) -> None:
-    plan = tree(region(fragments=fragments), region(fragments=fragments), fragments=fragments, seconds=1800.0)
+    plan = tree(region(fragments=fragments), region(fragments=fragments), fragments=fragments, seconds=1200.0)
     found = simulate(plan)
     assert found.goodput == pytest.approx(1.0)
     for site in found.sites:
         assert site.region is not None
-        assert [each.steps for each in site.region.sites] == [1800, 900]
+        assert [each.steps for each in site.region.sites] == [1200, 600]
         assert site.rounds == pytest.approx(site.region.site_rounds / UPDATES, abs=2 * fragments)
         assert site.bytes_up == pytest.approx(1000 * site.rounds, abs=2000 * fragments)
         # The region's versions hold its own updates, and those from above that its own were answered with.

@@ -17,22 +17,22 @@ def a_leader(small: Small) -> tuple[OuterProcess, Replicator]:
 
 def test_nothing_is_told_while_the_standby_is_away_until_an_operator_detaches_it() -> None:
     small = Small(replication=a_pair())
-    small.run(3)
+    small.run(2)
     outer, replicator = a_leader(small)
     assert replicator.caught_up()
     between = small.cluster.syncers.between
     assert between is not None
     between.cut(*Direction)
-    small.run(3)
+    small.run(2)
     before = small.versions()
     assert not replicator.follows()
-    small.run(3)
+    small.run(2)
     assert small.versions() == before
     outer.deliver(outer.detach)
-    small.run(5)
+    small.run(3)
     assert sum(small.versions()) > sum(before)
     between.heal()
-    small.run(4)
+    small.run(3)
     assert replicator.caught_up(), "it is attached again"
     assert not outer.machine.state.detached
 
@@ -50,6 +50,6 @@ def test_a_standby_whose_journal_was_left_behind_gets_a_new_folder() -> None:
         small.run(3)
         outer.snapshot()
     between.heal()
-    small.run(8)
+    small.run(4)
     assert small.cluster.syncers.seats[1].folder() == "q2"
     assert replicator.caught_up()

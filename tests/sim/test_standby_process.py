@@ -9,7 +9,7 @@ from diloco.sim.standby_process import StandbyProcess
 from tests.sim.small import Small, a_pair
 
 
-@pytest.mark.parametrize("power", [False, True], ids=["killed", "power cut"])
+@pytest.mark.parametrize("power", [pytest.param(False, marks=pytest.mark.slow), True], ids=["killed", "power cut"])
 @pytest.mark.parametrize("point", CrashPoint)
 def test_standby_that_dies_comes_back_and_has_everything(point: CrashPoint, power: bool) -> None:
     small = Small(replication=a_pair())

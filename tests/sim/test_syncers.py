@@ -13,12 +13,12 @@ def test_the_heir_takes_over_and_sites_find_it_and_the_old_syncer_comes_back_as_
     before = small.versions()
     first.up = False
     syncers.kill(first)
-    small.run(10)
+    small.run(6)
     assert syncers.promotions == 1
     assert isinstance(second.process, OuterProcess)
     assert min(small.versions()) > max(before)
     syncers.bring_up(first)
-    small.run(8)
+    small.run(5)
     assert isinstance(first.process, StandbyProcess), "it does not win"
     assert (first.leads, syncers.caught_up()) == (False, True)
 

@@ -93,7 +93,7 @@ def test_a_flipped_bit_in_any_byte_is_found_and_named_but_for_the_last_mark_whic
     data = b"".join(pieces)
     starts = [sum(map(len, pieces[:number])) for number in range(len(pieces))]
     whole = read_segment(data)
-    for bit in range(0, 8 * len(data), 5):
+    for bit in range(0, 8 * len(data), 7):
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << (bit % 8)
         begin = max(start for start in starts if start <= bit // 8)

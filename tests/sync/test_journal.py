@@ -77,7 +77,7 @@ def test_tail_of_zeros_is_cut(zeros: int) -> None:
 def test_a_flipped_bit_in_any_byte_before_the_tail_is_found() -> None:
     *whole, last = written(a_run().records)
     data, swallowed = b"".join(whole), []
-    bits = range(0, 8 * len(data), 5)
+    bits = range(0, 8 * len(data), 7)
     for bit in bits:
         damaged = bytearray(data + last)
         damaged[bit // 8] ^= 1 << (bit % 8)

@@ -87,7 +87,7 @@ def test_fuzzed_answers_end_in_words(nonsense: tuple[Nonsense, SyncClient, Admin
     handler, client, admin = nonsense
     raws = [pack(message) for message, pack, _ in everything()]
     failures = 0
-    for turn in range(400):
+    for turn in range(200):
         handler.answers = [mutated(chance.choice(raws), raws, chance) for _ in range(chance.randint(1, 3))]
         try:
             chance.choice(calls(client, admin))()
@@ -95,4 +95,4 @@ def test_fuzzed_answers_end_in_words(nonsense: tuple[Nonsense, SyncClient, Admin
             failures += 1
         except Exception as error:
             raise AssertionError(f"seed {seed}, turn {turn}: {handler.answers!r}") from error
-    assert failures > 200, f"seed {seed}"
+    assert failures > 100, f"seed {seed}"
