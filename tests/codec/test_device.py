@@ -17,6 +17,8 @@ from diloco.outer.pseudo_gradient import pseudo_gradient
 
 LAUNCH = Launch(program_values=512, num_warps=4)
 NAMES = ("int4:2", "int4", "int4:48", "int4:256", "int8:6", "int8:64", "int8", "int8:512")
+DIFFERENT = ("int4", "int4:48", "int8:6", "int8")
+"""Blocks that divide a program and blocks that do not, of both widths."""
 FP32_MAX = torch.finfo(torch.float32).max
 
 
@@ -75,7 +77,9 @@ def assert_encodes(bench: Bench, values: torch.Tensor, why: str) -> None:
     assert_same(out, bench.plain.decode(expected, numel), why)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [name if name in DIFFERENT else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
 def test_sizes(name: str, kernel_device: torch.device) -> None:
     """Whole programs, a rest, both, a last block that is short, an odd number of values."""
     bench = Bench(name, kernel_device)

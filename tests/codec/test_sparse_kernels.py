@@ -13,6 +13,11 @@ FP32_MAX = torch.finfo(torch.float32).max
 NUMELS = {"topk": 4099, "topk:256x4": 259, "topk:256x64": 259, "topk:4096x1024": 4099}
 """Whole chunks, and three values more."""
 NAMES = tuple(NUMELS)
+SHAPES = [
+    "topk:256x4",
+    "topk:4096x1024",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("topk", "topk:256x64")),
+]
 
 
 def assert_encodes(name: str, values: torch.Tensor, device: torch.device, why: str) -> None:
@@ -26,7 +31,7 @@ def assert_encodes(name: str, values: torch.Tensor, device: torch.device, why: s
     assert_same(decoded, there.codec.decode(expected, numel), f"{name}: {why}")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_sizes(name: str, kernel_device: torch.device) -> None:
     """A short chunk keeps fewer, and of 1, 2 or 3 values all: then the last byte is not full."""
     for numel in (1, 3, 256, NUMELS[name]):
@@ -34,7 +39,7 @@ def test_sizes(name: str, kernel_device: torch.device) -> None:
         assert_encodes(name, values, kernel_device, f"{numel} values")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_equal_values_are_kept_from_the_first(name: str, kernel_device: torch.device) -> None:
     random = torch.Generator().manual_seed(3)
     few = torch.randint(-2, 3, (NUMELS[name],), generator=random).to(torch.float32)
