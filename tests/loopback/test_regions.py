@@ -16,7 +16,7 @@ from diloco.sync.upstream import standing
 from tests.launch.processes import TINY, Place, Verb, place_in, wait_for
 from tests.loopback.audit import History, audit, history
 from tests.loopback.cluster import Log, Process, SiteThread, free_port
-from tests.loopback.test_kill import bound_s, dies, long_enough, seed_of, the_toy
+from tests.loopback.test_kill import begins, bound_s, dies, long_enough, seed_of, the_toy
 from tests.loopback.toy import Toy
 
 STEP_S = 0.004
@@ -57,6 +57,7 @@ def play(folder: Path, budget: int, seed: int, deaths: list[tuple[str, int]], **
 
         def begin(name: str, death: tuple[str, int] | None = None) -> Process:
             life = alive.enter_context(Process("syncer", regions[name], death, site=name, above=address))
+            begins(life, [site for each in sites.values() for site in each])
             logs[name].append(life.log)
             if not sites[name]:
                 sites[name] = [

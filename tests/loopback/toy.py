@@ -258,6 +258,8 @@ class ToySite:
         self.steps = 0
         self.trained = 0
         self.halt = threading.Event()
+        self.pause = threading.Event()
+        """While it is set the site makes no step; what is under way goes on."""
         self.disk = disk
         self.redo: StepInfo | None = None
         restored = self._load()
@@ -278,6 +280,9 @@ class ToySite:
         while self.steps < until_step and not stop:
             if self.halt.is_set():
                 return Finished("halted", "the test is over", {})
+            if self.pause.is_set():
+                time.sleep(0.01)
+                continue
             self.steps += 1
             if step_s:
                 time.sleep(step_s)
