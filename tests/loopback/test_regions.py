@@ -16,7 +16,7 @@ from diloco.sync.upstream import standing
 from tests.launch.processes import TINY, Place, Verb, place_in, wait_for
 from tests.loopback.audit import History, audit, history
 from tests.loopback.cluster import Log, Process, SiteThread, free_port
-from tests.loopback.test_kill import begins, bound_s, dies, long_enough, seed_of, the_toy
+from tests.loopback.test_kill import BUDGET, begins, bound_s, dies, long_enough, seed_of, the_toy
 from tests.loopback.toy import Toy
 
 STEP_S = 0.004
@@ -109,7 +109,7 @@ def test_a_region_dies_and_both_levels_go_on(tmp_path: Path, chapter: str) -> No
     def once(folder: Path, budget: int) -> None:
         play(folder, budget, seed_of(chapter), DEATHS[chapter])
 
-    long_enough(tmp_path, once)
+    long_enough(tmp_path, once, 2 * BUDGET)
 
 
 def test_a_region_goes_on_while_the_one_above_is_away(tmp_path: Path) -> None:
