@@ -89,13 +89,17 @@ class Recording:
     folders: set[int]
     check: Callable[[Path, int], str]
 
-    def examined(self, folder: Path, dice: Random, drawn: int = 0, first: int = 0) -> Iterator[tuple[Cut, str]]:
+    def examined(
+        self, folder: Path, dice: Random, drawn: int = 0, first: int = 0, every: int = 1
+    ) -> Iterator[tuple[Cut, str]]:
         """Every state behind every prefix of the operations, from ``first`` on, with what is wrong with it.
+
+        ``every`` is how many operations the next prefix is longer.
 
         A state that several prefixes leave is looked at once for each level that was told.
         """
         seen: set[tuple[int, frozenset[tuple[str, bytes | None]]]] = set()
-        for at in range(first, len(self.log) + 1):
+        for at in range(first, len(self.log) + 1, every):
             told = told_at(self.log, at)
             for cut in cuts_at(self.log, at, dice, drawn):
                 state = state_after(self.log, self.folders, cut)

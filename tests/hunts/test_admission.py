@@ -10,9 +10,9 @@ from tests.hunts import admission
 
 
 def test_bad_updates_are_refused_or_bounded_and_clean_ones_enter(capsys: pytest.CaptureFixture[str]) -> None:
-    assert admission.main(["--places", "4", "--rounds", "40"]) == 0
+    assert admission.main(["--places", "4", "--rounds", "24"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (found["violations"], found["false_refusals"], found["updates"]) == (0, 0, 40 * 8)
+    assert (found["violations"], found["false_refusals"], found["updates"]) == (0, 0, 24 * 8)
     for kind in admission.ALWAYS_REFUSED:
         assert found[f"{kind}_refused"] == 4
 

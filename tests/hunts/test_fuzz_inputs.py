@@ -14,11 +14,11 @@ from tests.hunts.fuzz_inputs import main, readers, run_piece
 
 def test_a_share_of_the_hunt(capsys: pytest.CaptureFixture[str]) -> None:
     """Of the thirty thousand that .ci/run takes."""
-    assert main(["--n", "2000", "--seed", "9000", "--jobs", "1"]) == 0
+    assert main(["--n", "1000", "--seed", "9000", "--jobs", "1"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (found["hunt"], found["inputs"], found["violations"]) == ("fuzz_inputs", 2000, 0)
-    assert found["taken"] > 100, "nothing gets through"
-    assert found["refused"] > 1000, "nothing is refused"
+    assert (found["hunt"], found["inputs"], found["violations"]) == ("fuzz_inputs", 1000, 0)
+    assert found["taken"] > 50, "nothing gets through"
+    assert found["refused"] > 500, "nothing is refused"
 
 
 def test_every_reader_takes_what_is_good(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from diloco.inner.trainer import StepInfo, Trainer, Verdict
 from tests.inner.spread_program import CASES, build
 
 Facts = list[tuple[str, dict[str, object]]]
-DIES, END = 5, 8
+DIES, END = 5, 6
 NEWEST = ["step-0000000002", "step-0000000004"]
 
 

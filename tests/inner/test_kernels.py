@@ -17,8 +17,8 @@ from diloco.inner.model import ModelOptions, Transformer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
-PLAIN = ModelOptions(vocab_size=97, layers=2, dim=24, heads=4, kv_heads=2, context=8)
-TIED = ModelOptions(vocab_size=61, layers=1, dim=32, heads=2, context=8, tied=True)
+PLAIN = ModelOptions(vocab_size=97, layers=2, dim=24, heads=4, kv_heads=2, context=4)
+TIED = ModelOptions(vocab_size=61, layers=1, dim=32, heads=2, context=4, tied=True)
 PARTS = ("normalised", "rotated", "gated", "fused_loss")
 
 
@@ -55,7 +55,7 @@ def trained(kernels: Kernels, options: ModelOptions, keeps: str = "none") -> tup
     model = Transformer(options, 3).to(DEVICE)
     prepare(model, ComputeOptions(activation_checkpoint=keeps), DEVICE)
     model.compute_by(kernels)
-    tokens = torch.randint(0, options.vocab_size, (2, 9), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    tokens = torch.randint(0, options.vocab_size, (2, 5), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     loss = model(tokens[:, :-1], tokens[:, 1:])
     loss.backward()
     return float(loss.detach()), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
@@ -100,7 +100,7 @@ def test_what_is_computed_again_is_the_same(liger: LigerKernels) -> None:
 def test_without_targets_and_without_gradients(liger: LigerKernels) -> None:
     plain, model = (Transformer(PLAIN, 3).to(DEVICE) for _ in range(2))
     model.compute_by(liger)
-    tokens = torch.arange(16, device=DEVICE).view(2, 8)
+    tokens = torch.arange(8, device=DEVICE).view(2, 4)
     with torch.no_grad():
         assert torch.allclose(model(tokens), plain(tokens), rtol=1e-5, atol=1e-6)
         assert float(model(tokens, tokens)) == pytest.approx(float(plain(tokens, tokens)), rel=1e-6)

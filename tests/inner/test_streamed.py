@@ -157,7 +157,7 @@ def test_who_goes_on_after_a_process_that_died_reads_behind_its_last_mark(
     assert len(whole.train.shards) >= 5
     assert len(whole.validation.shards) >= 2
     most = 0
-    for last in (2, 9, 16, 23, 30):
+    for last in (2, 16, 30):
         cache, died, after = tmp_path / str(last), Counting(last), Counting()
         monkeypatch.setattr(streamed, "make_tokenizer", lambda name, end, mine=died: mine)
         with pytest.raises(KeyboardInterrupt):

@@ -131,11 +131,15 @@ def lead(name: str, rule: str, group: SiteGroup) -> tuple[list[Tensor], dict[str
     return measured, whole(parameters)
 
 
+PAIRS = [(name, "rebase") for name in ("ddp", "fsdp", "hsdp", "tp", "tp_fsdp")]
+PAIRS += [("ddp", "overwrite"), ("tp_fsdp", "overwrite"), ("ddp", "blend"), ("fsdp", "blend")]
+"""Each layout and each rule; what a rule does to a part it does to every part, whole or cut."""
+
+
 def program(group: SiteGroup, tell: Callable[[Any], None]) -> None:
-    for name in ("ddp", "fsdp", "hsdp", "tp", "tp_fsdp"):
-        for rule in ("rebase", "overwrite", "blend"):
-            measured, values = lead(name, rule, group)
-            tell((name, rule, [value.numpy() for value in measured], {key: v.numpy() for key, v in values.items()}))
+    for name, rule in PAIRS:
+        measured, values = lead(name, rule, group)
+        tell((name, rule, [value.numpy() for value in measured], {key: v.numpy() for key, v in values.items()}))
 
 
 @pytest.fixture(scope="module")
@@ -144,14 +148,13 @@ def said() -> Iterator[dict[tuple[str, str], list[Any]]]:
     with ranks(program, 4) as ends:
         found: dict[tuple[str, str], list[Any]] = {}
         for end in ends:
-            for _ in range(15):
+            for _ in PAIRS:
                 name, rule, *told = heard(end)
                 found.setdefault((name, rule), []).append(told)
         yield found
 
 
-@pytest.mark.parametrize("rule", ["rebase", "overwrite", "blend"])
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "hsdp", "tp", "tp_fsdp"])
+@pytest.mark.parametrize(("name", "rule"), PAIRS)
 def test_the_layout_changes_no_bit(said: dict[tuple[str, str], list[Any]], name: str, rule: str) -> None:
     parameters = {each: torch.zeros(shape) for each, shape in SHAPES.items()}
     found = SiteTensors(LAYOUT, held(parameters), rule, 0.25)

@@ -16,7 +16,7 @@ from tests.loopback.cluster import Process, SiteThread, serving
 from tests.loopback.toy import RUN, Toy
 
 BOUND_S = 60.0
-ROUNDS = 8
+ROUNDS = 5
 Result = tuple[History, list[str]]
 
 

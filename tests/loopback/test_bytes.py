@@ -19,7 +19,7 @@ from tests.loopback.toy import TOKENS_PER_STEP, Toy
 
 BOUND_S = 60.0
 SHAPES = (("blocks.0.w", (400, 300)), ("blocks.1.w", (300, 401)), ("head", (300, 500)), ("norm", (77,)))
-ROUNDS = 8
+ROUNDS = 5
 FIRST = 2
 """Rounds that are not counted: joins and the first whole fragments are in them."""
 INNER_STEPS = 3

@@ -70,7 +70,7 @@ def running(folder: Path, **changes: object) -> Iterator[Run]:
 def test_one_that_was_never_seen_joins_in_mid_run_and_one_leaves_for_good(tmp_path: Path) -> None:
     with running(tmp_path) as run:
         first = run.site("a")
-        run.merges("a", 300)
+        run.merges("a")
         late = run.site("late")
         (joined,) = late.log.wait_for("joined", 1, BOUND_S)
         versions = joined["versions"]
@@ -82,7 +82,7 @@ def test_one_that_was_never_seen_joins_in_mid_run_and_one_leaves_for_good(tmp_pa
         assert gone.ending == "left"
         assert gone.ledger["merged"] == gone.ledger["processed"] == TOKENS_PER_STEP * first.toy_site.trained
         assert run.sites()["a"]["status"] == "left"
-        run.merges("late", 200)
+        run.merges("late")
         run.operator.drain()
         done = late.join(BOUND_S)
     audit(run.toy, [run.log], {"a": [first.log], "late": [late.log]}, {"a": gone, "late": done})
@@ -96,7 +96,7 @@ def test_one_that_is_put_out_stops_in_words_and_stays_out(tmp_path: Path) -> Non
         out = bad.join(BOUND_S)
         assert out.ending == "failed"
         assert "evicted" in out.why or "put out" in out.why, out.why
-        run.merges("good", 200)
+        run.merges("good")
         merged = run.merged("bad")
         again = SiteThread(run.toy, "bad", run.address, step_s=STEP_S)
         with again, pytest.raises(RuntimeError, match="put out of the run by an operator"):
@@ -119,7 +119,7 @@ def test_a_run_is_drained_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: 
     logs: list[Log] = []
     seen: dict[str, list[Log]] = {"a": [], "b": []}
     tokens = 0
-    for part in range(3):
+    for part in range(2):
         with running(tmp_path) as run:
             logs.append(run.log)
             sites = [run.site(name, checkpoint_every=4) for name in "ab"]
@@ -138,7 +138,7 @@ def test_a_run_is_drained_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: 
             assert total > tokens
             tokens = total
     audit(run.toy, logs, seen, done)
-    assert history(run.toy).machine.state.epoch == 3
+    assert history(run.toy).machine.state.epoch == 2
 
 
 def test_of_two_processes_of_one_site_the_newer_one_speaks(tmp_path: Path) -> None:
@@ -159,14 +159,14 @@ def test_of_two_processes_of_one_site_the_newer_one_speaks(tmp_path: Path) -> No
     history(run.toy)
 
 
-@pytest.mark.parametrize("adopt", ["rebase", "overwrite"])
+@pytest.mark.parametrize("adopt", ["rebase", pytest.param("overwrite", marks=pytest.mark.slow)])
 def test_a_site_with_two_gloo_ranks_joins_a_run_of_single_processes(tmp_path: Path, adopt: str) -> None:
     with running(tmp_path, adopt=adopt) as run:
         single = run.site("single")
         mine = {"site": "pair", "address": run.address, "step_s": STEP_S, "world": 2, "master_port": free_port()}
         ranks = [run.alive.enter_context(Process("rank", run.toy, None, rank=rank, **mine)) for rank in (0, 1)]
-        run.merges("pair", 300)
-        run.merges("single", 200)
+        run.merges("pair", 200)
+        run.merges("single")
         run.operator.drain()
         for rank in ranks:
             assert rank.wait(BOUND_S) == 0, rank.errors
@@ -184,13 +184,13 @@ def test_invariant_16_a_cold_site_is_never_a_source_of_state(tmp_path: Path) -> 
     """A toy site has NaN everywhere until it is given values, and over a slow link that takes its time."""
     with running(tmp_path) as run, RelayProcess() as relay:
         warm = run.site("warm")
-        run.merges("warm", 200)
+        run.merges("warm")
         slow = relay.add("cold", LinkOptions(mbps=0.05), run.address)
         before = tracked(run)
         cold = run.site("cold", slow, step_s=STEP_S)
         cold.log.wait_for("joined", 1, BOUND_S)
         assert cold.toy_site.trained == 0
-        run.merges("warm", 200)
+        run.merges("warm")
         assert cold.toy_site.trained == 0, "no step without a base"
         assert all(bool(values.isnan().any()) for values in cold.toy_site.parameters.values()), "it is still cold"
         assert tracked(run) == before, "and nothing in the syncer came from it"

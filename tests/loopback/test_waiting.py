@@ -115,7 +115,7 @@ def test_the_training_thread_never_waits_on_a_socket_or_a_file(
         agent.progress()
         if steps % 10 == 0:
             agent.state()
-        if steps == 150:
+        if steps == 100:
             agent.leave_soon()
 
     with serving(toy) as (_, address, _), guarding(Guard(watched.forbidden), monkeypatch) as guard:
@@ -125,7 +125,7 @@ def test_the_training_thread_never_waits_on_a_socket_or_a_file(
             done = site.join(BOUND_S)
         assert not guard.seen, guard.seen
     events.close()
-    assert guard.calls > 1_000, "the guard was there"
+    assert guard.calls > 500, "the guard was there"
     assert done.ending == "left"
     assert len(site.log.of("sealed")) > 10
     assert events.error is None
@@ -185,7 +185,7 @@ def test_invariant_14_with_quorum_1_no_site_waits_for_another(tmp_path: Path) ->
 def measured(site: SiteThread, twin: Twin) -> tuple[float, float]:
     """The site's steps for each of its twin's, and the share of its time in which the agent held it."""
     before = site.log.of("meter")[-1]
-    steps = statistics.median(shares(site, twin, 6, 0.5))
+    steps = statistics.median(shares(site, twin, 4, 0.5))
     meter = site.log.of("meter")[-1]
     stall_s, train_s = (float(str(meter[key])) - float(str(before[key])) for key in ("stall_s", "train_s"))
     return steps, stall_s / train_s
