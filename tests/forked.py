@@ -21,6 +21,7 @@ IMPORTED = (
     "tests.layouts",
     "tests.loopback.toy",
     "torch._dynamo",  # By the first step of an optimizer and by DDP, a second in each process.
+    "tests.frozen",  # The last one: what comes before it is not searched for garbage.
 )
 
 

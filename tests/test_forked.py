@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,9 +14,10 @@ TESTS = Path(__file__).resolve().parent
 
 def tell_missing(told: Connection) -> None:
     told.send([name for name in IMPORTED if name not in sys.modules])
+    told.send((gc.get_freeze_count(), len(gc.get_objects())))
 
 
-def test_a_process_has_imported_everything_when_it_begins() -> None:
+def test_a_process_has_imported_everything_when_it_begins_and_does_not_search_it_for_garbage() -> None:
     context = forkserver()
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=tell_missing, args=(there,))
@@ -24,6 +26,8 @@ def test_a_process_has_imported_everything_when_it_begins() -> None:
     with here:
         assert here.poll(60.0), "it says nothing"
         assert here.recv() == []
+        frozen, searched = here.recv()
+        assert frozen > 50 * searched
     process.join(60.0)
     assert process.exitcode == 0
 
