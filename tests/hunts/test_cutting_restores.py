@@ -32,7 +32,7 @@ def folder() -> Iterator[Path]:
     ("record", "every"),
     [
         pytest.param(record_in_place, 1, marks=hunt),
-        (record_backup, 3),
+        (record_backup, 5),
         pytest.param(record_backup, 1, marks=pytest.mark.slow),
         pytest.param(record_second, 1, marks=hunt),
     ],

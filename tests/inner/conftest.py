@@ -10,7 +10,7 @@ import pytest
 from diloco.inner.data import CorpusManifest, DataOptions, prepare_corpus
 
 
-def write_text(folder: Path, num_files: int = 24, seed: int = 5) -> Path:
+def write_text(folder: Path, num_files: int = 12, seed: int = 5) -> Path:
     """Files of pseudo-words in ``folder``: learnable, distinct and the same everywhere."""
     draw = random.Random(seed)
     words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 5))) for _ in range(30)]

@@ -72,7 +72,7 @@ def reference_versions(toy: Toy, sites: list[str], rounds: int) -> list[Tensor]:
 def test_invariant_03_lock_step_over_grpc_is_the_reference_bit_for_bit(
     tmp_path: Path, optimizer: dict[str, object]
 ) -> None:
-    rounds, sites = 6, ["a", "b", "c"]
+    rounds, sites = 4, ["a", "b", "c"]
     toy = lock_step(tmp_path, 3, rounds, seed=3, optimizer=optimizer)
     with serving(toy) as (syncer, address, log):
         threads = [SiteThread(toy, site, address) for site in sites]
@@ -181,9 +181,7 @@ def test_invariant_01_one_site_alone_is_plain_training(tmp_path: Path) -> None:
     assert bool(((found - wanted).abs() <= 2 * (adopts + 1) * ulp).all()), (found - wanted).abs().max()
 
 
-@pytest.mark.parametrize(
-    ("codec", "fragments"), [("fp32", 1), ("fp32", 3), ("int4:32+zstd1", 3), ("topk:256x4", 3), ("sign:8", 1)]
-)
+@pytest.mark.parametrize(("codec", "fragments"), [("fp32", 1), ("int4:32+zstd1", 3), ("topk:256x4", 3), ("sign:8", 1)])
 def test_invariant_17_and_10_progress_and_tokens_are_conserved(tmp_path: Path, codec: str, fragments: int) -> None:
     """Rebase, outer lr 1, no momentum: what the sites hold beyond Θ̂ is only what was trained and not merged."""
     outer = {
