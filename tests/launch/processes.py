@@ -139,9 +139,9 @@ class Place:
 
 
 @contextlib.contextmanager
-def place_in(folder: Path, kind: type[Place] = Place) -> Iterator[Place]:
+def place_in(folder: Path) -> Iterator[Place]:
     """A place whose processes end with the test."""
-    place = kind(folder)
+    place = Place(folder)
     try:
         yield place
     finally:

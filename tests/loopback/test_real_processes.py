@@ -5,84 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from diloco.launch import cli
 from diloco.launch.eventlog import Event
-from tests.forked import forkserver
-from tests.launch.processes import TINY, Place, Verb, place_in, wait_for
+from tests.launch.processes import TINY, Place, place_in, wait_for
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
     with place_in(tmp_path) as made:
-        yield made
-
-
-class Forked:
-    """In the place of a verb's ``subprocess.Popen``: a process forked where torch is imported, at a tenth of the cost.
-
-    What the shell adds, an interpreter of its own, the slow tests here have.
-    """
-
-    def __init__(self, folder: Path, out: Path, arguments: list[str]) -> None:
-        self._process = forkserver().Process(target=verb_alone, args=(folder, out, arguments))
-        self._process.start()
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, bound_s: float) -> int:
-        self._process.join(bound_s)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("diloco", bound_s)
-        return self._process.exitcode
-
-    def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-
-def verb_alone(folder: Path, out: Path, arguments: list[str]) -> None:
-    os.setsid()
-    os.chdir(folder)
-    with out.open("ab") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    sys.argv[1:] = arguments
-    cli.command()
-
-
-class ForkedVerb(Verb):
-    """A verb whose process is ``Forked``."""
-
-    def __init__(self, folder: Path, name: str, arguments: list[str]) -> None:
-        self.name, self.out = name, folder / f"{name}.out"
-        self.out.touch()
-        self.process = Forked(folder, self.out, arguments)  # type: ignore[assignment]
-
-
-class QuickPlace(Place):
-    """A place whose verbs are forked."""
-
-    def start(self, name: str, *arguments: str, **_: object) -> Verb:
-        self.verbs.append(ForkedVerb(self.folder, name, list(arguments)))
-        return self.verbs[-1]
-
-
-@pytest.fixture
-def quick(tmp_path: Path) -> Iterator[Place]:
-    with place_in(tmp_path, QuickPlace) as made:
         yield made
 
 
@@ -212,10 +147,10 @@ def test_a_request_to_stop_reaches_the_ranks_and_a_kill_does_not_leave_them_behi
     assert balanced(done)
 
 
-def test_twice_is_at_once(quick: Place) -> None:
-    syncer, address = quick.syncer("twice")
-    site = quick.site("twice", address, "site-a", "site.finish_timeout_s=60")
-    wait_for(lambda: quick.seen("twice", "site-a", "step"), "a step", site.text)
+def test_twice_is_at_once(place: Place) -> None:
+    syncer, address = place.syncer("twice")
+    site = place.site("twice", address, "site-a", "site.finish_timeout_s=60")
+    wait_for(lambda: place.seen("twice", "site-a", "step"), "a step", site.text)
     syncer.signal(signal.SIGSTOP)  # nobody answers, so that one request would take its time
     site.signal(signal.SIGINT)
     wait_for(lambda: "once more: at once" in site.text(), "a word about the first request", site.text)
@@ -225,9 +160,9 @@ def test_twice_is_at_once(quick: Place) -> None:
     assert site.end(5) == 1
 
 
-def test_a_syncer_that_is_not_there_is_said_once(quick: Place) -> None:
-    site = quick.site("none", "127.0.0.1:1", "site-a", "site.join_timeout_s=0.1")
-    status = quick.start("status", "status", "127.0.0.1:1")
+def test_a_syncer_that_is_not_there_is_said_once(place: Place) -> None:
+    site = place.site("none", "127.0.0.1:1", "site-a", "site.join_timeout_s=0.1")
+    status = place.start("status", "status", "127.0.0.1:1")
     assert status.end() == 3
     assert "the syncer at 127.0.0.1:1 does not answer" in one_line(status.text())
     assert site.end() == 3
