@@ -184,9 +184,10 @@ def test_invariant_14_with_quorum_1_no_site_waits_for_another(tmp_path: Path) ->
 
 def measured(site: SiteThread, twin: Twin) -> tuple[float, float]:
     """The site's steps for each of its twin's, and the share of its time in which the agent held it."""
-    before = site.log.of("meter")[-1]
+    meters = site.log.of("meter")
+    before = meters[-1]
     steps = statistics.median(shares(site, twin, 4, 0.5))
-    meter = site.log.of("meter")[-1]
+    meter = site.log.wait_for("meter", len(meters) + 1, BOUND_S)[-1]
     stall_s, train_s = (float(str(meter[key])) - float(str(before[key])) for key in ("stall_s", "train_s"))
     return steps, stall_s / train_s
 
