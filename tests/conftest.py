@@ -15,10 +15,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # No test asks the hub; read when its librar
 
 import pytest
 import torch
+import yaml
 
 from diloco.codec import kernel_library
 
 torch.set_num_threads(1)
+if yaml.__with_libyaml__:
+    yaml.SafeLoader = yaml.CSafeLoader  # The same language several times faster, in each of Hydra's compositions.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read once, when triton is first imported, which torch may do at any time
 

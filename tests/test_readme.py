@@ -81,7 +81,8 @@ SHORT: dict[str, list[str]] = {
     DOCTOR: REAL,
     "diloco train run.name=warm run.tokens=500000 inner.schedule=constant": [*UP, "run.tokens=3000"],
     "diloco up run.init_from=runs/warm/train/checkpoints": [*UP, "run.name=from-warm"],
-    **{line: [] for line in MODEL},
+    **{line: [] for line in MODEL[:2]},
+    MODEL[2]: ["data=text", "data.path=text"],
     LAB: ["run.tokens=1920", "--rows", "data_parallel,decoupled", "--jobs", "1"],
     "diloco launch kubernetes --dry-run run.name=first": [],
     "diloco plan +experiment=100t_20dc": [],
@@ -90,7 +91,7 @@ SHORT: dict[str, list[str]] = {
     "diloco journal show runs/latest": [],
     "diloco canary runs/latest/sites/site-a": [],
     **{line: [] for line in [*CERTS, *UNDO]},
-    SIM[0]: ["--hours=0.5"],
+    SIM[0]: ["--hours=0.1"],
     SIM[1]: [],
     SIM[2]: ["--hours=0.05"],
     **{line: [*LONG, "cluster.replication.mode=sync"] for line in STANDBY[:2]},
@@ -152,7 +153,10 @@ LAUNCH = "diloco launch kubernetes --dry-run run.name=first"
 PLAN = "diloco plan +experiment=100t_20dc"
 
 
-@pytest.mark.parametrize("command", [PLAN, *MODEL, LAUNCH, LAB, *AFTERWARDS, *SIM, *UNDO, *CERTS])
+TRAINS = pytest.param(LAB, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("command", [PLAN, *MODEL, LAUNCH, TRAINS, *AFTERWARDS, *SIM, *UNDO, *CERTS])
 def test_what_is_asked_of_a_run_afterwards(
     place: Place, command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
