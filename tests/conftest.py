@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import time
+from collections.abc import Iterator
 from multiprocessing import forkserver
 
 # Before torch is imported, here and in every process that a test starts: neighbours that each open a thread per core
@@ -56,6 +58,17 @@ def pytest_sessionfinish() -> None:
     if (server := forkserver._forkserver._forkserver_pid) is not None:  # type: ignore[attr-defined]
         os.kill(server, signal.SIGTERM)  # Asked to stop, it would wait for each process that a test has left.
         os.waitpid(server, 0)
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """What is logged during the test.  pytest's own caplog walks through torch's loggers six times in each test."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(handler.format(record))  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    yield texts
+    logging.getLogger().removeHandler(handler)
 
 
 @pytest.fixture(scope="session")
