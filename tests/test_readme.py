@@ -18,6 +18,7 @@ from diloco.wire.options import ServerOptions
 from diloco.wire.server import serve
 from tests.launch.processes import TINY, Place, Verb, place_in, wait_for
 from tests.loopback.cluster import free_port
+from tests.sooner import sooner
 from tests.wire.fake_syncer import RUN, FakeSyncer
 
 README = Path(__file__).resolve().parent.parent / "README.md"
@@ -134,10 +135,9 @@ def test_every_command_is_run_here_or_by_ci() -> None:
 
 
 RUNS = [line for line in SHORT if line.startswith(("diloco up", "diloco train"))]
-OTHER_RUNS = [pytest.param(line, marks=pytest.mark.slow) for line in RUNS if line != "diloco up"]
 
 
-@pytest.mark.parametrize("command", ["diloco up", *OTHER_RUNS])
+@pytest.mark.parametrize("command", sooner(RUNS, "diloco up"))
 def test_a_whole_run(place: Place, command: str) -> None:
     if "init_from" in command:
         warm = Path("runs/warm/train/checkpoints")

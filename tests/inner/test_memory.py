@@ -21,6 +21,7 @@ def life(manifest: CorpusManifest, tmp_path: Path) -> Life:
     return Life("ddp", manifest.directory, SiteGroup(device="cpu"), tmp_path / "memory")
 
 
+@pytest.mark.slow
 def test_two_ranks_on_one_machine_and_on_two(manifest: CorpusManifest, tmp_path: Path) -> None:
     run_ranks("memory_program", 2, str(manifest.directory), str(tmp_path))
     one = build(CASES["fsdp"], manifest.directory, SiteGroup(device="cpu"), memory=tmp_path / "one-machine")

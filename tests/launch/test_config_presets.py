@@ -13,6 +13,7 @@ from diloco.launch import lab as labs
 from diloco.launch.config import choices, compose, folder, from_shared, shared_config
 from diloco.launch.lab_cell import run_cell
 from tests.launch.laboratories import rows, written
+from tests.sooner import sooner
 
 FP32 = {"codec.up": "fp32", "codec.down": "fp32"}
 ADAMW = {"inner.optimizer": "adamw"}
@@ -158,12 +159,7 @@ def test_a_site_learns_the_run_from_what_is_shared(preset: str) -> None:
     assert (here.run.name, here.site.id, here.site.join_timeout_s, here.site.nproc) == ("otter", "fra", 3.0, 1)
 
 
-SOON = ("decoupled", "sparseloco", DEMO)
-
-
-@pytest.mark.parametrize(
-    "preset", [each if each in SOON else pytest.param(each, marks=pytest.mark.slow) for each in (*PRESETS, DEMO)]
-)
+@pytest.mark.parametrize("preset", sooner([*PRESETS, DEMO], DEMO))
 def test_a_preset_trains(tmp_path: Path, preset: str) -> None:
     (tmp_path / "text").mkdir()
     for index in range(32):

@@ -17,6 +17,7 @@ from diloco.launch.cli import main
 from diloco.launch.plan_main import question_of
 from diloco.sim import expected
 from diloco.sim.planning import PRESETS, Question
+from tests.sooner import sooner
 
 SMALL = ["parameters=1e9", "step_s=2", "fragments=4"]
 
@@ -28,7 +29,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", sooner(PRESETS, "gpt3_4dc"))
 def test_a_preset_answers_in_time(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     began_s = time.process_time()
     found = told(capsys, f"+experiment={name}")

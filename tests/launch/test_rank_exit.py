@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from diloco.inner.parallel import OpenStore
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +36,7 @@ end_process(3)
 WORLD = 2
 
 
+@pytest.mark.slow
 def test_a_process_that_was_a_rank_ends_with_its_code() -> None:
     store = OpenStore()
     environment = {

@@ -11,10 +11,11 @@ from diloco.launch.cli import VERBS
 from diloco.launch.systems import LINUX_ONLY, refusal
 from tests.forked import forkserver
 from tests.launch import elsewhere
+from tests.sooner import sooner
 
 WAIT_S = 120
 SYSTEMS = {"darwin": "macOS", "win32": "Windows"}
-TRIED = (pytest.param("darwin", marks=pytest.mark.slow), "win32")
+TRIED = sooner(SYSTEMS, "win32")
 """Windows lacks all that macOS does, and more."""
 # What does not need Linux, with arguments that have it do something, and how that ends.
 COMMANDS = {

@@ -18,6 +18,7 @@ from diloco.syncer.core import Core
 from tests.loopback.audit import all_records, audit
 from tests.loopback.cluster import Log, Process, SiteThread, eventually, free_port, serving
 from tests.loopback.toy import TOKENS_PER_STEP, Toy
+from tests.sooner import sooner
 
 START_S, RUN_S = 60.0, 20.0
 """Bounds for processes to start on a machine that is full, and for a run of ``BUDGET`` then."""
@@ -116,7 +117,7 @@ def dies(life: Process, death: tuple[str, int] | None, seed: int, budget: int) -
     assert status == (-9 if death else 0), f"seed {seed}: {death} gave {status}; {life.errors}"
 
 
-@pytest.mark.parametrize("chapter", SYNCER_DEATHS)
+@pytest.mark.parametrize("chapter", sooner(SYNCER_DEATHS, "at the beginning", "receiving", "merging"))
 def test_the_syncer_dies_and_the_run_goes_on(tmp_path: Path, chapter: str) -> None:
     long_enough(tmp_path, partial(the_syncer_dies, chapter))
 
@@ -152,7 +153,7 @@ def the_syncer_dies(chapter: str, folder: Path, budget: int, **changes: object) 
 @pytest.mark.parametrize(
     "wiped", [pytest.param(False, id="checkpoint"), pytest.param(True, id="wiped", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("chapter", SITE_DEATHS)
+@pytest.mark.parametrize("chapter", sooner(SITE_DEATHS, "pushing"))
 def test_a_site_dies_and_the_run_goes_on(tmp_path: Path, chapter: str, wiped: bool) -> None:
     long_enough(tmp_path, partial(a_site_dies, chapter, wiped), BUDGET // 2)
 

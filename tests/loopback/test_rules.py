@@ -9,6 +9,7 @@ import pytest
 
 from diloco.outer.correction import Correction
 from tests.loopback.test_kill import long_enough, the_syncer_dies
+from tests.sooner import sooner
 
 RULES: dict[str, dict[str, object]] = {
     "delayed_nesterov, one by one": {
@@ -38,11 +39,7 @@ RULES: dict[str, dict[str, object]] = {
 }
 
 
-TWO = ("gpa on what is clipped, a buffer of three, eager", "heloco, one by one")
-OTHERS = [pytest.param(rule, marks=pytest.mark.slow) for rule in RULES if rule not in TWO]
-
-
-@pytest.mark.parametrize("rule", [*TWO, *OTHERS])
+@pytest.mark.parametrize("rule", sooner(RULES, "gpa on what is clipped, a buffer of three, eager"))
 def test_invariant_11_a_syncer_that_dies_goes_on_to_the_bits_of_its_journal_whatever_the_rule(
     tmp_path: Path, rule: str
 ) -> None:
