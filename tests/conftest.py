@@ -9,12 +9,14 @@ import signal
 import time
 from collections.abc import Iterator
 from multiprocessing import forkserver
+from types import SimpleNamespace
 
 # Before torch is imported, here and in every process that a test starts: neighbours that each open a thread per core
 # spin on one another and are several times slower than one thread each.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"  # No test asks the hub; read when its libraries are first imported.
 
+import omegaconf
 import pytest
 import torch
 import yaml
@@ -22,8 +24,8 @@ import yaml
 from diloco.codec import kernel_library
 
 torch.set_num_threads(1)
-if yaml.__with_libyaml__:
-    yaml.SafeLoader = yaml.CSafeLoader  # The same language several times faster, in each of Hydra's compositions.
+if yaml.__with_libyaml__:  # The same language several times faster, in each of Hydra's compositions.
+    omegaconf._utils.yaml = SimpleNamespace(**{**vars(yaml), "SafeLoader": yaml.CSafeLoader})
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read once, when triton is first imported, which torch may do at any time
 
