@@ -35,8 +35,6 @@ DECODING = dict(follows=True, rebases=True, num_merged=2)
 
 
 def show(name, kernel, masked, types=None, **constants):
-    if wanted and name not in wanted:
-        return
     constants["masked"] = masked
     types = TYPES | (types or {})
     signature = {each: "constexpr" if each in constants else types.get(each, "*fp32") for each in kernel.arg_names}
@@ -46,7 +44,6 @@ def show(name, kernel, masked, types=None, **constants):
     print(built.asm["ptx"])
 
 
-wanted = sys.argv[1:]
 for bits, block, masked in ((4, 32, False), (8, 48, True)):
     codec = DeviceCodec(BlockCodec("x", bits, block), Launch(1024, 4))
     constants = {key: value for key, value in codec._constants().items() if key in block_kernels.encode.arg_names}
@@ -61,18 +58,8 @@ show("encode-topk", sparse_kernels.encode, False, k=16, block=256, rows=1, **ENC
 """
 
 
-DIVIDING = {"encode-int4", "encode-int8"}
-KERNELS = DIVIDING | {"decode-int4", "decode-int8", "encode-1-bits", "encode-2-bits", "encode-4-bits", "encode-topk"}
-ONE_OF_EACH_SOURCE = {"encode-int4", "decode-int8", "encode-4-bits", "encode-topk"}
-
-
-@pytest.fixture(scope="module", params=[ONE_OF_EACH_SOURCE, pytest.param(KERNELS, marks=pytest.mark.slow)], ids=len)
-def wanted(request: pytest.FixtureRequest) -> set[str]:
-    return set(request.param)
-
-
 @pytest.fixture(scope="module")
-def assembly(wanted: set[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def assembly(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The assembly of each kernel, by what it does."""
     pytest.importorskip("triton", reason="the kernels need the extra `gpu`")
     cache = str(tmp_path_factory.mktemp("triton"))
@@ -80,7 +67,7 @@ def assembly(wanted: set[str], tmp_path_factory: pytest.TempPathFactory) -> dict
     environment |= {"TRITON_CACHE_DIR": cache, "PYTHONPATH": str(ROOT)}
     script = Path(cache) / "compile_kernels.py"
     script.write_text(COMPILE)  # A file, because Triton reads the source of what it compiles.
-    command = [sys.executable, str(script), *wanted]
+    command = [sys.executable, str(script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     found = {}
@@ -92,10 +79,16 @@ def assembly(wanted: set[str], tmp_path_factory: pytest.TempPathFactory) -> dict
     return found
 
 
-def test_every_kernel_compiles(assembly: dict[str, str], wanted: set[str]) -> None:
-    assert set(assembly) == wanted
+DIVIDING = {"encode-int4", "encode-int8"}
+KERNELS = DIVIDING | {"decode-int4", "decode-int8", "encode-1-bits", "encode-2-bits", "encode-4-bits", "encode-topk"}
 
 
+@pytest.mark.slow
+def test_every_kernel_compiles(assembly: dict[str, str]) -> None:
+    assert set(assembly) == KERNELS
+
+
+@pytest.mark.slow
 def test_nothing_is_flushed_contracted_or_approximated(assembly: dict[str, str]) -> None:
     for name, text in assembly.items():
         for instruction in (".ftz", "fma.rn", "div.full", "div.approx", "rcp.", "ex2.", "lg2."):

@@ -8,6 +8,8 @@ import pytest
 
 from tests.hunts import admission
 
+pytestmark = pytest.mark.slow  # What a hunt is worth is tried where the hunts run, in .ci/run.
+
 
 def test_bad_updates_are_refused_or_bounded_and_clean_ones_enter(capsys: pytest.CaptureFixture[str]) -> None:
     assert admission.main(["--places", "4", "--rounds", "24"]) == 0

@@ -13,6 +13,8 @@ from diloco.durable import Step
 from tests.hunts.cutting import Recording, quick_folder
 from tests.hunts.cutting_restores import record_backup, record_in_place, record_second
 
+pytestmark = pytest.mark.slow  # What a hunt is worth is tried where the hunts run, in .ci/run.
+
 Record = Callable[[Path], tuple[Recording, int]]
 IN_PLACE = (Step.JOURNAL_BEGIN, Step.JOURNAL_SYNC, Step.LINEAGE_CARD, Step.LINEAGE_FOLDER, Step.LINEAGE_IMAGE)
 BACKUP = (Step.RESTORE_FETCH, Step.RESTORE_MOVE, Step.JOURNAL_BEGIN, Step.JOURNAL_SYNC, Step.LINEAGE_IMAGE)

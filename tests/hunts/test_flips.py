@@ -9,6 +9,8 @@ import pytest
 from diloco.syncer.store import Store
 from tests.hunts import flips
 
+pytestmark = pytest.mark.slow  # What a hunt is worth is tried where the hunts run, in .ci/run.
+
 
 def test_every_damage_is_named_or_harmless(capsys: pytest.CaptureFixture[str]) -> None:
     assert flips.main(["--flips", "80", "--seed", "7"]) == 0

@@ -14,6 +14,8 @@ from tests.hunts.attacks import STRICT, strict
 from tests.hunts.fuzz import Findings, Siege, growth_of, main
 from tests.hunts.target import View, guarded
 
+pytestmark = pytest.mark.slow  # What a hunt is worth is tried where the hunts run, in .ci/run.
+
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:

@@ -11,6 +11,8 @@ from diloco.codec.entropy import EntropyCodec
 from diloco.sync import frames
 from tests.hunts.fuzz_inputs import main, readers, run_piece
 
+pytestmark = pytest.mark.slow  # What a hunt is worth is tried where the hunts run, in .ci/run.
+
 
 def test_a_share_of_the_hunt(capsys: pytest.CaptureFixture[str]) -> None:
     """Of the thirty thousand that .ci/run takes."""

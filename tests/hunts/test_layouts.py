@@ -10,6 +10,8 @@ import pytest
 
 from tests.hunts.layouts import Found, main, run_of
 
+pytestmark = pytest.mark.slow  # What a hunt is worth is tried where the hunts run, in .ci/run.
+
 
 def test_two_sites_of_two_layouts_exchange_what_two_processes_do(tmp_path: Path) -> None:
     mixed = run_of(tmp_path / "mixed", {"a": ("fsdp", 2), "b": ("tp", 2)}, 2, "rebase")

@@ -14,6 +14,8 @@ from diloco.durable import Step
 from tests.hunts.cutting import Recording, quick_folder, record_site, record_syncer
 from tests.hunts.powercut import main
 
+pytestmark = pytest.mark.slow  # What a hunt is worth is tried where the hunts run, in .ci/run.
+
 SYNCER_SYNCS = (
     Step.CARD,
     Step.FOLDER,

@@ -9,6 +9,8 @@ from diloco.sync import ending
 from tests.hunts.reporting import Hunt
 from tests.hunts.swarm import main, pieces
 
+pytestmark = pytest.mark.slow  # What a hunt is worth is tried where the hunts run, in .ci/run.
+
 
 def test_the_last_line_is_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--seeds", "3", "--seed", "5", "--jobs", "1"]) == 0
