@@ -16,8 +16,9 @@ from diloco.sync.upstream import standing
 from tests.launch.processes import TINY, Place, Verb, place_in, wait_for
 from tests.loopback.audit import History, audit, history
 from tests.loopback.cluster import Log, Process, SiteThread, free_port
-from tests.loopback.test_kill import BUDGET, begins, bound_s, dies, long_enough, seed_of, the_toy
+from tests.loopback.test_kill import BUDGET, EndedTooSoonError, begins, bound_s, dies, long_enough, seed_of, the_toy
 from tests.loopback.toy import Toy
+from tests.sooner import sooner
 
 STEP_S = 0.004
 LONG_S = 180.0
@@ -98,14 +99,12 @@ def both_levels_agree(above: History, told: dict[str, History]) -> None:
         assert found.ledger.processed >= below.machine.state.run_tokens() > 0
         assert found.ledger.refused == found.ledger.lost == 0, found
         assert found.ledger.in_flight == 0, found
-        assert min(found.versions) > 0, "nothing ever came back"
+        if min(found.versions) == 0:
+            raise EndedTooSoonError(f"nothing came back to {name}")  # A longer run is to show that it does.
         assert above.machine.state.sites[name].status.value == "left"
 
 
-OTHER_DEATHS = [pytest.param(chapter, marks=pytest.mark.slow) for chapter in DEATHS if chapter != "there and back"]
-
-
-@pytest.mark.parametrize("chapter", ["there and back", *OTHER_DEATHS])
+@pytest.mark.parametrize("chapter", sooner(DEATHS, "there and back"))
 def test_a_region_dies_and_both_levels_go_on(tmp_path: Path, chapter: str) -> None:
     def once(folder: Path, budget: int) -> None:
         play(folder, budget, seed_of(chapter), DEATHS[chapter])
