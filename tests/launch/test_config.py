@@ -340,3 +340,21 @@ def test_what_is_done_to_a_configuration_does_not_come_back_with_the_next(make: 
     spoilt.outer.lr = 9.0
     compose(["outer.lr=0.123", "cluster.sites.late.slowdown=2"])
     assert repr(make()) == wanted
+
+
+@pytest.mark.parametrize("name", ["1e3", "0e5", "2026-11-24", "yes", "017", "null", "nan"])
+def test_a_name_is_read_as_it_was_written_whatever_it_looks_like(name: str, tmp_path: Path) -> None:
+    config = compose([])
+    config.run.name = name
+    write(config, tmp_path / "config.yaml")
+    assert read(tmp_path / "config.yaml").run.name == name
+
+
+def test_a_file_says_numbers_as_the_command_line_does_and_each_key_once(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("run: {tokens: 1e6, name: 2026-11-24}\nouter: {lr: 5e-1}\n")
+    found = read(path)
+    assert (found.run.tokens, found.run.name, found.outer.lr) == (1_000_000, "2026-11-24", 0.5)
+    path.write_text("run:\n  tokens: 1\n  tokens: 2\n")
+    with pytest.raises(ConfigError, match="found duplicate key tokens"):
+        read(path)
