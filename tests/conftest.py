@@ -58,7 +58,7 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish() -> None:
     """The fork server ends before its parent, whose time then holds what its children took."""
     if (server := forkserver._forkserver._forkserver_pid) is not None:  # type: ignore[attr-defined]
-        os.kill(server, signal.SIGTERM)  # Asked to stop, it would wait for each process that a test has left.
+        os.kill(server, signal.SIGKILL)  # Asked to stop, it would wait for each process that a test has left.
         os.waitpid(server, 0)
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
-import re
-from collections import Counter
 from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -76,12 +74,8 @@ def compose(overrides: Sequence[str], told: Mapping[str, str] = NOTHING_TOLD) ->
 def read(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration in ``path``, as :func:`write` left it, with ``overrides`` on top.  Needs no Hydra."""
     from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError  # type: ignore[import-untyped]
 
-    try:
-        loaded = of_yaml(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {first_line(error)}") from error
+    loaded = of_yaml(path)
     values = [pair for key, value in _flat(loaded) for pair in _checked(key, value)]
     for text in overrides:
         key, told = _parse_as_yaml(text, path)
@@ -90,6 +84,20 @@ def read(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         return settle(_with(_defaults(), values))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{' '.join([str(path), *overrides])}: {first_line(error)}") from error
+
+
+def of_yaml(path: Path) -> object:
+    """What the YAML in ``path`` says as plain values; ConfigError in one line."""
+    import yaml  # type: ignore[import-untyped]
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.to_container(OmegaConf.load(path))
+    except RecursionError:
+        raise ConfigError(f"{path} cannot be read: it is nested too deeply, or holds itself") from None
+    except (OSError, UnicodeDecodeError, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {first_line(error)}") from error
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -104,31 +112,6 @@ def to_yaml(config: RunConfig) -> str:
 
     Dumper.add_representer(str, text)
     return str(yaml.dump(asdict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True))
-
-
-def of_yaml(text: str) -> object:
-    """Return what ``text`` says as plain values, an empty one nothing: as OmegaConf reads it, in a tenth of the time.
-
-    1e3 is a number, a date is text, and a key that stands twice is an error, a YAMLError as any other.
-    """
-    import yaml
-
-    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
-            keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-            for name in (name for name, count in keys.items() if count > 1):
-                raise yaml.constructor.ConstructorError(problem=f"found duplicate key {name}")
-            made: dict[object, object] = super().construct_mapping(node, deep)
-            return made
-
-    Loader.yaml_implicit_resolvers = {
-        first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:timestamp"]
-        for first, pairs in Loader.yaml_implicit_resolvers.items()
-    }
-    exponent = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", exponent, list("-+0123456789"))
-    told = yaml.load(text, Loader)
-    return {} if told is None else told
 
 
 def write(config: RunConfig, path: Path) -> None:

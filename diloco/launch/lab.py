@@ -175,12 +175,7 @@ def _path(name: str) -> Path:
 
 def _read(path: Path, above: tuple[Path, ...]) -> Laboratory:
     """``above`` are the laboratories of which this is the base."""
-    from yaml import YAMLError  # type: ignore[import-untyped]
-
-    try:
-        plain = configs.of_yaml(path.read_text("utf-8"))
-    except (YAMLError, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {configs.first_line(error)}") from error
+    plain = configs.of_yaml(path)
     if not isinstance(plain, dict) or not isinstance(plain.get("rows"), dict) or not plain["rows"]:
         raise ConfigError(f"{path}: a laboratory has rows, and each a name")
     below, taken = plain.pop("base", None), plain.pop("rows_of_base", [])

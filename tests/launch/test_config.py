@@ -356,5 +356,8 @@ def test_a_file_says_numbers_as_the_command_line_does_and_each_key_once(tmp_path
     found = read(path)
     assert (found.run.tokens, found.run.name, found.outer.lr) == (1_000_000, "2026-11-24", 0.5)
     path.write_text("run:\n  tokens: 1\n  tokens: 2\n")
-    with pytest.raises(ConfigError, match="found duplicate key tokens"):
+    with pytest.raises(ConfigError, match="cannot be read: while constructing a mapping"):
+        read(path)
+    path.write_text("run: &itself {name: *itself}")
+    with pytest.raises(ConfigError, match=r"cannot be read: it is nested too deeply, or holds itself$"):
         read(path)

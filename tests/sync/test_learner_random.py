@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,11 +15,9 @@ from diloco.sync import events as ev
 from diloco.sync.events import Reason
 from diloco.sync.options import SECOND_NS, LearnerOptions
 from diloco.sync.progress import ledger_of
+from tests.sync.another_process import told_in_another_process
 from tests.sync.world import World
 
-ROOT = Path(__file__).resolve().parents[2]
-ANOTHER_HASH_SEED = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
-"""Than that of this process, which draws its own if nothing is said."""
 TURNS = 250
 
 
@@ -152,14 +146,4 @@ def told() -> str:
 
 
 def test_effects_do_not_depend_on_the_hash_seed() -> None:
-    code = "from tests.sync.test_learner_random import told\nprint(told())"
-    there = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONHASHSEED": ANOTHER_HASH_SEED, "PYTHONPATH": str(ROOT)},
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    ).stdout
-    assert there.strip() == told()
+    assert told_in_another_process("tests.sync.test_learner_random") == told()

@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,11 +19,9 @@ from diloco.sync.journal import digest_effects, encode_record, read_records, rep
 from diloco.sync.options import SECOND_NS
 from diloco.sync.state import Phase, Status
 from diloco.sync.syncer import OuterSync
+from tests.sync.another_process import told_in_another_process
 from tests.sync.driving import MS, Syncer, of, through_json
 
-ROOT = Path(__file__).resolve().parents[2]
-ANOTHER_HASH_SEED = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
-"""Than that of this process, which draws its own if nothing is said."""
 EVENTS = 120
 Key = tuple[str, int, int]
 
@@ -310,14 +304,4 @@ def told() -> str:
 
 
 def test_effects_do_not_depend_on_the_hash_seed() -> None:
-    code = "from tests.sync.test_syncer_random import told\nprint(told())"
-    there = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONHASHSEED": ANOTHER_HASH_SEED, "PYTHONPATH": str(ROOT)},
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    ).stdout
-    assert there.strip() == told()
+    assert told_in_another_process("tests.sync.test_syncer_random") == told()
