@@ -75,8 +75,9 @@ def read(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration in ``path``, as :func:`write` left it, with ``overrides`` on top.  Needs no Hydra."""
     from omegaconf.errors import OmegaConfBaseException
 
-    loaded = of_yaml(path)
-    values = [pair for key, value in _flat(loaded) for pair in _checked(key, value)]
+    usual = {key: repr(value) for key, value in _flat(asdict(RunConfig()))}  # What the defaults say needs no merge.
+    said = [(key, value) for key, value in _flat(of_yaml(path)) if usual.get(key) != repr(value)]
+    values = [pair for key, value in said for pair in _checked(key, value)]
     for text in overrides:
         key, told = _parse_as_yaml(text, path)
         values += _checked(key, told)
