@@ -137,7 +137,8 @@ def test_every_command_is_run_here_or_by_ci() -> None:
 RUNS = [line for line in SHORT if line.startswith(("diloco up", "diloco train"))]
 
 
-@pytest.mark.parametrize("command", sooner(RUNS, "diloco up"))
+@pytest.mark.slow
+@pytest.mark.parametrize("command", RUNS)
 def test_a_whole_run(place: Place, command: str) -> None:
     if "init_from" in command:
         warm = Path("runs/warm/train/checkpoints")
@@ -153,10 +154,10 @@ LAUNCH = "diloco launch kubernetes --dry-run run.name=first"
 PLAN = "diloco plan +experiment=100t_20dc"
 
 
-TRAINS = pytest.param(LAB, marks=pytest.mark.slow)
+LATER = [PLAN, *MODEL, LAUNCH, LAB, *AFTERWARDS, *SIM, *UNDO, *CERTS]
 
 
-@pytest.mark.parametrize("command", [PLAN, *MODEL, LAUNCH, TRAINS, *AFTERWARDS, *SIM, *UNDO, *CERTS])
+@pytest.mark.parametrize("command", sooner(LATER, PLAN, LAUNCH, SIM[0], SIM[2], *CERTS))
 def test_what_is_asked_of_a_run_afterwards(
     place: Place, command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -112,7 +112,6 @@ FOLDER_CHANGES = frozenset(
 READ_ONLY_TYPES = re.compile(r"^(Final\[|ClassVar\[)*(\w+\.)*(Mapping|Sequence|AbstractSet|Collection|frozenset)\b")
 SHAPELESS_NAMES = frozenset({"util", "utils", "helper", "helpers", "manager", "managers", "common", "misc"})
 GUARDS = frozenset({"TYPE_CHECKING", "typing.TYPE_CHECKING", "__name__ == '__main__'"})
-FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX)\b")
 
@@ -291,12 +290,6 @@ def names_say_something(module: Module) -> Iterator[str]:
     for part in module.name.split("."):
         if SHAPELESS_NAMES & set(part.lower().split("_")):
             yield f"{part!r} names no subject"
-
-
-def files_are_short(module: Module) -> Iterator[str]:
-    lines = len(module.text.splitlines())
-    if lines > FILE_LINES_MAX:
-        yield f"{lines} lines, more than {FILE_LINES_MAX}"
 
 
 def functions_are_short(module: Module) -> Iterator[str]:

@@ -128,6 +128,7 @@ def test_a_real_syncer_is_examined_and_what_differs_is_named_without_a_join(
         assert json.loads(capsys.readouterr().out)["sites"] == {}
 
 
+@pytest.mark.slow
 def test_each_of_several_syncers_is_examined_as_the_one_that_it_should_be(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,7 +50,7 @@ def trained(options: ModelOptions) -> Transformer:
 @pytest.mark.parametrize(
     ("tokenizer", "other"),
     [
-        ("bpe1024", {"context": 512}),
+        pytest.param("bpe1024", {"context": 512}, marks=pytest.mark.slow),
         ("bytes", {"tied": True, "heads": 4, "kv_heads": 2, "rope_theta": 5e5, "norm_eps": 1e-5, "vocab_size": 300}),
     ],
 )

@@ -44,6 +44,7 @@ def test_a_run_that_does_not_come_to_its_tokens_is_no_result(tmp_path: Path) -> 
         run_cell(far, tmp_path)
 
 
+@pytest.mark.slow
 def test_trouble_costs_time_and_is_drawn_by_the_seed(tmp_path: Path) -> None:
     lab = replace(labs.read(written(tmp_path, rows("a"))), speeds=(1.0, 0.7))
     (calm,) = labs.cells(lab, ("run.tokens=1536",), (0,), ())

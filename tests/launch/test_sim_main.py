@@ -17,6 +17,7 @@ def told(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
     return found
 
 
+@pytest.mark.slow
 def test_the_table_of_goodput(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(studies, "HOURS", 1.0)
     assert main(["sim", "+scenario=goodput_decoupled", "--json"]) == 0
@@ -25,6 +26,7 @@ def test_the_table_of_goodput(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert len(found["cells"]) == 18  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_table_of_bandwidths(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sim", "+scenario=bandwidth_streaming"]) == 0
     said = capsys.readouterr().out
@@ -106,6 +108,7 @@ def test_each_seed_has_its_goodput_and_the_first_its_table(capsys: pytest.Captur
     assert f"goodput of seeds 4 5 6: {mean:.1%} at the mean, {least:.1%} to {most:.1%}" in said
 
 
+@pytest.mark.slow
 def test_two_levels(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["sim", *TINY, "experiment=halos", "cluster=local3", "network=wan", "upstream.updates=4", "--hours", "0.06"]
     asked += ["--above", "outer=halos_global", "--above", "codec=int4", "--above", "network=transatlantic"]

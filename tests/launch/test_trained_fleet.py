@@ -48,7 +48,10 @@ def trained(
     return simulated(config, text, speeds, warm)[0]
 
 
-@pytest.mark.parametrize(("fragments", "inner_steps"), [(1, 3), (2, 5), (4, 5)])
+@pytest.mark.parametrize(
+    ("fragments", "inner_steps"),
+    [(1, 3), pytest.param(2, 5, marks=pytest.mark.slow), pytest.param(4, 5, marks=pytest.mark.slow)],
+)
 def test_one_site_is_plain_training(fragments: int, inner_steps: int, text: CorpusManifest) -> None:
     """Invariant 1, to rounding: ``base - (base - x)`` is x only where the two are near each other."""
     plain = ("inner.optimizer=sgd", "inner.lr=0.1", "outer.kind=sgd", "outer.lr=1", "outer.momentum=0")
@@ -65,7 +68,8 @@ def test_one_site_is_plain_training(fragments: int, inner_steps: int, text: Corp
         torch.testing.assert_close(fleet.values()[name], values, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("lock_step", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lock_step", [False, True])
 def test_at_equal_speed_one_and_its_grace_make_what_everybody_makes(lock_step: bool, text: CorpusManifest) -> None:
     """Invariant 20: the same sets are merged, so it is the same to the last bit; without grace they are not.
 

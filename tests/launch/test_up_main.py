@@ -27,6 +27,7 @@ from diloco.launch.up_main import (
     up_options,
 )
 from diloco.launch.up_syncers import OneSyncer, syncers_of
+from tests.sooner import sooner
 
 
 def config_in(path: Path, *overrides: str) -> RunConfig:
@@ -80,7 +81,10 @@ def test_the_latest_run_goes_on_when_it_is_the_same_and_unfinished(tmp_path: Pat
     assert not run_dir.summary.exists(), "a summary of the part before"
 
 
-@pytest.mark.parametrize("setting", ["outer.lr=0.5", "network.rtt_ms=200", "scenario=none", "inner.lr=0.001"])
+@pytest.mark.parametrize(
+    "setting",
+    sooner(["outer.lr=0.5", "network.rtt_ms=200", "scenario=none", "inner.lr=0.001"], "scenario=none", "outer.lr=0.5"),
+)
 def test_another_configuration_is_another_run(setting: str, tmp_path: Path, capsys: Any) -> None:
     first = begun(tmp_path)
     with pytest.raises(ConfigError, match=f"run.resume is 'must': .* is another run: {setting.partition('=')[0]} is"):

@@ -16,6 +16,7 @@ from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
 from tests.loopback.cluster import SiteThread, serving
 from tests.loopback.toy import TOKENS_PER_STEP, Toy
+from tests.sooner import sooner
 
 BOUND_S = 60.0
 SHAPES = (("blocks.0.w", (400, 300)), ("blocks.1.w", (300, 401)), ("head", (300, 500)), ("norm", (77,)))
@@ -91,7 +92,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Counted
     return once
 
 
-@pytest.mark.parametrize("codec", ["int4:32", "int4:32+zstd1"])
+@pytest.mark.parametrize("codec", sooner(["int4:32", "int4:32+zstd1"], "int4:32"))
 def test_int4_both_ways_takes_at_most_a_sixth_of_what_fp32_takes(counted: Callable[[str], Counted], codec: str) -> None:
     small, whole = counted(codec), counted("fp32")
     ratio = small.link_bytes / whole.link_bytes
@@ -99,7 +100,7 @@ def test_int4_both_ways_takes_at_most_a_sixth_of_what_fp32_takes(counted: Callab
     assert ratio <= 1 / 6, (ratio, small, whole)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", sooner(CODECS, "fp32", "int4:32", "topk:4096x64"))
 def test_invariant_13_the_formula_predicts_the_bytes(counted: Callable[[str], Counted], codec: str) -> None:
     """Payloads to the byte where there is no entropy stage, never more where there is; the link adds headers only."""
     found = counted(codec)

@@ -134,7 +134,15 @@ class InFragments:
             scatter(part, back, self.local[site])
 
 
-@pytest.mark.parametrize(("adopt", "inner_steps"), [("overwrite", 5), ("overwrite", 6), ("rebase", 5), ("blend", 5)])
+@pytest.mark.parametrize(
+    ("adopt", "inner_steps"),
+    [
+        ("overwrite", 6),
+        ("blend", 5),
+        pytest.param("overwrite", 5, marks=pytest.mark.slow),
+        pytest.param("rebase", 5, marks=pytest.mark.slow),
+    ],
+)
 def test_invariant_03_fragments_in_lock_step_are_each_outer_stepped_alone_in_its_turn(
     tmp_path: Path, adopt: str, inner_steps: int
 ) -> None:
@@ -181,7 +189,15 @@ def test_invariant_01_one_site_alone_is_plain_training(tmp_path: Path) -> None:
     assert bool(((found - wanted).abs() <= 2 * (adopts + 1) * ulp).all()), (found - wanted).abs().max()
 
 
-@pytest.mark.parametrize(("codec", "fragments"), [("fp32", 1), ("int4:32+zstd1", 3), ("topk:256x4", 3), ("sign:8", 1)])
+@pytest.mark.parametrize(
+    ("codec", "fragments"),
+    [
+        ("fp32", 1),
+        ("int4:32+zstd1", 3),
+        pytest.param("topk:256x4", 3, marks=pytest.mark.slow),
+        pytest.param("sign:8", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_invariant_17_and_10_progress_and_tokens_are_conserved(tmp_path: Path, codec: str, fragments: int) -> None:
     """Rebase, outer lr 1, no momentum: what the sites hold beyond Θ̂ is only what was trained and not merged."""
     outer = {

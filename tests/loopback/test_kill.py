@@ -117,7 +117,7 @@ def dies(life: Process, death: tuple[str, int] | None, seed: int, budget: int) -
     assert status == (-9 if death else 0), f"seed {seed}: {death} gave {status}; {life.errors}"
 
 
-@pytest.mark.parametrize("chapter", sooner(SYNCER_DEATHS, "at the beginning", "receiving", "merging"))
+@pytest.mark.parametrize("chapter", sooner(SYNCER_DEATHS, "receiving", "merging"))
 def test_the_syncer_dies_and_the_run_goes_on(tmp_path: Path, chapter: str) -> None:
     long_enough(tmp_path, partial(the_syncer_dies, chapter))
 

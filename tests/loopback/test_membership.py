@@ -159,7 +159,8 @@ def test_of_two_processes_of_one_site_the_newer_one_speaks(tmp_path: Path) -> No
     history(run.toy)
 
 
-@pytest.mark.parametrize("adopt", ["rebase", pytest.param("overwrite", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("adopt", ["rebase", "overwrite"])
 def test_a_site_with_two_gloo_ranks_joins_a_run_of_single_processes(tmp_path: Path, adopt: str) -> None:
     with running(tmp_path, adopt=adopt) as run:
         single = run.site("single")

@@ -18,7 +18,6 @@ from tests.loopback.audit import History, audit, history
 from tests.loopback.cluster import Log, Process, SiteThread, free_port
 from tests.loopback.test_kill import BUDGET, EndedTooSoonError, begins, bound_s, dies, long_enough, seed_of, the_toy
 from tests.loopback.toy import Toy
-from tests.sooner import sooner
 
 STEP_S = 0.004
 LONG_S = 180.0
@@ -104,7 +103,8 @@ def both_levels_agree(above: History, told: dict[str, History]) -> None:
         assert above.machine.state.sites[name].status.value == "left"
 
 
-@pytest.mark.parametrize("chapter", sooner(DEATHS, "there and back"))
+@pytest.mark.slow
+@pytest.mark.parametrize("chapter", DEATHS)
 def test_a_region_dies_and_both_levels_go_on(tmp_path: Path, chapter: str) -> None:
     def once(folder: Path, budget: int) -> None:
         play(folder, budget, seed_of(chapter), DEATHS[chapter])

@@ -24,6 +24,7 @@ from tests.loopback.audit import all_records, version_zero
 from tests.loopback.cluster import SiteThread, eventually, serving, shares
 from tests.loopback.guard import Guard, Waited, guarding
 from tests.loopback.toy import RUN, Toy, Twin
+from tests.sooner import sooner
 
 BOUND_S = 40.0
 TRIES = 5
@@ -101,7 +102,7 @@ class Watched:
         return inside
 
 
-@pytest.mark.parametrize("adopt", ["rebase", "overwrite", "blend"])
+@pytest.mark.parametrize("adopt", sooner(["rebase", "overwrite", "blend"], "overwrite"))
 def test_the_training_thread_never_waits_on_a_socket_or_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adopt: str
 ) -> None:

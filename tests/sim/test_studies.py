@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from diloco.sim.studies import GBPS, MODELS, SHARES, STUDIES, bandwidths
 
 
+@pytest.mark.slow
 def test_the_published_bandwidths_within_two_steps_of_the_grid() -> None:
     cells = list(bandwidths(0))
     assert len(cells) == len(GBPS) * len(MODELS) * len(SHARES)

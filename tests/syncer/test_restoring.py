@@ -173,6 +173,7 @@ def crash_everywhere(attempt: Callable[[Disk], object], after: Callable[[bool], 
 
 
 @LEFT_OPEN
+@pytest.mark.slow
 def test_a_restore_in_place_that_is_cut_short_has_happened_or_has_not(tmp_path: Path) -> None:
     desk = stopped(tmp_path / "first")
     image = image_of(tmp_path / "first")

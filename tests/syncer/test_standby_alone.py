@@ -12,6 +12,7 @@ from diloco.syncer.opening import open_store, recovered
 from diloco.syncer.restoring import begin_lineage
 from tests.loopback.cluster import Log, SiteThread, eventually, free_port, serving
 from tests.loopback.toy import Toy
+from tests.sooner import sooner
 from tests.syncer.test_standby import BOUND_S, STEP_S, a_toy, following
 
 
@@ -76,7 +77,7 @@ def test_values_of_a_lineages_beginning_that_are_gone_are_asked_for_in_words(tmp
         )
 
 
-@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("in_order", sooner([True, False], False))
 def test_it_ends_with_the_run_once_the_syncer_has_said_that_it_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_order: bool
 ) -> None:

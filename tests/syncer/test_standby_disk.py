@@ -47,7 +47,7 @@ def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
         Step.STANDBY_FILE,
         Step.JOURNAL_WRITE,
         pytest.param(Step.JOURNAL_MARK, marks=pytest.mark.slow),
-        Step.JOURNAL_BEGIN,
+        pytest.param(Step.JOURNAL_BEGIN, marks=pytest.mark.slow),
     ],
 )
 def test_a_full_disk_stops_acknowledgements_and_heals(tmp_path: Path, step: Step) -> None:
