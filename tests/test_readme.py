@@ -157,7 +157,7 @@ PLAN = "diloco plan +experiment=100t_20dc"
 LATER = [PLAN, *MODEL, LAUNCH, LAB, *AFTERWARDS, *SIM, *UNDO, *CERTS]
 
 
-@pytest.mark.parametrize("command", sooner(LATER, PLAN, LAUNCH, SIM[0], SIM[2], *CERTS))
+@pytest.mark.parametrize("command", sooner(LATER, LAUNCH, SIM[0], *CERTS))
 def test_what_is_asked_of_a_run_afterwards(
     place: Place, command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,6 +226,7 @@ def test_real_sites_by_hand_and_status(place: Place) -> None:
         assert verb.end(90.0) == 0, verb.text()
 
 
+@pytest.mark.slow
 def test_a_plan_on_links_that_were_measured(
     place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

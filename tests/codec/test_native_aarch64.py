@@ -297,6 +297,7 @@ def compare(program: Path, memory: Memory) -> list[int]:
     return statuses
 
 
+@pytest.mark.slow
 def test_the_bits_of_a_few_sizes_are_the_same(quick: Path) -> None:
     memory = Memory()
     for name in CODECS:

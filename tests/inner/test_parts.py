@@ -15,7 +15,6 @@ from diloco.inner.parallel import SiteGroup
 from diloco.inner.parts import Part, PartWriter, commit, kept, write_part
 from diloco.inner.sealed import CheckpointError
 from tests.power import RecordingDisk, cuts_at, lay_out, state_after, told_at, without_syncs
-from tests.sooner import sooner
 
 PLACE = {"replicate": 0, "shard": 0, "tensor": 0}
 
@@ -162,6 +161,7 @@ def test_a_power_cut_leaves_the_last_that_was_whole(tmp_path: Path) -> None:
     assert wrong_after_cuts(tmp_path, None) == 0
 
 
-@pytest.mark.parametrize("step", sooner([Step.CHECKPOINT_FILE, Step.CHECKPOINT_FOLDER], Step.CHECKPOINT_FOLDER))
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [Step.CHECKPOINT_FILE, Step.CHECKPOINT_FOLDER])
 def test_a_sync_that_is_forgotten_would_be_found(tmp_path: Path, step: Step) -> None:
     assert wrong_after_cuts(tmp_path, step) > 0

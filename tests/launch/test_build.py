@@ -209,6 +209,7 @@ def test_the_first_of_several_syncers_leases() -> None:
     assert [build.learner_options(at(config, index)).unit_sequences for index in range(2)] == [64, 0]
 
 
+@pytest.mark.slow
 def test_a_data_set_of_hugging_faces_is_data_as_any_other(tmp_path: Path) -> None:
     rows = ({"body": f"document {number} " + "word " * 9} for number in range(60))
     (tmp_path / "set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -17,6 +17,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained_site(tmp_path_factory.mktemp("site"))
 
 
+@pytest.mark.slow
 def test_a_machine_that_repeats_itself(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["canary", str(site), "--steps", "2"]) == 0
     first, digest, again, verdict = capsys.readouterr().out.splitlines()

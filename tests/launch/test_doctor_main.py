@@ -55,6 +55,7 @@ def test_the_way_to_a_syncer_as_one_object(here: list[str], address: str, capsys
     assert 0 < rtt["figures"]["median_ms"] < 1000
 
 
+@pytest.mark.slow
 def test_a_check_that_failed_is_1(here: list[str], address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", f"server={address}", "run=run-2", *here]) == 1
     assert "run run-2 is not served there" in capsys.readouterr().out

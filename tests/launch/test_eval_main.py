@@ -134,6 +134,7 @@ def test_what_lies_in_files_has_the_loss_of_the_run(
     assert len(read_events(run / "events.jsonl")[0]) == 1, "only of the run itself"
 
 
+@pytest.mark.slow
 def test_an_earlier_version_is_evaluated_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Place(tmp_path)
     past = with_a_past(tmp_path / "runs", 2, f"data.path={tmp_path / 'text'}", f"data.cache={tmp_path / 'cache'}")

@@ -27,7 +27,7 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", os.environ.copy())
 
 
-@pytest.mark.parametrize(("asked", "version"), [([], 8), (["--version", "3"], 3)])
+@pytest.mark.parametrize(("asked", "version"), [pytest.param([], 8, marks=pytest.mark.slow), (["--version", "3"], 3)])
 def test_a_version_of_a_run_becomes_a_folder(
     asked: list[str], version: int, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

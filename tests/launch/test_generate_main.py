@@ -31,6 +31,7 @@ def wanted(run: Path, prompt: bytes, version: int | None = None, **options: floa
     return prompt.decode() + make_tokenizer("bytes").decode(tokens) + "\n"
 
 
+@pytest.mark.slow
 def test_it_goes_on_with_the_prompt(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(run), "x=1 the sites", "--tokens", "30", "--seed", "4", "--top-k", "3"]) == 0
     assert capsys.readouterr().out == wanted(run, b"x=1 the sites", tokens=30, seed=4, top_k=3)

@@ -241,6 +241,7 @@ def test_a_site_that_is_put_out_says_so(place: Path) -> None:
             loop.outer.leave()
 
 
+@pytest.mark.slow
 def test_a_run_of_several_syncers_is_one_to_a_loop(place: Path) -> None:
     two = ["run.tokens=600", "outer.num_fragments=2", "outer.num_syncers=2"]
     with (
@@ -300,6 +301,7 @@ def test_a_loop_of_ones_own_reads_what_is_leased_to_it(place: Path) -> None:
         assert found["repeated"] == found["reissued"] == 0
 
 
+@pytest.mark.slow
 def test_what_one_loop_leaves_another_reads_and_nothing_twice(place: Path) -> None:
     with serving(place, "run.tokens=2400", *LEASED) as served:
         first, second = Reader(served), Reader(served, site="iad")

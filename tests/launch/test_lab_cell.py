@@ -11,6 +11,7 @@ from diloco.launch.lab_cell import make_warm, run_cell
 from tests.launch.laboratories import rows, written
 
 
+@pytest.mark.slow
 def test_a_cell_is_trained_from_the_warm_start_of_its_seed(tmp_path: Path) -> None:
     lab = labs.read(written(tmp_path, rows("alone", "together")))
     both = {"alone": replace(lab.rows["alone"], control=True), "together": lab.rows["together"]}

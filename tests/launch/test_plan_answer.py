@@ -9,7 +9,6 @@ from diloco.launch.config import compose
 from diloco.launch.plan_answer import answer, memory
 from diloco.sim import expected
 from diloco.sim.planning import PRESETS, Question
-from tests.sooner import sooner
 
 ASKED = Question(parameters=8e9, step_s=2.0, fragments=8, syncer="sharded", codec_down="fp32", up_gbps=(20.0,))
 
@@ -70,7 +69,8 @@ def test_advice_is_in_the_names_of_a_run() -> None:
     assert answer(replace(ASKED, up_gbps=(1e-4,)))["advice"] is None
 
 
-@pytest.mark.parametrize("name", sooner(["gpt3_4dc", "10b_8dc"], "10b_8dc"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt3_4dc", "10b_8dc"])
 def test_advice_makes_a_run(name: str) -> None:
     """Of a model with parameters enough for the fragments."""
     advice = answer(PRESETS[name])["advice"]

@@ -67,6 +67,7 @@ def test_from_an_image(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert event["held"] == [["a", 0, 400, 4], ["a", 1, 400, 4], ["b", 0, 300, 3], ["b", 1, 300, 3]]
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_restored_has_not_finished(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,6 +177,7 @@ def test_a_site_alone_is_taken_and_that_is_said(run: Path, tmp_path: Path, capsy
     assert told["held"] == [["b", 0, 400, 4], ["b", 1, 400, 4]]
 
 
+@pytest.mark.slow
 def test_a_site_that_says_otherwise_than_what_was_published_is_refused(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -261,6 +263,7 @@ def test_a_run_that_another_process_leads_or_follows_is_left_alone(
     assert main(["restore", str(run), "--from", str(image)]) == 0, "an address that nobody serves is a dead one's"
 
 
+@pytest.mark.slow
 def test_a_data_folder_that_is_named_is_where_the_run_goes_on(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,6 +88,7 @@ def test_who_made_no_step_is_told_what_it_waited_for(capsys: pytest.CaptureFixtu
     assert told(capsys)["sites"]["site-a"]["steps"] > 0  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_each_seed_has_its_goodput_and_the_first_its_table(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["sim", *TINY, "cluster=local3", "network=wan", "--hours", "0.08", "--away-s", "120", "run.seed=4"]
     asked += ["--chips", "1000", "--interruptions-per-chip-year", "50", "--step-jitter", "0.1"]

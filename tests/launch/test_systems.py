@@ -11,12 +11,9 @@ from diloco.launch.cli import VERBS
 from diloco.launch.systems import LINUX_ONLY, refusal
 from tests.forked import forkserver
 from tests.launch import elsewhere
-from tests.sooner import sooner
 
 WAIT_S = 120
 SYSTEMS = {"darwin": "macOS", "win32": "Windows"}
-TRIED = sooner(SYSTEMS, "win32")
-"""Windows lacks all that macOS does, and more."""
 # What does not need Linux, with arguments that have it do something, and how that ends.
 COMMANDS = {
     ("plan", "+experiment=100t_20dc"): 0,
@@ -55,13 +52,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("elsewhere")
 
 
-@pytest.mark.parametrize("system", TRIED)
+@pytest.mark.slow
+@pytest.mark.parametrize("system", SYSTEMS)
 def test_every_module_can_be_imported_elsewhere(system: str, folder: Path) -> None:
     found, _ = on(system, folder)
     assert not found
 
 
-@pytest.mark.parametrize("system", TRIED)
+@pytest.mark.slow
+@pytest.mark.parametrize("system", SYSTEMS)
 def test_what_needs_linux_says_so_in_one_line_and_has_its_help(system: str, folder: Path) -> None:
     _, said = on(system, folder)
     for verb in LINUX_ONLY:
@@ -72,7 +71,8 @@ def test_what_needs_linux_says_so_in_one_line_and_has_its_help(system: str, fold
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-@pytest.mark.parametrize("system", TRIED)
+@pytest.mark.slow
+@pytest.mark.parametrize("system", SYSTEMS)
 def test_what_does_not_need_it_works(system: str, command: tuple[str, ...], folder: Path) -> None:
     _, said = on(system, folder)
     assert said[command][0] == COMMANDS[command], said[command][1]

@@ -55,6 +55,7 @@ def test_training_alone_learns_goes_on_and_leaves_a_summary(place: Place, capsys
     assert main(["train", *TINY, "run.name=base", "run.tokens=9000", "run.resume=never"]) == 2
 
 
+@pytest.mark.slow
 def test_the_baseline_begins_where_it_is_told_to(place: Place) -> None:
     assert main(["train", *TINY, "run.name=warm", "run.tokens=6400"]) == 0
     assert main(["train", *TINY, "run.name=on", "run.tokens=640", "run.init_from=runs/warm/train/checkpoints"]) == 0
@@ -71,6 +72,7 @@ def test_kernels_that_this_machine_cannot_have_are_refused_at_once(
     assert not Path("runs/base").exists()
 
 
+@pytest.mark.slow
 def test_seconds_are_counted_over_restarts(place: Place) -> None:
     assert main(["train", *TINY, "run.name=timed", "run.seconds=0.3"]) == 0
     done = steps("timed")

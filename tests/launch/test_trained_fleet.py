@@ -89,6 +89,7 @@ def test_at_equal_speed_one_and_its_grace_make_what_everybody_makes(lock_step: b
     assert not all(torch.allclose(values[name], each, atol=1e-5) for name, each in other.values().items())
 
 
+@pytest.mark.slow
 def test_the_same_seed_is_the_same_to_the_last_bit_and_another_is_not(text: CorpusManifest) -> None:
     config = configured("outer=decoupled", "outer.num_fragments=2", f"run.tokens={30 * STEP_TOKENS}", "codec=int4")
     first, again = (trained(config, text, (1.0, 0.6, 0.4)) for _ in range(2))
@@ -101,6 +102,7 @@ def test_the_same_seed_is_the_same_to_the_last_bit_and_another_is_not(text: Corp
     assert 0 < first.points[0].bytes_up < first.points[-1].bytes_up
 
 
+@pytest.mark.slow
 def test_a_warm_start_is_where_the_control_stood(text: CorpusManifest, tmp_path: Path) -> None:
     config = configured("outer=diloco", f"run.tokens={6 * STEP_TOKENS}")
     control = Control(config, 2, 1)

@@ -177,6 +177,7 @@ def restored_when_told(stage: Stage, view: str) -> None:
     (stage.run_dir.syncer / "snapshots" / "00000002").mkdir(parents=True)
 
 
+@pytest.mark.slow
 def test_a_syncer_that_lost_its_data_is_started_again_once_they_are_restored(tmp_path: Path) -> None:
     stage = Stage(tmp_path, seconds=1.6)
     stage.children["syncer"] = stage.actor("syncer", "syncer", {"seconds": 1.6, "loses_after": 0.5})
@@ -306,6 +307,7 @@ def test_links_are_counted(tmp_path: Path) -> None:
     assert stage.seen("link", site="site-a", bytes_up=0)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_not_taken_for_ended(tmp_path: Path) -> None:
     first = Stage(tmp_path, seconds=60)
     first.play(first.has_begun)
@@ -318,6 +320,7 @@ def test_a_run_that_goes_on_is_not_taken_for_ended(tmp_path: Path) -> None:
     assert not again.history.faults, "the scenario was played twice"
 
 
+@pytest.mark.slow
 def test_what_was_played_is_not_played_again(tmp_path: Path) -> None:
     steps = [Step(do="start", target="site-b", at_s=0.1), Step(do="kill", target="site-a", at_s=0.2, for_s=0.1)]
     first = Stage(tmp_path, *steps, seconds=60)

@@ -145,6 +145,7 @@ def test_a_new_run_leases_units_of_its_one_text_unless_it_is_to_be_the_same_twic
     assert configs.read(run_dir.config).data.leased is leased
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_leases_as_it_did(tmp_path: Path) -> None:
     first = begun(tmp_path)
     text = first.config.read_text()

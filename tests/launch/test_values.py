@@ -16,6 +16,7 @@ from diloco.launch.values import load_values
 from diloco.outer.fragments import named_parameters_once
 
 
+@pytest.mark.slow
 def test_a_model_of_the_field_may_be_of_less_precision(tmp_path: Path) -> None:
     config = compose(["model=tiny", "run.seed=1", "model.layers=1"])
     model = build.build_model(config)

@@ -87,6 +87,7 @@ def test_a_version_of_a_syncer_whose_place_another_has_taken_is_fetched_again(tm
         site.close()
 
 
+@pytest.mark.slow
 def test_a_site_that_is_refused_for_a_while_says_so_once_and_loses_nothing(tmp_path: Path) -> None:
     alone = {"outer": {"site_timeout_ns": 200_000_000, "updates_in_flight_max": 2}}
     with serving(tmp_path / "syncer", **alone) as syncer, started(tmp_path / "a", syncer) as site:

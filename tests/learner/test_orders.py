@@ -154,6 +154,7 @@ def said() -> Iterator[dict[tuple[str, str], list[Any]]]:
         yield found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rule"), PAIRS)
 def test_the_layout_changes_no_bit(said: dict[tuple[str, str], list[Any]], name: str, rule: str) -> None:
     parameters = {each: torch.zeros(shape) for each, shape in SHAPES.items()}

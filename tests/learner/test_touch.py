@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 
 from diloco.learner.touch import UNHEARD_MAX
@@ -56,6 +57,7 @@ def test_a_heartbeat_that_fails_ends_nothing(tmp_path: Path) -> None:
         assert len(site.events.wait_for("meter")) > 0
 
 
+@pytest.mark.slow
 def test_a_syncer_that_answers_no_heartbeat_is_left_where_there_is_another(tmp_path: Path) -> None:
     with serving(tmp_path / "syncer") as syncer, started(tmp_path / "site", syncer) as site:
         for has_choice in (False, True):

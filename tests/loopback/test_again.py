@@ -14,7 +14,6 @@ from diloco.wire.client import SyncClient
 from tests.loopback.audit import History, audit
 from tests.loopback.cluster import Process, SiteThread, serving
 from tests.loopback.toy import RUN, Toy
-from tests.sooner import sooner
 
 BOUND_S = 60.0
 ROUNDS = 5
@@ -58,7 +57,8 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize("when", sooner(DEATHS, "before it is acknowledged"))
+@pytest.mark.slow
+@pytest.mark.parametrize("when", DEATHS)
 def test_invariant_11b_what_is_done_again_is_the_same_to_the_bit(tmp_path: Path, twin: Result, when: str) -> None:
     told, final, sealed = whole_run(tmp_path, DEATHS[when])
     assert told.accepted == twin[0].accepted

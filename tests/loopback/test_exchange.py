@@ -137,8 +137,8 @@ class InFragments:
 @pytest.mark.parametrize(
     ("adopt", "inner_steps"),
     [
-        ("overwrite", 6),
         ("blend", 5),
+        pytest.param("overwrite", 6, marks=pytest.mark.slow),
         pytest.param("overwrite", 5, marks=pytest.mark.slow),
         pytest.param("rebase", 5, marks=pytest.mark.slow),
     ],
@@ -192,8 +192,8 @@ def test_invariant_01_one_site_alone_is_plain_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("codec", "fragments"),
     [
-        ("fp32", 1),
         ("int4:32+zstd1", 3),
+        pytest.param("fp32", 1, marks=pytest.mark.slow),
         pytest.param("topk:256x4", 3, marks=pytest.mark.slow),
         pytest.param("sign:8", 1, marks=pytest.mark.slow),
     ],

@@ -117,7 +117,7 @@ def dies(life: Process, death: tuple[str, int] | None, seed: int, budget: int) -
     assert status == (-9 if death else 0), f"seed {seed}: {death} gave {status}; {life.errors}"
 
 
-@pytest.mark.parametrize("chapter", sooner(SYNCER_DEATHS, "receiving", "merging"))
+@pytest.mark.parametrize("chapter", sooner(SYNCER_DEATHS, "merging"))
 def test_the_syncer_dies_and_the_run_goes_on(tmp_path: Path, chapter: str) -> None:
     long_enough(tmp_path, partial(the_syncer_dies, chapter))
 
@@ -184,6 +184,7 @@ def a_site_dies(chapter: str, wiped: bool, folder: Path, budget: int) -> None:
         assert trained <= ledger["processed"] <= trained + len(deaths) * TOKENS_PER_STEP, f"seed {seed}: {ledger}"
 
 
+@pytest.mark.slow
 def test_nothing_is_decided_before_the_start_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round whose grace ends while a syncer starts closes after the start: otherwise its step might be made twice."""
     toy = the_toy(tmp_path, 0, outer={"grace": "fixed", "grace_ns": 4_000_000_000})
@@ -207,6 +208,7 @@ def test_nothing_is_decided_before_the_start_is(tmp_path: Path, monkeypatch: pyt
     assert events[:2] == ["SyncerStarted", "DeadlinePassed"], events
 
 
+@pytest.mark.slow
 def test_a_syncer_that_died_in_the_last_round_tells_its_fates_before_it_leaves(tmp_path: Path) -> None:
     """They are decided, and nobody has heard: the next process finds the run over, and its site on its way back."""
     long_enough(tmp_path, dies_in_the_last_round)

@@ -160,6 +160,7 @@ def test_twice_is_at_once(place: Place) -> None:
     assert site.end(5) == 1
 
 
+@pytest.mark.slow
 def test_a_syncer_that_is_not_there_is_said_once(place: Place) -> None:
     site = place.site("none", "127.0.0.1:1", "site-a", "site.join_timeout_s=0.1")
     status = place.start("status", "status", "127.0.0.1:1")

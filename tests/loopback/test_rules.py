@@ -9,7 +9,6 @@ import pytest
 
 from diloco.outer.correction import Correction
 from tests.loopback.test_kill import long_enough, the_syncer_dies
-from tests.sooner import sooner
 
 RULES: dict[str, dict[str, object]] = {
     "delayed_nesterov, one by one": {
@@ -39,7 +38,8 @@ RULES: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("rule", sooner(RULES, "gpa on what is clipped, a buffer of three, eager"))
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
 def test_invariant_11_a_syncer_that_dies_goes_on_to_the_bits_of_its_journal_whatever_the_rule(
     tmp_path: Path, rule: str
 ) -> None:

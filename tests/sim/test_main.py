@@ -27,6 +27,7 @@ def test_failing_seed_is_one_line_with_the_command_that_replays_it(
     assert summary.startswith("1 seeds, 1 failed")
 
 
+@pytest.mark.slow
 def test_runs_of_several_syncers_are_asked_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ def check(seeds: Sequence[int]) -> Counter[str]:
     return sum((each.faults for each in outcomes), Counter())
 
 
+@pytest.mark.slow
 def test_a_few_seeds() -> None:
     check(SEEDS)
 

@@ -85,6 +85,7 @@ def test_nothing_is_acknowledged_before_there_is_a_standby_and_it_is_said(tmp_pa
             assert operator.status()["replication"]["detached"] is True  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_one_that_has_caught_up_is_waited_for_again_also_after_a_restart(tmp_path: Path) -> None:
     toy = a_toy(tmp_path, snapshot_every=1000)  # So that the journal which the standby goes on from is still kept.
     with serving(toy) as (_, address, log), AdminClient(address) as operator:

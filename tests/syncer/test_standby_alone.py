@@ -41,6 +41,7 @@ def restored(toy: Toy, lineage: int) -> None:
     store.journal.close()
 
 
+@pytest.mark.slow
 def test_a_standby_from_before_a_restore_gets_the_values_that_the_lineage_began_with(tmp_path: Path) -> None:
     """They are in no journal; and it takes over in that lineage."""
     toy = a_toy(tmp_path, snapshot_every=1000, retain_steps=1000)
@@ -63,6 +64,7 @@ def test_a_standby_from_before_a_restore_gets_the_values_that_the_lineage_began_
     again.journal.close()
 
 
+@pytest.mark.slow
 def test_values_of_a_lineages_beginning_that_are_gone_are_asked_for_in_words(tmp_path: Path) -> None:
     toy = a_toy(tmp_path, snapshot_every=1000, retain_steps=1000)
     with following(toy, f"127.0.0.1:{toy.port}") as (standby, _):

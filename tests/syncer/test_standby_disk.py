@@ -44,7 +44,7 @@ def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "step",
     [
-        Step.STANDBY_FILE,
+        pytest.param(Step.STANDBY_FILE, marks=pytest.mark.slow),
         Step.JOURNAL_WRITE,
         pytest.param(Step.JOURNAL_MARK, marks=pytest.mark.slow),
         pytest.param(Step.JOURNAL_BEGIN, marks=pytest.mark.slow),
@@ -80,6 +80,7 @@ def test_a_full_disk_stops_acknowledgements_and_heals(tmp_path: Path, step: Step
     verify(tmp_path / "standby")
 
 
+@pytest.mark.slow
 def test_a_snapshot_that_finds_no_room_is_put_off_and_the_standby_follows_on(tmp_path: Path) -> None:
     toy, log, disk = a_toy(tmp_path), Log(), FullAt(Step.SNAPSHOT_FILE)
     with serving(toy) as (_, address, _said), SiteThread(toy, "a", address, step_s=STEP_S) as site:

@@ -187,6 +187,7 @@ def test_a_folder_whose_digests_are_sha256_gives_the_same_bits(toy_2: Toy) -> No
         recovered(toy_2)
 
 
+@pytest.mark.slow
 def test_sites_whose_digests_are_sha256_go_on_with_it_and_have_the_others_from_then_on(toy_2: Toy) -> None:
     before = json.loads((FIXTURE_2 / "expected.json").read_bytes())
     with serving(toy_2) as (syncer, address, log):

@@ -230,6 +230,7 @@ def test_a_push_that_stalls_is_ended_and_its_bytes_are_kept(start: Callable[...,
     assert len(wired.syncer.spool["site-a", 0, 1]) == 5000
 
 
+@pytest.mark.slow
 def test_the_shell_may_take_longer_than_a_stall(start: Callable[..., Wired], monkeypatch: pytest.MonkeyPatch) -> None:
     wired = start(stall_s=0.3, header_timeout_s=0.3)
     admit, commit_to = wired.syncer.open_push, FakeSession.commit

@@ -232,6 +232,7 @@ def test_a_new_connection_sees_the_new_certificate_and_an_old_one_lives_on(
         eventually(lambda: follower.events > seen, "the old connection goes on")
 
 
+@pytest.mark.slow
 def test_a_certificate_is_looked_at_again_though_its_connection_lives(
     run: Callable[..., Running], tmp_path: Path
 ) -> None:

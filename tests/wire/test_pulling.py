@@ -94,6 +94,7 @@ def test_what_is_not_made_is_waited_for_no_longer_than_said(wired: Wired, relay:
     assert found.header.version == 3
 
 
+@pytest.mark.slow
 def test_who_waits_for_what_is_made_already_has_lost_its_connection(wired: Wired, relay: Relay) -> None:
     wired.syncer.protocol = 3
     client = wired.client(address=relay.address, stall_s=0.5)
@@ -149,6 +150,7 @@ def test_a_damaged_chunk_is_fetched_again_by_itself(wired: Wired, relay: Relay, 
     assert wired.server.counters()["payload_bytes_out"] <= len(MARKED) + 3 * MIB
 
 
+@pytest.mark.slow
 def test_a_path_that_damages_everything_is_given_up_and_keeps_the_rest(wired: Wired, relay: Relay) -> None:
     wired.syncer.publish(MARKED)
     client, sink = wired.client(address=relay.address), PullSink()
