@@ -200,6 +200,7 @@ def test_a_written_configuration_reads_the_same_without_hydra(tmp_path: Path) ->
     [
         ("outer: {lrr: 1}", [], "unknown key outer.lrr: did you mean outer.lr?"),
         ("outer: {lr: x}", [], "outer.lr is 'x': a number"),
+        ("outer: {num_fragments: true}", [], "outer.num_fragments is True: a whole number"),  # its default is 1
         ("outer: [1]", [], "outer is [1]: a section"),
         ("[1]", [], "a section"),
         ("a: [", [], "config.yaml cannot be read"),
