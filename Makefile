@@ -16,7 +16,7 @@ demo: .venv/.ready
 	$(BIN)/diloco up $(ARGS)
 
 # What the tests of torchtitan run in is made before them: none of them may take as long as that can.
-test: .venv/.ready .venv-harness/.ready $(if $(findstring hunt,$(ARGS)),.venv-peers/torchtitan/.ready)
+test: .venv/.ready .venv-harness/.ready $(if $(findstring -m hunt,$(ARGS)),.venv-peers/torchtitan/.ready)
 	$(BIN)/python -m pytest $(ARGS)
 
 # The tests of arithmetic with the processor reduced step by step (tests/isa.py).
