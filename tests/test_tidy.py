@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import tomllib
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -37,9 +36,6 @@ from tests.tidy_rules import (
     sync_is_standard_library_only,
     wiring_is_plain_code,
 )
-
-if TYPE_CHECKING:
-    pass
 
 
 def assert_kept(rule: Rule, *folders: str) -> None:
