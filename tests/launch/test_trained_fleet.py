@@ -18,6 +18,7 @@ from diloco.launch.trained_fleet import Control, TrainedFleet, Warm, tokens_per_
 from diloco.sim.fleet import simulate
 from diloco.sim.fleet_plan import FleetResult
 from tests.launch.laboratories import SMALL
+from tests.sooner import sooner
 
 STEP_TOKENS = 2 * 16
 
@@ -50,7 +51,7 @@ def trained(
 
 @pytest.mark.parametrize(
     ("fragments", "inner_steps"),
-    [(1, 3), pytest.param(2, 5, marks=pytest.mark.slow), pytest.param(4, 5, marks=pytest.mark.slow)],
+    sooner([(1, 3), (2, 5), (4, 5)], (1, 3)),
 )
 def test_one_site_is_plain_training(fragments: int, inner_steps: int, text: CorpusManifest) -> None:
     """Invariant 1, to rounding: ``base - (base - x)`` is x only where the two are near each other."""

@@ -15,6 +15,7 @@ from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.outer.reference import reference_diloco
 from tests.loopback.cluster import Log, SiteThread, serving
 from tests.loopback.toy import TOKENS_PER_STEP, Toy, empty_parameters, train
+from tests.sooner import sooner
 
 BOUND_S = 40.0
 NESTEROV = {"lr": 0.7, "momentum": 0.9}
@@ -136,12 +137,7 @@ class InFragments:
 
 @pytest.mark.parametrize(
     ("adopt", "inner_steps"),
-    [
-        ("blend", 5),
-        pytest.param("overwrite", 6, marks=pytest.mark.slow),
-        pytest.param("overwrite", 5, marks=pytest.mark.slow),
-        pytest.param("rebase", 5, marks=pytest.mark.slow),
-    ],
+    sooner([("overwrite", 5), ("overwrite", 6), ("rebase", 5), ("blend", 5)], ("blend", 5)),
 )
 def test_invariant_03_fragments_in_lock_step_are_each_outer_stepped_alone_in_its_turn(
     tmp_path: Path, adopt: str, inner_steps: int
@@ -191,12 +187,7 @@ def test_invariant_01_one_site_alone_is_plain_training(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("codec", "fragments"),
-    [
-        ("int4:32+zstd1", 3),
-        pytest.param("fp32", 1, marks=pytest.mark.slow),
-        pytest.param("topk:256x4", 3, marks=pytest.mark.slow),
-        pytest.param("sign:8", 1, marks=pytest.mark.slow),
-    ],
+    sooner([("fp32", 1), ("int4:32+zstd1", 3), ("topk:256x4", 3), ("sign:8", 1)], ("int4:32+zstd1", 3)),
 )
 def test_invariant_17_and_10_progress_and_tokens_are_conserved(tmp_path: Path, codec: str, fragments: int) -> None:
     """Rebase, outer lr 1, no momentum: what the sites hold beyond Θ̂ is only what was trained and not merged."""

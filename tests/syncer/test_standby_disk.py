@@ -13,6 +13,7 @@ import pytest
 from diloco.durable import Disk, Step
 from diloco.syncer.verifying import verify
 from tests.loopback.cluster import Log, SiteThread, eventually, serving
+from tests.sooner import sooner
 from tests.syncer.test_standby import BOUND_S, STEP_S, a_toy
 
 
@@ -43,12 +44,7 @@ def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "step",
-    [
-        pytest.param(Step.STANDBY_FILE, marks=pytest.mark.slow),
-        Step.JOURNAL_WRITE,
-        pytest.param(Step.JOURNAL_MARK, marks=pytest.mark.slow),
-        pytest.param(Step.JOURNAL_BEGIN, marks=pytest.mark.slow),
-    ],
+    sooner([Step.STANDBY_FILE, Step.JOURNAL_WRITE, Step.JOURNAL_MARK, Step.JOURNAL_BEGIN], Step.JOURNAL_WRITE),
 )
 def test_a_full_disk_stops_acknowledgements_and_heals(tmp_path: Path, step: Step) -> None:
     toy, log, disk = a_toy(tmp_path), Log(), FullAt(step)
