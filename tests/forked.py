@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import cache
+from multiprocessing import forkserver as server
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = (
     "diloco.launch.restore_main",
     "diloco.launch.site_rank",
@@ -25,15 +29,19 @@ IMPORTED = (
 )
 
 
+@cache
 def forkserver() -> ForkServerContext:
     """What starts processes that are ready at once.
 
     Of one process's there is one server for all its tests, and the first process that it starts decides what it has
     imported.  So all of them are started from here: one of a server that has imported nothing takes seconds, in which
-    nobody answers those who wait for it.
+    nobody answers those who wait for it.  The server finds ``tests`` where it begins, and says nothing of what it does
+    not find: it begins in this project's folder, in whichever the first test to ask works.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
+    with contextlib.chdir(ROOT):
+        server.ensure_running()
     return context
 
 

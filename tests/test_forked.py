@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+import pytest
 
 from tests.forked import IMPORTED, forkserver
 
@@ -30,6 +33,25 @@ def test_a_process_has_imported_everything_when_it_begins_and_does_not_search_it
         assert frozen > 50 * searched
     process.join(60.0)
     assert process.exitcode == 0
+
+
+ELSEWHERE = """
+import multiprocessing, os, sys
+sys.path.insert(0, sys.argv[1])
+os.chdir(sys.argv[2])
+from tests import forked, test_forked
+context = forked.forkserver()
+here, there = context.Pipe(duplex=False)
+context.Process(target=test_forked.tell_missing, args=(there,)).start()
+print(here.recv(), os.getcwd())
+"""
+
+
+@pytest.mark.slow
+def test_it_has_imported_everything_also_where_the_first_to_ask_works_in_another_folder(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ELSEWHERE, str(TESTS.parent), str(tmp_path)]
+    told = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=120, check=False)
+    assert told.stdout == f"[] {tmp_path}\n", told.stderr
 
 
 def test_nobody_else_starts_the_server_that_processes_are_forked_from() -> None:
