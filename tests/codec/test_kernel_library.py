@@ -118,6 +118,7 @@ def test_a_library_that_cannot_be_loaded_or_is_another_is_not_used(
     assert description().startswith("plain (the library cannot be loaded: ")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 def test_a_library_that_was_compiled_for_another_cpu_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

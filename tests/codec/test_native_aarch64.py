@@ -309,6 +309,7 @@ def test_the_bits_of_a_few_sizes_are_the_same(quick: Path) -> None:
     assert set(compare(quick, memory)) == {Status.DONE}
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_and_noise_are_refused_as_here(quick: Path) -> None:
     infinite, noisy = Memory(), Memory()
     for name in CODECS:

@@ -14,6 +14,7 @@ import torch
 from diloco.inner.computing import ComputeOptions, prepare
 from diloco.inner.kernels import Kernels, KernelsError, LigerKernels, kernels_of
 from diloco.inner.model import ModelOptions, Transformer
+from tests.sooner import sooner
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
@@ -77,7 +78,7 @@ def rounding(options: ModelOptions) -> float:
 
 
 @pytest.mark.parametrize("options", [PLAIN, TIED], ids=["plain", "tied"])
-@pytest.mark.parametrize("part", [*PARTS, "all"])
+@pytest.mark.parametrize("part", sooner([*PARTS, "all"], "all"))
 def test_values_and_gradients_are_torchs(liger: LigerKernels, part: str, options: ModelOptions) -> None:
     wanted, slopes = trained(Kernels(), options)
     loss, found = trained(liger if part == "all" else only(part, liger), options)
@@ -89,6 +90,7 @@ def test_values_and_gradients_are_torchs(liger: LigerKernels, part: str, options
         assert apart <= rounding(options), name
 
 
+@pytest.mark.slow
 def test_what_is_computed_again_is_the_same(liger: LigerKernels) -> None:
     """Queries and keys are turned where they lie: made again they must not have been turned before."""
     wanted, slopes = trained(liger, PLAIN)

@@ -20,6 +20,7 @@ from diloco.inner.corpus import DataError
 from diloco.inner.data import CorpusManifest, DataOptions, TokenStream, validation_batches
 from diloco.inner.streamed import prepare_stream
 from diloco.inner.tokenizer import ByteTokenizer
+from tests.sooner import sooner
 
 TEXTS = [f"document {number}: " + "a word or two, " * (number % 7) for number in range(120)]
 
@@ -68,7 +69,7 @@ def is_validation(text: str) -> bool:
     return hashlib.sha256(text.encode()).digest()[0] < 16
 
 
-@pytest.mark.parametrize("write", [as_jsonl, as_parquet, as_arrow])
+@pytest.mark.parametrize("write", sooner([as_jsonl, as_parquet, as_arrow], as_parquet))
 def test_a_folder_of_files_becomes_the_same_tokens_whatever_their_form(tmp_path: Path, write: Write) -> None:
     heard: list[tuple[str, int, int]] = []
     made = prepare_stream(
@@ -146,7 +147,7 @@ class Counting(ByteTokenizer):
         return super().encode_batch(texts)
 
 
-@pytest.mark.parametrize("write", [as_jsonl, as_parquet, as_arrow])
+@pytest.mark.parametrize("write", sooner([as_jsonl, as_parquet, as_arrow], as_jsonl))
 def test_who_goes_on_after_a_process_that_died_reads_behind_its_last_mark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write
 ) -> None:

@@ -21,6 +21,7 @@ from diloco.launch.site_rank import in_words
 from diloco.outer.fragments import named_parameters_once
 from diloco.sync.agreement import CORPUS
 from diloco.syncer.exporting import full_parameters
+from tests.sooner import sooner
 
 SMALL = ["model.layers=2", "model.dim=16", "model.heads=2", "run.name=x"]
 
@@ -29,7 +30,7 @@ def small(*settings: str) -> RunConfig:
     return compose([*SMALL, *settings])
 
 
-@pytest.mark.parametrize("model", sorted({*choices()["model"]} - {"imported"}))
+@pytest.mark.parametrize("model", sooner(sorted({*choices()["model"]} - {"imported"}), "tiny", "1b"))
 def test_every_model_has_a_layout_without_being_allocated(model: str) -> None:
     layout = build.layout_of(compose([f"model={model}", "outer.num_fragments=4"]))
     wanted = {"tiny": 1e6, "small": 5e6, "15m": 15e6, "60m": 60e6, "150m": 150e6, "1b": 1e9}[model]

@@ -47,6 +47,7 @@ def trained(options: ModelOptions) -> Transformer:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokenizer", "other"),
     [

@@ -315,6 +315,7 @@ def test_what_one_loop_leaves_another_reads_and_nothing_twice(place: Path) -> No
         assert units(served)["reissued"] > 0
 
 
+@pytest.mark.slow
 def test_a_loader_of_torchs_draws_them(place: Path) -> None:
     class Essays(torch.utils.data.Dataset[int]):
         def __getitem__(self, index: int) -> int:

@@ -50,6 +50,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_link_is_what_doctor_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server = serve(FakeSyncer(), ServerOptions(run_id=RUN))
     try:

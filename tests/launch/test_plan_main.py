@@ -29,6 +29,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sooner(PRESETS, "gpt3_4dc"))
 def test_a_preset_answers_in_time(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     began_s = time.process_time()

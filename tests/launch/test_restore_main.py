@@ -48,6 +48,7 @@ def assert_goes_on(run: Path, expected: list[int]) -> Hand:
     return hand
 
 
+@pytest.mark.slow
 def test_from_an_image(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     image = tmp_path / "image"
     assert main(["replay", str(run), "--without", "site=b:versions=3..4", "--out", str(image), "--json"]) == 0

@@ -10,6 +10,7 @@ from diloco.launch import view
 from diloco.launch.history import RunHistory
 from diloco.launch.view import Facts, LiveView, PlainView, make_view, screen, sparkline, standing, time_left
 from tests.launch.recorded import SITES, Recorder
+from tests.sooner import sooner
 
 FACTS = Facts(name="quiet-otter", what="tiny transformer · int4", seconds=60)
 
@@ -56,7 +57,7 @@ def test_the_dead_are_shown_as_dead() -> None:
     assert any(line.startswith("syncer down") for line in shown(played(43)))
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 160])
+@pytest.mark.parametrize("width", sooner([60, 80, 100, 160], 60, 100))
 def test_no_line_is_wider_than_the_console_and_all_fit_a_small_one(width: int) -> None:
     for seconds in (0, 1, 5, 17, 33, 43, 999):
         lines = shown(played(seconds), width)

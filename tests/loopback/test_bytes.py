@@ -92,6 +92,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Counted
     return once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", sooner(["int4:32", "int4:32+zstd1"], "int4:32"))
 def test_int4_both_ways_takes_at_most_a_sixth_of_what_fp32_takes(counted: Callable[[str], Counted], codec: str) -> None:
     small, whole = counted(codec), counted("fp32")

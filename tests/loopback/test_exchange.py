@@ -185,6 +185,7 @@ def test_invariant_01_one_site_alone_is_plain_training(tmp_path: Path) -> None:
     assert bool(((found - wanted).abs() <= 2 * (adopts + 1) * ulp).all()), (found - wanted).abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "fragments"),
     sooner([("fp32", 1), ("int4:32+zstd1", 3), ("topk:256x4", 3), ("sign:8", 1)], ("int4:32+zstd1", 3)),

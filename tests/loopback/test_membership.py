@@ -112,6 +112,7 @@ def test_one_that_is_put_out_stops_in_words_and_stays_out(tmp_path: Path) -> Non
     assert out.ledger["processed"] == sum(out.ledger[part] for part in out.ledger if part != "processed"), out.ledger
 
 
+@pytest.mark.slow
 def test_a_run_is_drained_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, name in ((JournalFiles, "prune"), (Spool, "keep")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # So that they are as they were afterwards.

@@ -147,6 +147,7 @@ def test_a_request_to_stop_reaches_the_ranks_and_a_kill_does_not_leave_them_behi
     assert balanced(done)
 
 
+@pytest.mark.slow
 def test_twice_is_at_once(place: Place) -> None:
     syncer, address = place.syncer("twice")
     site = place.site("twice", address, "site-a", "site.finish_timeout_s=60")

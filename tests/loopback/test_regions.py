@@ -112,6 +112,7 @@ def test_a_region_dies_and_both_levels_go_on(tmp_path: Path, chapter: str) -> No
     long_enough(tmp_path, once, BUDGET // 2 if chapter == "there and back" else 2 * BUDGET)
 
 
+@pytest.mark.slow
 def test_a_region_goes_on_while_the_one_above_is_away(tmp_path: Path) -> None:
     seed = seed_of("away")
     toy, regions = two_levels(tmp_path, seed, 1_000_000)

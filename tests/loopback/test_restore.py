@@ -6,6 +6,8 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
+
 from diloco.durable import locked
 from diloco.sync.selection import Selection
 from diloco.syncer.images import Image
@@ -34,6 +36,7 @@ def restore_without(toy: Toy, selections: list[Selection]) -> None:
     assert restored.lineage == CLOCK_S
 
 
+@pytest.mark.slow
 def test_invariants_9_and_10_hold_through_a_restore(tmp_path: Path) -> None:
     outer = {"num_fragments": 2, "quorum": 2, "grace": "fixed", "grace_ns": 50_000_000}
     toy = Toy(

@@ -102,6 +102,7 @@ class Watched:
         return inside
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adopt", sooner(["rebase", "overwrite", "blend"], "overwrite"))
 def test_the_training_thread_never_waits_on_a_socket_or_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adopt: str

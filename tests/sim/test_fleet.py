@@ -11,6 +11,7 @@ import pytest
 from diloco.sim.fleet import COLLECT_EVERY, EndlessError, Fleet, simulate
 from diloco.sim.fleet_plan import YEAR_S, FleetPlan, FleetResult, FleetSite
 from diloco.sync.options import SECOND_NS, LearnerOptions, OuterOptions
+from tests.sooner import sooner
 
 HOUR_S = 3600.0
 HALF_S = HOUR_S / 2
@@ -134,7 +135,7 @@ def test_a_slow_site_makes_fewer_steps_where_they_are_dynamic_and_all_merge_toge
     assert simulate(replace(plan, learner=replace(plan.learner, dynamic_steps=False))).versions[0] < 0.3 * HOUR_S / 24
 
 
-@pytest.mark.parametrize("sites", [1, 4])
+@pytest.mark.parametrize("sites", sooner([1, 4], 4))
 def test_goodput_is_what_the_renewal_formula_says(sites: int) -> None:
     """1 / (1 + rate R), where interruptions that come while a site is away are part of the same one."""
     rate, away_s = 1.2e6 / sites / YEAR_S, 21.0

@@ -6,9 +6,10 @@ import pytest
 
 from diloco.sim.outer_process import CrashPoint
 from tests.sim.small import Small
+from tests.sooner import sooner
 
 
-@pytest.mark.parametrize("power", [False, True], ids=["killed", "power cut"])
+@pytest.mark.parametrize("power", sooner([False, True], True), ids=["killed", "power cut"])
 @pytest.mark.parametrize("point", CrashPoint)
 def test_syncer_that_dies_comes_back_and_goes_on(point: CrashPoint, power: bool) -> None:
     small = Small(site_timeout_ns=1_500_000_000)  # So reports are frequent and a dead syncer is soon noticed.

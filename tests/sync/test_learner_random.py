@@ -15,6 +15,7 @@ from diloco.sync import events as ev
 from diloco.sync.events import Reason
 from diloco.sync.options import SECOND_NS, LearnerOptions
 from diloco.sync.progress import ledger_of
+from tests.sooner import sooner
 from tests.sync.another_process import told_in_another_process
 from tests.sync.world import World
 
@@ -123,7 +124,7 @@ def play(seed: int) -> World:
     return world
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", sooner(range(25), *range(10)))
 def test_any_order_of_events(seed: int) -> None:
     try:
         play(seed)
@@ -145,5 +146,6 @@ def told() -> str:
     return json.dumps([play(seed).machine.snapshot() for seed in range(8)])
 
 
+@pytest.mark.slow
 def test_effects_do_not_depend_on_the_hash_seed() -> None:
     assert told_in_another_process("tests.sync.test_learner_random") == told()

@@ -89,6 +89,7 @@ def test_the_folder_of_format_1_gives_the_same_bits(toy: Toy) -> None:
     assert card["format"] == FORMAT, "a process of the earlier version must not touch it any more"
 
 
+@pytest.mark.slow
 def test_sites_with_checkpoints_of_format_1_go_on_with_it(toy: Toy) -> None:
     """The syncer first, then each site with its checkpoint and outbox, and all of them merge again."""
     before = json.loads((FIXTURE / "expected.json").read_bytes())

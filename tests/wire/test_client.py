@@ -130,6 +130,7 @@ client.push(push_header(PAYLOAD), PAYLOAD)
 """
 
 
+@pytest.mark.slow
 def test_a_client_killed_in_mid_push_is_broken_off_and_not_finished(wired: Wired) -> None:
     root = Path(__file__).resolve().parents[2]
     wired.syncer.write_pause_s = 0.02
