@@ -25,7 +25,7 @@ from diloco.codec.native import Kernels, address, kernels, refuse, tile
 from diloco.codec.structures import SUM_BLOCK, Layout, OuterJob, Place, Rule, Status, Update
 from diloco.codec.sums import sum_of_products
 from diloco.outer.merge import counted, shares
-from diloco.outer.optimizer import TENSORS_KEPT, OuterOptimizerOptions, OuterState, outer_step
+from diloco.outer.optimizer import TENSORS_KEPT, OuterOptimizerOptions, OuterState, linear_part, outer_step
 from diloco.outer.pseudo_gradient import is_finite
 
 if TYPE_CHECKING:
@@ -37,7 +37,9 @@ RANGES_AT_ONCE = 4
 THETA = "theta is not finite after the outer step"
 PUBLISHED = "what would be published is not finite"
 RULES = MappingProxyType({"sgd": Rule.WITHOUT_MOMENTUM, "heavy_ball": Rule.HEAVY_BALL, "nesterov": Rule.NESTEROV})
-"""The outer optimizers that have kernels."""
+"""The outer optimizers of which a whole step has a kernel."""
+LINEAR = ("heavy_ball", "nesterov", "nesterov_ema")
+"""Those of which a part of a step has one, beside sgd."""
 
 Payload = tuple[Codec, bytes | memoryview]
 """An update as it came, and the codec that reads it."""
@@ -79,6 +81,7 @@ def outer_pass(
     buffers: Buffers | None = None,
     like: str | None = None,
     merging: Merging | None = None,
+    share: float = 1,
 ) -> Stepped:
     """Return the version after ``state``, in tensors of its own out of ``buffers``; ``state`` stays as it is.
 
@@ -88,7 +91,8 @@ def outer_pass(
     several threads; no bit, of the norm neither, depends on it, nor on ``fast``, which says where the kernels are.
     The digest is in the form of ``like``, made here of what is ready while those threads make the rest; None: there is
     none.  ``merging`` says how contributions are merged where that is not by the weighted mean: then they are merged
-    first, and the pass is made with what came out.
+    first, and the pass is made with what came out.  ``share`` is the part of a full round that this one is, as
+    ``outer_step`` takes it.
 
     What a lossless codec sends is theta itself: theta, what is published and the payload are then the same memory.
 
@@ -113,17 +117,17 @@ def outer_pass(
     new = State(
         theta,
         theta if lossless else room.values(numel),
-        OuterState(state.optimizer.steps + 1, {name: room.values(numel) for name in TENSORS_KEPT[optimizer.kind]}),
+        OuterState(state.optimizer.steps + share, {name: room.values(numel) for name in TENSORS_KEPT[optimizer.kind]}),
     )
     size = codec.plain.payload_bytes(numel)
     payload = theta.view(torch.uint8) if lossless else room.raw(size)
     assert payload.numel() == size, f"{codec.name} is lossless and does not send the values as they are"
-    work = _Work(shares(sites), state, new, optimizer, codec.plain, payload)
+    work = _Work(shares(sites), state, new, optimizer, share, codec.plain, payload)
     found, codecs = fast(), work.codecs()
     some_ranges, at_once, cut = work.plain_ranges, 1, ranges(numel, codecs)
     if (
         found is not None
-        and optimizer.kind in RULES
+        and work.rule() is not None
         and found.fits(*(each.layout for each in codecs), granule=SUM_BLOCK)
     ):
         some_ranges, at_once = functools.partial(work.native_ranges, found, work.native_updates()), RANGES_AT_ONCE
@@ -155,8 +159,14 @@ class _Work:
     state: State
     new: State
     optimizer: OuterOptimizerOptions
+    share: float
     codec: Codec
     payload: Tensor
+
+    def rule(self) -> Rule | None:
+        """Of the kernels; None: torch makes the step."""
+        kind = self.optimizer.kind
+        return Rule.PART if self.share < 1 and kind in LINEAR else RULES.get(kind)
 
     def codecs(self) -> list[Codec]:
         """All that are read or written."""
@@ -169,7 +179,7 @@ class _Work:
     def _plain_range(self, bounds: Range) -> float:
         state, new, part = self.state, self.new, slice(*bounds)
         merged = self._mean(bounds)
-        theta, following = outer_step(state.theta[part], merged, state.optimizer.part(part), self.optimizer)
+        theta, following = outer_step(state.theta[part], merged, state.optimizer.part(part), self.optimizer, self.share)
         if not is_finite(theta):
             raise NonFiniteError(THETA)
         new.theta[part] = theta
@@ -219,7 +229,11 @@ class _Work:
 
     def native_ranges(self, fast: Kernels, updates: ctypes.Array[Update], some: Ranges) -> list[float]:
         """The same in one pass of the kernels for each."""
-        numel = self.state.theta.numel()
+        numel, rule, options = self.state.theta.numel(), self.rule(), self.optimizer
+        factors = (-options.lr * self.share, options.momentum, 0.0, 0.0)
+        if rule is Rule.PART:
+            part = linear_part(options, self.share)
+            factors = (part.theta_by_g, part.momentum_stays, part.momentum_by_g, part.theta_by_momentum)
         job = OuterJob(
             0,
             0,
@@ -231,10 +245,9 @@ class _Work:
             layout_of(self.codec).format(numel),
             pointer(self.payload),
             self.codec.lossless,
-            RULES[self.optimizer.kind],
+            rule,
             fast.fused,
-            -self.optimizer.lr,
-            self.optimizer.momentum,
+            *factors,
         )
         return [self._native_range(fast, job, bounds) for bounds in some]
 

@@ -6,7 +6,7 @@ from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_ui
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 
-INTERFACE = 4
+INTERFACE = 5
 """Of the library that this module describes; any other is not used."""
 TILE_MAX = 4096
 """Values that the kernels handle at a time, at most."""
@@ -73,6 +73,8 @@ class Rule(IntEnum):
     WITHOUT_MOMENTUM = 0
     HEAVY_BALL = 1
     NESTEROV = 2
+    PART = 3
+    """Of a step, by the four factors of ``outer.optimizer.LinearPart``."""
 
 
 class Format(Structure):
@@ -176,6 +178,8 @@ class OuterJob(Structure):
         ("fused", c_int32),
         ("minus_lr", c_float),
         ("momentum_factor", c_float),
+        ("momentum_by_g", c_float),
+        ("theta_by_momentum", c_float),
         ("squares", c_double),
         ("culprit", c_int64),
     )

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import isfinite, sqrt
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,11 +91,11 @@ class OuterOptimizerOptions:
 
 @dataclass(frozen=True, slots=True)
 class OuterState:
-    """What an outer optimizer remembers of a fragment: ``steps`` made since it remembered nothing, and ``tensors`` by
-    name (``TENSORS_KEPT``), flat fp32 of the fragment's length.
+    """What an outer optimizer remembers of a fragment: ``steps`` made since it remembered nothing, each counted as its
+    share, and ``tensors`` by name (``TENSORS_KEPT``), flat fp32 of the fragment's length.
     """
 
-    steps: int = 0
+    steps: float = 0
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -112,7 +113,7 @@ NOTHING = OuterState()
 
 
 def outer_step(
-    theta: Tensor, g: Tensor, state: OuterState, options: OuterOptimizerOptions
+    theta: Tensor, g: Tensor, state: OuterState, options: OuterOptimizerOptions, share: float = 1
 ) -> tuple[Tensor, OuterState]:
     """Return (theta', state') after one step along the merged pseudo-gradient ``g``; the inputs stay as they are.
 
@@ -127,17 +128,30 @@ def outer_step(
     adamw are torch's own bit for bit.  The additions with ``alpha`` are those of torch, one rounding where the
     processor has a fused multiply-add: bits are equal on machines of one kind, for any number of threads, and however
     a fragment is cut into parts of whole vectors.
+
+    ``share``, above 0 and at most 1, says which part of a full round ``g`` is.  1 is the step above.  A smaller share
+    takes that part of the step: where g stays the same, a step of share s and one of share t give the theta and the m
+    of one step of s + t (:func:`linear_part` and the others say how).  So the result does not depend on which sites
+    arrive together.  delayed_nesterov is made for single arrivals and takes no share.
     """
+    assert 0 < share <= 1, share
     if options.kind == "delayed_nesterov":
+        assert share == 1, share
         return _delayed_nesterov(theta, g, state, options)
     if options.kind == "adamw":
-        return _adamw(theta, g, state, options)
+        return _adamw(theta, g, state, options, share)
     if options.kind in ("schedule_free", "gpa"):
-        return _averaged(theta, g, state, options)
-    steps = state.steps + 1
+        return _averaged(theta, g, state, options, share)
+    steps, before = state.steps + share, state.momentum
     if options.kind == "sgd":
-        return torch.add(theta, g, alpha=-options.lr), OuterState(steps)
-    before = state.momentum
+        return torch.add(theta, g, alpha=-options.lr * share), OuterState(steps)
+    if share < 1:
+        part = linear_part(options, share)
+        theta, momentum = torch.add(theta, g, alpha=part.theta_by_g), g.mul(part.momentum_by_g)
+        if before is not None:
+            theta.add_(before, alpha=part.theta_by_momentum)
+            momentum.add_(before, alpha=part.momentum_stays)
+        return theta, OuterState(steps, {"momentum": momentum})
     if options.kind == "nesterov_ema":
         fresh = g.mul(1 - options.momentum)
         momentum = fresh if before is None else fresh.add_(before, alpha=options.momentum)
@@ -145,6 +159,37 @@ def outer_step(
         momentum = g.clone() if before is None else before.mul(options.momentum).add_(g)
     direction = momentum if options.kind == "heavy_ball" else torch.add(g, momentum, alpha=options.momentum)
     return torch.add(theta, direction, alpha=-options.lr), OuterState(steps, {"momentum": momentum})
+
+
+class LinearPart(NamedTuple):
+    """The factors of a part of a step: m' of m and of g, and what theta gains by m and by g."""
+
+    momentum_stays: float
+    momentum_by_g: float
+    theta_by_momentum: float
+    theta_by_g: float
+
+
+def linear_part(options: OuterOptimizerOptions, share: float) -> LinearPart:
+    """The share s of a step of heavy_ball, nesterov or nesterov_ema.
+
+    A step is linear in (theta, m, g), and there is one way to cut a linear step into parts that add up to it.  With
+    f = (1 - mu^s) / (1 - mu), which is 1 at s = 1::
+
+        heavy_ball        m <- mu^s m + f g            theta <- theta - lr (mu f m   + (s - mu f) / (1 - mu) g)
+        nesterov          m <- mu^s m + f g            theta <- theta - lr (mu^2 f m + (s - mu^2 f) / (1 - mu) g)
+        nesterov_ema      m <- mu^s m + (1 - mu^s) g   theta <- theta - lr (mu^2 f m + ((1 + mu) s - mu^2 f) g)
+
+    with m as it was before the step.  All that a pseudo-gradient ever moves theta by, now and through the momentum, is
+    s times what it moves theta by in a full step.
+    """
+    mu, lr = options.momentum, options.lr
+    stays = mu**share
+    filled = _filled(mu, share)
+    carried = (mu if options.kind == "heavy_ball" else mu * mu) * filled
+    if options.kind == "nesterov_ema":
+        return LinearPart(stays, 1 - stays, -lr * carried, -lr * ((1 + mu) * share - carried))
+    return LinearPart(stays, filled, -lr * carried, -lr * (share - carried) / (1 - mu))
 
 
 def _delayed_nesterov(
@@ -176,33 +221,61 @@ def _delayed_nesterov(
     return torch.add(theta, direction, alpha=-options.lr), OuterState(state.steps + 1, tensors)
 
 
-def _adamw(theta: Tensor, g: Tensor, state: OuterState, options: OuterOptimizerOptions) -> tuple[Tensor, OuterState]:
-    """AdamW (arXiv 1711.05101) on pseudo-gradients, in the order of operations of torch's own."""
-    steps, zeros = state.steps + 1, torch.zeros_like(g)
-    momentum = state.tensors.get("momentum", zeros).lerp(g, 1 - options.momentum)
-    squares = state.tensors.get("squares", zeros).mul(options.momentum_squares)
-    squares.addcmul_(g, g, value=1 - options.momentum_squares)
+def _adamw(
+    theta: Tensor, g: Tensor, state: OuterState, options: OuterOptimizerOptions, share: float
+) -> tuple[Tensor, OuterState]:
+    """AdamW (arXiv 1711.05101) on pseudo-gradients, in the order of operations of torch's own.
+
+    A share s of a step has beta^s for each beta, ``steps`` in parts for the two corrections, and of the rate lr what
+    the decay of s leaves of it; a g that stays the same is then its own mean at any step.
+    """
+    steps, zeros = state.steps + share, torch.zeros_like(g)
+    stays, squares_stay = options.momentum**share, options.momentum_squares**share
+    momentum = state.tensors.get("momentum", zeros).lerp(g, 1 - stays)
+    squares = state.tensors.get("squares", zeros).mul(squares_stay)
+    squares.addcmul_(g, g, value=1 - squares_stay)
     scale = squares.sqrt().div_(sqrt(1 - options.momentum_squares**steps)).add_(options.epsilon)
-    theta = theta.mul(1 - options.lr * options.weight_decay)
-    theta.addcdiv_(momentum, scale, value=-options.lr / (1 - options.momentum**steps))
+    kept = 1 - options.lr * options.weight_decay
+    theta = theta.mul(kept**share)
+    theta.addcdiv_(momentum, scale, value=-options.lr * _filled(kept, share) / (1 - options.momentum**steps))
     return theta, OuterState(steps, {"momentum": momentum, "squares": squares})
 
 
-def _averaged(theta: Tensor, g: Tensor, state: OuterState, options: OuterOptimizerOptions) -> tuple[Tensor, OuterState]:
+def _averaged(
+    theta: Tensor, g: Tensor, state: OuterState, options: OuterOptimizerOptions, share: float
+) -> tuple[Tensor, OuterState]:
     """Schedule-Free SGD (arXiv 2405.15682) and GPA (arXiv 2512.17131), which is the same with a steady average::
 
         z <- (1 - lr wd) z - lr g                                      the fast values
         x <- a x + (1 - a) z            a = 1 - 1/steps,  or mu_x      their average, which is what is evaluated
         y <- b x + (1 - b) z            b = mu,           or mu_y      what is sent to the sites: theta
 
-    Before the first step all three are theta.
+    Before the first step all three are theta.  A share s of a step moves z by s and averages over what z passes on the
+    way: with z decayed by (1 - lr wd)^s, f as in :func:`linear_part` and ``steps`` in parts, the parts of a step are
+    the step exactly without decay, and nearly so with::
+
+        schedule_free     x <- (1 - s/steps) x + s/steps (z - lr (1 + s)/2 g)
+        gpa               x <- mu_x^s x + (1 - mu_x^s) z - lr (s - mu_x f) g
     """
-    steps = state.steps + 1
-    average_stays = 1 - 1 / steps if options.kind == "schedule_free" else options.momentum
-    ahead = options.momentum if options.kind == "schedule_free" else options.momentum_ahead
-    fast = state.tensors.get("fast", theta).mul(1 - options.lr * options.weight_decay).sub_(g, alpha=options.lr)
-    average = fast.lerp(state.tensors.get("average", theta), average_stays)
+    steps, is_steady = state.steps + share, options.kind == "gpa"
+    average_stays = options.momentum**share if is_steady else 1 - share / steps
+    ahead = options.momentum_ahead if is_steady else options.momentum
+    fast = state.tensors.get("fast", theta).mul((1 - options.lr * options.weight_decay) ** share)
+    average = state.tensors.get("average", theta)
+    if share < 1:
+        passed = share - options.momentum * _filled(options.momentum, share)
+        passed = passed if is_steady else share / steps * (1 + share) / 2
+        average = fast.lerp(average, average_stays).sub_(g, alpha=options.lr * passed)
+        fast.sub_(g, alpha=options.lr * share)
+    else:
+        fast.sub_(g, alpha=options.lr)
+        average = fast.lerp(average, average_stays)
     return fast.lerp(average, ahead), OuterState(steps, {"fast": fast, "average": average})
+
+
+def _filled(stays: float, share: float) -> float:
+    """f = (1 - stays^share) / (1 - stays), which is ``share`` where all stays."""
+    return share if stays == 1 else (1 - stays**share) / (1 - stays)
 
 
 def evaluated(theta: Tensor, state: OuterState) -> Tensor:

@@ -34,7 +34,9 @@ LEVELS: list[Kernels | None] = [] if BEST is None else [at_level(level) for leve
 Contributions = list[tuple[float, list[tuple[str, torch.Tensor]]]]
 
 
-def check(contributions: Contributions, state: State, optimizer: OuterOptimizerOptions, down: str) -> State:
+def check(
+    contributions: Contributions, state: State, optimizer: OuterOptimizerOptions, down: str, share: float = 1
+) -> State:
     """Compare the pass with the stages, with and without threads, and return the state after it."""
     numel = state.theta.numel()
     sent = [
@@ -43,13 +45,15 @@ def check(contributions: Contributions, state: State, optimizer: OuterOptimizerO
     ]
     decoded = [(weight, [codec.decode(payload, numel) for codec, payload in updates]) for weight, updates in sent]
     merged = merge_mean(decoded)
-    theta, following = outer_step(state.theta, merged, state.optimizer, optimizer)
+    theta, following = outer_step(state.theta, merged, state.optimizer, optimizer, share)
     payload, published = publish(theta, state.published, make_codec(down))
     before = [each.clone() for each in tensors(state)]
     norms = set()
     with ThreadPoolExecutor(3) as pool:
         for spread, fast in ((map, None), (pool.map, None), *((pool.map, each) for each in LEVELS)):
-            stepped = outer_pass(sent, state, optimizer, make_codec(down), spread, lambda fast=fast: fast, like="")
+            stepped = outer_pass(
+                sent, state, optimizer, make_codec(down), spread, lambda fast=fast: fast, like="", share=share
+            )
             assert stepped.digest == digest(published)
             assert same(stepped.state.theta, theta)
             assert same(stepped.state.published, published)
@@ -75,14 +79,19 @@ def draw(numel: int, seed: int, scale: float = 1e-3) -> torch.Tensor:
 
 
 DOWN = ("fp32", "fp32+zstd1", "bf16", "int8", "int4", "int4:32+zstd1", "int8:6", "e3m0", "int2+auto", "topk")
-PAIRS = [(down, NESTEROV) for down in DOWN]
-PAIRS += [(down, each) for each in (HEAVY_BALL, PLAIN_SGD) for down in ("fp32", "int4")]
-PAIRS += [("fp32", WITHOUT_KERNELS[0]), *(("int4", each) for each in WITHOUT_KERNELS)]
+CASES = [(down, NESTEROV, 1.0) for down in DOWN]
+CASES += [(down, each, 1.0) for each in (HEAVY_BALL, PLAIN_SGD) for down in ("fp32", "int4")]
+CASES += [("fp32", WITHOUT_KERNELS[0], 1.0), *(("int4", each, 1.0) for each in WITHOUT_KERNELS)]
+CASES += [("int4", each, 0.3) for each in (NESTEROV, HEAVY_BALL, PLAIN_SGD, *WITHOUT_KERNELS) if not each.window > 1]
 
 
-@pytest.mark.parametrize(("down", "optimizer"), PAIRS, ids=lambda each: each if isinstance(each, str) else each.kind)
+@pytest.mark.parametrize(
+    ("down", "optimizer", "share"),
+    CASES,
+    ids=lambda each: each.kind if isinstance(each, OuterOptimizerOptions) else str(each),
+)
 def test_versions_are_those_of_the_stages(
-    down: str, optimizer: OuterOptimizerOptions, monkeypatch: pytest.MonkeyPatch
+    down: str, optimizer: OuterOptimizerOptions, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused, "RANGE_VALUES", 16_384)  # Two ranges; ``test_every_length`` goes to the true bound.
     numel = 16_384 + 4099
@@ -97,7 +106,7 @@ def test_versions_are_those_of_the_stages(
         ]
         if version == 2:  # Before that all codecs have kernels, and the pass is theirs.
             contributions += [(0.5, [("sign", draw(numel, 27)), ("e3m0:24", draw(numel, 28))])]
-        state = check(contributions, state, optimizer, down)
+        state = check(contributions, state, optimizer, down, share)
 
 
 @pytest.mark.parametrize(("like", "form"), [(None, ""), ("", "xxh3:"), ("0" * 64, "")])

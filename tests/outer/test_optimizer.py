@@ -188,6 +188,77 @@ def test_gpa_by_hand() -> None:
     assert theta.item() == 0.5 * 3.25 + 0.5 * 1
 
 
+WHOLE = {
+    "sgd": ({"momentum": 0.0}, [-1.0, -2.5, -1.5]),
+    "heavy_ball": ({"momentum": 0.5}, [-1.0, -3.0, -3.0]),
+    "nesterov": ({"momentum": 0.5}, [-1.5, -4.0, -3.0]),
+    "nesterov_ema": ({"momentum": 0.5}, [-1.25, -3.25, -2.25]),
+    "delayed_nesterov": ({"momentum": 0.5, "window": 2, "share_ahead": 0.25}, [-0.5, -1.71875, -1.375]),
+    "schedule_free": ({"momentum": 0.5}, [-1.0, -2.125]),
+    "gpa": ({"momentum": 0.5, "momentum_ahead": 0.5}, [-0.75, -2.0, -1.5]),
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_19_a_full_round_gives_the_bits_that_it_always_gave(kind: str) -> None:
+    """Pseudo-gradients 2, 3, -2 at lr 1/2: made before there were shares, and exact on any processor.
+
+    (The third step of schedule_free divides by 3.)
+    """
+    told, wanted = WHOLE[kind]
+    options = OuterOptimizerOptions(kind=kind, lr=0.5, **told)  # type: ignore[arg-type]
+    theta, state, seen = torch.zeros(1), NOTHING, []
+    for g, _ in zip((2.0, 3.0, -2.0), wanted, strict=False):
+        theta, state = outer_step(theta, torch.tensor([g]), state, options, share=1.0)
+        seen.append(theta.item())
+    assert seen == wanted
+
+
+PARTS = [[0.5, 0.5], [0.25, 0.75], [0.75, 0.25], [0.1] * 10, [1 / 3, 1 / 2, 1 / 6], [0.001, 0.999]]
+SHARED = [kind for kind in OUTER_KINDS if kind != "delayed_nesterov"]
+
+
+@pytest.mark.parametrize("parts", PARTS, ids=str)
+@pytest.mark.parametrize("kind", SHARED)
+def test_19_the_parts_of_a_round_are_the_round(kind: str, parts: list[float]) -> None:
+    """Whatever came before; but adamw's step is no linear one, and is cut exactly where g has always been the same."""
+    told = {name: getattr(EVERY[kind], name) for name in ("lr", "momentum", "momentum_ahead")}
+    options = OuterOptimizerOptions(kind=kind, **told)
+    g = drawn(97, 60, torch.float64)
+    before = [g, g] if kind == "adamw" else [drawn(97, 50 + each, torch.float64) for each in range(3)]
+    theta, state = steps(drawn(97, 1, torch.float64), before, options)
+    mine, mine_state = theta, state
+    for _ in range(2):
+        theta, state = outer_step(theta, g, state, options)
+        for part in parts:
+            mine, mine_state = outer_step(mine, g, mine_state, options, part)
+    torch.testing.assert_close(mine, theta, rtol=0, atol=1e-12)
+    assert mine_state.steps == pytest.approx(state.steps, abs=1e-12)
+    for name, tensor in state.tensors.items():
+        torch.testing.assert_close(mine_state.tensors[name], tensor, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "schedule_free", "gpa"])
+def test_19_parts_decay_as_the_round_does(kind: str) -> None:
+    theta, state = torch.ones(1, dtype=torch.float64), NOTHING
+    options = OuterOptimizerOptions(kind=kind, lr=0.5, momentum=0.5, weight_decay=0.2)
+    for _ in range(8):
+        theta, state = outer_step(theta, torch.zeros_like(theta), state, options, 0.25)
+    fast = state.tensors.get("fast", theta)
+    assert fast.item() == pytest.approx((1 - 0.5 * 0.2) ** 2)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "heavy_ball", "nesterov", "nesterov_ema"])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_19_what_a_site_brings_moves_theta_by_its_share_in_the_end(kind: str, share: float) -> None:
+    impulse, nothing = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    whole, _ = steps(nothing, [impulse] + [nothing] * 400, EVERY[kind])
+    theta, state = outer_step(nothing, impulse, NOTHING, EVERY[kind], share)
+    for _ in range(800):
+        theta, state = outer_step(theta, nothing, state, EVERY[kind], 0.5)
+    assert theta.item() == pytest.approx(share * whole.item())
+
+
 @pytest.mark.parametrize("kind", OUTER_KINDS)
 def test_pure_and_of_the_tensors_that_are_said(kind: str) -> None:
     theta, state = drawn(67, 0), NOTHING

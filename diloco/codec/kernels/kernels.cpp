@@ -61,7 +61,7 @@ enum Status : int {
 };
 enum Fold : int32_t { WRITE = 0, ADD = 1, TOWARDS = 2 };
 enum Place : int32_t { IN_MEAN = 1, OPENS_SITE = 2, ENDS_SITE = 4 };
-enum Rule : int32_t { WITHOUT_MOMENTUM = 0, HEAVY_BALL = 1, NESTEROV = 2 };
+enum Rule : int32_t { WITHOUT_MOMENTUM = 0, HEAVY_BALL = 1, NESTEROV = 2, PART = 3 };
 
 // Of XXH3: its secret, what the lanes begin with, and primes.
 constexpr int64_t STRIPE_BYTES = 64, BLOCK_BYTES = 1024, SECRET_BYTES = 192;
@@ -153,7 +153,7 @@ struct Outer {
     Format down;
     uint8_t *payload;
     int32_t lossless, rule, fused;
-    float minus_lr, momentum_factor;
+    float minus_lr, momentum_factor, momentum_by_g, theta_by_momentum;
     double squares;
     int64_t culprit;
 };
@@ -246,7 +246,7 @@ namespace avx512 {
 #endif
 
 // Raised with every change of a structure or a meaning: native.py uses no library with another number.
-EXPORT int32_t diloco_interface() { return 4; }
+EXPORT int32_t diloco_interface() { return 5; }
 
 // The best level that this processor has; all below it work too.  -1: the compiler was told (-march=native, say) to use
 // everywhere what this processor lacks.  This function itself runs on any x86-64.

@@ -120,17 +120,22 @@ static int mean_tile(const Outer *job, int64_t start, int64_t count, float *mean
 template <bool FUSED, int RULE, bool FIRST>
 static inline uint32_t step_tile(const Outer *job, int64_t at, int64_t count, const float *g, float *theta, float *momentum, float *x) {
     const float mu = job->momentum_factor, minus_lr = job->minus_lr;
+    const float by_g = job->momentum_by_g, by_momentum = job->theta_by_momentum;
     const float *before = job->theta + at, *held = FIRST ? g : job->momentum + at, *published = job->published + at;
     const auto plus = [](float a, float b, float factor) { return FUSED ? __builtin_fmaf(b, factor, a) : a + b * factor; };
     int32_t largest = 0;
     for (int64_t i = 0; i < count; i++) {
         float direction = g[i];
-        if (RULE != WITHOUT_MOMENTUM) {
+        if (RULE == HEAVY_BALL || RULE == NESTEROV) {
             const float m = FIRST ? g[i] : held[i] * mu + g[i];
             momentum[i] = m;
             direction = RULE == HEAVY_BALL ? m : plus(g[i], m, mu);
         }
-        const float value = plus(before[i], direction, minus_lr);
+        float value = plus(before[i], direction, minus_lr);
+        if (RULE == PART) {
+            momentum[i] = FIRST ? g[i] * by_g : plus(g[i] * by_g, held[i], mu);
+            value = FIRST ? value : plus(value, held[i], by_momentum);
+        }
         const int32_t magnitude = (int32_t)(as_bits(value) & 0x7FFFFFFFu);
         largest = magnitude > largest ? magnitude : largest;
         theta[i] = value;
@@ -146,6 +151,9 @@ static uint32_t step_any(const Outer *job, int64_t at, int64_t count, const floa
     if (job->rule == HEAVY_BALL)
         return job->momentum ? step_tile<FUSED, HEAVY_BALL, false>(job, at, count, g, theta, momentum, x)
                              : step_tile<FUSED, HEAVY_BALL, true>(job, at, count, g, theta, momentum, x);
+    if (job->rule == PART)
+        return job->momentum ? step_tile<FUSED, PART, false>(job, at, count, g, theta, momentum, x)
+                             : step_tile<FUSED, PART, true>(job, at, count, g, theta, momentum, x);
     return job->momentum ? step_tile<FUSED, NESTEROV, false>(job, at, count, g, theta, momentum, x)
                          : step_tile<FUSED, NESTEROV, true>(job, at, count, g, theta, momentum, x);
 }
