@@ -41,7 +41,7 @@ from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.outer.placement import part_of
 from diloco.outer.rule import OuterRule, outer_rule
 from diloco.sync.agreement import CORPUS, PROTOCOL, Agreement
-from diloco.sync.options import UNITS_AHEAD_MAX, HealthOptions, LearnerOptions, OuterOptions
+from diloco.sync.options import UNITS_AHEAD_MAX, HealthOptions, LearnerOptions, OuterOptions, require
 from diloco.syncer.backups import BackupOptions
 from diloco.syncer.options import RunPlan, SyncerOptions
 
@@ -170,6 +170,10 @@ def outer_options(config: RunConfig) -> OuterOptions:
     outer, ends_itself = config.outer, not is_region(config)
     num_fragments = len(held_of(config)) if has_several(config) else outer.num_fragments
     with section("outer"):
+        has_window = outer.kind == "delayed_nesterov" and outer.share_weighted
+        require(
+            not has_window, "share_weighted", True, "delayed_nesterov has outer.window for that, and takes no share"
+        )
         return OuterOptions(
             num_fragments=num_fragments,
             quorum=quorum(outer.quorum),
@@ -180,6 +184,7 @@ def outer_options(config: RunConfig) -> OuterOptions:
             grace_share_percent=outer.grace_share_percent,
             overlap_steps=outer.overlap_steps,
             weights=outer.weights,
+            share_weighted=outer.share_weighted,
             staleness_max=outer.staleness_max,
             staleness_power=outer.staleness_power,
             updates_in_flight_max=outer.updates_in_flight_max,

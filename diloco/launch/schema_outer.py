@@ -50,6 +50,9 @@ class OuterSection:
     """τ: inner steps between two publications that adaptive grace leaves for the network."""
     weights: str = "tokens2_per_step"
     """tokens2_per_step, tokens or uniform."""
+    share_weighted: bool = False
+    """A step of some of the live sites is that share of an outer step, so that the result does not depend on which of
+    them arrive together; without it each step is a whole one, as papers have it."""
     merge: str = "mean"
     """mean, rda, clip, normalise, geometric_median or trimmed_mean.  rda makes longer steps than the mean, by up to the
     square root of the sites: it wants a smaller lr or momentum."""

@@ -221,7 +221,9 @@ class TrainedFleet:
             for part in command.contributions
         ]
         merging = Merging.of(self._rule, command.fragment, staleness)
-        stepped = outer_pass(contributions, before, self._rule.optimizer, self._down, merging=merging)
+        stepped = outer_pass(
+            contributions, before, self._rule.optimizer, self._down, merging=merging, share=command.share
+        )
         self._states[command.fragment] = stepped.state
         self.last_merge_s, share = now_s, progress_ppm / 1e6
         if share * self._points_wanted >= len(self.points) + 1 and share < 1:

@@ -17,6 +17,7 @@ from diloco.sync.events import (
     UpdateArrived,
 )
 from diloco.sync.membership import PROCESSES_REMEMBERED_MAX
+from diloco.sync.quorum import smoothed
 from diloco.sync.syncer import OuterSync
 from diloco.sync.weights import of_its_age, raw_weight
 
@@ -238,18 +239,28 @@ class Recovery(Checker):
 
 
 class Weights(Checker):
-    """Invariant 10: the weights of a merge sum to 1 and are in proportion to the rule's."""
+    """Invariant 10: the weights of a merge sum to 1 and are in proportion to the rule's.
+
+    A step's share is the usual weight of its sites over that of its sites and all others that it could have had.
+    """
 
     name = "weights"
-    mutation = "weights are not divided by their sum"
+    mutation = "weights are not divided by their sum, or a share counts who is not there"
+    of_the_disk = ("usual", "under_way")
 
     def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
         super().__init__(plan, conserving=conserving)
         self.work: dict[Id, tuple[int, int]] = {}
+        self.usual: dict[tuple[str, int], tuple[int, int]] = {}
+        self.under_way: dict[int, tuple[set[Id], float]] = {}
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """Weigh every contribution again."""
-        del now_ns, machine
+        del now_ns
+        if isinstance(event, OuterStepDone | OuterStepFailed):
+            self.under_way.pop(event.fragment, None)
+        elif isinstance(event, LineageBegan):
+            self.under_way.clear()
         update = accepted(event, effects)
         if update is not None:
             self.work[update.site, update.fragment, update.sequence] = (update.tokens, update.steps)
@@ -265,6 +276,23 @@ class Weights(Checker):
                 wanted = [each / sum(raw) for each in raw]
                 near = all(abs(a - b) < 1e-12 for a, b in zip(found, wanted, strict=True))
                 self.require(near, "weights are", found, "and should be", wanted)
+                again = self.under_way.setdefault(effect.fragment, (ids_of(effect), self._share(effect, machine)))
+                known = again[0] == ids_of(effect) and abs(again[1] - effect.share) < 1e-12
+                self.require(known and 0 < effect.share <= 1, "the share is", effect.share, "and should be", again)
+
+    def _share(self, step: StartOuterStep, machine: OuterSync) -> float:
+        if not self.plan.options.share_weighted:
+            return 1.0
+        index, state, rule = step.fragment, machine.state, self.plan.options.weights
+        for site, _, sequence in sorted(ids_of(step)):
+            before, now = self.usual.get((site, index), (0, 0)), self.work[site, index, sequence]
+            self.usual[site, index] = (smoothed(before[0], now[0]), smoothed(before[1], now[1]))
+        merged = [part.site for part in step.contributions]
+        others = [name for name in state.awaited(index) if name not in merged]
+        known = {name: raw_weight(rule, *work) for (name, of), work in self.usual.items() if of == index}
+        there = [known[name] for name in (*merged, *others) if name in known]
+        mean = sum(there) / len(there)
+        return sum(known[name] for name in merged) / sum(known.get(name, mean) for name in (*merged, *others))
 
     def _raw(self, fragment: int, site: str, sequences: list[int]) -> float:
         work = [self.work[site, fragment, sequence] for sequence in sequences]
@@ -381,7 +409,8 @@ class Merging(Checker):
             for part in effect.contributions
         ]
         theta, momentum = self.theta[index, version - 1]
-        expected = values.outer_step(theta, momentum, values.merged(contributions), self.plan.rule)
+        merged = values.merged(contributions)
+        expected = values.outer_step(theta, momentum, merged, self.plan.rule, effect.share)
         self.require((made.theta, made.momentum) == expected, effect, "made", made, "and not", expected)
         self.theta[index, version] = expected
         self.published[self.lineage, index, version] = made.published

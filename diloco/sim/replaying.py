@@ -81,12 +81,13 @@ class Replayer:
         contributions = [
             (part.weight, [self._payload(update.payload) for update in part.updates]) for part in command.contributions
         ]
-        return self.made(self.versions[command.fragment][command.version - 1], contributions)
+        before = self.versions[command.fragment][command.version - 1]
+        return self.made(before, contributions, command.share)
 
-    def made(self, before: Kept, contributions: list[tuple[float, list[Value]]]) -> Kept:
+    def made(self, before: Kept, contributions: list[tuple[float, list[Value]]], share: float = 1) -> Kept:
         """The version after ``before``."""
-        rule = self._rule
-        theta, momentum = values.outer_step(before.theta, before.momentum, values.merged(contributions), rule)
+        rule, merged = self._rule, values.merged(contributions)
+        theta, momentum = values.outer_step(before.theta, before.momentum, merged, rule, share)
         if rule.published_quantum == 1:
             return Kept(theta, momentum, theta, values.minus(theta, before.published))
         link = values.quantised(values.minus(theta, before.published), rule.published_quantum)

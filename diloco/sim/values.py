@@ -18,6 +18,8 @@ Value = tuple[int, int, int]
 ZERO: Value = (0, 0, 0)
 COLD: Value = (10**12 + 7, 10**9 + 7, 1)
 WEIGHT_UNIT = 1 << 53
+PARTS = 1_000_000
+"""Of an outer step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +68,13 @@ def merged(contributions: Sequence[tuple[float, Sequence[Value]]]) -> Value:
     return (first, second, third)
 
 
-def outer_step(theta: Value, momentum: Value, gradient: Value, rule: OuterRule) -> tuple[Value, Value]:
-    """``theta`` and ``momentum`` after one outer step down ``gradient``."""
+def outer_step(
+    theta: Value, momentum: Value, gradient: Value, rule: OuterRule, share: float = 1
+) -> tuple[Value, Value]:
+    """``theta`` and ``momentum`` after one outer step down ``gradient``, ``share`` of a whole one, to the millionth."""
     first, second, third = (was * rule.momentum_tenths // 10 + now for was, now in zip(momentum, gradient, strict=True))
-    kept = (first, second, third)
-    return minus(theta, (first * rule.lr_tenths // 10, second * rule.lr_tenths // 10, third)), kept
+    kept, parts = (first, second, third), rule.lr_tenths * max(1, round(share * PARTS))
+    return minus(theta, (first * parts // (10 * PARTS), second * parts // (10 * PARTS), third)), kept
 
 
 def blended(local: Value, new: Value, alpha_tenths: int) -> Value:

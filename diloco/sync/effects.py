@@ -89,11 +89,15 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class StartOuterStep:
-    """Merge ``contributions`` (in site order), step the outer optimizer, make ``version`` of ``fragment``."""
+    """Merge ``contributions`` (in site order), step the outer optimizer, make ``version`` of ``fragment``.
+
+    ``share``, above 0 and at most 1, is the part of a full round that they are.
+    """
 
     fragment: int
     version: int
     contributions: tuple[Contribution, ...]
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

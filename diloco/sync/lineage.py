@@ -57,7 +57,7 @@ def lineage_began(turn: Turn, event: LineageBegan) -> None:
         ending.resume(state)
         turn.note("resumed", "a new lineage has begun")
     for index, fragment in enumerate(state.fragments):
-        fragment.round = fragment.merging_since_ns = None
+        fragment.round, fragment.merging_since_ns, fragment.full_round = None, None, {}
         for name in sorted(state.sites):
             for pending in list(state.sites[name].lines[index].undecided):
                 refuse(turn, name, index, pending, Reason.RESTORED)

@@ -87,6 +87,8 @@ class OuterOptions:
     grace_share_percent: int = 80
     overlap_steps: int = 2
     weights: str = "tokens2_per_step"
+    share_weighted: bool = False
+    """An outer step of some of the live sites is that share of a step, and not a whole one (``sync/weights.share``)."""
     staleness_max: int = 8
     staleness_power: float = 0.0
     """How much less an old contribution counts beside a new one: (1 + staleness)^-power."""
@@ -116,6 +118,10 @@ class OuterOptions:
         require(self.round_updates >= 0, "round_updates", self.round_updates, "0 (all that came in time) or more")
         alone = self.round_updates == 0 or (self.quorum == 1 and self.quorum_min == 1)
         require(alone, "round_updates", self.round_updates, f"only with quorum=1, and it is {self.quorum!r}")
+        sites = not self.share_weighted or self.round_updates <= 1
+        require(
+            sites, "share_weighted", True, f"a share is one of sites, and round_updates={self.round_updates} are any"
+        )
         require(self.grace in GRACE_KINDS, "grace", self.grace, f"one of {', '.join(GRACE_KINDS)}")
         require(self.grace_ns >= 0, "grace_ns", self.grace_ns, "not negative")
         require(0 <= self.grace_share_percent < 100, "grace_share_percent", self.grace_share_percent, "0 to 99")

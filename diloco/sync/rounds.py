@@ -10,7 +10,7 @@ from diloco.sync.events import Reason
 from diloco.sync.fates import decide, refuse, refuse_stale
 from diloco.sync.quorum import grace_ns, smoothed, standing
 from diloco.sync.state import FragmentState, OuterState, Pending, Round
-from diloco.sync.weights import normalised, of_its_age, raw_weight
+from diloco.sync.weights import normalised, of_its_age, raw_weight, share
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -95,11 +95,30 @@ def _close(turn: Turn, index: int, why: str) -> None:
     for name, pending in turn.attendance.waiting(index)[: turn.options.round_updates or None]:
         assert fragment.version - pending.base_version <= turn.options.staleness_max, "stale at the merge"
         pending.merging = True
+        line = state.sites[name].lines[index]
+        line.usual_tokens = smoothed(line.usual_tokens, pending.tokens)
+        line.usual_steps = smoothed(line.usual_steps, pending.steps)
         turn.attendance.line_changed(name, index)
     fragment.round = None
     fragment.merging_since_ns = state.now_ns
-    turn.note("round_closed", why, fragment=index, version=fragment.version + 1)
-    turn.effects.append(outer_step(turn.options, state, index, among=turn.attendance.undecided[index]))
+    merged = {name for name, _ in under_merge(state, index, turn.attendance.undecided[index])}
+    fragment.full_round = _full_round(turn, index, merged) if turn.options.share_weighted else {}
+    step = outer_step(turn.options, state, index, among=turn.attendance.undecided[index])
+    part = "" if step.share == 1 else f"; {step.share:.3f} of a full round"
+    turn.note("round_closed", why + part, fragment=index, version=step.version)
+    turn.effects.append(step)
+
+
+def _full_round(turn: Turn, index: int, merged: Collection[str]) -> dict[str, float]:
+    """See ``FragmentState.full_round``; a site that has merged nothing yet counts as those that have do on average."""
+    lines = {name: turn.state.sites[name].lines[index] for name in sorted({*merged, *turn.attendance.awaited(index)})}
+    known = {
+        name: raw_weight(turn.options.weights, line.usual_tokens, line.usual_steps)
+        for name, line in lines.items()
+        if line.usual_tokens
+    }
+    mean = sum(known.values()) / len(known)
+    return {name: known.get(name, mean) for name in lines}
 
 
 def outer_step(
@@ -136,7 +155,8 @@ def outer_step(
         )
         for (name, updates), weight in zip(merging.items(), normalised(raw), strict=True)
     )
-    return StartOuterStep(index, version + 1, contributions)
+    part = share(merging, state.fragments[index].full_round) if merging else 1.0
+    return StartOuterStep(index, version + 1, contributions, part)
 
 
 def outer_step_done(turn: Turn, event: OuterStepDone) -> None:
@@ -146,7 +166,7 @@ def outer_step_done(turn: Turn, event: OuterStepDone) -> None:
     assert event.version == fragment.version + 1, event
     fragment.version, fragment.digest = event.version, event.digest
     fragment.sync_ns = smoothed(fragment.sync_ns, turn.state.now_ns - fragment.merging_since_ns)
-    fragment.merging_since_ns = None
+    fragment.merging_since_ns, fragment.full_round = None, {}
     merged = under_merge(turn.state, event.fragment, turn.attendance.undecided[event.fragment])
     fates = [decide(turn, name, event.fragment, pending, event.version, None) for name, pending in merged]
     turn.effects += [PublishVersion(event.fragment, event.version, event.digest), *fates]
@@ -160,7 +180,7 @@ def outer_step_failed(turn: Turn, event: OuterStepFailed) -> None:
     assert fragment.merging_since_ns is not None, event
     if upstream.cannot_take(turn, event.fragment):
         return
-    fragment.merging_since_ns = None
+    fragment.merging_since_ns, fragment.full_round = None, {}
     for name, pending in under_merge(turn.state, event.fragment):
         refuse(turn, name, event.fragment, pending, Reason.NON_FINITE)
 

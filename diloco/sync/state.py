@@ -64,6 +64,7 @@ class Pending:
 class Line:
     """One (site, fragment): its watermark, its undecided updates in sequence order, its latest fates.
 
+    ``usual_tokens`` and ``usual_steps`` are what an update of it that was merged has, smoothed; 0 before the first.
     ``vitals`` are those of the updates that were admitted last; ``outliers`` are the digests of those that were refused
     for theirs under the number that comes next.
     """
@@ -73,6 +74,8 @@ class Line:
     tokens_merged: int = 0
     tokens_discarded: int = 0
     updates_merged: int = 0
+    usual_tokens: int = 0
+    usual_steps: int = 0
     updates_refused: dict[str, int] = field(default_factory=dict)
     final: bool = False
     undecided: list[Pending] = field(default_factory=list)
@@ -129,12 +132,17 @@ class Round:
 
 @dataclass(slots=True)
 class FragmentState:
-    """A fragment's version and round.  ``merging_since_ns`` is set while its outer step is under way."""
+    """A fragment's version and round.  ``merging_since_ns`` is set while its outer step is under way.
+
+    ``full_round``, where steps are taken by their share, has the usual weight of an update of each site that the step
+    has or could have had: of its sites and of those that were live and not held when its round closed.
+    """
 
     version: int = 0
     digest: str = ""
     round: Round | None = None
     merging_since_ns: int | None = None
+    full_round: dict[str, float] = field(default_factory=dict)
     quorum_ns: int = 0
     sync_ns: int = 0
     arrivals: int = 0

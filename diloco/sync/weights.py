@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
 
 def raw_weight(rule: str, tokens: int, steps: int) -> float:
@@ -39,3 +39,16 @@ def normalised(weights: Sequence[float]) -> tuple[float, ...]:
     total = sum(weights)
     assert total > 0 or not weights, weights
     return tuple(weight / total for weight in weights)
+
+
+def share(merged: Collection[str], full_round: Mapping[str, float]) -> float:
+    """Which part of a full round the sites ``merged`` are, above 0 and at most 1; exactly 1 for all of them.
+
+    ``full_round`` has the usual weight of an update of each site that the round could have had.  A step that is taken
+    by this share moves the model by each site's pseudo-gradient as far as a step of all of them does, so the result
+    does not depend on which sites arrive together.  Weights and not only tokens, because that is what a site counts in
+    a merge with others; the usual ones, because an update of two periods is as much longer already.
+    """
+    if not full_round:
+        return 1.0
+    return sum(weight for name, weight in full_round.items() if name in merged) / sum(full_round.values())

@@ -108,7 +108,15 @@ def run_outer_step(
         spread, down = _spread(payloads, pool, stack), make_codec(down_codec)
         try:
             stepped = outer_pass(
-                contributions, before, rule.optimizer, down, spread, buffers=buffers, like=like, merging=merging
+                contributions,
+                before,
+                rule.optimizer,
+                down,
+                spread,
+                buffers=buffers,
+                like=like,
+                merging=merging,
+                share=command.share,
             )
         except NonFiniteError:
             return None  # Of Θ itself, or because Θ and Θ̂ are too far apart for fp32.

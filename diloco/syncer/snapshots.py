@@ -315,8 +315,15 @@ def unpack(data: bytes | Tensor) -> FragmentValues:
     version, theta, published = int(facts["version"]), tensors.pop("theta"), tensors.pop("published")
     reference = tensors.pop("reference", None)
     # Written before the steps were: by an optimizer with nothing but momentum, which does not ask for them.
-    steps = int(facts.get("optimizer_steps", version if tensors else 0))
-    return FragmentValues(version, theta, published, OuterState(steps, tensors), facts["digest"], reference)
+    steps = float(facts.get("optimizer_steps", version if tensors else 0))
+    return FragmentValues(
+        version,
+        theta,
+        published,
+        OuterState(int(steps) if steps.is_integer() else steps, tensors),
+        facts["digest"],
+        reference,
+    )
 
 
 def _values(held: Tensor, told: dict[str, object]) -> Tensor:

@@ -109,6 +109,30 @@ def leave_weights_as_they_are(patch: Patch) -> None:
     patch.setattr(rounds, "normalised", tuple)
 
 
+def count_a_site_twice_in_the_share(patch: Patch) -> None:
+    right = rounds.share
+
+    def share(merged: Any, full_round: dict[str, float]) -> float:
+        return min(1.0, right(merged, full_round) + right(list(merged)[:1], full_round)) if full_round else 1.0
+
+    patch.setattr(rounds, "share", share)
+
+
+def count_dead_sites_in_the_share(patch: Patch) -> None:
+    right = rounds._full_round
+    patch.setattr(rounds, "_full_round", lambda turn, index, merged: right(turn, index, {*merged, *turn.state.sites}))
+
+
+def count_refused_updates_in_the_share(patch: Patch) -> None:
+    right = arrivals._refused_for_its_vitals
+
+    def refused(line: Line, digest: str) -> None:
+        right(line, digest)
+        line.usual_tokens, line.usual_steps = 2 * line.usual_tokens, 2 * line.usual_steps
+
+    patch.setattr(arrivals, "_refused_for_its_vitals", refused)
+
+
 def judge_staleness_laxly(patch: Patch) -> None:
     init = OuterProcess.__init__
 
@@ -127,8 +151,8 @@ def double_the_grace(patch: Patch) -> None:
 def publish_unrounded(patch: Patch) -> None:
     right = Replayer.made
 
-    def made(self: Replayer, before: Kept, contributions: Any) -> Kept:
-        kept = right(self, before, contributions)
+    def made(self: Replayer, before: Kept, contributions: Any, share: float = 1) -> Kept:
+        kept = right(self, before, contributions, share)
         return dataclasses.replace(kept, published=kept.theta)
 
     patch.setattr(Replayer, "made", made)
@@ -137,8 +161,8 @@ def publish_unrounded(patch: Patch) -> None:
 def merge_only_the_first_update_of_a_site(patch: Patch) -> None:
     right = Replayer.made
 
-    def made(self: Replayer, before: Kept, contributions: Any) -> Kept:
-        return right(self, before, [(weight, each[:1]) for weight, each in contributions])
+    def made(self: Replayer, before: Kept, contributions: Any, share: float = 1) -> Kept:
+        return right(self, before, [(weight, each[:1]) for weight, each in contributions], share)
 
     patch.setattr(Replayer, "made", made)
 
@@ -314,6 +338,9 @@ MUTATIONS: tuple[tuple[str, Callable[[Patch], None], int], ...] = (
     ("storage", drop_a_payload_with_its_fate, 0),
     ("recovery", forget_what_was_merging, 0),
     ("weights", leave_weights_as_they_are, 0),
+    ("weights", count_a_site_twice_in_the_share, 0),
+    ("weights", count_dead_sites_in_the_share, 0),
+    ("weights", count_refused_updates_in_the_share, 0),
     ("staleness", judge_staleness_laxly, 17),
     ("grace", double_the_grace, 2),
     ("same_versions", publish_unrounded, 0),

@@ -26,7 +26,8 @@ def show_effect(effect: Any) -> str:
         )
         return f"note {effect.what}: {effect.why}" + (f" ({where})" if where else "")
     fields = [(field.name, getattr(effect, field.name)) for field in dataclasses.fields(effect)]
-    shown = [f"{key}={show(key, value)}" for key, value in fields if key not in HIDDEN and value not in (None, ())]
+    told = [pair for pair in fields if pair[0] not in HIDDEN and pair[1] not in (None, ()) and pair != ("share", 1)]
+    shown = [f"{key}={show(key, value)}" for key, value in told]
     return " ".join([name, *shown])
 
 
@@ -39,6 +40,8 @@ def show(key: str, value: Any) -> str:
         return show_fate(value)
     if key == "standings":
         return "; ".join(show_standing(standing) for standing in value)
+    if key == "share":
+        return f"{value:.3g}"
     if key.endswith("_ns"):
         return f"{value / MS:g}ms"
     if isinstance(value, list | tuple):

@@ -7,9 +7,12 @@ import random
 import pytest
 
 from diloco.sync import effects as fx
+from diloco.sync import events as ev
+from diloco.sync.options import OuterOptions
 from diloco.sync.rounds import outer_step
-from diloco.sync.weights import normalised, of_its_age, raw_weight
-from tests.sync.driving import Syncer, of
+from diloco.sync.syncer import OuterSync
+from diloco.sync.weights import normalised, of_its_age, raw_weight, share
+from tests.sync.driving import Syncer, of, only, running
 
 
 @pytest.mark.parametrize(("rule", "weight"), [("tokens2_per_step", 2500.0), ("tokens", 500.0), ("uniform", 1.0)])
@@ -102,3 +105,96 @@ def test_invariant_6_an_update_left_out_leaves_the_weights_of_a_round_in_which_i
         assert abs(sum(part.weight for part in wanted.contributions) - 1) < 1e-12
     everything = {(site, sequence) for site, each in tokens.items() for sequence in range(1, len(each) + 1)}
     assert outer_step(whole.options, whole.machine.state, 0, everything).contributions == ()
+
+
+def shares(*rounds: str, **options: object) -> list[float]:
+    """Of steps of the sites named by letters, out of a, b, c and d, each with an update of the usual 100 tokens."""
+    syncer = running("a", "b", "c", "d", share_weighted=True, **options)
+    sent = dict.fromkeys("abcd", 0)
+    found = []
+    for version, sites in enumerate(rounds):
+        syncer.options.quorum = len(sites)
+        for site in sites:
+            sent[site] += 1
+            effects = syncer.push(site, sent[site], base_version=version)
+        found.append(only(fx.StartOuterStep, effects).share)
+        syncer.done()
+    return found
+
+
+@pytest.mark.parametrize("rule", ["tokens2_per_step", "tokens", "uniform"])
+def test_19_a_step_is_taken_by_the_share_of_the_sites_in_it(rule: str) -> None:
+    assert shares("a", "b", "cd", "abcd", "abc", weights=rule) == [0.25, 0.25, 0.5, 1.0, 0.75]
+
+
+def test_19_whatever_the_pattern_each_site_moves_the_model_as_far() -> None:
+    """What the pseudo-gradient of a site counts, summed over a period, is what it counts in one full round."""
+    tokens = {"a": 100, "b": 300, "c": 50}
+
+    def counts(pattern: str) -> dict[str, float]:
+        syncer = running("a", "b", "c", share_weighted=True)
+        total = dict.fromkeys(tokens, 0.0)
+        version = 0
+        for turn in range(3):
+            for sites in ["abc"] if turn < 2 else pattern.split():  # First all have been seen.
+                syncer.options.quorum = len(sites)
+                for site in sites:
+                    effects = syncer.push(site, turn + 1, base_version=version, tokens=tokens[site], steps=10)
+                step = only(fx.StartOuterStep, effects)
+                for part in step.contributions if turn == 2 else ():
+                    total[part.site] += step.share * part.weight
+                version += 1
+                syncer.done()
+        return total
+
+    together = counts("abc")
+    assert together == pytest.approx({"a": 1e4 / 10.25e4, "b": 9e4 / 10.25e4, "c": 0.25e4 / 10.25e4})
+    for pattern in ("a b c", "ab c", "b ac"):
+        assert counts(pattern) == pytest.approx(together)
+
+
+def test_19_who_is_away_or_held_has_no_part_in_a_full_round() -> None:
+    syncer = running("a", "b", "c", share_weighted=True)
+    assert only(fx.StartOuterStep, syncer.push("a")).share == pytest.approx(1 / 3)
+    syncer.done()
+    syncer.handle(ev.SiteSilent("c"))
+    assert only(fx.StartOuterStep, syncer.push("b")).share == 0.5
+    syncer.done()
+    syncer.handle(ev.SiteLeft(1, "a", 1))
+    assert only(fx.StartOuterStep, syncer.push("b", 2, base_version=2)).share == 1.0
+
+
+def test_19_an_update_of_two_periods_is_longer_and_counts_as_one() -> None:
+    syncer = running("a", "b", share_weighted=True, weights="tokens")
+    for version, tokens in enumerate((100, 100, 200)):
+        step = only(fx.StartOuterStep, syncer.push("a", version + 1, base_version=version, tokens=tokens))
+        syncer.done()
+        assert step.share == 0.5
+
+
+def test_19_a_restart_takes_the_same_share_whatever_came_meanwhile() -> None:
+    syncer = running("a", "b", "c", share_weighted=True)
+    first = only(fx.StartOuterStep, syncer.push("a"))
+    syncer.push("b", tokens=7000)
+    syncer.handle(ev.SiteSilent("c"))
+    assert only(fx.StartOuterStep, syncer.restart()) == first
+    again = OuterSync.restore(syncer.options, syncer.machine.snapshot())
+    assert again.outer_step(0) == first
+
+
+def test_19_without_the_setting_each_step_is_a_whole_one() -> None:
+    assert only(fx.StartOuterStep, running("a", "b", "c").push("a")).share == 1.0
+    assert share(["a"], {}) == 1.0
+
+
+def test_19_what_is_left_out_takes_its_share_along() -> None:
+    syncer = running("a", "b", "c", "d", share_weighted=True, quorum=2, weights="uniform")
+    syncer.push("a")
+    assert only(fx.StartOuterStep, syncer.push("b")).share == 0.5
+    assert outer_step(syncer.options, syncer.machine.state, 0, {("b", 1)}).share == 0.25
+    assert outer_step(syncer.options, syncer.machine.state, 0, {("a", 1), ("b", 1)}).share == 1.0
+
+
+def test_19_a_buffer_of_updates_is_no_share_of_sites() -> None:
+    with pytest.raises(ValueError, match="share_weighted is True: a share is one of sites, and round_updates=3"):
+        OuterOptions(share_weighted=True, round_updates=3)
