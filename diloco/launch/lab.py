@@ -33,6 +33,8 @@ KINDS: Mapping[str, tuple[str, type | tuple[type, ...]]] = {
 """What the fields of a row and a laboratory are, and a tuple's parts."""
 CODE = ("codec", "inner", "outer", "sim", "sync")
 """The parts of the package that say what a cell comes to."""
+NO_PART = ("does", "against", "settings", "rule", "pattern")
+"""Of a row: what changes nothing of what it comes to, or is in the configuration."""
 OWN = ("data.leased=false", "inner.checkpoint_every_steps=0", "network=loopback")
 """What a training without processes, disks and links of its own is told before anything else."""
 
@@ -46,6 +48,8 @@ class Row:
     control: bool = False
     speeds: tuple[float, ...] = ()
     """Of the sites, in steps a second; those of the laboratory where it is empty."""
+    phases: tuple[float, ...] = ()
+    """When each site begins, as a share of its period; those left out begin at once."""
     jitter: float = 0.0
     """A site's steps take up to this share more or less, drawn for each stretch."""
     interruptions_per_hour: float = 0.0
@@ -55,6 +59,9 @@ class Row:
     """Of its updates that the syncer never has; the site is told so."""
     against: str = ""
     """The row that it is compared with; the laboratory's reference where it is empty."""
+    rule: str = ""
+    pattern: str = ""
+    """What it is made of, where the laboratory has rules under patterns."""
 
     def __post_init__(self) -> None:
         for name in ("interruptions_per_hour", "away_s", "rtt_s"):
@@ -65,6 +72,7 @@ class Row:
         for name in ("jitter", "lost_share"):
             require(0 <= getattr(self, name) < 1, name, getattr(self, name), "at least 0 and below 1")
         require(all(0 < each < inf for each in self.speeds), "speeds", self.speeds, "above 0 and finite")
+        require(all(0 <= each < 1 for each in self.phases), "phases", self.phases, "each at least 0 and below 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +113,7 @@ class Cell:
     @property
     def digest(self) -> str:
         """Equal where the same is trained."""
-        row = {key: value for key, value in asdict(self.row).items() if key not in ("does", "against", "settings")}
+        row = {key: value for key, value in asdict(self.row).items() if key not in NO_PART}
         shared = configs.as_text(self.config)
         return _digest([sorted(shared.items()), row, self.points, self.warm_digest])
 
@@ -158,6 +166,7 @@ def read(name: str) -> Laboratory:
     """The laboratory of ``configs/lab/NAME.yaml``, or of a file; ConfigError in one line.
 
     ``base: NAME`` takes over what that one has in common for all rows, and ``rows_of_base: [name, ...]`` rows of it.
+    ``rules`` under ``patterns`` are rows too, RULE_PATTERN each, compared with the same rule under the first pattern.
     """
     return _read(_path(name), ())
 
@@ -178,6 +187,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> Laboratory:
     plain = configs.of_yaml(path)
     if not isinstance(plain, dict) or not isinstance(plain.get("rows"), dict) or not plain["rows"]:
         raise ConfigError(f"{path}: a laboratory has rows, and each a name")
+    plain["rows"] |= _under_patterns(plain.pop("rules", {}), plain.pop("patterns", {}), path)
     below, taken = plain.pop("base", None), plain.pop("rows_of_base", [])
     base = None if below is None else _base(below, (*above, path))
     known = {} if base is None else base.rows
@@ -195,6 +205,32 @@ def _read(path: Path, above: tuple[Path, ...]) -> Laboratory:
         if key not in rows:
             raise ConfigError(f"{path}: {key!r} is to be compared with, and is no row")
     return lab
+
+
+def _under_patterns(rules: object, patterns: object, path: Path) -> dict[str, dict[str, object]]:
+    """A row for each rule under each pattern, with what both say."""
+    for name, given in (("rules", rules), ("patterns", patterns)):
+        if not isinstance(given, dict) or not all(isinstance(each, dict) for each in given.values()):
+            raise ConfigError(f"{path}: {name} is {given!r}: must be names, and what rows of each have")
+    assert isinstance(rules, dict)
+    assert isinstance(patterns, dict)
+    if bool(rules) != bool(patterns):
+        raise ConfigError(
+            f"{path}: rules are {list(rules)} and patterns {list(patterns)}: neither is without the other"
+        )
+    first = next(iter(patterns), "")
+    return {
+        f"{rule}_{pattern}": {
+            **when,
+            **told,
+            "does": f"{told.get('does', rule)}; {when.get('does', pattern)}",
+            "against": "" if pattern == first else f"{rule}_{first}",
+            "rule": rule,
+            "pattern": pattern,
+        }
+        for rule, told in rules.items()
+        for pattern, when in patterns.items()
+    }
 
 
 def _base(name: object, above: tuple[Path, ...]) -> Laboratory:
@@ -248,6 +284,8 @@ def cells(lab: Laboratory, more: Sequence[str], seeds: Sequence[int], names: Seq
             if names and name not in names:
                 continue
             settled = replace(row, speeds=row.speeds or lab.speeds)
+            if row.phases and len(row.phases) != len(settled.speeds):
+                raise ConfigError(f"row {name}: phases are {row.phases}: one for each of {len(settled.speeds)} sites")
             try:
                 config = configs.compose([*OWN, *lab.settings, *row.settings, *more, f"run.seed={seed}"])
                 warm = configs.compose([*OWN, *lab.settings, *more, f"run.seed={seed}"])

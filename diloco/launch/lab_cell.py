@@ -10,7 +10,10 @@ from diloco.launch.errors import ConfigError
 from diloco.launch.lab import Cell, Found
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
+
+    from diloco.sim.fleet_plan import FleetPlan
 
 UNIT_S = 1.0
 """Virtual seconds that a step takes at speed 1."""
@@ -24,8 +27,6 @@ def run_cell(cell: Cell, folder: Path) -> Found:
 
     from diloco.launch import build
     from diloco.launch.evaluation import Evaluator
-    from diloco.launch.fleeting import Told, fleet_of
-    from diloco.launch.schema import ClusterSite
     from diloco.launch.trained_fleet import Control, TrainedFleet, Warm, tokens_per_step
     from diloco.sim.fleet import simulate
 
@@ -46,22 +47,7 @@ def run_cell(cell: Cell, folder: Path) -> Found:
             row=cell.name, seed=cell.seed, loss=loss, tokens=tokens, seconds=seconds, bytes_up=0, took_s=took_s
         )
     names = [f"site-{index:05d}" for index in range(sites)]
-    there = {name: ClusterSite(slowdown=1 / speed) for name, speed in zip(names, speeds, strict=True)}
-    told = Told(
-        step_s=UNIT_S,
-        seconds=SLACK * tokens / (tokens_per_step(config) * sites) * UNIT_S / min(speeds),
-        interruptions_per_day=24 * row.interruptions_per_hour,
-        away_s=row.away_s or UNIT_S,
-    )
-    plan = fleet_of(replace(config, cluster=replace(config.cluster, sites=there)), told)
-    plan = replace(
-        plan,
-        sites=tuple(
-            replace(site, step_jitter=row.jitter, rtt_s=row.rtt_s, lost_share=row.lost_share) for site in plan.sites
-        ),
-        seed=cell.seed,
-        tokens_trained=tokens,
-    )
+    plan = _plan(cell, names)
     fleet = TrainedFleet(config, names, text, warm, cell.points)
     found = simulate(plan, fleet)
     points = [[each.progress, each.seconds, each.bytes_up, each.loss] for each in fleet.points]
@@ -86,6 +72,34 @@ def run_cell(cell: Cell, folder: Path) -> Found:
         sites_per_version=found.sites_per_version,
         took_s=time.monotonic() - began_s,
     )
+
+
+def _plan(cell: Cell, names: Sequence[str]) -> FleetPlan:
+    """The sites of a row that is no control, and what happens to them."""
+    from diloco.launch.fleeting import Told, fleet_of
+    from diloco.launch.schema import ClusterSite
+    from diloco.launch.trained_fleet import tokens_per_step
+
+    config, row, sites, tokens = cell.config, cell.row, len(names), cell.config.run.tokens or 0
+    there = {name: ClusterSite(slowdown=1 / speed) for name, speed in zip(names, row.speeds, strict=True)}
+    told = Told(
+        step_s=UNIT_S,
+        seconds=SLACK * tokens / (tokens_per_step(config) * sites) * UNIT_S / min(row.speeds),
+        interruptions_per_day=24 * row.interruptions_per_hour,
+        away_s=row.away_s or UNIT_S,
+    )
+    plan = fleet_of(replace(config, cluster=replace(config.cluster, sites=there)), told)
+    linked = (
+        replace(
+            site,
+            step_jitter=row.jitter,
+            rtt_s=row.rtt_s,
+            lost_share=row.lost_share,
+            starts_s=phase * config.outer.inner_steps * site.step_s,
+        )
+        for site, phase in zip(plan.sites, row.phases or [0.0] * sites, strict=True)
+    )
+    return replace(plan, sites=tuple(linked), seed=cell.seed, tokens_trained=tokens)
 
 
 def make_warm(cell: Cell, folder: Path) -> None:

@@ -10,7 +10,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 from diloco.codec import kernel_library
 from diloco.durable import write_file
@@ -23,7 +24,7 @@ from diloco.launch.tether import die_with_parent
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from diloco.launch.lab import Cell, Found, Laboratory, Line
+    from diloco.launch.lab import Cell, Found, Laboratory, Line, Row
 
 LAB = "+lab="
 DOES = """Trains each row of a laboratory with each seed, under virtual time, and shows them beside each other: loss at
@@ -146,20 +147,28 @@ class _bar:  # noqa: N801
             self._console.print(f"{cell.name}, seed {cell.seed}: {found.loss:.4f} in {found.took_s:.0f} s")
 
 
+def _under(row: Row, line: Line) -> dict[str, object]:
+    """Of a rule under a pattern: how much higher the mean loss is than with the first pattern, "together"."""
+    if not row.rule:
+        return {}
+    off = 0.0 if not row.against else fmean(line.off.values()) if line.off else None
+    return {"rule": row.rule, "pattern": row.pattern, "loss_vs_together": off}
+
+
 def _report(lab: Laboratory, lines: Sequence[Line], folder: Path, took_s: float, *, as_json: bool) -> None:
     from diloco.launch.lab_report import html, table
 
-    told = {
-        "lab": lab.name,
-        "seconds": round(took_s, 1),
-        "rows": [
-            {"row": line.name, "loss": line.loss, "losses": line.losses, "against": line.against, "off": line.off,
-             "seconds": [each.seconds for each in line.found], "bytes_up": [each.bytes_up for each in line.found],
-             "goodput": [each.goodput for each in line.found],
-             "sites_per_version": [each.sites_per_version for each in line.found]}
-            for line in lines
-        ],
-    }  # fmt: skip
+    rows: list[dict[str, Any]] = [
+        {"row": line.name, "loss": line.loss, "losses": line.losses, "against": line.against, "off": line.off,
+         "seconds": [each.seconds for each in line.found], "bytes_up": [each.bytes_up for each in line.found],
+         "goodput": [each.goodput for each in line.found],
+         "sites_per_version": [each.sites_per_version for each in line.found], **_under(lab.rows[line.name], line)}
+        for line in lines
+    ]  # fmt: skip
+    told: dict[str, object] = {"lab": lab.name, "seconds": round(took_s, 1), "rows": rows}
+    off = [row["loss_vs_together"] for row in rows if row.get("rule") == "default"]
+    if off and None not in off:
+        told["worst_default"] = max(off)
     write_file(folder / "table.json", json.dumps(told, indent=1).encode())
     write_file(folder / "report.html", html(lab, lines).encode())
     if as_json:

@@ -38,12 +38,38 @@ from tests.launch.laboratories import found, rows, written
         ("rows_of_base: [sync]\nrows: {a: {}}", "rows_of_base is ['sync']: a list of rows, of a base"),
         ("base: smoke\nrows_of_base: [sink]\nrows: {a: {}}", "rows_of_base is ['sink']: a list of data_parallel, sync"),
         ("base: PATH\nrows: {a: {}}", "begins with this one"),
+        ("rows: {a: {phases: [0, 1]}}", "rows.a: phases is (0, 1): each at least 0 and below 1"),
+        ("rules: {b: {}}\nrows: {a: {}}", "rules are ['b'] and patterns []: neither is without the other"),
+        ("rules: {b: {}}\npatterns: [c]\nrows: {a: {}}", "patterns is ['c']: must be names, and what rows"),
+        ("rules: {b: {}}\npatterns: {c: {speed: 1}}\nrows: {a: {}}", "rows.b_c: unknown key speed"),
     ],
 )
 def test_a_file_that_is_no_laboratory_is_named(text: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(configs.ConfigError) as refused:
         labs.read(written(tmp_path, text.replace("PATH", str(tmp_path / "mine.yaml"))))
     assert words in str(refused.value)
+
+
+def test_19_rules_under_patterns_are_rows_compared_with_the_first_pattern(tmp_path: Path) -> None:
+    text = """
+        reference: a
+        rows: {a: {}}
+        patterns: {together: {}, apart: {phases: [0, 0.5, 0.25], does: one by one}}
+        rules: {default: {does: shares, settings: [outer.lr=0.5]}, other: {}}"""
+    lab = labs.read(written(tmp_path, text))
+    assert list(lab.rows) == ["a", "default_together", "default_apart", "other_together", "other_apart"]
+    row = lab.rows["default_apart"]
+    assert (row.does, row.settings, row.phases) == ("shares; one by one", ("outer.lr=0.5",), (0, 0.5, 0.25))
+    assert (row.against, row.rule, row.pattern) == ("default_together", "default", "apart")
+    assert lab.rows["other_together"].against == "", "the laboratory's reference"
+
+
+def test_19_there_is_a_phase_for_each_site(tmp_path: Path) -> None:
+    lab = labs.read(
+        written(tmp_path, "speeds: [1, 1]\nsettings: [run.tokens=1000]\nrows: {a: {phases: [0, 0.5, 0.1]}}")
+    )
+    with pytest.raises(configs.ConfigError, match=r"row a: phases are \(0, 0.5, 0.1\): one for each of 2 sites"):
+        labs.cells(lab, (), (0,), ())
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"{}", b"\xff"])
