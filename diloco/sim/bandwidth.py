@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING
 
 from diloco.sync.schedule import due, offsets
@@ -26,7 +27,7 @@ FORWARD_SHARE = 1 / 3
 GRID_GBPS = tuple(10 ** (-1 + 4 * index / 49) for index in range(50))
 """The bandwidths that the paper tried: 0.1 to 1000 Gbit/s, evenly by their logarithm."""
 PERIODS = 3
-"""After so many exchanges of everything the rhythm has settled."""
+"""How many exchanges of everything are simulated.  The first one settles the rhythm and is not counted."""
 STEPS_MIN = 30
 
 
@@ -54,16 +55,21 @@ class Exchange:
 
 
 def utilisation(model: Model, exchange: Exchange, gbps: float) -> float:
-    """The share of the time that a site trains, where its link carries ``gbps`` each way."""
+    """The share of the time that a site trains, once the rhythm has settled, where its link carries ``gbps`` each way.
+
+    Counts whole periods of ``exchange.inner_steps`` from the end of the first one, so that each of them holds one wait
+    for every layer.
+    """
     assert model.layers >= exchange.fragments, (model, exchange)
+    assert exchange.overlap_steps < exchange.inner_steps, exchange
     layers = range(model.layers)
     carry_s = model.parameters / model.layers * exchange.bits / (gbps * 1e9)
     forward_s = FORWARD_SHARE * model.step_s / model.layers
     backward_s = (1 - FORWARD_SHARE) * model.step_s / model.layers
     here_s, needed_in = [0.0] * model.layers, [0] * model.layers
-    now_s = link_free_s = 0.0
-    steps = max(STEPS_MIN, PERIODS * exchange.inner_steps)
-    for step in range(1, steps + 1):
+    now_s = link_free_s = settled_s = 0.0
+    periods = max(PERIODS, ceil(STEPS_MIN / exchange.inner_steps))
+    for step in range(1, periods * exchange.inner_steps + 1):
         for layer in layers:
             if needed_in[layer] == step:
                 now_s = max(now_s, here_s[layer])
@@ -74,7 +80,12 @@ def utilisation(model: Model, exchange: Exchange, gbps: float) -> float:
             if layer in due:
                 link_free_s = max(link_free_s, now_s) + carry_s
                 here_s[layer], needed_in[layer] = link_free_s, step + 1 + exchange.overlap_steps
-    return steps * model.step_s / now_s
+        if step == exchange.inner_steps:
+            settled_s = now_s
+    period_s = exchange.inner_steps * model.step_s
+    # A link that is a little too slow falls behind for many periods until somebody waits for it.
+    carried_s = model.layers * carry_s
+    return min((periods - 1) * period_s / (now_s - settled_s), period_s / max(carried_s, period_s))
 
 
 def gbps_needed(model: Model, exchange: Exchange, share: float, grid: Sequence[float] = GRID_GBPS) -> float | None:

@@ -19,8 +19,24 @@ def test_a_blocking_exchange_of_all_at_once_costs_what_the_formula_says() -> Non
     """One layer: nothing of the exchange lies beside the backward pass, so x = H t / (H t + V / B)."""
     model, rule = Model(parameters=1e9, layers=1, step_s=1.0), Exchange(inner_steps=10)
     carry_s = 1e9 * 16 / (4 * 1e9)
-    # The last exchange is waited for by nobody: 2 of 3 periods hold one up.
-    assert utilisation(model, rule, 4.0) == pytest.approx(30 / (30 + 2 * carry_s))
+    assert utilisation(model, rule, 4.0) == pytest.approx(10 / (10 + carry_s))
+
+
+def test_every_counted_period_holds_its_wait() -> None:
+    """The link starts behind the last layer's backward pass and is busy from then on; the first layer comes last, and
+    the next forward pass waits for it."""
+    model, rule = MODELS["10B"][0], exchange_of("diloco", 16)
+    backward_s = 2 / 3 * model.step_s * (1 - 1 / model.layers)
+    waits_s = model.parameters * 16 / 28.1e9 - backward_s
+    found = utilisation(model, rule, 28.1)
+    assert found == pytest.approx(100 * model.step_s / (100 * model.step_s + waits_s))
+    assert found == pytest.approx(0.9393, abs=5e-5)
+
+
+def test_a_link_that_falls_behind_for_many_periods_is_counted_by_what_it_carries() -> None:
+    model = Model(parameters=1e9, layers=10, step_s=1.0)
+    rule = Exchange(inner_steps=10, fragments=10, overlap_steps=9)
+    assert utilisation(model, rule, 1.59) == pytest.approx(15.9 / 16)
 
 
 def test_more_overlap_and_fewer_bits_never_need_a_faster_link() -> None:
