@@ -54,8 +54,8 @@ class OuterSection:
     """A step of some of the live sites is that share of an outer step, so that the result does not depend on which of
     them arrive together; without it each step is a whole one, as papers have it."""
     merge: str = "mean"
-    """mean, rda, clip, normalise, geometric_median or trimmed_mean.  rda makes longer steps than the mean, by up to the
-    square root of the sites: it wants a smaller lr or momentum."""
+    """mean, rda, clip, normalise, clamp, geometric_median or trimmed_mean.  rda makes longer steps than the mean, by up
+    to the square root of the sites: it wants a smaller lr or momentum."""
     merge_plain: list[str] = field(default_factory=lambda: ["*embed*", "*head*"])
     """Under rda: patterns of parameters' names that are merged by the mean, as vectors are."""
     norm_ratio_max: float = 1.0

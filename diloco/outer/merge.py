@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import cos, exp, isfinite, pi, sqrt
-from statistics import median
+from statistics import median, median_low
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
-MERGE_KINDS = ("mean", "rda", "clip", "normalise", "geometric_median", "trimmed_mean")
+MERGE_KINDS = ("mean", "rda", "clip", "normalise", "clamp", "geometric_median", "trimmed_mean")
 WEISZFELD_STEPS = 64
 DEGENERATE = 1e-6
 """Of what unit vectors could add up to: a sum that is shorter has no direction."""
@@ -34,7 +34,10 @@ class MergeOptions:
                           DiLoCo, arXiv 2604.21428): M contributions that have nothing in common do not get sqrt(M)
                           times shorter, so it wants a smaller learning rate than the mean by up to as much
     ``clip``              the mean of contributions no longer than ``norm_ratio_max`` times the median length
-    ``normalise``         the mean of contributions made as long as the median one (arXiv 2603.08163)
+    ``normalise``         the mean of contributions made as long as the median one
+    ``clamp``             the mean of contributions no longer than the lower median length, each tensor on its own: the
+                          form of SparseLoCo's code (arXiv 2508.15706, 2603.08163).  Where half of the contributions or
+                          more are 0, nothing is left of the others
     ``geometric_median``  where the weighted sum of the distances is least (RFA, arXiv 1912.13445)
     ``trimmed_mean``      value by value, the mean without the ``trim_share`` largest and the ``trim_share`` smallest
                           (arXiv 1803.01498)
@@ -87,6 +90,8 @@ MEAN = MergeOptions()
 OPEN = Gate()
 PAIRWISE = ("rda", "geometric_median")
 """The kinds that read the products of different contributions."""
+BY_TENSOR = ("rda", "clamp")
+"""The kinds that merge each tensor on its own; the others compare whole fragments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +128,8 @@ def blend(
         weighted = [weight * factor for weight, factor in zip(changed, factors, strict=True)]
         return weighted, scale * sum(weighted) / sum(changed)
     lengths = [sqrt(products[index][index]) for index in range(len(weights))]
+    if options.kind == "clamp":
+        return _shortened(weights, [min(1.0, median_low(lengths) / length) if length else 1.0 for length in lengths])
     if options.kind == "rda":
         return _rda(weights, products, lengths)
     if options.kind == "geometric_median":
@@ -134,6 +141,11 @@ def blend(
     factors = [usual / length if length else 1.0 for length in lengths]
     if options.kind == "clip":
         factors = [min(1.0, options.norm_ratio_max * factor) for factor in factors]
+    return _shortened(weights, factors)
+
+
+def _shortened(weights: Sequence[float], factors: Sequence[float]) -> tuple[list[float], float]:
+    """The mean with ``weights`` of contributions that are ``factors`` times as long."""
     changed = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
     return changed, sum(changed) / sum(weights)
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from diloco.outer.correction import UNCORRECTED, Correction
-from diloco.outer.merge import MEAN, OPEN, Gate, MergeOptions, Segment
+from diloco.outer.merge import BY_TENSOR, MEAN, OPEN, Gate, MergeOptions, Segment
 from diloco.outer.optimizer import TENSORS_KEPT, OuterOptimizerOptions
 
 if TYPE_CHECKING:
@@ -46,10 +46,11 @@ def outer_rule(
 ) -> OuterRule:
     """Return the rule of a run with ``layout``.
 
-    ``rda`` goes by parameters, because tensors differ in length by orders of magnitude; those whose name matches one of
-    ``plain`` (shell patterns) and vectors are merged by the mean: an embedding's row moves at the sites that saw its
-    token, and is no direction of all.  The other kinds compare whole fragments, as a site's update is good or bad.
-    A correction goes by parameters under all of them.  ``ValueError`` where there is no momentum to correct by.
+    ``rda`` and ``clamp`` go by parameters, because tensors differ in length by orders of magnitude.  Under ``rda``
+    those whose name matches one of ``plain`` (shell patterns) and vectors are merged by the mean: an embedding's row
+    moves at the sites that saw its token, and is no direction of all.  The other kinds compare whole fragments, as a
+    site's update is good or bad.  A correction goes by parameters under all of them.  ``ValueError`` where there is no
+    momentum to correct by.
     """
     if not correction.is_none and "momentum" not in TENSORS_KEPT[optimizer.kind]:
         kinds = " or ".join(kind for kind, kept in TENSORS_KEPT.items() if "momentum" in kept)
@@ -59,12 +60,12 @@ def outer_rule(
     shapes = dict(layout.parameters)
 
     def options_of(name: str) -> MergeOptions:
-        apart = len(shapes[name]) < 2 or any(fnmatchcase(name, pattern) for pattern in plain)
-        return MEAN if apart else merge
+        is_plain = len(shapes[name]) < 2 or any(fnmatchcase(name, pattern) for pattern in plain)
+        return MEAN if merge.kind == "rda" and is_plain else merge
 
     def segments(fragment: Fragment) -> tuple[Segment, ...]:
         stops = tuple(accumulate(piece.stop - piece.start for piece in fragment.pieces))
-        if merge.kind != "rda":
+        if merge.kind not in BY_TENSOR:
             return (Segment(0, fragment.numel, merge, () if correction.is_none else stops[:-1]),)
         starts = (0, *stops[:-1])
         return tuple(

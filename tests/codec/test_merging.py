@@ -106,6 +106,30 @@ def test_by_ranges_it_is_the_definition(kind: str, correction: Correction, monke
     assert torch.equal(left.state.theta, wanted) == correction.is_none
 
 
+@pytest.mark.parametrize("sites", [2, 3, 4])
+def test_clamp_is_sparselocos_for_ten_rounds(sites: int) -> None:
+    """Its code takes each tensor times min(1, median / norm), torch's median being the lower one of two."""
+    stops, codec = (40, 1_000, 1_003), make_codec("fp32")
+    clamp = MergeOptions(kind="clamp")
+    segments = tuple(Segment(start, stop, clamp) for start, stop in pairwise((0, *stops)))
+    theta = drawn(stops[-1], 0)
+    state, authors = State(theta, theta.clone(), NOTHING), theta.double()
+    for number in range(10):
+        updates = [drawn(stops[-1], 100 * number + site) for site in range(sites)]
+        for site, update in enumerate(updates):
+            for segment in segments:
+                update[segment.start : segment.stop] *= 3.0 ** ((site * 7 + number * 5 + segment.stop) % 5 - 2)
+        updates[number % sites][-3:] = 0
+        sent = [(1.0, [(codec, codec.encode(each))]) for each in updates]
+        state = outer_pass(sent, state, PLAIN, codec, merging=Merging(segments)).state
+        for segment in segments:
+            mine = torch.stack([each[segment.start : segment.stop].double() for each in updates])
+            norms = mine.norm(dim=1)
+            factors = torch.where(norms > 0, norms.median() / norms, 1.0).clamp(max=1.0)
+            authors[segment.start : segment.stop] -= (factors[:, None] * mine).mean(0)
+        assert (state.theta - authors).abs().max().item() < 1e-6, number
+
+
 @pytest.mark.parametrize("kind", MERGE_KINDS)
 def test_5_equal_contributions_that_go_with_the_momentum_give_themselves_and_so_do_the_first(kind: str) -> None:
     codec, numel = make_codec("fp32"), 3_000

@@ -93,7 +93,7 @@ PAPERS: dict[str, tuple[str, dict[str, object]]] = {
         "2508.15706",  # 64 of 4096 in 2 bits, alpha 1, no momentum, H 30, AdamW 0.9 / 0.95, 0.1; 2603.08163: lengths.
         {
             **ADAMW, **EVERYBODY, **WHOLE, "codec.up": "topk:4096x64", "outer.kind": "sgd", "outer.lr": 1.0,
-            "outer.momentum": 0.0, "outer.inner_steps": 30, "outer.merge": "normalise", "inner.betas": [0.9, 0.95],
+            "outer.momentum": 0.0, "outer.inner_steps": 30, "outer.merge": "clamp", "inner.betas": [0.9, 0.95],
             "inner.weight_decay": 0.1, "outer.lock_step": True,
         },
     ),

@@ -156,6 +156,15 @@ def test_clip_and_normalise_by_hand() -> None:
     assert merged(MergeOptions(kind="normalise"), weights, values).tolist() == pytest.approx([(2 + 2 * 2) / 4, 2 / 4])
 
 
+def test_clamp_by_hand() -> None:
+    """Lengths 1, 2, 8 and 9: the lower median is 2, and the shortest stays as it is."""
+    values = [torch.tensor(each) for each in ([1.0, 0.0], [0.0, 2.0], [8.0, 0.0], [0.0, -9.0])]
+    clamp = MergeOptions(kind="clamp")
+    assert merged(clamp, [1.0, 1.0, 2.0, 1.0], values).tolist() == pytest.approx([(1 + 2 * 2) / 5, (2 - 2) / 5])
+    nothing_of_most = [torch.zeros(2), torch.zeros(2), torch.ones(2)]
+    assert merged(clamp, [1.0] * 3, nothing_of_most).tolist() == [0.0, 0.0]
+
+
 def test_the_geometric_median_has_the_least_sum_of_distances() -> None:
     weights, values = [1.0, 1.0, 2.0, 0.5], drawn(4, 16, 11)
 
@@ -168,7 +177,9 @@ def test_the_geometric_median_has_the_least_sum_of_distances() -> None:
         assert far(found) <= far(near) + 1e-6, seed
 
 
-@pytest.mark.parametrize(("kind", "moved_max"), [("clip", 1.0), ("normalise", 1.0), ("geometric_median", 1.0)])
+@pytest.mark.parametrize(
+    ("kind", "moved_max"), [("clip", 1.0), ("normalise", 1.0), ("clamp", 1.0), ("geometric_median", 1.0)]
+)
 def test_one_mad_site_of_five_moves_a_robust_merge_little(kind: str, moved_max: float) -> None:
     good = [torch.ones(64) + 0.1 * each / each.norm() for each in drawn(4, 64, 12)]
     mad = [*good, torch.full((64,), -1e6)]

@@ -28,7 +28,14 @@ def test_rda_goes_by_parameters_and_leaves_embeddings_and_vectors_to_the_mean() 
     assert kinds == {"embed.weight": "mean", "norm.weight": "mean", "a.weight": "rda", "head.weight": "mean"}
 
 
-def test_the_mean_needs_no_segments_and_the_others_but_rda_have_a_fragment_in_one() -> None:
+def test_clamp_goes_by_all_parameters() -> None:
+    layout = plan_layout([("embed.weight", (20, 4)), ("norm.weight", (4,)), ("a.weight", (4, 4))], 1)
+    clamp = MergeOptions(kind="clamp")
+    segments = outer_rule(PLAIN, clamp, layout, ["*embed*"]).segments_of(0)
+    assert segments == (Segment(0, 16, clamp), Segment(16, 96, clamp), Segment(96, 100, clamp))
+
+
+def test_the_mean_needs_no_segments_and_the_others_have_a_fragment_in_one() -> None:
     layout = plan_layout([("a.weight", (4, 4)), ("b.weight", (4, 4))], 2)
     assert outer_rule(PLAIN, MEAN, layout) == OuterRule(PLAIN)
     clip = MergeOptions(kind="clip")
