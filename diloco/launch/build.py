@@ -34,6 +34,7 @@ from diloco.launch.sections import quorum, section, to_ns, units_ahead
 from diloco.launch.spreading import check_spreading, compute_options, peak_tflops, spread, without_memory
 from diloco.launch.values import load_values
 from diloco.learner.options import AgentOptions
+from diloco.outer.adopt import MEASURE_FROM
 from diloco.outer.correction import CORRECTION_NUMBERS, Correction
 from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_layout
 from diloco.outer.merge import Gate, MergeOptions
@@ -267,6 +268,8 @@ def agent_options(config: RunConfig, folder: Path, whole: Layout | None = None) 
     check_codec("codec.down", config.codec.down)
     if not 0 <= config.outer.adopt_alpha <= 1:
         raise ConfigError(f"outer.adopt_alpha is {config.outer.adopt_alpha}: from 0 to 1")
+    if config.outer.measure_from not in MEASURE_FROM:
+        raise ConfigError(f"outer.measure_from is {config.outer.measure_from!r}: one of {', '.join(MEASURE_FROM)}")
     with section("site"):
         return AgentOptions(
             folder=str(folder),
@@ -274,6 +277,7 @@ def agent_options(config: RunConfig, folder: Path, whole: Layout | None = None) 
             feedback=feedback(config),
             adapt=adapt_options(config, layout_of(config, whole)),
             adopt_alpha=config.outer.adopt_alpha,
+            measure_from=config.outer.measure_from,
             join_timeout_s=site.join_timeout_s,
             finish_timeout_s=site.finish_timeout_s,
         )

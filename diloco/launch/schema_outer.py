@@ -90,6 +90,9 @@ class OuterSection:
     adopt_alpha: float = 0.5
     """Under blend: the share of the site's own values that stays.  Under eager: the share that a site's own update will
     have in a version, about lr / sites."""
+    measure_from: str = "adopted"
+    """Under blend: what the next update is measured from.  published: the version, as in the paper and in others' code;
+    adopted: the blended values."""
     lock_step: bool = False
     """Wait for each version, as classic DiLoCo does."""
     updates_in_flight_max: int = 2

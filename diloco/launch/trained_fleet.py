@@ -243,7 +243,14 @@ class _Site:
             _begin(self._trainer, model, warm)
         holding = Holding(named_parameters_once(model), SiteGroup())
         outer = config.outer
-        self.tensors = SiteTensors(layout, holding, outer.adopt, outer.adopt_alpha, feedback=feedback(config))
+        self.tensors = SiteTensors(
+            layout,
+            holding,
+            outer.adopt,
+            outer.adopt_alpha,
+            feedback=feedback(config),
+            measure_from=outer.measure_from,
+        )
         (self.encoder,) = encoders([config.codec.up], self.tensors)
 
     def progress(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diloco.codec.registry import make_codec
+from diloco.outer.adopt import MEASURE_FROM
 from diloco.sync.adapting import AdaptOptions, Way
 
 
@@ -16,6 +17,9 @@ class AgentOptions:
     up_codec: str = "fp32"
     adopt_alpha: float = 0.5
     """Share of the local values that ``blend`` keeps."""
+    measure_from: str = "adopted"
+    """Under ``blend``: ``adopted``, the next update is measured from the blended values; ``published``, from the
+    version."""
     feedback: float = 0.0
     """Share of what a codec rounded off that goes out with the next update; 0 under ``rebase``, which keeps it all."""
     join_timeout_s: float = 60.0
@@ -30,6 +34,8 @@ class AgentOptions:
         codec = make_codec(self.up_codec)
         if not 0 <= self.adopt_alpha <= 1:
             raise ValueError(f"adopt_alpha is {self.adopt_alpha!r}: must be from 0 to 1")
+        if self.measure_from not in MEASURE_FROM:
+            raise ValueError(f"measure_from is {self.measure_from!r}: one of {', '.join(MEASURE_FROM)}")
         if not 0 <= self.feedback <= 1:
             raise ValueError(f"feedback is {self.feedback!r}: must be from 0 to 1")
         if self.feedback and codec.lossless:

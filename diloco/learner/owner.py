@@ -63,7 +63,14 @@ class Owner:
         """``restored`` are the tensors of a checkpoint, whoever wrote them; what of them counts is rank 0's to say."""
         self._channel, self._client, self._bound_s = dealt.channels[0], client, holding.group.timeout_s
         place = place_of(holding.parts())
-        rules = (adopt, options.adopt_alpha, place, options.feedback, dealt.of(holding.group.rank))
+        rules = (
+            adopt,
+            options.adopt_alpha,
+            place,
+            options.feedback,
+            dealt.of(holding.group.rank),
+            options.measure_from,
+        )
         self._tensors = SiteTensors(layout, holding, *rules)
         self._restored = restored or {}
         self._lock = threading.Condition(threading.RLock())

@@ -47,9 +47,11 @@ class SiteTensors:
         place: Place | None = None,
         feedback: float = 0.0,
         owned: Collection[int] | None = None,
+        measure_from: str = "adopted",
     ) -> None:
         """``place`` is where the model is, the host by default; ``feedback`` the share of a residual that goes out with
-        the next update, 0 under ``rebase``.  ``owned`` are the fragments whose tensors lie here, all by default."""
+        the next update, 0 under ``rebase``.  ``owned`` are the fragments whose tensors lie here, all by default.
+        ``measure_from``: see ``outer.adopt.MEASURE_FROM``."""
         assert not (feedback and adopt in ADOPT_KEEPS_UNSENT), "what is not sent is the residual"
         self.place = place if place is not None else Place(HOST)
         self.buffers = Buffers(SPARE_MAX)
@@ -57,6 +59,7 @@ class SiteTensors:
         self.holding = holding
         self.adopt_rule = adopt
         self.adopt_alpha = adopt_alpha
+        self.measure_from = measure_from
         count = len(layout.fragments)
         self.owned = frozenset(range(count) if owned is None else owned)
         self.base: list[Tensor | None] = [None] * count
@@ -102,8 +105,9 @@ class SiteTensors:
         else:
             is_overwritten = self.adopt_rule == "overwrite"
             local = None if is_overwritten else self.local(fragment)
-            reference = overwrite(new_base) if local is None else blend(local, new_base, self.adopt_alpha)
-            self.write(fragment, reference)
+            values = overwrite(new_base) if local is None else blend(local, new_base, self.adopt_alpha)
+            self.write(fragment, values)
+            reference = new_base if self.measure_from == "published" else values
         for sequence in merged:
             del self.sent[fragment, sequence]
             self.residuals.merged(fragment, sequence)

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+MEASURE_FROM = ("adopted", "published")
+"""Where the next update is measured from under :func:`blend`: from what it returned, or from the version."""
+
 
 def rebase(local: Tensor, old_base: Tensor, new_base: Tensor, merged: Sequence[Tensor]) -> Tensor:
     """Return ``new_base + r`` with ``r = (local - old_base) + merged[0] + merged[1] + ...``, in this order.
@@ -37,6 +40,9 @@ def overwrite(new_base: Tensor) -> Tensor:
 
 def blend(local: Tensor, new_base: Tensor, alpha: float) -> Tensor:
     """Return ``alpha local + (1 - alpha) new_base`` (Streaming DiLoCo, arXiv 2501.18512).
+
+    In the paper's algorithm the next update is measured from ``new_base``, so that it brings again what is left of the
+    site's own way.  Measured from the result it brings what was trained since, and what is left is never sent.
 
     ``alpha`` 0 is :func:`overwrite`, 1 is no communication; both ends, and equal inputs, are exact.  ``ValueError``
     outside of 0 to 1.

@@ -154,7 +154,7 @@ def _adopt(turn: SiteTurn, index: int, part: FragmentProgress) -> None:
             under_way.append(sent)
     part.in_flight = under_way
     if adopt not in ADOPT_KEEPS_UNSENT:
-        # The next update begins at the value right after this adopt, so what was trained and not sent is given up.
+        # What was trained and not sent is given up.  The share of it that blend keeps counts as none.
         part.tokens_overwritten += part.unsent_tokens
         part.unsent_tokens = part.unsent_steps = 0
     part.base_version = version

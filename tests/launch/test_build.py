@@ -13,7 +13,7 @@ from diloco.inner import checkpoint
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.state import model_tensors
 from diloco.launch import build
-from diloco.launch.config import choices, compose
+from diloco.launch.config import choices, compose, shared_config
 from diloco.launch.errors import ConfigError
 from diloco.launch.placing import at
 from diloco.launch.schema import RunConfig
@@ -68,6 +68,7 @@ def test_the_layout_is_that_of_the_model() -> None:
         ("outer.quorum=0", "outer.quorum is 0: at least 1"),
         ("outer.adopt=keep", "outer.adopt is 'keep': one of rebase, overwrite, blend"),
         ("outer.adopt_alpha=2", "outer.adopt_alpha is 2.0: from 0 to 1"),
+        ("outer.measure_from=above", "outer.measure_from is 'above': one of adopted, published"),
         ("codec.feedback=2", "codec.feedback is 2.0: from 0 to 1"),
         ("codec.feedback=0.5", "codec.feedback is 0.5: with outer.adopt=rebase what codec.up rounds off stays"),
         ("outer.num_fragments=500", "outer.num_fragments is 500: must be from 1 to the"),
@@ -110,6 +111,13 @@ def test_what_is_rounded_off_is_fed_back_as_usual_or_as_told(settings: list[str]
     config = compose(settings)
     build.check(config)
     assert build.agent_options(config, Path()).feedback == feedback
+
+
+def test_a_blend_is_measured_from_the_version_in_the_preset_and_from_the_blended_values_where_nothing_says_so() -> None:
+    for overrides, wanted in (["outer=streaming"], "published"), (["outer.adopt=blend"], "adopted"):
+        config = compose(overrides)
+        assert build.agent_options(config, Path()).measure_from == wanted
+        assert shared_config(config).get("outer.measure_from", "adopted") == wanted
 
 
 def test_feedback_without_a_residual_is_refused() -> None:

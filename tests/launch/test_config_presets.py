@@ -35,7 +35,7 @@ PAPERS: dict[str, tuple[str, dict[str, object]]] = {
         {
             **ADAMW, **EVERYBODY, "outer.kind": "nesterov", "outer.lr": 0.4, "outer.momentum": 0.9,
             "outer.inner_steps": 30, "site.overlap_steps": 1, "outer.adopt": "blend", "outer.adopt_alpha": 0.5,
-            "codec.up": "e3m0:128+zstd1", "outer.lock_step": False,
+            "outer.measure_from": "published", "codec.up": "e3m0:128+zstd1", "outer.lock_step": False,
         },
     ),
     "eager": (

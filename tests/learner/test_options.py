@@ -12,6 +12,7 @@ from diloco.learner.options import AgentOptions
     [
         ("up_codec", "int5"),
         ("adopt_alpha", 1.5),
+        ("measure_from", "above"),
         ("feedback", 1.5),
         ("feedback", 0.5),
         ("join_timeout_s", 0.0),

@@ -85,6 +85,21 @@ def test_the_others_measure_from_the_value_right_after_the_adopt(rule: str, alph
     assert torch.equal(measured(found, []), torch.zeros_like(new))
 
 
+@pytest.mark.parametrize("alpha", [0.25, 1.0])
+def test_a_blend_may_be_measured_from_the_version_less_what_was_sent_since(alpha: float) -> None:
+    found = site_tensors("blend", alpha)
+    found.measure_from = "published"
+    found.latest[0] = (4, dice("new", 0))
+    found.adopt(0, 4, [5])
+    assert found.reference[0] is found.base[0], "a checkpoint has it once"
+    left = dice("new", 0) - local(found)
+    assert left.abs().max() > 0.1
+    assert torch.equal(measured(found, []), left), "what is left of the site's own way goes out again"
+    found.sent[0, 7] = left
+    found.write(0, local(found) - 2)
+    assert torch.allclose(measured(found, [7]), torch.full_like(left, 2.0), atol=1e-6)
+
+
 def test_eager_keeps_what_is_unsent_and_a_share_of_what_the_version_lacks() -> None:
     """Update 5 was measured before the last adopt, so only 6 is in what was trained since; the version has 5."""
     found = site_tensors("eager")
