@@ -39,6 +39,7 @@ from diloco.outer.correction import CORRECTION_NUMBERS, Correction
 from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_layout
 from diloco.outer.merge import Gate, MergeOptions
 from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.outer.own_part import ADDITIVE
 from diloco.outer.placement import part_of
 from diloco.outer.rule import OuterRule, outer_rule
 from diloco.sync.agreement import CORPUS, PROTOCOL, Agreement
@@ -224,13 +225,32 @@ def health_options(config: RunConfig) -> HealthOptions:
         )
 
 
+def outer_optimizer(config: RunConfig) -> OuterOptimizerOptions:
+    """The outer step."""
+    with section("outer"):
+        return OuterOptimizerOptions(
+            **{each.name: getattr(config.outer, each.name) for each in fields(OuterOptimizerOptions)}
+        )
+
+
+def ahead(config: RunConfig) -> OuterOptimizerOptions | None:
+    """The outer step that a site takes ahead on its own updates; None where it has a given share of them, or none."""
+    outer = config.outer
+    if outer.adopt != "eager" or outer.adopt_alpha is not None:
+        return None
+    if outer.kind not in ADDITIVE:
+        raise ConfigError(
+            f"outer.adopt_alpha is null: from 0 to 1, with outer.kind={outer.kind}, whose steps are no sum of the "
+            f"sites' parts as those of {', '.join(ADDITIVE)} are"
+        )
+    return outer_optimizer(config)
+
+
 def rule(config: RunConfig, layout: Layout) -> OuterRule:
     """The merge and the outer step."""
     outer = config.outer
+    optimizer = outer_optimizer(config)
     with section("outer"):
-        optimizer = OuterOptimizerOptions(
-            **{each.name: getattr(outer, each.name) for each in fields(OuterOptimizerOptions)}
-        )
         gate = Gate(alpha=outer.gate_alpha, cutoff=outer.gate_cutoff)
         if 0 < gate.cutoff <= outer.staleness_max:
             wanted = f"above outer.staleness_max={outer.staleness_max}: nothing of older ones would be left to merge"
@@ -266,8 +286,11 @@ def agent_options(config: RunConfig, folder: Path, whole: Layout | None = None) 
     site = config.site
     check_codec("codec.up", config.codec.up)
     check_codec("codec.down", config.codec.down)
-    if not 0 <= config.outer.adopt_alpha <= 1:
-        raise ConfigError(f"outer.adopt_alpha is {config.outer.adopt_alpha}: from 0 to 1")
+    alpha = config.outer.adopt_alpha
+    if alpha is not None and not 0 <= alpha <= 1:
+        raise ConfigError(f"outer.adopt_alpha is {alpha}: from 0 to 1")
+    if alpha is None and config.outer.adopt == "blend":
+        raise ConfigError("outer.adopt_alpha is null: from 0 to 1, with outer.adopt=blend")
     if config.outer.measure_from not in MEASURE_FROM:
         raise ConfigError(f"outer.measure_from is {config.outer.measure_from!r}: one of {', '.join(MEASURE_FROM)}")
     with section("site"):
@@ -276,7 +299,8 @@ def agent_options(config: RunConfig, folder: Path, whole: Layout | None = None) 
             up_codec=config.codec.up,
             feedback=feedback(config),
             adapt=adapt_options(config, layout_of(config, whole)),
-            adopt_alpha=config.outer.adopt_alpha,
+            adopt_alpha=0.0 if alpha is None else alpha,
+            ahead=ahead(config),
             measure_from=config.outer.measure_from,
             join_timeout_s=site.join_timeout_s,
             finish_timeout_s=site.finish_timeout_s,

@@ -87,9 +87,9 @@ class OuterSection:
     adopt: str = "rebase"
     """rebase keeps progress; overwrite (Decoupled DiLoCo) and blend (Streaming DiLoCo) do not; eager keeps what is not
     sent, and a share of what is not merged."""
-    adopt_alpha: float = 0.5
-    """Under blend: the share of the site's own values that stays.  Under eager: the share that a site's own update will
-    have in a version, about lr / sites."""
+    adopt_alpha: float | None = 0.5
+    """Under blend: the share of the site's own values that stays.  Under eager: the share of an own update that a site
+    has ahead of a version that lacks it; null: what the outer step will make of it."""
     measure_from: str = "adopted"
     """Under blend: what the next update is measured from.  published: the version, as in the paper and in others' code;
     adopted: the blended values."""

@@ -156,6 +156,7 @@ class TrainedFleet:
         parameters = named_parameters_once(self._eval_model)
         first = [gather(fragment, parameters) for fragment in self._layout.fragments]
         self._states = [State(each, each.clone(), NOTHING) for each in first]
+        self._sites_in = [0] * len(first)
         self._sites = [_Site(config, self._layout, (index, len(names)), warm) for index in range(len(names))]
         self._places = {name: index for index, name in enumerate(names)}
         self._payloads: dict[tuple[int, int, int], bytes | memoryview] = {}
@@ -205,7 +206,7 @@ class TrainedFleet:
 
     def fetched(self, site: int, fragment: int, version: int, values: object) -> None:  # noqa: D102
         assert isinstance(values, Tensor)
-        self._sites[site].tensors.arrived(fragment, version, values, "")
+        self._sites[site].tensors.arrived(fragment, version, values, "", self._sites_in[fragment])
 
     def merged(self, command: fx.StartOuterStep, now_s: float, progress_ppm: int) -> None:  # noqa: D102
         before, held = self._states[command.fragment], command.version - 1
@@ -225,6 +226,7 @@ class TrainedFleet:
             contributions, before, self._rule.optimizer, self._down, merging=merging, share=command.share
         )
         self._states[command.fragment] = stepped.state
+        self._sites_in[command.fragment] = len(command.contributions)
         self.last_merge_s, share = now_s, progress_ppm / 1e6
         if share * self._points_wanted >= len(self.points) + 1 and share < 1:
             self.points.append(Point(share, now_s, self.bytes_up, self.score()))
@@ -247,9 +249,10 @@ class _Site:
             layout,
             holding,
             outer.adopt,
-            outer.adopt_alpha,
+            0.0 if outer.adopt_alpha is None else outer.adopt_alpha,
             feedback=feedback(config),
             measure_from=outer.measure_from,
+            ahead=build.ahead(config),
         )
         (self.encoder,) = encoders([config.codec.up], self.tensors)
 

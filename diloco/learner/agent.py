@@ -109,7 +109,15 @@ class Agent:
         self._odometer = Odometer(Path(options.folder) / "odometer", disk)
         place = place_of(holding.parts())
         dealt = dealt or all_mine(layout)
-        rules = (learner.adopt, options.adopt_alpha, place, options.feedback, dealt.of(0), options.measure_from)
+        rules = (
+            learner.adopt,
+            options.adopt_alpha,
+            place,
+            options.feedback,
+            dealt.of(0),
+            options.measure_from,
+            options.ahead,
+        )
         self._tensors = SiteTensors(layout, holding, *rules)
         self._meter, self._use = Meter(), LinkUse(client, options.choices(), emit, self._tell)
         self._changed = threading.Condition(threading.RLock())

@@ -179,6 +179,6 @@ class Exchange:
         self.tensors.place.of(values)  # On its way to the model already, while nobody waits.
 
         def keep() -> None:
-            self.tensors.arrived(event.fragment, event.version, values, told.digest)
+            self.tensors.arrived(event.fragment, event.version, values, told.digest, told.sites)
 
         self._machine.change(keep, event, Source(lineage, told.epoch, told.digest))

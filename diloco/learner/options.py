@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from diloco.codec.registry import make_codec
 from diloco.outer.adopt import MEASURE_FROM
+from diloco.outer.optimizer import OuterOptimizerOptions
+from diloco.outer.own_part import ADDITIVE
 from diloco.sync.adapting import AdaptOptions, Way
 
 
@@ -16,10 +18,13 @@ class AgentOptions:
     folder: str
     up_codec: str = "fp32"
     adopt_alpha: float = 0.5
-    """Share of the local values that ``blend`` keeps."""
+    """Share of the local values that ``blend`` keeps, or of an own update that ``eager`` has ahead."""
     measure_from: str = "adopted"
     """Under ``blend``: ``adopted``, the next update is measured from the blended values; ``published``, from the
     version."""
+    ahead: OuterOptimizerOptions | None = None
+    """Under ``eager``: the run's outer step, which a site takes ahead on its own updates; None: it has a share of them
+    ahead, ``adopt_alpha``."""
     feedback: float = 0.0
     """Share of what a codec rounded off that goes out with the next update; 0 under ``rebase``, which keeps it all."""
     join_timeout_s: float = 60.0
@@ -36,6 +41,8 @@ class AgentOptions:
             raise ValueError(f"adopt_alpha is {self.adopt_alpha!r}: must be from 0 to 1")
         if self.measure_from not in MEASURE_FROM:
             raise ValueError(f"measure_from is {self.measure_from!r}: one of {', '.join(MEASURE_FROM)}")
+        if self.ahead is not None and self.ahead.kind not in ADDITIVE:
+            raise ValueError(f"ahead is of kind {self.ahead.kind!r}: one of {', '.join(ADDITIVE)}")
         if not 0 <= self.feedback <= 1:
             raise ValueError(f"feedback is {self.feedback!r}: must be from 0 to 1")
         if self.feedback and codec.lossless:

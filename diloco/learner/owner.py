@@ -70,6 +70,7 @@ class Owner:
             options.feedback,
             dealt.of(holding.group.rank),
             options.measure_from,
+            options.ahead,
         )
         self._tensors = SiteTensors(layout, holding, *rules)
         self._restored = restored or {}

@@ -19,6 +19,7 @@ from diloco.codec.pieces import rebase_pieces
 from diloco.learner.place import HOST, Place
 from diloco.learner.residuals import Carried, Fed, Residuals
 from diloco.outer.adopt import blend, eager, overwrite, rebase
+from diloco.outer.own_part import OwnPart
 from diloco.outer.pseudo_gradient import pseudo_gradient
 from diloco.sync.options import ADOPT_KEEPS_UNSENT
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from diloco.inner.holding import Holding
     from diloco.outer.fragments import Layout
+    from diloco.outer.optimizer import OuterOptimizerOptions
 
 
 SPARE_MAX = 3
@@ -48,10 +50,12 @@ class SiteTensors:
         feedback: float = 0.0,
         owned: Collection[int] | None = None,
         measure_from: str = "adopted",
+        ahead: OuterOptimizerOptions | None = None,
     ) -> None:
         """``place`` is where the model is, the host by default; ``feedback`` the share of a residual that goes out with
         the next update, 0 under ``rebase``.  ``owned`` are the fragments whose tensors lie here, all by default.
-        ``measure_from``: see ``outer.adopt.MEASURE_FROM``."""
+        ``measure_from``: see ``outer.adopt.MEASURE_FROM``.  ``ahead`` is the outer step that ``eager`` takes ahead on
+        the site's own updates (``outer.own_part``); None: ``adopt_alpha`` of them is ahead."""
         assert not (feedback and adopt in ADOPT_KEEPS_UNSENT), "what is not sent is the residual"
         self.place = place if place is not None else Place(HOST)
         self.buffers = Buffers(SPARE_MAX)
@@ -65,6 +69,10 @@ class SiteTensors:
         self.base: list[Tensor | None] = [None] * count
         self.reference: list[Tensor | None] = [None] * count
         self.latest: list[tuple[int, Tensor] | None] = [None] * count
+        self._base_versions = [-1] * count
+        self.sites_in = [0] * count
+        """Of how many sites the last version was that is known to be of any."""
+        self.own = None if ahead is None else [OwnPart(ahead) for _ in range(count)]
         self.told_latest = [""] * count
         self.told_base = [""] * count
         """The digests that the syncer told with these versions, as it told them; empty where nobody knows."""
@@ -101,7 +109,7 @@ class SiteTensors:
             self._rebase(fragment, old_base, new_base, [self.sent[fragment, sequence] for sequence in merged])
             reference = new_base
         elif self.adopt_rule == "eager":
-            reference = self._eager(fragment, new_base, fresh, under_way)
+            reference = self._eager(fragment, version, new_base, merged, fresh, under_way)
         else:
             is_overwritten = self.adopt_rule == "overwrite"
             local = None if is_overwritten else self.local(fragment)
@@ -112,16 +120,31 @@ class SiteTensors:
             del self.sent[fragment, sequence]
             self.residuals.merged(fragment, sequence)
         self.base[fragment], self.reference[fragment] = taken, reference
+        self._base_versions[fragment] = version
         self.told_base[fragment] = self.told_latest[fragment]
 
-    def _eager(self, fragment: int, new_base: Tensor, fresh: Sequence[int], under_way: Sequence[int]) -> Tensor:
+    def _eager(
+        self,
+        fragment: int,
+        version: int,
+        new_base: Tensor,
+        merged: Sequence[int],
+        fresh: Sequence[int],
+        under_way: Sequence[int],
+    ) -> Tensor:
         """Write the values; returns what the next update is measured from."""
         before = self.reference[fragment]
         assert before is not None
-        sent = {sequence: values_of(self.sent[fragment, sequence]) for sequence in {*fresh, *under_way}}
+        sent = {sequence: values_of(self.sent[fragment, sequence]) for sequence in {*merged, *fresh, *under_way}}
         unsent = pseudo_gradient(before, self.local(fragment), [sent[sequence] for sequence in fresh])
         shared = [sent[sequence] for sequence in under_way]
-        values, reference = eager(new_base, unsent, shared, self.adopt_alpha)
+        if self.own is None:
+            values, reference = eager(new_base, unsent, shared, self.adopt_alpha)
+        else:
+            own, sites = self.own[fragment], self.sites_in[fragment]
+            own.merged([sent[sequence] for sequence in merged], version - self._base_versions[fragment], sites)
+            reference = own.ahead(new_base, shared, sites)
+            values = reference.sub(unsent)
         self.write(fragment, values)
         return reference
 
@@ -164,11 +187,13 @@ class SiteTensors:
         plain = parameter.dtype == torch.float32 and parameter.device.type == "cpu" and parameter.is_contiguous()
         return parameter.view(-1) if plain else None
 
-    def arrived(self, fragment: int, version: int, values: Tensor, told: str) -> None:
-        """A version is here, and its digest is the one that was told with it.  Versions never go back."""
+    def arrived(self, fragment: int, version: int, values: Tensor, told: str, sites: int = 0) -> None:
+        """A version of updates of so many ``sites`` is here, 0 where nobody knows, and its digest is the one that was
+        told with it.  Versions never go back."""
         latest = self.latest[fragment]
         if latest is None or latest[0] <= version:
             self.latest[fragment], self.told_latest[fragment] = (version, values), told
+            self.sites_in[fragment] = sites or self.sites_in[fragment]
 
     def forget_latest(self, fragment: int) -> None:
         """The run was restored: the version that was fetched last is one of another past."""
@@ -187,9 +212,11 @@ class SiteTensors:
         for held in [key for key in self.sent if key[0] == fragment and key[1] not in keep]:
             del self.sent[held]
         self.residuals.drop(fragment)
+        if self.own is not None:
+            self.own[fragment].forget()
         if base is not self.base[fragment]:
             self.told_base[fragment] = self.told_latest[fragment]
-        self.base[fragment] = base
+        self.base[fragment], self._base_versions[fragment] = base, version
         self.reference[fragment] = there if self.adopt_rule == "rebase" else values
         self.write(fragment, values)
         return values
@@ -235,6 +262,9 @@ class SiteTensors:
                     found[f"reference.{index}"] = reference
         for (fragment, sequence), sent in self.sent.items():
             found[f"sent.{fragment}.{sequence}"] = values_of(sent)
+        for index, own in enumerate(self.own or ()):
+            if own.momentum is not None:
+                found[f"own.{index}"] = own.momentum
         return found | self.residuals.tensors()
 
     def restore(
@@ -248,7 +278,7 @@ class SiteTensors:
             if version < 0 or index not in self.owned:
                 continue
             base = tensors[f"base.{index}"]
-            self.base[index] = base
+            self.base[index], self._base_versions[index] = base, version
             self.reference[index] = self.place.of(tensors.get(f"reference.{index}", base))
             self.latest[index] = (version, base)
         for name, values in tensors.items():
@@ -256,6 +286,8 @@ class SiteTensors:
             if kind == "sent":
                 fragment, _, sequence = rest.partition(".")
                 self.sent[int(fragment), int(sequence)] = self.place.of(values)
+            elif kind == "own" and self.own is not None:
+                self.own[int(rest)].restore(self.place.of(values))
         self.residuals.restore(tensors)
 
 

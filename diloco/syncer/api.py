@@ -263,7 +263,7 @@ class Api:
         syncer = self._syncer
         self._check_fragment(ask.fragment)
 
-        def look(machine: OuterSync) -> tuple[Choice, FragmentValues, bool, int]:
+        def look(machine: OuterSync) -> tuple[Choice, FragmentValues, bool, int, int]:
             for name in (ask.site_id, identity.site or ""):
                 known = machine.state.sites.get(name)
                 if known is not None and known.status is SiteStatus.EVICTED:
@@ -271,13 +271,14 @@ class Api:
             site = machine.state.sites.get(ask.site_id)
             told = site.lines[ask.fragment].fates if site else ()
             choice = syncer.holdings.choose(ask, protocols.fates(told, ask.protocol))
-            return choice, syncer.holdings.values[ask.fragment], site is not None, machine.state.epoch
+            sites = syncer.holdings.sites_in(ask.fragment, choice.version, machine.state)
+            return choice, syncer.holdings.values[ask.fragment], site is not None, machine.state.epoch, sites
 
-        choice, held, known, epoch = syncer.core.ask(look)
+        choice, held, known, epoch, sites = syncer.core.ask(look)
         if ask.protocol < PROTOCOL:
             choice = self._as_in_2(choice, held)
         source = choice.source(ask.protocol)
-        source = replace(source, header=replace(source.header, epoch=epoch))
+        source = replace(source, header=replace(source.header, epoch=epoch, sites=sites))
         if known:
             syncer.core.heard(ask.site_id)
             self.tally.sent(ask.site_id, max(0, source.header.payload_bytes - ask.offset))

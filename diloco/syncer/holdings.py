@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from diloco.sync.agreement import PROTOCOL
 from diloco.sync.events import Fate
+from diloco.syncer.facts import merged_into
 from diloco.wire.chunks import checksum
 from diloco.wire.messages import PullAsk, PullHeader, Refusal, Status, short_digest
 from diloco.wire.service import PullSource
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from diloco.sync.state import OuterState
     from diloco.syncer.executor import Downlink, OuterResult
     from diloco.syncer.snapshots import FragmentValues
 
@@ -35,6 +37,7 @@ class Holdings:
         self._digests: list[deque[tuple[int, str]]] = [
             deque([(each.version, each.digest)], maxlen=DIGESTS_KEPT) for each in values
         ]
+        self._sites: dict[int, tuple[int, int]] = {}
 
     def take(self, fragment: int, result: OuterResult) -> None:
         """``result`` is the fragment's newest version, computed now or again by a replay: its bytes are the same.
@@ -80,6 +83,16 @@ class Holdings:
         self.values = list(values)
         for links in self._downlinks:
             links.clear()
+        self._sites.clear()
+
+    def sites_in(self, fragment: int, version: int, state: OuterState) -> int:
+        """Of how many sites ``version`` holds updates that the one before it lacks, as far as ``state`` knows still.
+
+        Counted once for each version: all sites ask.
+        """
+        if self._sites.get(fragment, (-1, 0))[0] != version:
+            self._sites[fragment] = version, len(merged_into(state, fragment, version))
+        return self._sites[fragment][1]
 
     def choose(self, ask: PullAsk, fates: tuple[Fate, ...]) -> Choice:
         """What a pull gets: a chain of down-links where that is shorter, else the whole fragment in fp32."""

@@ -299,6 +299,7 @@ BOUNDS: Mapping[type, Mapping[str, Rule]] = {
         "fates": _FATES,
         "epoch": _NUMBER,
         "frames": _flag,
+        "sites": _NUMBER,
     },
     m.LinkInfo: {
         "rtt_ns": _NUMBER,

@@ -237,6 +237,7 @@ def pack_pull_part(part: m.PullPart) -> bytes:
             fates=[fate_out(fate) for fate in part.fates],
             epoch=part.epoch,
             frames=part.frames,
+            sites=part.sites,
         )
     ).SerializeToString()
 
@@ -266,6 +267,7 @@ def unpack_pull_part(raw: bytes) -> m.PullPart:
                     fates=tuple(fate_in(fate) for fate in header.fates),
                     epoch=header.epoch,
                     frames=header.frames,
+                    sites=header.sites,
                 )
             )
         case _:

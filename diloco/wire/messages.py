@@ -375,6 +375,7 @@ class PullHeader:
     version`` and there are no parts.  ``digest`` is that of the fp32 values of ``version``, ``payload_crc32`` a
     checksum of the payload (``chunks.checksum``), 0 where it is not told.  ``fates`` are this site's, read at the same
     instant.  ``epoch`` is the syncer's.  ``frames``: chunks come as frames, and spans of the payload can be asked for.
+    ``sites`` is of how many sites ``version`` holds updates that the version before it lacks; 0: none, or not told.
     """
 
     fragment: int
@@ -390,6 +391,7 @@ class PullHeader:
     fates: tuple[Fate, ...]
     epoch: int = 0
     frames: bool = field(default=False, compare=False)
+    sites: int = field(default=0, compare=False)
 
 
 PullPart = PullHeader | Chunk | Frame

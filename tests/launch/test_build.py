@@ -13,12 +13,13 @@ from diloco.inner import checkpoint
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.state import model_tensors
 from diloco.launch import build
-from diloco.launch.config import choices, compose, shared_config
+from diloco.launch.config import choices, compose, from_shared, shared_config
 from diloco.launch.errors import ConfigError
 from diloco.launch.placing import at
 from diloco.launch.schema import RunConfig
 from diloco.launch.site_rank import in_words
 from diloco.outer.fragments import named_parameters_once
+from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.agreement import CORPUS
 from diloco.syncer.exporting import full_parameters
 from tests.sooner import sooner
@@ -69,6 +70,8 @@ def test_the_layout_is_that_of_the_model() -> None:
         ("outer.adopt=keep", "outer.adopt is 'keep': one of rebase, overwrite, blend"),
         ("outer.adopt_alpha=2", "outer.adopt_alpha is 2.0: from 0 to 1"),
         ("outer.measure_from=above", "outer.measure_from is 'above': one of adopted, published"),
+        ("outer=eager outer.adopt=blend", "outer.adopt_alpha is null: from 0 to 1, with outer.adopt=blend"),
+        ("outer=eager outer.kind=gpa", "outer.adopt_alpha is null: from 0 to 1, with outer.kind=gpa, whose steps"),
         ("codec.feedback=2", "codec.feedback is 2.0: from 0 to 1"),
         ("codec.feedback=0.5", "codec.feedback is 0.5: with outer.adopt=rebase what codec.up rounds off stays"),
         ("outer.num_fragments=500", "outer.num_fragments is 500: must be from 1 to the"),
@@ -90,7 +93,7 @@ def test_the_layout_is_that_of_the_model() -> None:
 )
 def test_a_value_that_cannot_work_is_named_with_its_section(setting: str, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        build.check(small(setting))
+        build.check(small(*setting.split()))
     assert words in str(refused.value)
 
 
@@ -111,6 +114,16 @@ def test_what_is_rounded_off_is_fed_back_as_usual_or_as_told(settings: list[str]
     config = compose(settings)
     build.check(config)
     assert build.agent_options(config, Path()).feedback == feedback
+
+
+def test_what_is_ahead_under_eager_follows_from_the_outer_step_unless_a_share_is_given() -> None:
+    of_preset = build.agent_options(compose(["outer=eager", "outer.lr=0.6"]), Path()).ahead
+    assert of_preset == OuterOptimizerOptions(kind="nesterov", lr=0.6, momentum=0.9)
+    given = build.agent_options(compose(["outer=eager", "outer.adopt_alpha=0.25"]), Path())
+    assert (given.ahead, given.adopt_alpha) == (None, 0.25)
+    assert build.agent_options(compose(["outer=eager", "outer.adopt=rebase"]), Path()).ahead is None
+    told = shared_config(compose(["outer=eager"]))
+    assert from_shared(told, {}).outer.adopt_alpha is None
 
 
 def test_a_blend_is_measured_from_the_version_in_the_preset_and_from_the_blended_values_where_nothing_says_so() -> None:

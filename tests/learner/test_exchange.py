@@ -54,9 +54,10 @@ class Held:
             do()
         self.told.append((event, sorted(self.tensors.sent), self.tensors.latest[0], source))
 
-    def arrive(self, version: int, values: Tensor, lineage: int = 1, epoch: int = 3) -> None:
-        size = 4 * values.numel()
-        header = PullHeader(0, -1, version, True, "fp32", values.numel(), size, (size,), digest(values), 0, (), epoch)
+    def arrive(self, version: int, values: Tensor, lineage: int = 1, epoch: int = 3, sites: int = 0) -> None:
+        size, numel = 4 * values.numel(), values.numel()
+        told = (0, (), epoch, False, sites)
+        header = PullHeader(0, -1, version, True, "fp32", numel, size, (size,), digest(values), *told)
         self.exchange._deliver(values, VersionFetched(0, version, ()), lineage, header)
 
 
@@ -74,6 +75,15 @@ def test_a_version_is_held_when_the_machine_hears_of_it_and_taken_when_it_says_s
     held.exchange.adopt(Adopt(0, 5, ()))
     assert torch.equal(held.tensors.local(0), dice("v1", 0)), "nothing was trained in between"
     assert [event["version"] for event in held.events.of("retaken") + held.events.of("adopted")] == [4, 5]
+
+
+def test_how_many_sites_a_version_is_of_comes_with_its_values_and_stays_where_the_next_one_does_not_say(
+    tmp_path: Path,
+) -> None:
+    held = Held(tmp_path)
+    for version, sites, wanted in ((4, 3, 3), (5, 0, 3), (6, 2, 2)):
+        held.arrive(version, dice("v0", 0), sites=sites)
+        assert held.tensors.sites_in[0] == wanted
 
 
 def test_a_version_that_the_machine_does_not_take_is_not_kept(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diloco.learner.options import AgentOptions
+from diloco.outer.optimizer import OuterOptimizerOptions
 
 
 @pytest.mark.parametrize(
@@ -13,6 +14,7 @@ from diloco.learner.options import AgentOptions
         ("up_codec", "int5"),
         ("adopt_alpha", 1.5),
         ("measure_from", "above"),
+        ("ahead", OuterOptimizerOptions(kind="adamw")),
         ("feedback", 1.5),
         ("feedback", 0.5),
         ("join_timeout_s", 0.0),
@@ -22,5 +24,6 @@ from diloco.learner.options import AgentOptions
     ],
 )
 def test_an_option_that_cannot_work_is_refused_with_its_value(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=repr(value).replace(".", r"\.")):
+    said = value.kind if isinstance(value, OuterOptimizerOptions) else value
+    with pytest.raises(ValueError, match=repr(said).replace(".", r"\.")):
         AgentOptions(folder="x", **{field: value})  # type: ignore[arg-type]

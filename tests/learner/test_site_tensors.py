@@ -13,6 +13,7 @@ from diloco.learner.place import Place
 from diloco.learner.site_tensors import SiteTensors
 from diloco.outer.adopt import rebase
 from diloco.outer.fragments import gather, scatter
+from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.outer.pseudo_gradient import pseudo_gradient
 from tests.learner.elsewhere import Elsewhere
 from tests.learner.held import held
@@ -112,6 +113,38 @@ def test_eager_keeps_what_is_unsent_and_a_share_of_what_the_version_lacks() -> N
     assert torch.equal(found.reference[0], reference)
     assert sorted(found.sent) == [(0, 6), (1, 5)]
     assert torch.allclose(measured(found, []), unsent, atol=1e-6), "what was not sent goes out with the next update"
+
+
+def test_eager_may_have_ahead_what_the_outer_step_will_make_of_its_own_updates_and_keeps_it_in_a_checkpoint() -> None:
+    """Nesterov of .5 and .5 among three sites: version 4 merged update 5, and 6 is under way."""
+    options = OuterOptimizerOptions(kind="nesterov", lr=0.5, momentum=0.5)
+    parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    found = SiteTensors(LAYOUT, held(parameters), "eager", 0.0, ahead=options)
+    found.arrived(0, 3, dice("base", 0), "")
+    found.retake(0, 3, [])
+    found.write(0, dice("local", 0))
+    found.sent[0, 5], found.sent[0, 6] = dice("d5", 0), dice("d6", 0)
+    found.arrived(0, 4, dice("new", 0), "", 3)
+    found.adopt(0, 4, [5], fresh=[5, 6], under_way=[6])
+    unsent = dice("base", 0) - dice("local", 0) - dice("d5", 0) - dice("d6", 0)
+    momentum = 0.5 * dice("d5", 0) / 3 + dice("d6", 0) / 3
+    reference = dice("new", 0) - 0.5 * (dice("d6", 0) / 3 + 0.5 * momentum)
+    assert torch.allclose(local(found), reference - unsent, atol=1e-6)
+    assert torch.allclose(measured(found, []), unsent, atol=1e-6), "what was not sent goes out with the next update"
+    tensors = {name: values.clone() for name, values in found.tensors().items()}
+    again = SiteTensors(LAYOUT, copied(found), "eager", 0.0, ahead=options)
+    again.restore(tensors, [4, -1])
+    for each in (found, again):
+        each.arrived(0, 6, dice("newest", 0), "", 3)
+        each.adopt(0, 6, [6])
+        assert each.own is not None
+        assert each.own[0].momentum is not None
+        # Of versions 5 and 6 the last held update 6.
+        assert torch.allclose(each.own[0].momentum, 0.25 * dice("d5", 0) / 3 + dice("d6", 0) / 3, atol=1e-6)
+    assert torch.equal(local(again), local(found))
+    again.retake(0, 6, [])
+    assert "own.0" in found.tensors()
+    assert "own.0" not in again.tensors()
 
 
 @pytest.mark.parametrize("rule", ["rebase", "overwrite", "blend", "eager"])

@@ -275,6 +275,7 @@ def test_a_pull_reads_version_and_fates_at_one_instant(tmp_path: Path) -> None:
         eventually(lambda: syncer.holdings.values[0].version == 1, "it is published")
         source = syncer.api.pull(PullAsk(RUN, "a", 0, -1), ANYONE)
         assert [fate.version for fate in source.header.fates] == [1]
+        assert source.header.sites == 1
         assert source.header.digest == syncer.holdings.values[0].digest
         assert syncer.api.pull(PullAsk(RUN, "", 0, -1), ANYONE).header.fates == ()
         assert syncer.api.pull(PullAsk(RUN, "nobody", 0, -1), ANYONE).header.fates == ()

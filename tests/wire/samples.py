@@ -83,6 +83,7 @@ def pulls() -> list[Sample]:
         m.PullHeader(0, 0, 9, True, "fp32", 2, 8, (8,), DIGEST, 0, (), 4),
         m.PullHeader(0, 9, 9, False, "fp32", 2, 0, (), DIGEST, 0, (REFUSED,)),
         m.PullHeader(0, 0, 9, True, "fp32", 2, 8, (8,), DIGEST, 0, (), 4, True),
+        m.PullHeader(0, 0, 9, True, "fp32", 2, 8, (8,), DIGEST, 0, (), 4, True, 3),
         m.Chunk(5, b"data", 1),
         m.Frame(5, memoryview(b"data")),
     ]

@@ -390,7 +390,7 @@ class PullRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., site_id: _Optional[str] = ..., fragment: _Optional[int] = ..., have_version: _Optional[int] = ..., want_version: _Optional[int] = ..., offset: _Optional[int] = ..., protocol: _Optional[int] = ..., length: _Optional[int] = ..., deal: _Optional[int] = ..., bytes_per_s: _Optional[int] = ..., wait_ns: _Optional[int] = ...) -> None: ...
 
 class PullHeader(_message.Message):
-    __slots__ = ("fragment", "from_version", "version", "whole", "encoding", "numel", "payload_bytes", "part_bytes", "digest", "payload_crc32", "fates", "epoch", "frames")
+    __slots__ = ("fragment", "from_version", "version", "whole", "encoding", "numel", "payload_bytes", "part_bytes", "digest", "payload_crc32", "fates", "epoch", "frames", "sites")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     FROM_VERSION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -404,6 +404,7 @@ class PullHeader(_message.Message):
     FATES_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FRAMES_FIELD_NUMBER: _ClassVar[int]
+    SITES_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     from_version: int
     version: int
@@ -417,7 +418,8 @@ class PullHeader(_message.Message):
     fates: _containers.RepeatedCompositeFieldContainer[Fate]
     epoch: int
     frames: bool
-    def __init__(self, fragment: _Optional[int] = ..., from_version: _Optional[int] = ..., version: _Optional[int] = ..., whole: bool = ..., encoding: _Optional[str] = ..., numel: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., part_bytes: _Optional[_Iterable[int]] = ..., digest: _Optional[str] = ..., payload_crc32: _Optional[int] = ..., fates: _Optional[_Iterable[_Union[Fate, _Mapping]]] = ..., epoch: _Optional[int] = ..., frames: bool = ...) -> None: ...
+    sites: int
+    def __init__(self, fragment: _Optional[int] = ..., from_version: _Optional[int] = ..., version: _Optional[int] = ..., whole: bool = ..., encoding: _Optional[str] = ..., numel: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., part_bytes: _Optional[_Iterable[int]] = ..., digest: _Optional[str] = ..., payload_crc32: _Optional[int] = ..., fates: _Optional[_Iterable[_Union[Fate, _Mapping]]] = ..., epoch: _Optional[int] = ..., frames: bool = ..., sites: _Optional[int] = ...) -> None: ...
 
 class PullResponse(_message.Message):
     __slots__ = ("header", "chunk")
