@@ -91,10 +91,12 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a rank says of a parameter that it has: the whole's shape, and what of it is there; None for nothing."""
+    """What a rank says of a parameter that it has: the whole's shape, what of it is there, None for nothing, and the
+    name of its type."""
 
     shape: tuple[int, ...]
     spans: Spans | None
+    dtype: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,7 @@ class Holding:
         told = _told(group, self._parameters)
         self.shapes = _shapes(told, in_stages)
         """Of the whole model's parameters."""
+        self._narrow = _narrow(told)
         self._held = {
             name: _sharing(name, shape, [each[name].spans if name in each else None for each in told])
             for name, shape in self.shapes.items()
@@ -146,6 +149,19 @@ class Holding:
     def is_whole(self, pieces: Sequence[Piece], at: int = 0) -> bool:
         """Whether rank ``at`` holds all of ``pieces`` itself, so that it needs nobody to read them."""
         return all(at in share.ranks for share in self._plan(pieces))
+
+    def rounded(self, pieces: Sequence[Piece], values: Tensor) -> Tensor:
+        """Return what the model holds once the flat fp32 ``values`` of ``pieces`` are written to it: ``values`` itself
+        where no parameter is of a narrower type, else a new fp32 tensor.  Needs no other rank."""
+        if not any(piece.name in self._narrow for piece in pieces):
+            return values
+        found, at = values.clone(), 0
+        for piece in pieces:
+            here = found[at : at + piece.stop - piece.start]
+            if piece.name in self._narrow:
+                here.copy_(here.to(self._narrow[piece.name]))
+            at += piece.stop - piece.start
+        return found
 
     def is_copied(self, pieces: Sequence[Piece]) -> bool:
         """Whether every rank holds all of ``pieces``."""
@@ -347,11 +363,28 @@ def _joined(spans: Iterator[Span]) -> list[Span]:
 
 def _told(group: SiteGroup, parameters: Mapping[str, Tensor]) -> list[dict[str, Told]]:
     """What every rank has, by parameter, in the order of the names."""
-    mine = [[name, tuple(each.shape), _spans(name, each)] for name, each in parameters.items()]
+    mine = [
+        [name, tuple(each.shape), _spans(name, each), str(each.dtype).removeprefix("torch.")]
+        for name, each in parameters.items()
+    ]
     return [
-        {name: Told(tuple(shape), None if spans is None else _frozen(spans)) for name, shape, spans in json.loads(each)}
+        {
+            name: Told(tuple(shape), None if spans is None else _frozen(spans), dtype)
+            for name, shape, spans, dtype in json.loads(each)
+        }
         for each in group.all_gather_bytes(json.dumps(mine).encode())
     ]
+
+
+def _narrow(told: Sequence[Mapping[str, Told]]) -> dict[str, torch.dtype]:
+    """The parameters whose type rounds off part of an fp32 value; HoldingError where two ranks have other types."""
+    found: dict[str, str] = {}
+    for rank, here in enumerate(told):
+        for name, each in here.items():
+            if found.setdefault(name, each.dtype) != each.dtype:
+                raise HoldingError(f"parameter {name} is {each.dtype} on rank {rank} and {found[name]} on another")
+    dtypes = {name: getattr(torch, each) for name, each in found.items()}
+    return {name: dtype for name, dtype in dtypes.items() if dtype not in (torch.float32, torch.float64)}
 
 
 def _shapes(told: Sequence[Mapping[str, Told]], in_stages: bool) -> dict[str, tuple[int, ...]]:

@@ -93,6 +93,18 @@ class SiteTensors:
         """Put ``values`` into the model, on all ranks, which take part."""
         self.holding.scatter(self.layout.fragments[fragment].pieces, values, self.holding.group.rank)
 
+    def _write(self, fragment: int, values: Tensor, reference: Tensor) -> Tensor:
+        """Put ``values`` into the model; returns what the next update is measured from in the place of ``reference``.
+
+        A parameter of a type narrower than fp32 holds other values than it was given.  The difference is no progress,
+        so the reference moves by it.
+        """
+        self.write(fragment, values)
+        written = self.holding.rounded(self.layout.fragments[fragment].pieces, values)
+        if written is values:
+            return reference
+        return written if reference is values else reference.add(written - values)
+
     def adopt(
         self,
         fragment: int,
@@ -102,20 +114,17 @@ class SiteTensors:
         under_way: Sequence[int] = (),
     ) -> None:
         """Take the latest version into the model; see ``sync.effects.Adopt``."""
-        taken, held = self._latest(fragment, version), self.base[fragment]
-        assert held is not None
-        new_base, old_base = self.place.of(taken), self.place.of(held)
+        taken = self._latest(fragment, version)
+        assert self.base[fragment] is not None
+        new_base = self.place.of(taken)
         if self.adopt_rule == "rebase":
-            self._rebase(fragment, old_base, new_base, [self.sent[fragment, sequence] for sequence in merged])
-            reference = new_base
+            reference = self._rebase(fragment, new_base, [self.sent[fragment, sequence] for sequence in merged])
         elif self.adopt_rule == "eager":
             reference = self._eager(fragment, version, new_base, merged, fresh, under_way)
         else:
-            is_overwritten = self.adopt_rule == "overwrite"
-            local = None if is_overwritten else self.local(fragment)
-            values = overwrite(new_base) if local is None else blend(local, new_base, self.adopt_alpha)
-            self.write(fragment, values)
-            reference = new_base if self.measure_from == "published" else values
+            is_published = self.measure_from == "published"
+            values = overwrite(new_base) if self.adopt_rule == "overwrite" else self._blended(fragment, new_base)
+            reference = self._write(fragment, values, new_base if is_published else values)
         for sequence in merged:
             del self.sent[fragment, sequence]
             self.residuals.merged(fragment, sequence)
@@ -145,22 +154,36 @@ class SiteTensors:
             own.merged([sent[sequence] for sequence in merged], version - self._base_versions[fragment], sites)
             reference = own.ahead(new_base, shared, sites)
             values = reference.sub(unsent)
-        self.write(fragment, values)
-        return reference
+        return self._write(fragment, values, reference)
 
-    def _rebase(self, fragment: int, old_base: Tensor, new_base: Tensor, own: Sequence[Tensor | Coded]) -> None:
-        """On the host in one pass over the model's own memory, where that is as the exchange has it."""
+    def _blended(self, fragment: int, new_base: Tensor) -> Tensor:
+        """What ``blend`` makes of the site's values.
+
+        Measured from the version, what is left of them is sent: what the last write rounded off must not be in it.
+        """
+        local, before, held = self.local(fragment), self.reference[fragment], self.base[fragment]
+        assert before is not None
+        assert held is not None
+        if self.measure_from == "published" and before is not self.place.of(held):
+            local = local.sub(before - self.place.of(held))
+        return blend(local, new_base, self.adopt_alpha)
+
+    def _rebase(self, fragment: int, new_base: Tensor, own: Sequence[Tensor | Coded]) -> Tensor:
+        """On the host in one pass over the model's own memory, where that is as the exchange has it; returns what the
+        next update is measured from."""
+        before = self.reference[fragment]
+        assert before is not None
         if not self.place.is_host:
-            self.write(fragment, rebase(self.local(fragment), old_base, new_base, [values_of(each) for each in own]))
-            return
+            values = rebase(self.local(fragment), before, new_base, [values_of(each) for each in own])
+            return self._write(fragment, values, new_base)
         merged, pieces = [coded(each) for each in own], self._pieces(fragment)
         if pieces is not None:
-            rebase_pieces(pieces, old_base, new_base, merged)
+            rebase_pieces(pieces, before, new_base, merged)
             self._hand_on(fragment)
-            return
+            return new_base
         values = self.local(fragment)
-        rebase_pieces([values], old_base, new_base, merged)
-        self.write(fragment, values)
+        rebase_pieces([values], before, new_base, merged)
+        return self._write(fragment, values, new_base)
 
     def _hand_on(self, fragment: int) -> None:
         """The other ranks take what was written here."""
@@ -217,8 +240,7 @@ class SiteTensors:
         if base is not self.base[fragment]:
             self.told_base[fragment] = self.told_latest[fragment]
         self.base[fragment], self._base_versions[fragment] = base, version
-        self.reference[fragment] = there if self.adopt_rule == "rebase" else values
-        self.write(fragment, values)
+        self.reference[fragment] = self._write(fragment, values, there)
         return values
 
     def measure(self, fragment: int, in_flight: Sequence[int], *, at_rest: bool = False) -> SealInputs:

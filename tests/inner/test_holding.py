@@ -100,7 +100,9 @@ def check_errors(group: SiteGroup) -> dict[str, object]:
     nowhere = DTensor.from_local(torch.ones(3), mesh, [Partial()])
     other = {"a": torch.ones(3), ("c" if group.rank == 2 else "b"): torch.ones(2)}
     missing = {"a": torch.ones(3)} | ({} if group.rank == 1 else {"z": torch.ones(1)})
-    for what, parameters in {"partial": {"a": nowhere}, "other": other, "missing": missing}.items():
+    typed = {"a": torch.ones(3, dtype=torch.bfloat16 if group.rank == 3 else torch.float32)}
+    given = {"partial": {"a": nowhere}, "other": other, "missing": missing, "typed": typed}
+    for what, parameters in given.items():
         try:
             Holding(parameters, group)
         except HoldingError as error:
@@ -131,6 +133,9 @@ def check_stages(group: SiteGroup) -> dict[str, object]:
         Holding(other, group, in_stages=True)
     except HoldingError as error:
         found["error"] = str(error)
+    narrow = {"ab"[stage]: torch.zeros(2, dtype=(torch.float64, torch.bfloat16)[stage])}
+    pieces, values = [Piece("a", 0, 2), Piece("b", 0, 1)], torch.full((3,), 1.0009765625)
+    found["rounded"] = Holding(narrow, group, in_stages=True).rounded(pieces, values).tolist()
     return found
 
 
@@ -188,6 +193,7 @@ def test_what_does_not_fit_is_said_by_every_rank(said: list[Any]) -> None:
         found = each["errors"]
         assert "parameter a is" in found["partial"]
         assert found["other"] == "rank 2 has the parameter ['c', [2]] where rank 0 has ['b', [2]]"
+        assert found["typed"] == "parameter a is bfloat16 on rank 3 and float32 on another"
         assert found["missing"] == "rank 1 has the parameter None where rank 0 has ['z', [1]]"
 
 
@@ -199,6 +205,7 @@ def test_stages_have_each_a_part_of_the_model(said: list[Any]) -> None:
     assert [each["parts"] for each in told[:2]] == [first, first]
     assert told[2]["parts"] + told[3]["parts"] == sum(map(prod, SHAPES.values())) - first
     assert [each["compared"] for each in told] == [dict.fromkeys(FIRST_STAGE, (((0, 1),), False))] * WORLD
+    assert [each["rounded"] for each in told] == [[1.0009765625, 1.0009765625, 1.0]] * WORLD, "of both stages' types"
     assert {each["error"] for each in told} == {"parameter a is of shape [3] on rank 2 and [2] on another"}
 
 
@@ -229,6 +236,10 @@ def test_a_number_and_half_precision_and_a_transposed_parameter() -> None:
     into = torch.empty(11)
     holding.gather(pieces, into)
     assert into.tolist() == [1, 2, 3, 4, 5, 6, 1, 8, 9, 10, 11]
+    given = torch.tensor([1.001, 2, 3, 4, 5, 6, 1.001, 8, 9, 10, 11])
+    assert holding.rounded(pieces, given).tolist() == [given[0].item(), *into.tolist()[1:]]
+    assert given[6].item() != 1, "it stays as it is"
+    assert holding.rounded(pieces[:1], given[:6]).data_ptr() == given.data_ptr(), "nothing is made for fp32"
 
 
 def test_values_of_another_size_are_refused() -> None:
