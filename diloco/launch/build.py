@@ -184,6 +184,7 @@ def outer_options(config: RunConfig) -> OuterOptions:
             grace=outer.grace,
             grace_ns=to_ns("outer.grace_s", outer.grace_s),
             grace_share_percent=outer.grace_share_percent,
+            grace_period_percent=outer.grace_period_percent,
             overlap_steps=outer.overlap_steps,
             weights=outer.weights,
             share_weighted=outer.share_weighted,

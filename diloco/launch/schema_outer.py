@@ -46,6 +46,9 @@ class OuterSection:
     """The longest grace."""
     grace_share_percent: int = 80
     """Share of the slack that an adaptive grace takes."""
+    grace_period_percent: int = 0
+    """Share of the fastest site's period that an adaptive grace is at least, up to grace_s: at 90 equal sites settle
+    into common rounds whatever their phase, while all train on."""
     overlap_steps: int = 2
     """τ: inner steps between two publications that adaptive grace leaves for the network."""
     weights: str = "tokens2_per_step"

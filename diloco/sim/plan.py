@@ -82,6 +82,7 @@ def _ruled(plan: SwarmPlan, random: Random) -> SwarmPlan:
         options = replace(options, round_updates=random.randint(1, 4))
     if not plan.conserving and options.round_updates <= 1:
         options = replace(options, share_weighted=Random(f"{plan.seed}/share").random() < 0.5)
+    options = replace(options, grace_period_percent=Random(f"{plan.seed}/grace").choice((0, 0, 50, 100)))
     dynamic, first = random.random() < 0.2, plan.sites[0].options
     eager = not plan.conserving and not first.lock_step and random.random() < 0.25
     adopt = "eager" if eager else first.adopt

@@ -85,6 +85,9 @@ class OuterOptions:
     """``fixed``: always ``grace_ns``.  ``adaptive``: ``grace_share_percent`` of the slack, never over ``grace_ns``."""
     grace_ns: int = SECOND_NS
     grace_share_percent: int = 80
+    grace_period_percent: int = 0
+    """An adaptive grace is no less than this share of the fastest live site's period: 90 brings equal sites into one
+    round, whatever their phase, and nobody waits for it."""
     overlap_steps: int = 2
     weights: str = "tokens2_per_step"
     share_weighted: bool = False
@@ -125,6 +128,8 @@ class OuterOptions:
         require(self.grace in GRACE_KINDS, "grace", self.grace, f"one of {', '.join(GRACE_KINDS)}")
         require(self.grace_ns >= 0, "grace_ns", self.grace_ns, "not negative")
         require(0 <= self.grace_share_percent < 100, "grace_share_percent", self.grace_share_percent, "0 to 99")
+        percent = self.grace_period_percent
+        require(0 <= percent <= 100, "grace_period_percent", percent, "0 to 100")
         require(self.overlap_steps >= 0, "overlap_steps", self.overlap_steps, "not negative")
         require(self.weights in WEIGHT_RULES, "weights", self.weights, f"one of {', '.join(WEIGHT_RULES)}")
         require(0 <= self.staleness_power < inf, "staleness_power", self.staleness_power, "not negative, and finite")

@@ -9,7 +9,7 @@ from diloco.sync.effects import Contribution, PublishVersion, StartOuterStep, Up
 from diloco.sync.events import Reason
 from diloco.sync.fates import decide, refuse, refuse_stale
 from diloco.sync.quorum import grace_ns, smoothed, standing
-from diloco.sync.state import FragmentState, OuterState, Pending, Round
+from diloco.sync.state import OuterState, Pending, Round
 from diloco.sync.weights import normalised, of_its_age, raw_weight, share
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def consider(turn: Turn, index: int) -> None:
     now_ns = state.now_ns
     if collecting.met_ns is None:
         collecting.met_ns = now_ns
-        wait_ns = _grace_ns(turn, fragment)
+        wait_ns = _grace_ns(turn, index)
         collecting.deadline_ns = now_ns + wait_ns
         fragment.quorum_ns = smoothed(fragment.quorum_ns, now_ns - collecting.opened_ns)
         if wait_ns and not stand.complete:
@@ -85,9 +85,12 @@ def _shrink(turn: Turn, index: int, collecting: Round) -> bool:
     return bool(gone)
 
 
-def _grace_ns(turn: Turn, fragment: FragmentState) -> int:
-    step_ns = max((turn.state.sites[name].step_ns for name in turn.attendance.live), default=0)
-    return grace_ns(turn.options, step_ns, fragment.quorum_ns, fragment.sync_ns)
+def _grace_ns(turn: Turn, index: int) -> int:
+    fragment, live = turn.state.fragments[index], [turn.state.sites[name] for name in turn.attendance.live]
+    step_ns = max([site.step_ns for site in live], default=0)
+    periods_ns = [site.lines[index].usual_steps * site.step_ns for site in live]
+    period_ns = min([each for each in periods_ns if each], default=0)
+    return grace_ns(turn.options, step_ns, fragment.quorum_ns, fragment.sync_ns, period_ns)
 
 
 def _close(turn: Turn, index: int, why: str) -> None:

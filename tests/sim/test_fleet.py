@@ -61,6 +61,29 @@ def test_where_nothing_fails_and_links_are_without_bound_everybody_trains_all_th
     assert found.sites_per_version == pytest.approx(2.0, abs=0.1)
 
 
+@pytest.mark.parametrize("phases", [(0, 6, 12, 18), (0, 0, 12, 12), (0, 1, 22, 23), (0, 11, 13, 14)])
+def test_19_equal_sites_settle_into_common_rounds_whatever_their_phase(phases: tuple[float, ...]) -> None:
+    """A period has 24 s.  None has waited, and without the share of a period they stay apart."""
+    sites = tuple(FleetSite(step_s=1.0, starts_s=float(each)) for each in phases)
+    plan = fleet(sites, grace="adaptive", grace_ns=60 * SECOND_NS, overlap_steps=2, grace_period_percent=90)
+    found = simulate(plan)
+    assert found.sites_per_version > 3.9
+    assert [site.waited_s for site in found.sites] == pytest.approx([0.0] * 4, abs=1e-6)
+    assert simulate(replace(plan, outer=replace(plan.outer, grace_period_percent=0))).sites_per_version < 2.1
+    early = simulate(replace(plan, seconds=24 * 3.0 + 23))
+    assert early.versions[0] <= 4
+
+
+def test_19_a_share_of_a_period_holds_no_uneven_site_up() -> None:
+    sites = tuple(FleetSite(step_s=1 / speed) for speed in (1.0, 0.75, 0.5, 0.25))
+    plan = fleet(sites, grace="adaptive", grace_ns=60 * SECOND_NS, grace_period_percent=90, seconds=10 * HOUR_S)
+    found = simulate(plan)
+    assert found.goodput == pytest.approx(1.0)
+    assert found.versions[0] > 1.0 * 10 * HOUR_S / 24 / 2, "a version in two periods of the fastest or more"
+    merged = [site.rounds for site in found.sites]
+    assert merged == pytest.approx([1500, 1125, 750, 375], abs=3), "every update is merged"
+
+
 def test_invariant_14_nobody_waits_for_a_site_that_is_slow_far_or_away() -> None:
     slow = FleetSite(step_s=5.0, rtt_s=3.0, up_mbps=0.01, down_mbps=0.01, interruptions_per_s=1 / 300, away_s=60.0)
     plan = fleet((FleetSite(step_s=1.0), FleetSite(step_s=1.3, rtt_s=0.1), slow), updates_in_flight_max=2)

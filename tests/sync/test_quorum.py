@@ -76,6 +76,15 @@ def test_adaptive_grace_is_nothing_where_the_overlap_leaves_no_slack(quorum_ms: 
     assert grace_ns(options, 100 * MS, 200 * MS, 100 * MS - 3) == 1
 
 
+def test_19_adaptive_grace_is_no_less_than_its_share_of_a_period() -> None:
+    """A step of 10 ms leaves no slack, and a period of 30 of them is 300 ms."""
+    options = OuterOptions(grace="adaptive", grace_ns=SECOND_NS, overlap_steps=2, grace_period_percent=90)
+    assert grace_ns(options, 10 * MS, 40 * MS, 0, 300 * MS) == 270 * MS
+    assert grace_ns(options, 500 * MS, 0, 0, 300 * MS) == 800 * MS, "the slack is longer"
+    assert grace_ns(options, 10 * MS, 0, 0, 10**9 * MS) == SECOND_NS, "the bound holds"
+    assert grace_ns(OuterOptions(grace="fixed", grace_ns=7, grace_period_percent=90), 0, 0, 0, 300 * MS) == 7
+
+
 @pytest.mark.parametrize("step_ms", [0, 1, 10, 1000, 10**6])
 @pytest.mark.parametrize("busy_ms", [0, 5, 10**7])
 def test_invariant_14_grace_never_exceeds_its_bound(step_ms: int, busy_ms: int) -> None:
