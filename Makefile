@@ -51,6 +51,10 @@ bench-gpu: .venv/.ready
 bench-quality: .venv/.ready
 	$(BIN)/python -m benchmarks.bench_quality $(ARGS)
 
+.PHONY: bench-arrivals
+bench-arrivals: .venv/.ready
+	$(BIN)/python -m benchmarks.bench_arrivals $(ARGS)
+
 .PHONY: bench-wan
 bench-wan: .venv/.ready .venv-peers/torchft/.ready
 	$(BIN)/python -m benchmarks.bench_wan $(ARGS)

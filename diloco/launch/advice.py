@@ -17,16 +17,28 @@ ROUGH = ("int2", "sign")
 """Codecs of which the mean of many is not what was sent, unless what was rounded off follows."""
 
 
+def whole_steps(config: RunConfig) -> list[str]:
+    """One sentence where steps are whole ones in a run of which the rounds may be parts: the form of most papers."""
+    outer = config.outer
+    of_parts = outer.quorum != "all" and outer.round_updates <= 1 and outer.kind != "delayed_nesterov"
+    if not of_parts or outer.share_weighted or len(config.cluster.sites) == 1:
+        return []
+    return [
+        "outer.share_weighted is false: each outer step is a whole one, as in the paper, so the result depends on "
+        "which sites arrive together"
+    ]
+
+
 def advice(config: RunConfig) -> list[str]:
     """Sentences, each with the settings that it is about."""
     outer = config.outer
     said = []
     sites = len(config.cluster.sites)
     one_by_one = outer.round_updates == 1 or (outer.quorum == "1" and outer.grace == "fixed" and outer.grace_s == 0)
-    if one_by_one and sites != 1 and outer.kind in WITH_MOMENTUM:
+    if one_by_one and sites != 1 and outer.kind in WITH_MOMENTUM and not outer.share_weighted:
         said.append(
             f"outer.kind is {outer.kind} and each update is merged alone: the momentum takes a step for every one of "
-            "them, and that diverges or ends far behind; delayed_nesterov gathers a window of them (arXiv 2401.09135)"
+            "them, and that diverges or ends far behind; outer.share_weighted=true makes of each the share that it is"
         )
     much = outer.momentum >= MUCH_MOMENTUM
     if much and outer.kind in WITH_MOMENTUM and outer.inner_steps <= FEW_STEPS:

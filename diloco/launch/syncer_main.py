@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from diloco.durable import LockedError, write_file
 from diloco.launch import config as configs
+from diloco.launch.advice import whole_steps
 from diloco.launch.arenas import limit_arenas
 from diloco.launch.arguments import limit_threads, load_config, settings_parser
 from diloco.launch.arming import disk_from_environment
@@ -211,6 +212,8 @@ def _greet(config: RunConfig, run_dir: RunDir, address: str, given: argparse.Nam
     which = f"syncer {config.cluster.syncer.index} of " if has_several(config) else ""
     where = f"{which}run {config.run.name} in {run_dir.root}, listening on {address} (process {os.getpid()})"
     print(f"{where}; {command} goes on")
+    for sentence in whole_steps(config):
+        print(f"note: {sentence}")
     print(f"a site joins with:  {join_line(config, address, given.settings, given.config)}", flush=True)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from diloco.durable import LockedError, locked
 from diloco.launch import config as configs
-from diloco.launch.advice import advice
+from diloco.launch.advice import advice, whole_steps
 from diloco.launch.arguments import limit_threads, load_config, settings_parser
 from diloco.launch.closing import closing_lines
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
@@ -66,6 +66,8 @@ def main(arguments: Sequence[str]) -> ExitCode:
         print(f"run {run_dir.root.name} {'goes on' if again else 'begins'} in {run_dir.root}", flush=True)
         for sentence in advice(config):
             print(f"advice: {sentence}", flush=True)
+        for sentence in whole_steps(config):
+            print(f"note: {sentence}", flush=True)
         return _run(config, run_dir, steps, interrupts, environment)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from diloco.sync.effects import StartOuterStep
 from diloco.sync.state import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from diloco.sync.effects import StartOuterStep, TakeVersion, TellFate
+    from diloco.sync.effects import TakeVersion, TellFate
     from diloco.sync.events import Ending
     from diloco.sync.state import OuterState
     from diloco.sync.syncer import OuterSync
@@ -37,12 +38,13 @@ def refusal_facts(effect: TellFate) -> dict[str, object]:
 def outer_step_facts(
     command: StartOuterStep | TakeVersion, result: OuterResult, stages: Mapping[str, float]
 ) -> dict[str, object]:
-    """Who made a version, with what weight and staleness, and what it and its ``stages`` took."""
+    """Who made a version, with what weight and staleness, which share of a step that is, and what it took."""
     return {
         "fragment": command.fragment,
         "version": command.version,
         "sites": {part.site: round(part.weight, 6) for part in command.contributions},
         "staleness": {part.site: command.version - 1 - part.base_version for part in command.contributions},
+        **({"share": round(command.share, 6)} if isinstance(command, StartOuterStep) else {}),
         "norm": result.norm,
         "seconds": round(result.seconds, 6),
         **stages,

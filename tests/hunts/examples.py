@@ -62,7 +62,7 @@ def run_of(place: Place, example: str, tokens: int) -> float:
     if example != OURS:
         for verb in sites:
             assert "the run is finished; {" in verb.text(), verb.text()
-    return _loss(place, place.folder / "runs" / example / "syncer/final/model.safetensors")
+    return loss_of(place, place.folder / "runs" / example / "syncer/final/model.safetensors")
 
 
 def _site(place: Place, example: str, shared: list[str], address: str, index: int) -> Verb:
@@ -79,7 +79,8 @@ def _site(place: Place, example: str, shared: list[str], address: str, index: in
     return verb
 
 
-def _loss(place: Place, final: Path) -> float:
+def loss_of(place: Place, final: Path) -> float:
+    """Of the published values in ``final``, nats per token of the validation text."""
     values, model = load_file(final), Transformer(MODEL)
     if "lm_head.weight" in values:
         values = from_llama(values, MODEL)
@@ -96,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
     asked = hunt.asked(arguments)
     losses: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="examples-") as folder, place_in(Path(folder)) as place:
-        first = _loss(place, version0(place) / "model.safetensors")
+        first = loss_of(place, version0(place) / "model.safetensors")
         for example in [OURS, *asked.only]:
             try:
                 losses[example] = run_of(place, example, asked.tokens)

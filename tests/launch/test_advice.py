@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.launch.advice import advice
+from diloco.launch.advice import advice, whole_steps
 from diloco.launch.config import choices, compose
 
 
@@ -16,7 +16,7 @@ def test_a_preset_needs_no_advice(experiment: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["outer=async", "outer.kind=nesterov", "outer.momentum=0.5"], "each update is merged alone: the momentum"),
+        (["outer=async", "outer.kind=nesterov", "outer.momentum=0.5"], "outer.share_weighted=true makes of each"),
         (
             ["outer.kind=nesterov", "outer.momentum=0.9", "outer.inner_steps=10"],
             "outer.momentum is 0.9 with outer.inner_steps=10",
@@ -54,3 +54,25 @@ def test_what_goes_badly_together_is_said_with_its_settings(settings: list[str],
 )
 def test_what_goes_well_together_is_not_warned_of(settings: list[str]) -> None:
     assert advice(compose(settings)) == []
+
+
+@pytest.mark.parametrize("settings", [["experiment=decoupled"], ["experiment=async"], ["experiment=heloco"]])
+def test_19_a_preset_of_whole_steps_says_so(settings: list[str]) -> None:
+    (said,) = whole_steps(compose(settings))
+    assert said.startswith("outer.share_weighted is false: each outer step is a whole one, as in the paper")
+    assert whole_steps(compose([*settings, "outer.share_weighted=true"])) == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [],
+        ["experiment=default"],
+        ["outer=nesterov"],
+        ["experiment=diloco"],
+        ["experiment=async_dn"],
+        ["outer=buffered"],
+    ],
+)
+def test_19_what_takes_shares_or_waits_for_all_has_nothing_to_say(settings: list[str]) -> None:
+    assert whole_steps(compose(settings)) == []

@@ -1,0 +1,73 @@
+"""Does the result of a run depend on which of its sites arrive together?
+
+The same run is started so many times: a syncer and two equal sites of ``examples/plain_loop.py``, each a process of its
+own, with the same text, version 0 and settings (by default those of ``outer=nesterov outer.inner_steps=10``).  Nothing
+says when a process is ready and how long its steps take, so each start has phases of its own.  ``spread`` is the
+largest less the smallest validation loss of the published model, over the median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.record import add_arguments, finish, record
+from diloco.launch.eventlog import read_events
+from diloco.launch.history import number
+from tests.hunts.examples import BOUND_S, CACHE, SITES, WORDS, loss_of
+from tests.launch.processes import Verb, place_in, wait_for
+
+if TYPE_CHECKING:
+    from tests.launch.processes import Place
+
+SPREAD_MAX = 0.02
+
+
+def start(place: Place, name: str, settings: list[str], seed: int) -> dict[str, Any]:
+    """Train once; the final loss, the versions made, and how many sites each had on average."""
+    run = place.folder / "runs" / name
+    shared = [f"run.name={name}", f"run.seed={seed}", *WORDS, *settings, f"data.cache={CACHE}"]
+    syncer = place.start(f"{name}-syncer", "syncer", *shared, "cluster.syncer.listen=127.0.0.1:0")
+    address = run / "syncer.address"
+    wait_for(lambda: address.is_file() or syncer.process.poll() is not None, "the syncer", syncer.text, BOUND_S)
+    assert address.is_file(), syncer.text()
+    sites = []
+    for index, site in enumerate(SITES):
+        words = [address.read_text(), site, str(index), str(len(SITES))]
+        sites.append(Verb(place.folder, f"{name}-{site}", words, module="examples.plain_loop"))
+        place.verbs.append(sites[-1])
+    for verb in [*sites, syncer]:
+        assert verb.end(BOUND_S) == 0, f"{verb.name}: {verb.text()}\n{syncer.text()}"
+    events, _ = read_events(run / "events.jsonl")
+    sites_of = [event["sites"] for event in events if event["what"] == "outer_step"]
+    tokens = max(number(event, "run_tokens") or 0 for event in events if event["what"] == "published")
+    per_version = fmean(len(sites) for sites in sites_of if isinstance(sites, dict))
+    final = loss_of(place, run / "syncer/final/model.safetensors")
+    return {"final_loss": final, "versions": len(sites_of), "sites_per_version": per_version, "tokens": tokens}
+
+
+def main() -> None:
+    """Run it so many times."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--starts", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=400_000, help="of each run (default 400000)")
+    parser.add_argument("--set", action="append", default=[], help="a setting beside these, such as outer.momentum=0.5")
+    given = parser.parse_args()
+    starts, tokens = (2, 60_000) if given.quick else (given.starts, given.tokens)
+    settings = [f"run.tokens={tokens}", "outer=nesterov", "outer.inner_steps=10", *given.set]
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="arrivals-") as folder, place_in(Path(folder)) as place:
+        for number in range(starts):
+            rows.append(start(place, f"start-{number}", settings, given.seed))
+            print(f"start {number}: {rows[-1]}", flush=True)
+    final = [row["final_loss"] for row in rows]
+    found = {"final": final, "spread": (max(final) - min(final)) / median(final), "limit": SPREAD_MAX}
+    finish({**record("arrivals", {"settings": settings}, rows, given.seed, repeats=starts), **found}, save=given.save)
+
+
+if __name__ == "__main__":
+    main()
