@@ -70,7 +70,7 @@ def advice(config: RunConfig) -> list[str]:
     if outer.staleness_power and outer.round_updates == 1:
         said.append(
             f"outer.staleness_power is {outer.staleness_power:g} and each update is merged alone: a weight says how "
-            "much one counts beside others, and here is no other; outer.gate_alpha makes an old one smaller"
+            "much one counts beside others, and here is no other; outer.gate_power makes an old one smaller"
         )
     if config.codec.up.startswith(ROUGH) and config.codec.feedback == 0 and outer.adopt in ("overwrite", "blend"):
         said.append(

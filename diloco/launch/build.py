@@ -187,6 +187,7 @@ def outer_options(config: RunConfig) -> OuterOptions:
             grace_period_percent=outer.grace_period_percent,
             overlap_steps=outer.overlap_steps,
             weights=outer.weights,
+            merge_by=outer.merge_by,
             share_weighted=outer.share_weighted,
             staleness_max=outer.staleness_max,
             staleness_power=outer.staleness_power,
@@ -244,6 +245,11 @@ def ahead(config: RunConfig) -> OuterOptimizerOptions | None:
             f"outer.adopt_alpha is null: from 0 to 1, with outer.kind={outer.kind}, whose steps are no sum of the "
             f"sites' parts as those of {', '.join(ADDITIVE)} are"
         )
+    if outer.merge_by != "site":
+        raise ConfigError(
+            f"outer.adopt_alpha is null: from 0 to 1, with outer.merge_by={outer.merge_by}, because a site is told how "
+            "many sites a version holds, and not how many updates"
+        )
     return outer_optimizer(config)
 
 
@@ -252,7 +258,7 @@ def rule(config: RunConfig, layout: Layout) -> OuterRule:
     outer = config.outer
     optimizer = outer_optimizer(config)
     with section("outer"):
-        gate = Gate(alpha=outer.gate_alpha, cutoff=outer.gate_cutoff)
+        gate = Gate(alpha=outer.gate_alpha, cutoff=outer.gate_cutoff, power=outer.gate_power)
         if 0 < gate.cutoff <= outer.staleness_max:
             wanted = f"above outer.staleness_max={outer.staleness_max}: nothing of older ones would be left to merge"
             raise ConfigError(f"outer.gate_cutoff is {gate.cutoff}: {wanted}")

@@ -53,6 +53,9 @@ class OuterSection:
     """τ: inner steps between two publications that adaptive grace leaves for the network."""
     weights: str = "tokens2_per_step"
     """tokens2_per_step, tokens or uniform."""
+    merge_by: str = "site"
+    """What is weighed and merged: site, the sum of the updates that a site has in the round; update, each of them, as a
+    buffer of updates has it."""
     share_weighted: bool = False
     """A step of some of the live sites is that share of an outer step, so that the result does not depend on which of
     them arrive together; without it each step is a whole one, as papers have it."""
@@ -73,6 +76,8 @@ class OuterSection:
     """How fast a contribution gets smaller, and not only less beside others, with each version that it is older."""
     gate_cutoff: int = 0
     """Versions after which nothing would be left of it (CGAD), above staleness_max; 0: none."""
+    gate_power: float = 0.0
+    """It gets smaller by (1 + staleness)^-power (FedBuff); 0.5 is usual."""
     correction: str = "none"
     """none, or heloco: each tensor of a contribution is compared with the outer momentum of that tensor before it is
     merged (arXiv 2606.00271), and kept, turned towards it, or what goes against it is taken out.  Wants a kind with

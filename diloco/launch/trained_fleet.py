@@ -226,7 +226,7 @@ class TrainedFleet:
             contributions, before, self._rule.optimizer, self._down, merging=merging, share=command.share
         )
         self._states[command.fragment] = stepped.state
-        self._sites_in[command.fragment] = len(command.contributions)
+        self._sites_in[command.fragment] = len({part.site for part in command.contributions})
         self.last_merge_s, share = now_s, progress_ppm / 1e6
         if share * self._points_wanted >= len(self.points) + 1 and share < 1:
             self.points.append(Point(share, now_s, self.bytes_up, self.score()))

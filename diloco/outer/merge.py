@@ -58,32 +58,36 @@ class MergeOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
-    """CGAD (arXiv 2605.09126): a contribution is made smaller with its staleness, smoothly to nothing at ``cutoff``.
+    """A contribution is made smaller with its staleness: by exp(-``alpha`` staleness), smoothly to nothing at
+    ``cutoff`` (both CGAD's, arXiv 2605.09126), and by (1 + staleness)^-``power`` (FedBuff's, arXiv 2106.06639).
 
-    Unlike a weight, which takes from one what it gives to another, this makes the step itself smaller.  The paper's
-    form of the gate is that of its abstract; ``alpha`` 0 and ``cutoff`` 0 let everything through as it is.
+    Unlike a weight, which takes from one what it gives to another, this makes the step itself smaller.  CGAD's form of
+    the gate is that of its abstract; 0 for all three lets everything through as it is.
     """
 
     alpha: float = 0.0
     cutoff: int = 0
+    power: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (isfinite(self.alpha) and self.alpha >= 0):
-            raise ValueError(f"gate_alpha is {self.alpha!r}: must not be negative")
+        for name in ("alpha", "power"):
+            value = getattr(self, name)
+            if not (isfinite(value) and value >= 0):
+                raise ValueError(f"gate_{name} is {value!r}: must not be negative")
         if self.cutoff < 0:
             raise ValueError(f"gate_cutoff is {self.cutoff!r}: 0 (none) or more")
 
     @property
     def is_open(self) -> bool:
         """Whether it changes nothing."""
-        return self.alpha == 0 and self.cutoff == 0
+        return self.alpha == 0 and self.cutoff == 0 and self.power == 0
 
     def factor(self, staleness: int) -> float:
         """What is left of a contribution that is so many versions old: 1 at 0, 0 from the cutoff on."""
         if self.cutoff and staleness >= self.cutoff:
             return 0.0
         gate = 0.5 * (1 + cos(pi * staleness / self.cutoff)) if self.cutoff else 1.0
-        return gate * exp(-self.alpha * staleness)
+        return float(gate * exp(-self.alpha * staleness) * (1 + staleness) ** -self.power)
 
 
 MEAN = MergeOptions()

@@ -241,11 +241,12 @@ class Recovery(Checker):
 class Weights(Checker):
     """Invariant 10: the weights of a merge sum to 1 and are in proportion to the rule's.
 
+    What is weighed is a site, with all its updates, or an update, with the age of its own base.
     A step's share is the usual weight of its sites over that of its sites and all others that it could have had.
     """
 
     name = "weights"
-    mutation = "weights are not divided by their sum, or a share counts who is not there"
+    mutation = "weights are not divided by their sum, updates of a site are one, or a share counts who is not there"
     of_the_disk = ("usual", "under_way")
 
     def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
@@ -271,6 +272,10 @@ class Weights(Checker):
                     * of_its_age(effect.version - 1 - part.base_version, self.plan.options.staleness_power)
                     for part in effect.contributions
                 ]
+                by_update = self.plan.options.merge_by == "update"
+                terms = [(part.site, part.updates[0].sequence if by_update else 0) for part in effect.contributions]
+                whole = not by_update or all(len(part.updates) == 1 for part in effect.contributions)
+                self.require(whole and len(set(terms)) == len(terms), "what is weighed is", effect.contributions)
                 found = [part.weight for part in effect.contributions]
                 self.require(abs(sum(found) - 1) < 1e-12, "weights", found, "sum to", sum(found))
                 wanted = [each / sum(raw) for each in raw]

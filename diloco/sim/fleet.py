@@ -143,7 +143,7 @@ class Fleet:
                     pass  # Who asked looks for it.
                 case fx.StartOuterStep():
                     self.closed += 1
-                    self._merged += len(effect.contributions)
+                    self._merged += len({part.site for part in effect.contributions})
                     self.heap.after(to_ns(self.plan.merge_s), partial(self._made, effect))
                 case fx.TellFate():
                     told = ev.FateTold(effect.fate)

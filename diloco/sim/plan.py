@@ -76,12 +76,15 @@ def _leasing(plan: SwarmPlan, random: Random) -> SwarmPlan:
 
 
 def _ruled(plan: SwarmPlan, random: Random) -> SwarmPlan:
-    """Some of rounds by a count of updates, weights that fall with staleness, dynamic steps and eager adoption."""
+    """Some of rounds by a count of updates, merges update by update, weights that fall with staleness, dynamic steps
+    and eager adoption."""
     options = replace(plan.outer.options, staleness_power=random.choice((0.0, 0.0, 0.5)))
     if options.quorum == options.quorum_min == 1 and not plan.conserving and random.random() < 0.4:
         options = replace(options, round_updates=random.randint(1, 4))
     if not plan.conserving and options.round_updates <= 1:
         options = replace(options, share_weighted=Random(f"{plan.seed}/share").random() < 0.5)
+    if not plan.conserving and not options.share_weighted and Random(f"{plan.seed}/terms").random() < 0.5:
+        options = replace(options, merge_by="update")
     options = replace(options, grace_period_percent=Random(f"{plan.seed}/grace").choice((0, 0, 50, 100)))
     dynamic, first = random.random() < 0.2, plan.sites[0].options
     eager = not plan.conserving and not first.lock_step and random.random() < 0.25

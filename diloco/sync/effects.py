@@ -75,7 +75,7 @@ class UpdateRef:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """All updates of one site in one round, in sequence order, with the site's share of the merge.
+    """All updates of one site in one round, in sequence order, or one of them (``merge_by``), and what it counts.
 
     ``weight`` is positive; the weights of one outer step sum to 1 (to 1e-12).  ``base_version`` is the oldest one that
     an update of it was measured from.
@@ -89,7 +89,7 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class StartOuterStep:
-    """Merge ``contributions`` (in site order), step the outer optimizer, make ``version`` of ``fragment``.
+    """Merge ``contributions`` (by site and sequence), step the outer optimizer, make ``version`` of ``fragment``.
 
     ``share``, above 0 and at most 1, is the part of a full round that they are.
     """

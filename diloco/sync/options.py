@@ -14,6 +14,7 @@ from diloco.sync import schedule
 SECOND_NS = 1_000_000_000
 
 WEIGHT_RULES = ("tokens2_per_step", "tokens", "uniform")
+MERGE_BY = ("site", "update")
 GRACE_KINDS = ("fixed", "adaptive")
 ADOPT_RULES = ("rebase", "overwrite", "blend", "eager")
 ADOPT_KEEPS_UNSENT = ("rebase", "eager")
@@ -90,6 +91,9 @@ class OuterOptions:
     round, whatever their phase, and nobody waits for it."""
     overlap_steps: int = 2
     weights: str = "tokens2_per_step"
+    merge_by: str = "site"
+    """What one contribution is: ``site``, all that a site has in the round, added up; ``update``, each of its updates
+    (FedBuff, arXiv 2106.06639)."""
     share_weighted: bool = False
     """An outer step of some of the live sites is that share of a step, and not a whole one (``sync/weights.share``)."""
     staleness_max: int = 8
@@ -125,6 +129,9 @@ class OuterOptions:
         require(
             sites, "share_weighted", True, f"a share is one of sites, and round_updates={self.round_updates} are any"
         )
+        require(self.merge_by in MERGE_BY, "merge_by", self.merge_by, f"one of {', '.join(MERGE_BY)}")
+        by_site = not self.share_weighted or self.merge_by == "site"
+        require(by_site, "share_weighted", True, "a share is one of sites, and with merge_by=update updates are merged")
         require(self.grace in GRACE_KINDS, "grace", self.grace, f"one of {', '.join(GRACE_KINDS)}")
         require(self.grace_ns >= 0, "grace_ns", self.grace_ns, "not negative")
         require(0 <= self.grace_share_percent < 100, "grace_share_percent", self.grace_share_percent, "0 to 99")

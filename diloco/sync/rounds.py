@@ -138,27 +138,31 @@ def outer_step(
     ``leave_out`` names updates (site, sequence) without which it is wanted: the weights are then those of the others
     alone, as if these had never come, and there may be no contribution left.
     """
-    merging: dict[str, list[Pending]] = {}
+    merging: list[tuple[str, list[Pending]]] = []
     for name, pending in under_merge(state, index, among):
-        if (name, pending.sequence) not in leave_out:
-            merging.setdefault(name, []).append(pending)
+        if (name, pending.sequence) in leave_out:
+            continue
+        if options.merge_by == "site" and merging and merging[-1][0] == name:
+            merging[-1][1].append(pending)
+        else:
+            merging.append((name, [pending]))
     version = state.fragments[index].version
-    bases = {name: min([update.base_version for update in updates]) for name, updates in merging.items()}
+    bases = [min([update.base_version for update in updates]) for _, updates in merging]
     raw = [
         raw_weight(options.weights, sum([u.tokens for u in updates]), sum([u.steps for u in updates]))
-        * of_its_age(version - bases[name], options.staleness_power)
-        for name, updates in merging.items()
+        * of_its_age(version - base, options.staleness_power)
+        for (_, updates), base in zip(merging, bases, strict=True)
     ]
     contributions = tuple(
         Contribution(
             name,
             weight,
-            bases[name],
+            base,
             tuple([UpdateRef(u.sequence, u.payload, u.encoding, u.digest) for u in updates]),
         )
-        for (name, updates), weight in zip(merging.items(), normalised(raw), strict=True)
+        for (name, updates), base, weight in zip(merging, bases, normalised(raw), strict=True)
     )
-    part = share(merging, state.fragments[index].full_round) if merging else 1.0
+    part = share(dict(merging), state.fragments[index].full_round) if merging else 1.0
     return StartOuterStep(index, version + 1, contributions, part)
 
 

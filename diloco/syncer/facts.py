@@ -38,12 +38,20 @@ def refusal_facts(effect: TellFate) -> dict[str, object]:
 def outer_step_facts(
     command: StartOuterStep | TakeVersion, result: OuterResult, stages: Mapping[str, float]
 ) -> dict[str, object]:
-    """Who made a version, with what weight and staleness, which share of a step that is, and what it took."""
+    """Who made a version, with what weight and staleness, which share of a step that is, and what it took.
+
+    Of a site with several contributions that is their weight together, and the staleness of the oldest.
+    """
+    weights: dict[str, float] = {}
+    staleness: dict[str, int] = {}
+    for part in command.contributions:
+        weights[part.site] = weights.get(part.site, 0.0) + part.weight
+        staleness[part.site] = max(staleness.get(part.site, 0), command.version - 1 - part.base_version)
     return {
         "fragment": command.fragment,
         "version": command.version,
-        "sites": {part.site: round(part.weight, 6) for part in command.contributions},
-        "staleness": {part.site: command.version - 1 - part.base_version for part in command.contributions},
+        "sites": {site: round(weight, 6) for site, weight in weights.items()},
+        "staleness": staleness,
         **({"share": round(command.share, 6)} if isinstance(command, StartOuterStep) else {}),
         "norm": result.norm,
         "seconds": round(result.seconds, 6),

@@ -71,6 +71,8 @@ def test_the_layout_is_that_of_the_model() -> None:
         ("outer.adopt_alpha=2", "outer.adopt_alpha is 2.0: from 0 to 1"),
         ("outer.measure_from=above", "outer.measure_from is 'above': one of adopted, published"),
         ("outer=eager outer.adopt=blend", "outer.adopt_alpha is null: from 0 to 1, with outer.adopt=blend"),
+        ("outer.merge_by=round", "outer.merge_by is 'round': one of site, update"),
+        ("outer=eager outer.merge_by=update", "outer.adopt_alpha is null: from 0 to 1, with outer.merge_by=update"),
         ("outer=eager outer.kind=gpa", "outer.adopt_alpha is null: from 0 to 1, with outer.kind=gpa, whose steps"),
         ("codec.feedback=2", "codec.feedback is 2.0: from 0 to 1"),
         ("codec.feedback=0.5", "codec.feedback is 0.5: with outer.adopt=rebase what codec.up rounds off stays"),
@@ -124,6 +126,15 @@ def test_what_is_ahead_under_eager_follows_from_the_outer_step_unless_a_share_is
     assert build.agent_options(compose(["outer=eager", "outer.adopt=rebase"]), Path()).ahead is None
     told = shared_config(compose(["outer=eager"]))
     assert from_shared(told, {}).outer.adopt_alpha is None
+
+
+def test_19_each_update_is_a_term_of_its_own_in_the_buffered_preset_and_where_nothing_says_so_a_site_is() -> None:
+    for overrides, by, power in (["experiment=buffered"], "update", 0.5), (["outer.round_updates=3"], "site", 0.0):
+        config = compose(overrides)
+        assert build.outer_options(config).merge_by == by
+        assert build.rule(config, build.layout_of(config)).gate.power == power
+        told = shared_config(config)
+        assert (told.get("outer.merge_by", "site"), float(told.get("outer.gate_power", 0))) == (by, power)
 
 
 def test_a_blend_is_measured_from_the_version_in_the_preset_and_from_the_blended_values_where_nothing_says_so() -> None:

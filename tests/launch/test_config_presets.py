@@ -69,10 +69,11 @@ PAPERS: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
     "buffered": (
-        "2106.06639",  # A buffer is a round, an old update counts (1 + staleness)^-1/2; H and AdamW are 2401.09135's.
+        "2106.06639",  # A buffer is a round, each update a term of (1 + staleness)^-1/2; H and AdamW are 2401.09135's.
         {
             **FP32, **ADAMW, **WHOLE, "outer.kind": "sgd", "outer.momentum": 0.0, "outer.round_updates": 3,
-            "outer.staleness_power": 0.5, "outer.inner_steps": 50,
+            "outer.merge_by": "update", "outer.weights": "uniform", "outer.gate_power": 0.5,
+            "outer.staleness_power": 0.0, "outer.inner_steps": 50,
         },
     ),
     "heloco": (

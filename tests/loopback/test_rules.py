@@ -26,6 +26,10 @@ RULES: dict[str, dict[str, object]] = {
         "adopt": "eager",
         "rules": {"quorum": 1, "round_updates": 3, "staleness_power": 0.5},
     },
+    "a buffer of three, update by update": {
+        "optimizer": {"kind": "sgd", "lr": 0.7, "momentum": 0.0},
+        "rules": {"quorum": 1, "round_updates": 3, "merge_by": "update", "weights": "uniform"},
+    },
     "nesterov_ema on what is trimmed": {
         "optimizer": {"kind": "nesterov_ema", "lr": 0.5, "momentum": 0.5},
         "merge": "trimmed_mean",

@@ -206,6 +206,12 @@ def test_trimming_is_value_by_value() -> None:
     assert trimmed_mean([(1.0, each) for each in values], 0.34, out).tolist() == [3.0, 3.0]
 
 
+def test_19_a_gate_of_a_power_is_fedbuff_s_weight_that_nothing_is_divided_by() -> None:
+    assert [Gate(power=0.5).factor(staleness) for staleness in (0, 3, 8)] == [1.0, 0.5, 1 / 3]
+    assert Gate(alpha=0.5, power=1.0).factor(1) == math.exp(-0.5) / 2
+    assert not Gate(power=0.5).is_open
+
+
 def test_a_gate_lets_the_present_through_and_closes_smoothly_at_its_cutoff() -> None:
     gate = Gate(alpha=0.1, cutoff=4)
     found = [gate.factor(staleness) for staleness in range(6)]
@@ -219,7 +225,12 @@ def test_a_gate_lets_the_present_through_and_closes_smoothly_at_its_cutoff() -> 
 
 
 @pytest.mark.parametrize(
-    ("given", "words"), [({"alpha": -1.0}, "gate_alpha is -1.0"), ({"cutoff": -1}, "gate_cutoff is -1")]
+    ("given", "words"),
+    [
+        ({"alpha": -1.0}, "gate_alpha is -1.0"),
+        ({"cutoff": -1}, "gate_cutoff is -1"),
+        ({"power": -0.5}, "gate_power is -0.5"),
+    ],
 )
 def test_a_gate_names_the_field_and_the_value(given: dict[str, float], words: str) -> None:
     with pytest.raises(ValueError, match=words):

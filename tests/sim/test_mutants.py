@@ -144,6 +144,16 @@ def judge_staleness_laxly(patch: Patch) -> None:
     patch.setattr(OuterProcess, "__init__", begin)
 
 
+def add_up_the_updates_of_a_site(patch: Patch) -> None:
+    init = OuterProcess.__init__
+
+    def begin(self: OuterProcess, *given: Any, **named: Any) -> None:
+        init(self, *given, **named)
+        self.machine.options = dataclasses.replace(self.machine.options, merge_by="site")
+
+    patch.setattr(OuterProcess, "__init__", begin)
+
+
 def double_the_grace(patch: Patch) -> None:
     patch.setattr(rounds, "grace_ns", lambda options, *times: 2 * options.grace_ns + 1)
 
@@ -338,6 +348,7 @@ MUTATIONS: tuple[tuple[str, Callable[[Patch], None], int], ...] = (
     ("storage", drop_a_payload_with_its_fate, 0),
     ("recovery", forget_what_was_merging, 0),
     ("weights", leave_weights_as_they_are, 0),
+    ("weights", add_up_the_updates_of_a_site, 0),
     ("weights", count_a_site_twice_in_the_share, 0),
     ("weights", count_dead_sites_in_the_share, 0),
     ("weights", count_refused_updates_in_the_share, 0),

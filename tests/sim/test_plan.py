@@ -17,6 +17,9 @@ def test_every_choice_is_drawn_by_some_seed() -> None:
     assert {each.quorum for each in options} >= {"all", 1, 2, 3}
     assert {each.weights for each in options} == {"tokens2_per_step", "tokens", "uniform"}
     assert {each.grace for each in options} == {"fixed", "adaptive"}
+    assert {(each.merge_by, each.round_updates > 1) for each in options} == {
+        (by, several) for by in ("site", "update") for several in (False, True)
+    }
     assert {each.adopt for each in learners} == {"rebase", "overwrite", "blend", "eager"}
     assert {each.lock_step for each in learners} == {True, False}
     assert {each.num_fragments for each in options} == {1, 2, 3, 4}

@@ -107,6 +107,39 @@ def test_invariant_6_an_update_left_out_leaves_the_weights_of_a_round_in_which_i
     assert outer_step(whole.options, whole.machine.state, 0, everything).contributions == ()
 
 
+@pytest.mark.parametrize("senders", ["abc", "aab", "aaa"])
+def test_19_by_update_whoever_sent_them_each_is_a_term_with_its_own_weight_and_base(senders: str) -> None:
+    options = {"merge_by": "update", "updates_in_flight_max": 3, "weights": "tokens", "staleness_power": 1.0}
+    syncer = running("a", "b", "c", round_updates=3, **options)
+    for sequence in (1, 2, 3):
+        syncer.push("c", sequence)
+    syncer.done()
+    sent = dict.fromkeys("abc", 0) | {"c": 3}
+    for (place, site), base, tokens in zip(enumerate(senders), (1, 0, 1), (100, 400, 100), strict=True):
+        sent[site] += 1
+        effects = syncer.push(site, sent[site], base_version=base, tokens=tokens)
+        assert bool(of(fx.StartOuterStep, effects)) == (place == 2)
+    step = only(fx.StartOuterStep, effects)
+    assert [part.site for part in step.contributions] == list(senders)
+    assert [part.base_version for part in step.contributions] == [1, 0, 1]
+    assert [part.weight for part in step.contributions] == [0.25, 0.5, 0.25]  # 400 tokens at age 1 are 200
+    assert [len(part.updates) for part in step.contributions] == [1, 1, 1]
+
+
+def test_19_by_update_an_update_left_out_is_a_term_less() -> None:
+    syncer = running("a", "b", round_updates=3, merge_by="update", weights="uniform")
+    syncer.push("a")
+    syncer.push("a", 2)
+    syncer.push("b")
+    found = outer_step(syncer.options, syncer.machine.state, 0, {("a", 1)}).contributions
+    assert [(part.site, part.updates[0].sequence, part.weight) for part in found] == [("a", 2, 0.5), ("b", 1, 0.5)]
+
+
+def test_19_updates_are_no_share_of_sites() -> None:
+    with pytest.raises(ValueError, match="share_weighted is True: a share is one of sites, and with merge_by=update"):
+        OuterOptions(share_weighted=True, merge_by="update")
+
+
 def shares(*rounds: str, **options: object) -> list[float]:
     """Of steps of the sites named by letters, out of a, b, c and d, each with an update of the usual 100 tokens."""
     syncer = running("a", "b", "c", "d", share_weighted=True, **options)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from dataclasses import replace
 from math import log
 from pathlib import Path
 
@@ -25,7 +28,8 @@ from diloco.sync.effects import Contribution, StartOuterStep, UpdateRef
 from diloco.syncer.executor import OuterResult, run_outer_step
 from diloco.syncer.snapshots import FragmentValues
 from diloco.syncer.spool import Spool, SpoolError
-from tests.syncer.building import dice, update
+from tests.sync.driving import only, running
+from tests.syncer.building import LAYOUT, dice, update
 
 NESTEROV = OuterOptimizerOptions()
 SGD = OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0)
@@ -146,6 +150,32 @@ def test_invariant_7_a_rule_s_gate_and_correction_are_those_of_the_whole_on_any_
     wanted, _ = outer_step(theta, merge_mean([(1.0, [d[0]]), (1.0, [torch.cat(changed) * 0.5])]), old.optimizer, ema)
     assert torch.equal(found[0], found[1])
     assert torch.allclose(found[0], wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("senders", ["abc", "aab", "aaa", "cbcaab"])
+def test_19_a_buffer_update_by_update_is_fedbuff_s_sum_over_its_size(tmp_path: Path, senders: str) -> None:
+    """theta <- theta - lr/K sum of (1 + staleness)^-1/2 d, whoever sent which of the K: twelve versions of a run with
+    dice for updates and their bases."""
+    size, draw, spool = len(senders), random.Random(senders), Spool(tmp_path)
+    options = {"merge_by": "update", "weights": "uniform", "updates_in_flight_max": 3, "fates_kept_max": 64}
+    machine = running("a", "b", "c", round_updates=size, **options)
+    sgd = OuterOptimizerOptions(kind="sgd", lr=0.7, momentum=0.0)
+    rule = outer_rule(sgd, MEAN, LAYOUT, gate=Gate(power=0.5))
+    held, theta, sent = replace(holding(dice("theta", 0)), version=0), dice("theta", 0).double(), Counter[str]()
+    for version in range(12):
+        for site in senders:
+            sent[site] += 1
+            base = max(0, version - draw.randrange(8))
+            d = dice((site, sent[site]), 0)
+            kept = stored(spool, site, sent[site], d)
+            where = {"payload": kept.payload, "digest": kept.digest}
+            effects = machine.push(site, sent[site], base_version=base, **where)
+            theta -= 0.7 / size * (1 + version - base) ** -0.5 * d.double()
+        result = run_outer_step(only(StartOuterStep, effects), held, spool, rule, "fp32")
+        assert result is not None
+        held = result.values
+        machine.done()
+    torch.testing.assert_close(held.theta.double(), theta, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

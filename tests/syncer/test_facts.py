@@ -40,4 +40,7 @@ def test_an_outer_step_says_who_was_in_it_and_how_stale() -> None:
     assert facts == json.loads(json.dumps(facts))
     assert (facts["sites"], facts["staleness"]) == ({"a": 0.25, "b": 0.75}, {"a": 0, "b": 2})
     assert facts["read_s"] == 0.5
+    again = (*command.contributions, Contribution("b", 0.125, 4, (update,)))
+    of_three = outer_step_facts(StartOuterStep(0, 6, again), result, {})
+    assert (of_three["sites"], of_three["staleness"]) == ({"a": 0.25, "b": 0.875}, {"a": 0, "b": 2})
     assert (facts["version"], facts["norm"], facts["seconds"]) == (6, pytest.approx(1.5), 0.125)
