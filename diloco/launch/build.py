@@ -276,6 +276,7 @@ def learner_options(config: RunConfig, whole: Layout | None = None) -> LearnerOp
             num_fragments=outer.num_fragments,
             inner_steps=outer.inner_steps,
             dynamic_steps=outer.dynamic_steps,
+            dynamic_rounding=outer.dynamic_rounding,
             adopt=outer.adopt,
             updates_in_flight_max=outer.updates_in_flight_max,
             discards_max=outer.discards_max,

@@ -169,7 +169,9 @@ def tree_of(config: RunConfig, above: RunConfig, told: Told) -> FleetPlan:
         places = range(index * len(names), (index + 1) * len(names))
         sites = tuple(_site(config, told, place, count * len(names), late=False) for place in places)
         plan = replace(below, sites=sites)
-        region = RegionPlan(plan=plan, updates=config.upstream.updates, alpha=config.upstream.alpha)
+        upstream = config.upstream
+        from_blend = upstream.counted_from == "blend"
+        region = RegionPlan(plan=plan, updates=upstream.updates, alpha=upstream.alpha, from_blend=from_blend)
         return replace(_linked(above, name), region=region)
 
     return replace(whole, sites=tuple(site_above(index, name) for index, name in enumerate(above.cluster.sites)))

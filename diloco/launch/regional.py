@@ -35,6 +35,7 @@ FOLDER = "above"
 """In the syncer's data folder: what the one above told, and the updates for it."""
 ALIKE = ("model.", "data.tokenizer", "data.end_of_file", "outer.num_fragments")
 """What must be equal on both levels, of all that sites and a syncer agree on."""
+COUNTED_FROM = ("start", "blend")
 AVERAGED = ("schedule_free", "gpa")
 CODES = MappingProxyType(
     {"unreachable": ExitCode.UNREACHABLE, "mismatch": ExitCode.MISMATCH, "refused": ExitCode.FAILED}
@@ -72,6 +73,8 @@ def is_region(config: RunConfig) -> bool:
 def upward_options(config: RunConfig, folder: Path, up_codec: str, in_flight_max: int) -> UpwardOptions:
     """How the region speaks to the syncer above."""
     upstream = config.upstream
+    if upstream.counted_from not in COUNTED_FROM:
+        raise ConfigError(f"upstream.counted_from is {upstream.counted_from!r}: one of {', '.join(COUNTED_FROM)}")
     with section("upstream"):
         return UpwardOptions(
             folder=str(folder),
@@ -79,6 +82,7 @@ def upward_options(config: RunConfig, folder: Path, up_codec: str, in_flight_max
             updates=upstream.updates,
             alpha=upstream.alpha,
             in_flight_max=in_flight_max,
+            from_blend=upstream.counted_from == "blend",
             up_codec=up_codec,
             finish_timeout_s=config.site.finish_timeout_s,
         )

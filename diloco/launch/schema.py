@@ -407,6 +407,9 @@ class UpstreamSection:
     """What the region is called there."""
     updates: int = 32
     """Updates of its sites, merged into one fragment, for one that goes up."""
+    counted_from: str = "start"
+    """What these count from.  start: the region's first update, so that one goes up for every so many.  blend: the last
+    version that was taken from above, as in HALoS' code, so that none goes up while one is under way."""
     alpha: float = 0.25
     """Share of what comes back that goes into the region's own values: 1 - alpha of those stays."""
 

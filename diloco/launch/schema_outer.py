@@ -31,6 +31,8 @@ class OuterSection:
     """H: inner steps between two updates of one fragment."""
     dynamic_steps: bool = False
     """inner_steps are the fastest site's, and a slower one makes as many fewer as it is slower."""
+    dynamic_rounding: str = "down"
+    """down or up, where that is no whole number of steps; at least one either way."""
     num_fragments: int = 1
     """Parts of the parameters that are exchanged on their own."""
     quorum: str = "1"

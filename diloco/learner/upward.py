@@ -63,6 +63,7 @@ class UpwardOptions:
     updates: int = 32
     alpha: float = 0.25
     in_flight_max: int = 2
+    from_blend: bool = False
     up_codec: str = "fp32"
     finish_timeout_s: float = 20.0
 
@@ -165,7 +166,8 @@ class Upward:
             self._sent[fragment, sequence] = (here[fragment, sequence], self._decodable(fragment, sequence))
         outbox = tuple((*key, here[key]) for key in sorted(kept))
         options = self._options
-        return UpstreamStarted(options.site, options.updates, options.alpha, options.in_flight_max, outbox)
+        rules = (options.updates, options.alpha, options.in_flight_max)
+        return UpstreamStarted(options.site, *rules, outbox, options.from_blend)
 
     def _decodable(self, fragment: int, sequence: int) -> Coded:
         """What an update in the outbox says."""

@@ -52,6 +52,7 @@ class RegionPlan:
     plan: FleetPlan
     updates: int
     alpha: float
+    from_blend: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

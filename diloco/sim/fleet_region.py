@@ -42,7 +42,7 @@ class RegionalSyncer:
         self._has_left = False
         below.above = self._order
         region, in_flight_max = site.region, fleet.plan.outer.updates_in_flight_max
-        below.handle(UpstreamStarted(self.name, region.updates, region.alpha, in_flight_max, ()))
+        below.handle(UpstreamStarted(self.name, region.updates, region.alpha, in_flight_max, (), region.from_blend))
 
     # --- as the fleet above knows a site --------------------------------------------------------------------------
 

@@ -40,6 +40,9 @@ def step_done(turn: SiteTurn, event: StepDone) -> None:
 
 def coming_due(options: LearnerOptions, state: LearnerState, step: int, steps: int = 1) -> Sequence[int]:
     """The fragments that are due right after inner step number ``step`` or one of the ``steps`` that end with it."""
+    if options.from_adopt:
+        parts = enumerate(state.fragments)
+        return [each for each, part in parts if not part.in_flight and step >= part.sealed_step + options.inner_steps]
     if options.dynamic_steps:
         return [each for each in range(options.num_fragments) if step >= _dynamic_due(options, state, each)]
     by_steps = due(options.due_at, options.inner_steps, step, steps)
@@ -61,7 +64,7 @@ def in_turn(options: LearnerOptions, state: LearnerState) -> int:
 def _dynamic_due(options: LearnerOptions, state: LearnerState, index: int) -> int:
     """The inner step after which the fragment is due, counted from its last update."""
     sealed = state.fragments[index].sealed_step
-    period = local_steps(options.inner_steps, state.fastest_step_ns, state.step_ns)
+    period = local_steps(options.inner_steps, state.fastest_step_ns, state.step_ns, options.dynamic_rounding)
     if not sealed:  # The fragments' first updates stand apart as they do where every site makes as many steps.
         period = max(1, (options.due_at[index] or options.inner_steps) * period // options.inner_steps)
     return sealed + period
@@ -158,6 +161,8 @@ def _adopt(turn: SiteTurn, index: int, part: FragmentProgress) -> None:
         part.tokens_overwritten += part.unsent_tokens
         part.unsent_tokens = part.unsent_steps = 0
     part.base_version = version
+    if turn.options.from_adopt:
+        part.sealed_step, part.due = turn.state.step, False
     lacking = tuple([sent.sequence for sent in under_way]) if adopt == "eager" else ()
     turn.effects.append(Adopt(index, version, tuple(merged), fresh, lacking))
 

@@ -19,6 +19,7 @@ GRACE_KINDS = ("fixed", "adaptive")
 ADOPT_RULES = ("rebase", "overwrite", "blend", "eager")
 ADOPT_KEEPS_UNSENT = ("rebase", "eager")
 """The rules under which nothing is given up of what was trained and not sent."""
+ROUNDINGS = ("down", "up")
 ADMISSION_POLICIES = ("refuse", "hold", "admit")
 
 UNITS_AHEAD_MAX = 4096
@@ -167,6 +168,8 @@ class LearnerOptions:
     """H of DiLoCo: inner steps between two updates of one fragment."""
     dynamic_steps: bool = False
     """H is for the fastest site, and a slower one makes as many fewer as it is slower."""
+    dynamic_rounding: str = "down"
+    """Where that is no whole number of steps (``schedule.local_steps``)."""
     adopt: str = "rebase"
     """``rebase`` keeps progress, ``overwrite`` is Decoupled DiLoCo, ``blend`` is Streaming DiLoCo with α, ``eager``
     keeps what is not sent and a share of what is not merged."""
@@ -176,6 +179,8 @@ class LearnerOptions:
     answers_only: bool = False
     """Under overwrite and blend: while an update is in flight no version is adopted without it (HALoS), and of those
     whose versions are not adopted yet there are no more than ``updates_in_flight_max``, but for the last."""
+    from_adopt: bool = False
+    """Steps to the next update count from the last adopted version, and none is due while one is in flight (HALoS)."""
     lock_step: bool = False
     """Wait after each update until its version was adopted: classic DiLoCo and deterministic runs only."""
     offsets: tuple[int, ...] = ()
@@ -196,6 +201,8 @@ class LearnerOptions:
             self.inner_steps,
             f"at least one step for each of num_fragments={self.num_fragments}",
         )
+        words = f"one of {', '.join(ROUNDINGS)}"
+        require(self.dynamic_rounding in ROUNDINGS, "dynamic_rounding", self.dynamic_rounding, words)
         require(self.adopt in ADOPT_RULES, "adopt", self.adopt, f"one of {', '.join(ADOPT_RULES)}")
         require(self.updates_in_flight_max >= 1, "updates_in_flight_max", self.updates_in_flight_max, "at least 1")
         require(self.discards_max >= 1, "discards_max", self.discards_max, "at least 1")

@@ -16,15 +16,17 @@ def offsets(num_fragments: int, inner_steps: int) -> tuple[int, ...]:
     return tuple(place * inner_steps // num_fragments % inner_steps for place in range(1, num_fragments + 1))
 
 
-def local_steps(inner_steps: int, fastest_ns: int, own_ns: int) -> int:
+def local_steps(inner_steps: int, fastest_ns: int, own_ns: int, rounding: str = "down") -> int:
     """The inner steps that a site makes while the fastest makes ``inner_steps``: dynamic local updates, with which all
     come at about the same time, whatever their speed (arXiv 2401.09135, section 4.2).
 
     ``fastest_ns`` and ``own_ns`` are what an inner step takes; 0: not known yet, and then the site is as fast as any.
+    ``rounding`` is ``down``, as there, or ``up``, as in HALoS' code (arXiv 2506.04531); at least one step either way.
     """
     if not (fastest_ns and own_ns):
         return inner_steps
-    return min(inner_steps, max(1, inner_steps * fastest_ns // own_ns))
+    steps, rest = divmod(inner_steps * fastest_ns, own_ns)
+    return min(inner_steps, max(1, steps + (rounding == "up" and rest > 0)))
 
 
 def due(offsets: tuple[int, ...], inner_steps: int, step: int, steps: int = 1) -> tuple[int, ...]:

@@ -197,7 +197,7 @@ def _started(turn: Turn, event: UpstreamStarted) -> None:
     if upstream is None:
         upstream = turn.state.upstream = Upstream([Part() for _ in turn.state.fragments])
     upstream.site, upstream.updates, upstream.alpha = event.site, event.updates, event.alpha
-    upstream.in_flight_max = event.in_flight_max
+    upstream.in_flight_max, upstream.from_blend = event.in_flight_max, event.from_blend
     for index, part in enumerate(upstream.parts):
         before = _listed(part)
         here = {(0, sequence): digest for fragment, sequence, digest in event.outbox if fragment == index}
@@ -319,6 +319,7 @@ def _options(upstream: Upstream) -> LearnerOptions:
         inner_steps=upstream.updates,
         adopt="blend",
         answers_only=True,
+        from_adopt=upstream.from_blend,
         updates_in_flight_max=upstream.in_flight_max,
     )
 

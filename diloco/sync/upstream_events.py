@@ -11,7 +11,8 @@ class UpstreamStarted:
 
     An update goes up for every ``updates`` that are merged of a fragment; of what comes back a share ``alpha`` goes
     into the region's values; ``in_flight_max`` of its updates may be undecided above.  ``outbox`` has (fragment,
-    sequence, digest) of those whose bytes are here.
+    sequence, digest) of those whose bytes are here.  With ``from_blend`` the ``updates`` count from the last version
+    that was taken from above, and nothing more goes up until then.
     """
 
     site: str
@@ -19,6 +20,7 @@ class UpstreamStarted:
     alpha: float
     in_flight_max: int
     outbox: tuple[tuple[int, int, str], ...]
+    from_blend: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,10 +43,11 @@ class Part:
 
 @dataclass(slots=True)
 class Upstream:
-    """All of it; the first four as ``UpstreamStarted`` has them."""
+    """All of it; but for the parts as ``UpstreamStarted`` has it."""
 
     parts: list[Part]
     site: str = ""
     updates: int = 1
     alpha: float = 0.0
     in_flight_max: int = 1
+    from_blend: bool = False

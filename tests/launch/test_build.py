@@ -71,6 +71,7 @@ def test_the_layout_is_that_of_the_model() -> None:
         ("outer.adopt_alpha=2", "outer.adopt_alpha is 2.0: from 0 to 1"),
         ("outer.measure_from=above", "outer.measure_from is 'above': one of adopted, published"),
         ("outer=eager outer.adopt=blend", "outer.adopt_alpha is null: from 0 to 1, with outer.adopt=blend"),
+        ("outer.dynamic_rounding=near", "outer.dynamic_rounding is 'near': one of down, up"),
         ("outer.merge_by=round", "outer.merge_by is 'round': one of site, update"),
         ("outer=eager outer.merge_by=update", "outer.adopt_alpha is null: from 0 to 1, with outer.merge_by=update"),
         ("outer=eager outer.kind=gpa", "outer.adopt_alpha is null: from 0 to 1, with outer.kind=gpa, whose steps"),

@@ -103,6 +103,7 @@ PAPERS: dict[str, tuple[str, dict[str, object]]] = {
         {
             **FP32, **ADAMW, **ONE_BY_ONE, **WHOLE, "outer.kind": "delayed_nesterov", "outer.lr": 0.2 * 16,
             "outer.momentum": 0.9, "outer.window": 16, "outer.inner_steps": 8, "outer.dynamic_steps": True,
+            "outer.dynamic_rounding": "up", "upstream.counted_from": "blend",
             "upstream.updates": 32, "upstream.alpha": 0.25, "inner.lr": 1e-3, "inner.betas": [0.9, 0.95],
             "inner.weight_decay": 0.1, "inner.clip": 1.0,
         },

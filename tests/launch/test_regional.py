@@ -12,7 +12,7 @@ import pytest
 from diloco.launch import build, connecting
 from diloco.launch.config import compose
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
-from diloco.launch.regional import FOLDER, above_of, is_region
+from diloco.launch.regional import FOLDER, above_of, is_region, upward_options
 from diloco.launch.run_dir import RunDir
 from diloco.launch.schema import RunConfig
 from diloco.launch.syncer_main import join_line
@@ -66,6 +66,10 @@ def test_the_paper_is_a_preset() -> None:
     assert (outer.kind, outer.window, outer.momentum, outer.lr) == ("delayed_nesterov", 16, 0.9, 0.2 * 16)
     assert (outer.round_updates, outer.inner_steps, outer.dynamic_steps) == (1, 8, True)
     assert (config.upstream.updates, config.upstream.alpha, config.upstream.endpoint) == (32, 0.25, None)
+    assert upward_options(config, Path(), "fp32", 1).from_blend
+    assert not upward_options(compose(SMALL), Path(), "fp32", 1).from_blend
+    assert build.learner_options(config).dynamic_rounding == "up"
+    assert build.learner_options(compose(["experiment=async_dn"])).dynamic_rounding == "down"
     assert (inner.optimizer, inner.lr, inner.betas, inner.weight_decay, inner.clip) == (
         "adamw",
         1e-3,
@@ -101,6 +105,7 @@ def test_what_is_the_regions_own_is_not_said_to_its_sites() -> None:
         (["upstream.endpoint=127.0.0.1:1", "upstream.site_id='a b'"], "upstream.site_id is 'a b'"),
         ([*REGION, "upstream.endpoint='a:1/b:2'"], "upstream.endpoint is 'a:1/b:2': a run of one syncer"),
         ([*REGION, "upstream.updates=0"], "upstream.updates is 0: at least 1"),
+        ([*REGION, "upstream.counted_from=now"], "upstream.counted_from is 'now': one of start, blend"),
         ([*REGION, "upstream.alpha=0.0"], "upstream.alpha is 0.0: above 0, to 1"),
         ([*REGION, "outer.num_fragments=2", "outer.num_syncers=2"], "outer.num_syncers is 2: not built for a region"),
         ([*REGION, "outer.lock_step=true"], "outer.lock_step is True: not built for a region"),

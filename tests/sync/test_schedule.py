@@ -51,6 +51,15 @@ def test_a_slower_site_makes_as_many_fewer_steps_and_at_least_one(fastest_ms: in
     assert local_steps(40, fastest_ms * MS, own_ms * MS) == steps
 
 
+@pytest.mark.parametrize(
+    ("fastest_ms", "own_ms", "steps"),
+    [(0, 100, 8), (100, 0, 8), (100, 100, 8), (100, 101, 8), (100, 200, 4), (100, 250, 4), (100, 9_999, 1)],
+)
+def test_19_rounded_up_a_slower_site_makes_halos_number_of_steps(fastest_ms: int, own_ms: int, steps: int) -> None:
+    """max(1, ceil(H w)), w being the site's speed by that of the fastest."""
+    assert local_steps(8, fastest_ms * MS, own_ms * MS, "up") == steps
+
+
 def sealed_at(site: Site, fragments: int, steps: int) -> list[list[int]]:
     """The steps after which each fragment was sealed, with every update accepted at once."""
     found: list[list[int]] = [[] for _ in range(fragments)]
@@ -75,6 +84,14 @@ def test_dynamic_steps_follow_the_fastest_site_as_told() -> None:
     assert sealed_at(site, 1, 25) == [[50, 60, 70]]
     told(site, 0)
     assert sealed_at(site, 1, 30) == [[90]]
+
+
+@pytest.mark.parametrize(("rounding", "wanted"), [("down", [[2, 4, 6]]), ("up", [[3, 6]])])
+def test_19_a_site_rounds_its_dynamic_steps_as_told(rounding: str, wanted: list[list[int]]) -> None:
+    """A step takes it 100 ms and the fastest 35: 2.8 of 8."""
+    site = Site(inner_steps=8, dynamic_steps=True, dynamic_rounding=rounding, updates_in_flight_max=100)
+    told(site, 35)
+    assert sealed_at(site, 1, 7) == wanted
 
 
 def test_the_first_updates_of_several_fragments_stand_apart_with_dynamic_steps_too() -> None:

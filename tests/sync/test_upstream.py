@@ -74,6 +74,30 @@ def test_two_levels_by_hand() -> None:
     assert (value.item(), seal.base_version) == (1.0, 2)
 
 
+def test_19_from_the_blend_so_many_updates_count_and_none_goes_up_while_one_is_under_way() -> None:
+    """HALoS' code with K 2 and a 1/4: of seven updates of 1, the first two go up, then the last two."""
+    above, region = based(from_blend=True)
+
+    def merge(sequence: int) -> int:
+        region.push("s", sequence, 1.0)
+        region.step()
+        return len(region.sent) + len(region.sealing)
+
+    assert [merge(1), merge(2)] == [0, 1]
+    region.seal()
+    region.do()
+    assert [merge(3), merge(4), merge(5)] == [1, 1, 1]
+    region.settle()
+    assert above.theta.item() == 98.0
+    assert region.theta.item() == 0.75 * 95 + 0.25 * 98
+    assert merge(6) == 1
+    region.restart()
+    region.settle()
+    assert merge(7) == 2
+    ((seal, value),) = region.sealing
+    assert (value.item(), seal.tokens, seal.base_version) == (2.0, 200, 1)
+
+
 def test_others_versions_wait_for_the_regions_own_update_and_are_taken_at_once_by_an_idle_one() -> None:
     above, region = based()
     above.push("x", 1, 40.0)

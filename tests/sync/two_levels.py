@@ -97,8 +97,17 @@ class Region(Level):
     What it wants of the one above waits in ``orders``, and the encoding of an update in ``sealing``.
     """
 
-    def __init__(self, above: Level, name: str, updates: int = 2, alpha: float = 0.25, **options: Any) -> None:
+    def __init__(
+        self,
+        above: Level,
+        name: str,
+        updates: int = 2,
+        alpha: float = 0.25,
+        from_blend: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
+        self.from_blend = from_blend
         self.above, self.name, self.updates, self.alpha = above, name, updates, alpha
         self.outbox: dict[int, tuple[str, Tensor]] = {}
         self.spool: dict[str, Tensor] = {}
@@ -113,7 +122,7 @@ class Region(Level):
 
     def start(self) -> None:
         outbox = tuple((0, sequence, digest) for sequence, (digest, _) in sorted(self.outbox.items()))
-        self.handle(UpstreamStarted(self.name, self.updates, self.alpha, 2, outbox))
+        self.handle(UpstreamStarted(self.name, self.updates, self.alpha, 2, outbox, self.from_blend))
 
     def restart(self) -> None:
         """kill -9: what was not on the disk is gone, and another process begins with what was."""
