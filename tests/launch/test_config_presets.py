@@ -115,7 +115,8 @@ OURS: dict[str, tuple[str, dict[str, object]]] = {
         "2604.21428",  # Its quorum, grace and weights; four bits both ways, all progress kept, a period of 24 to 100.
         {
             **ADAMW, "codec.up": "int4:32+zstd1", "codec.down": "int4:32+zstd1", "outer.kind": "nesterov",
-            "outer.lr": 0.7, "outer.momentum": 0.5, "outer.inner_steps": 30, "outer.num_fragments": 4,
+            "outer.lr": 0.7, "outer.momentum": 0.7, "outer.inner_steps": 30, "outer.num_fragments": 4,
+            "outer.share_weighted": True, "outer.grace_period_percent": 90,
             "outer.overlap_steps": 2, "site.adapt": True, "site.overlap_steps": 2, "site.overlap_steps_max": 5,
             "outer.quorum": "1", "outer.grace": "adaptive", "outer.grace_share_percent": 80, "outer.merge": "mean",
             "outer.weights": "tokens2_per_step", "outer.staleness_max": 4, "outer.staleness_power": 0.0,
@@ -135,6 +136,16 @@ SMALL = (
 
 def test_every_preset_has_a_row() -> None:
     assert {*choices()["experiment"]} == {*PRESETS, DEMO}
+
+
+@pytest.mark.parametrize("preset", PAPERS)
+def test_19_a_preset_of_a_paper_takes_whole_steps(preset: str) -> None:
+    assert not compose([f"experiment={preset}"]).outer.share_weighted
+
+
+@pytest.mark.parametrize("settings", [[], ["outer=nesterov"], ["experiment=default"], ["experiment=demo"]])
+def test_19_ours_take_the_share_that_a_round_is(settings: list[str]) -> None:
+    assert compose(settings).outer.share_weighted
 
 
 @pytest.mark.parametrize("preset", PRESETS)
