@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, get_origin
 
 import diloco
 from diloco.durable import write_file
-from diloco.launch.errors import ConfigError
+from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.keys import nearest, plain_type, type_of, wanted
 from diloco.launch.schema import RunConfig
 
@@ -217,6 +217,41 @@ def shared_config(config: RunConfig) -> dict[str, str]:
         found += [(f"data.{name}", plain["data"][name]) for name in ("leased", "unit_sequences", "unit_lease_s")]
         found += [("inner.sequence_length", config.inner.sequence_length)]
     return {key: _text(value) for key, value in found}
+
+
+def as_begun(config: RunConfig, path: Path) -> tuple[RunConfig, list[str]]:
+    """``config`` for the run that left the file ``path``, and what that changes, as ``key=value``.
+
+    A setting of the outer rule or the codecs that the file does not know came after the run began.  It is at its
+    default then, which makes the run what it was, whatever a preset of this release says.
+    """
+    known, usual, said = {key for key, _ in _flat(of_yaml(path))}, RunConfig(), []
+    for section in ("outer", "codec"):
+        now, before = getattr(config, section), getattr(usual, section)
+        later = {
+            each.name: getattr(before, each.name)
+            for each in fields(now)
+            if f"{section}.{each.name}" not in known and getattr(now, each.name) != getattr(before, each.name)
+        }
+        config = replace(config, **{section: replace(now, **later)})
+        said += [f"{section}.{name}={_text(value)}" for name, value in later.items()]
+    return config, said
+
+
+def require_same(config: RunConfig, path: Path) -> None:
+    """VerbError where ``config`` is another run than the one that left the file ``path``."""
+    before, now = shared_config(read(path)), shared_config(config)
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key):
+            go_on = f"give {key}={before[key]} to go on, or " if key in before else ""
+            there = f"{key} is {now.get(key, 'not set')} now and {before.get(key, 'not set')} in {path}"
+            raise VerbError(ExitCode.MISMATCH, f"{there}: {go_on}take another run.name")
+
+
+def say_as_begun(said: Sequence[str]) -> None:
+    """Print what :func:`as_begun` changed."""
+    if said:
+        print(f"note: {' '.join(said)}: the run began under a release without the setting", flush=True)
 
 
 def shared_digest(config: RunConfig) -> str:

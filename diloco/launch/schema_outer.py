@@ -45,12 +45,12 @@ class OuterSection:
     grace: str = "adaptive"
     """fixed or adaptive: how long a round waits for more after its quorum."""
     grace_s: float = 1.0
-    """The longest grace."""
+    """The longest grace, but for what grace_period_percent makes of it."""
     grace_share_percent: int = 80
     """Share of the slack that an adaptive grace takes."""
     grace_period_percent: int = 0
-    """Share of the fastest site's period that an adaptive grace is at least, up to grace_s: at 90 equal sites settle
-    into common rounds whatever their phase, while all train on."""
+    """Share of the fastest site's period that an adaptive grace is at least: at 90 equal sites settle into common
+    rounds whatever their phase, while all train on."""
     overlap_steps: int = 2
     """τ: inner steps between two publications that adaptive grace leaves for the network."""
     weights: str = "tokens2_per_step"

@@ -55,6 +55,9 @@ def main(arguments: Sequence[str]) -> ExitCode:
     name_run(config)
     run_dir = syncer_dir(config)
     _check_resume(config, run_dir)
+    if run_dir.config.is_file():
+        config, said_later = configs.as_begun(config, run_dir.config)
+        configs.say_as_begun(said_later)
 
     from diloco.launch import build
 
@@ -93,13 +96,7 @@ def _data(config: RunConfig, run_dir: RunDir) -> Path:
 def write_config(config: RunConfig, run_dir: RunDir, given: argparse.Namespace, *, over: bool = True) -> None:
     """Leave the resolved file in the run's folder, ``over`` one that is there; refuse a run that was another one."""
     if run_dir.config.is_file():
-        before, now = configs.shared_config(configs.read(run_dir.config)), configs.shared_config(config)
-        for key in sorted(before.keys() | now.keys()):
-            if before.get(key) != now.get(key):
-                raise VerbError(
-                    ExitCode.MISMATCH,
-                    f"{key} is {now.get(key)} now and {before.get(key)} in {run_dir.config}: another run.name, please",
-                )
+        configs.require_same(config, run_dir.config)
     if (over and given.config is None) or not run_dir.config.is_file():
         configs.write(config, run_dir.config)
     # Who looks at the whole run of several syncers reads what it is in its own folder.

@@ -152,7 +152,7 @@ def choose_run(config: RunConfig, stack: ExitStack) -> tuple[RunDir, bool]:
     if not there and resume == "must":
         raise ConfigError(f"run.resume is 'must': there is no run {config.run.name} in {config.run.dir}")
     if there:
-        _require_same(config, run_dir)
+        configs.require_same(_as_in(config, run_dir)[0], run_dir.config)
     try:
         stack.enter_context(locked(run_dir.root))
     except LockedError as error:
@@ -172,7 +172,9 @@ def _settled(config: RunConfig, run_dir: RunDir) -> RunDir:
         run_dir.summary.unlink()
     config.run.resume = "auto"
     if run_dir.config.is_file():
-        config.data.leased = _as_in(config, configs.read(run_dir.config)).data.leased
+        there, said = _as_in(config, run_dir)
+        configs.say_as_begun(said)
+        config.data.leased, config.outer, config.codec = there.data.leased, there.outer, there.codec
     elif config.data.leased is None:  # All sites have this machine's text.
         config.data.leased = not (config.inner.deterministic or config.outer.lock_step)
     configs.write(config, run_dir.config)
@@ -202,8 +204,7 @@ def _unfinished_latest(config: RunConfig) -> RunDir | None:
 
 def _differences(config: RunConfig, run_dir: RunDir) -> list[str]:
     """Which settings are others than in the run's folder, in words; not those that say only how to go on."""
-    there = configs.read(run_dir.config)
-    before, now = _settings(asdict(there)), _settings(asdict(_as_in(config, there)))
+    before, now = _settings(asdict(configs.read(run_dir.config))), _settings(asdict(_as_in(config, run_dir)[0]))
     keys = sorted((before.keys() | now.keys()) - {"run.name", "run.resume", "run.log_every", "run.dir"})
     return [
         f"{key} is {now.get(key, 'not set')} now and was {before.get(key, 'not set')}"
@@ -212,10 +213,12 @@ def _differences(config: RunConfig, run_dir: RunDir) -> list[str]:
     ]
 
 
-def _as_in(config: RunConfig, there: RunConfig) -> RunConfig:
-    """``config`` with what it does not say of leases as the run has it; one of an earlier release has none."""
+def _as_in(config: RunConfig, run_dir: RunDir) -> tuple[RunConfig, list[str]]:
+    """``config`` as ``configs.as_begun`` has it, and with what it does not say of leases as the run has it; one of an
+    earlier release has none."""
+    there = configs.read(run_dir.config)
     leased = there.data.leased if config.data.leased is None else config.data.leased
-    return replace(config, data=replace(config.data, leased=leased))
+    return configs.as_begun(replace(config, data=replace(config.data, leased=leased)), run_dir.config)
 
 
 def _settings(values: Mapping[str, object], above: str = "") -> dict[str, str]:
@@ -235,17 +238,6 @@ def _in_words(differences: Sequence[str]) -> str:
 
 
 NAMED_MAX = 3
-
-
-def _require_same(config: RunConfig, run_dir: RunDir) -> None:
-    there = configs.read(run_dir.config)
-    before, now = configs.shared_config(there), configs.shared_config(_as_in(config, there))
-    for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key):
-            raise VerbError(
-                ExitCode.MISMATCH,
-                f"{key} is {now.get(key)} now and {before.get(key)} in {run_dir.config}: take another run.name",
-            )
 
 
 def _run(

@@ -338,7 +338,7 @@ class Grace(Checker):
 
     def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
         super().__init__(plan, conserving=conserving)
-        self.met_ns: dict[int, tuple[int, int]] = {}
+        self.met_ns: dict[int, tuple[int, int, int]] = {}
         """When the round of a fragment was opened, and when its quorum was met."""
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
@@ -362,13 +362,19 @@ class Grace(Checker):
                 self.met_ns.pop(index, None)
                 continue
             opened_ns = fragment.round.opened_ns if fragment.round else 0
-            if self.met_ns.get(index, (-1, 0))[0] != opened_ns:
-                self.met_ns[index] = (opened_ns, now_ns)
-            waited_ns = now_ns - self.met_ns[index][1]
+            if self.met_ns.get(index, (-1, 0, 0))[0] != opened_ns:
+                self.met_ns[index] = (opened_ns, now_ns, self._bound_ns(machine, index))
+            waited_ns, grace_ns = now_ns - self.met_ns[index][1], self.met_ns[index][2]
             if fragment.merging_since_ns is None:
-                grace_ns = 0 if options.round_updates else options.grace_ns
                 self.require(waited_ns < grace_ns, f"fragment {index} waits since {waited_ns} ns with", sorted(arrived))
                 self.require(not arrived >= set(state.awaited(index)), f"fragment {index} waits although all are here")
+
+    def _bound_ns(self, machine: OuterSync, index: int) -> int:
+        """Of the grace that begins now: what is set, or its share of the fastest live site's period."""
+        options, state = self.plan.options, machine.state
+        periods_ns = [state.sites[name].lines[index].usual_steps * state.sites[name].step_ns for name in state.live()]
+        share_ns = min([each for each in periods_ns if each], default=0) * options.grace_period_percent // 100
+        return 0 if options.round_updates else max(options.grace_ns, share_ns * (options.grace == "adaptive"))
 
 
 class Merging(Checker):

@@ -12,6 +12,9 @@ CORPUS = "data.corpus"
 """In what a site shares: the text that it draws from where units of it are leased.  No configuration knows that; the
 run's is that of the first site, so the machine compares it."""
 
+OF_THE_SYNCER = frozenset({"outer.share_weighted", "outer.grace_period_percent"})
+"""What the syncer alone goes by: a site whose release or preset has these otherwise takes part."""
+
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
@@ -40,7 +43,7 @@ def disagreement(ours: Agreement, theirs: Agreement) -> str | None:
             f"lineage is {theirs.lineage} at the site and {ours.lineage} at the syncer: the run was restored, "
             "and this syncer is from before that"
         )
-    for name in sorted((set(ours.shared) | set(theirs.shared)) - {CORPUS}):
+    for name in sorted((set(ours.shared) | set(theirs.shared)) - {CORPUS, *OF_THE_SYNCER}):
         here, there = theirs.shared.get(name), ours.shared.get(name)
         if here != there:
             return f"{name} is {here or 'not set'} at the site and {there or 'not set'} at the syncer"

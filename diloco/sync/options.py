@@ -84,7 +84,7 @@ class OuterOptions:
     """So many updates, the first that came, whoever sent them, are a round, and nobody is waited for: 1 is asynchronous
     local SGD (arXiv 2401.09135), more are a buffer (FedBuff, arXiv 2106.06639); 0: all that came in time."""
     grace: str = "adaptive"
-    """``fixed``: always ``grace_ns``.  ``adaptive``: ``grace_share_percent`` of the slack, never over ``grace_ns``."""
+    """``fixed``: always ``grace_ns``.  ``adaptive``: ``grace_share_percent`` of the slack, at most ``grace_ns``."""
     grace_ns: int = SECOND_NS
     grace_share_percent: int = 80
     grace_period_percent: int = 0

@@ -63,15 +63,16 @@ def grace_ns(options: OuterOptions, step_ns: int, quorum_ns: int, sync_ns: int, 
     """How long to wait for more sites once the quorum is met.
 
     Adaptive grace takes a share of the slack that the overlap leaves (Decoupled DiLoCo, arXiv 2604.21428:
-    slack = τ·ξ_step − (ξ_quorum + ξ_sync)), and no less than ``grace_period_percent`` of a period; it never exceeds
-    ``options.grace_ns``.  ``step_ns`` is the slowest live site's usual step, ``quorum_ns`` the usual time to the
-    quorum, ``sync_ns`` that of an outer step, ``period_ns`` the fastest live site's usual time between two updates.
+    slack = τ·ξ_step − (ξ_quorum + ξ_sync)), at most ``options.grace_ns``, but no less than ``grace_period_percent`` of
+    a period, which is what it takes to bring equal sites into one round.  ``step_ns`` is the slowest live site's usual
+    step, ``quorum_ns`` the usual time to the quorum, ``sync_ns`` that of an outer step, ``period_ns`` the fastest live
+    site's usual time between two updates.
     """
     if options.grace == "fixed":
         return options.grace_ns
     slack_ns = options.overlap_steps * step_ns - (quorum_ns + sync_ns)
     wanted_ns = max(0, slack_ns) * options.grace_share_percent // 100
-    return min(options.grace_ns, max(wanted_ns, period_ns * options.grace_period_percent // 100))
+    return max(min(options.grace_ns, wanted_ns), period_ns * options.grace_period_percent // 100)
 
 
 def smoothed(previous_ns: int, sample_ns: int) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from diloco.inner.tokenizer import make_tokenizer
+from diloco.launch import config as configs
 from diloco.launch.config import (
     ALWAYS_SHARED,
     GROUPS,
@@ -25,7 +26,7 @@ from diloco.launch.config import (
     to_yaml,
     write,
 )
-from diloco.launch.errors import ConfigError
+from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.keys import leaves
 from diloco.launch.schema import OuterSection, RunConfig
 from tests.sooner import sooner
@@ -241,10 +242,29 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_the_run_card_of_an_earlier_release_is_still_that_of_the_same_settings() -> None:
-    """Both digests were computed by the first release that wrote a card."""
-    assert shared_digest(compose([])) == "fa0cd71e8a82775c65006ccaaf83d5382f0fac9cf5b8832a172d3b447a234cc2"
+    """Both digests were computed by the first release that wrote a card, of which outer=merge had these values."""
+    assert (
+        shared_digest(compose(["outer.lr=0.6", "outer.share_weighted=false"]))
+        == "fa0cd71e8a82775c65006ccaaf83d5382f0fac9cf5b8832a172d3b447a234cc2"
+    )
     assert shared_digest(settle(RunConfig())) == "7e1104164cea206874501772c79907418decefb3bd5827742574fb4402629a8c"
     assert set(shared_config(compose([]))) >= set(ALWAYS_SHARED.split())
+
+
+def test_19_a_run_that_began_without_a_setting_goes_on_without_it(tmp_path: Path) -> None:
+    """The file of a release that knew no shares; what this release's preset says of them is no word of the user's."""
+    path = tmp_path / "config.yaml"
+    configs.write(compose(["outer.lr=0.6", "outer.share_weighted=false"]), path)
+    now = compose(["outer.lr=0.6"])
+    with pytest.raises(VerbError, match=r"outer.share_weighted is true now and not set in") as refused:
+        configs.require_same(now, path)
+    assert refused.value.code is ExitCode.MISMATCH
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if "share_weighted" not in line))
+    begun, said = configs.as_begun(now, path)
+    assert (begun.outer.share_weighted, said) == (False, ["outer.share_weighted=false"])
+    configs.require_same(begun, path)
+    with pytest.raises(VerbError, match=r"outer.lr is 1.5 now and 0.6 in .*: give outer.lr=0.6 to go on, or take"):
+        configs.require_same(compose([]), path)
 
 
 def test_a_setting_of_a_later_release_makes_another_run_only_where_it_is_used() -> None:

@@ -65,7 +65,7 @@ def test_where_nothing_fails_and_links_are_without_bound_everybody_trains_all_th
 def test_19_equal_sites_settle_into_common_rounds_whatever_their_phase(phases: tuple[float, ...]) -> None:
     """A period has 24 s.  None has waited, and without the share of a period they stay apart."""
     sites = tuple(FleetSite(step_s=1.0, starts_s=float(each)) for each in phases)
-    plan = fleet(sites, grace="adaptive", grace_ns=60 * SECOND_NS, overlap_steps=2, grace_period_percent=90)
+    plan = fleet(sites, grace="adaptive", grace_ns=SECOND_NS, overlap_steps=2, grace_period_percent=90)
     found = simulate(plan)
     assert found.sites_per_version > 3.9
     assert [site.waited_s for site in found.sites] == pytest.approx([0.0] * 4, abs=1e-6)
@@ -76,7 +76,7 @@ def test_19_equal_sites_settle_into_common_rounds_whatever_their_phase(phases: t
 
 def test_19_a_share_of_a_period_holds_no_uneven_site_up() -> None:
     sites = tuple(FleetSite(step_s=1 / speed) for speed in (1.0, 0.75, 0.5, 0.25))
-    plan = fleet(sites, grace="adaptive", grace_ns=60 * SECOND_NS, grace_period_percent=90, seconds=10 * HOUR_S)
+    plan = fleet(sites, grace="adaptive", grace_ns=SECOND_NS, grace_period_percent=90, seconds=10 * HOUR_S)
     found = simulate(plan)
     assert found.goodput == pytest.approx(1.0)
     assert found.versions[0] > 1.0 * 10 * HOUR_S / 24 / 2, "a version in two periods of the fastest or more"

@@ -80,8 +80,9 @@ def test_19_adaptive_grace_is_no_less_than_its_share_of_a_period() -> None:
     """A step of 10 ms leaves no slack, and a period of 30 of them is 300 ms."""
     options = OuterOptions(grace="adaptive", grace_ns=SECOND_NS, overlap_steps=2, grace_period_percent=90)
     assert grace_ns(options, 10 * MS, 40 * MS, 0, 300 * MS) == 270 * MS
-    assert grace_ns(options, 500 * MS, 0, 0, 300 * MS) == 800 * MS, "the slack is longer"
-    assert grace_ns(options, 10 * MS, 0, 0, 10**9 * MS) == SECOND_NS, "the bound holds"
+    assert grace_ns(options, 500 * MS, 0, 0, 300 * MS) == 800 * MS, "the slack lasts longer"
+    assert grace_ns(options, 10**6 * MS, 0, 0, 300 * MS) == SECOND_NS, "the bound of the slack"
+    assert grace_ns(options, 10 * MS, 0, 0, 10_000 * MS) == 9 * SECOND_NS, "that of a period is the period"
     assert grace_ns(OuterOptions(grace="fixed", grace_ns=7, grace_period_percent=90), 0, 0, 0, 300 * MS) == 7
 
 
