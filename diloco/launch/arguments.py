@@ -61,6 +61,11 @@ def load_config(given: argparse.Namespace) -> RunConfig:
     return config
 
 
+def said_keys(given: argparse.Namespace) -> frozenset[str] | None:
+    """The settings that the command line names by themselves and not by a group; None where a file says all."""
+    return None if given.config is not None else frozenset(text.partition("=")[0] for text in given.settings)
+
+
 def limit_threads(threads: int, *, deterministic: bool = False) -> None:
     """Set what torch reads when it is imported: ``threads`` for each process (0: as it likes), and repeatability."""
     if deterministic:

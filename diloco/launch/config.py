@@ -24,7 +24,7 @@ from diloco.launch.keys import nearest, plain_type, type_of, wanted
 from diloco.launch.schema import RunConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from diloco.inner.tokenizer import Tokenizer
 
@@ -219,23 +219,25 @@ def shared_config(config: RunConfig) -> dict[str, str]:
     return {key: _text(value) for key, value in found}
 
 
-def as_begun(config: RunConfig, path: Path) -> tuple[RunConfig, list[str]]:
+def as_begun(config: RunConfig, path: Path, said: Collection[str]) -> tuple[RunConfig, list[str]]:
     """``config`` for the run that left the file ``path``, and what that changes, as ``key=value``.
 
-    A setting of the outer rule or the codecs that the file does not know came after the run began.  It is at its
-    default then, which makes the run what it was, whatever a preset of this release says.
+    A setting of the outer rule or the codecs that came after the first release, and is none of the keys ``said``, is as
+    the run has it, or at its default, which makes a run what it was before there was the setting.  So a run goes on
+    with the same command, whatever the presets of this release say.
     """
-    known, usual, said = {key for key, _ in _flat(of_yaml(path))}, RunConfig(), []
+    there, changed = read(path), []
     for section in ("outer", "codec"):
-        now, before = getattr(config, section), getattr(usual, section)
+        now, before = getattr(config, section), getattr(there, section)
+        keys = {f"{section}.{each.name}": each.name for each in fields(now)}
         later = {
-            each.name: getattr(before, each.name)
-            for each in fields(now)
-            if f"{section}.{each.name}" not in known and getattr(now, each.name) != getattr(before, each.name)
+            name: getattr(before, name)
+            for key, name in keys.items()
+            if key not in said and key not in ALWAYS_SHARED.split() and getattr(now, name) != getattr(before, name)
         }
         config = replace(config, **{section: replace(now, **later)})
-        said += [f"{section}.{name}={_text(value)}" for name, value in later.items()]
-    return config, said
+        changed += [f"{section}.{name}={_text(value)}" for name, value in later.items()]
+    return config, changed
 
 
 def require_same(config: RunConfig, path: Path) -> None:
@@ -251,7 +253,7 @@ def require_same(config: RunConfig, path: Path) -> None:
 def say_as_begun(said: Sequence[str]) -> None:
     """Print what :func:`as_begun` changed."""
     if said:
-        print(f"note: {' '.join(said)}: the run began under a release without the setting", flush=True)
+        print(f"note: {' '.join(said)}, as the run began", flush=True)
 
 
 def shared_digest(config: RunConfig) -> str:

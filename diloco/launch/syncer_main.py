@@ -12,7 +12,7 @@ from diloco.durable import LockedError, write_file
 from diloco.launch import config as configs
 from diloco.launch.advice import whole_steps
 from diloco.launch.arenas import limit_arenas
-from diloco.launch.arguments import limit_threads, load_config, settings_parser
+from diloco.launch.arguments import limit_threads, load_config, said_keys, settings_parser
 from diloco.launch.arming import disk_from_environment
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.lasting import keep_what_is_loaded
@@ -55,9 +55,10 @@ def main(arguments: Sequence[str]) -> ExitCode:
     name_run(config)
     run_dir = syncer_dir(config)
     _check_resume(config, run_dir)
-    if run_dir.config.is_file():
-        config, said_later = configs.as_begun(config, run_dir.config)
-        configs.say_as_begun(said_later)
+    keys = said_keys(given)
+    if keys is not None and run_dir.config.is_file():
+        config, changed = configs.as_begun(config, run_dir.config, keys)
+        configs.say_as_begun(changed)
 
     from diloco.launch import build
 

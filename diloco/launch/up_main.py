@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from diloco.durable import LockedError, locked
 from diloco.launch import config as configs
 from diloco.launch.advice import advice, whole_steps
-from diloco.launch.arguments import limit_threads, load_config, settings_parser
+from diloco.launch.arguments import limit_threads, load_config, said_keys, settings_parser
 from diloco.launch.closing import closing_lines
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import EventLog
@@ -43,11 +43,13 @@ DOES = """A whole run on this machine: a syncer, sites, emulated WAN links betwe
 The same command goes on with the latest run if that was drained.  Ctrl-C once: a last round, then everything ends
 (exit 75); twice: at once."""
 DEMO, NO_FAULTS = "demo", "none"
+Keys = frozenset[str] | None
 
 
 def main(arguments: Sequence[str]) -> ExitCode:
     """Run the verb."""
-    config = load_config(settings_parser("up", DOES).parse_args(arguments))
+    given = settings_parser("up", DOES).parse_args(arguments)
+    config = load_config(given)
     # Taken first: how many threads this process may use is not for the children.
     environment = child_environment(os.environ)
     limit_threads(1)
@@ -61,7 +63,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     check_kernels(config)
     check_memory_folder(config)
     with ExitStack() as stack:
-        run_dir, again = choose_run(config, stack)
+        run_dir, again = choose_run(config, stack, said_keys(given))
         interrupts = stack.enter_context(Interrupts())
         print(f"run {run_dir.root.name} {'goes on' if again else 'begins'} in {run_dir.root}", flush=True)
         for sentence in advice(config):
@@ -124,16 +126,19 @@ def scenario_of(config: RunConfig) -> list[Step]:
 DEMO_SITES = ("site-a", "site-b", "site-c")
 
 
-def choose_run(config: RunConfig, stack: ExitStack) -> tuple[RunDir, bool]:
-    """The run's folder, locked for us, and whether an earlier run goes on there; ``config.run.name`` is then set."""
+def choose_run(config: RunConfig, stack: ExitStack, said: Keys = frozenset()) -> tuple[RunDir, bool]:
+    """The run's folder, locked for us, and whether an earlier run goes on there; ``config.run.name`` is then set.
+
+    ``said`` as ``said_keys`` gives them.
+    """
     resume = config.run.resume
     latest = _unfinished_latest(config) if config.run.name is None and resume != "never" else None
-    other = _differences(config, latest) if latest is not None else []
+    other = _differences(config, latest, said) if latest is not None else []
     if latest is not None and not other:
         try:
             stack.enter_context(locked(latest.root))
             config.run.name = latest.root.name
-            return _settled(config, latest), True
+            return _settled(config, latest, said), True
         except LockedError:
             pass  # It runs just now, in another terminal: this is another run.
     why_not = f"{latest.root} is another run: {_in_words(other)}" if latest is not None and other else ""
@@ -152,18 +157,18 @@ def choose_run(config: RunConfig, stack: ExitStack) -> tuple[RunDir, bool]:
     if not there and resume == "must":
         raise ConfigError(f"run.resume is 'must': there is no run {config.run.name} in {config.run.dir}")
     if there:
-        configs.require_same(_as_in(config, run_dir)[0], run_dir.config)
+        configs.require_same(_as_in(config, run_dir, said)[0], run_dir.config)
     try:
         stack.enter_context(locked(run_dir.root))
     except LockedError as error:
         raise VerbError(ExitCode.FAILED, f"{error}: it is running already") from error
-    anew = _differences(config, run_dir) if there else []
+    anew = _differences(config, run_dir, said) if there else []
     if anew:
         print(f"taken anew: {_in_words(anew)}", flush=True)
-    return _settled(config, run_dir), there
+    return _settled(config, run_dir, said), there
 
 
-def _settled(config: RunConfig, run_dir: RunDir) -> RunDir:
+def _settled(config: RunConfig, run_dir: RunDir, said: Keys) -> RunDir:
     """Leave the configuration in the folder.
 
     A child that is started again goes on there, whatever ``run.resume`` was asked of us.
@@ -172,8 +177,8 @@ def _settled(config: RunConfig, run_dir: RunDir) -> RunDir:
         run_dir.summary.unlink()
     config.run.resume = "auto"
     if run_dir.config.is_file():
-        there, said = _as_in(config, run_dir)
-        configs.say_as_begun(said)
+        there, changed = _as_in(config, run_dir, said)
+        configs.say_as_begun(changed)
         config.data.leased, config.outer, config.codec = there.data.leased, there.outer, there.codec
     elif config.data.leased is None:  # All sites have this machine's text.
         config.data.leased = not (config.inner.deterministic or config.outer.lock_step)
@@ -202,9 +207,9 @@ def _unfinished_latest(config: RunConfig) -> RunDir | None:
     return run_dir if any(each.syncer.is_dir() or each.has_lost(each.syncer) for each in dirs) else None
 
 
-def _differences(config: RunConfig, run_dir: RunDir) -> list[str]:
+def _differences(config: RunConfig, run_dir: RunDir, said: Keys) -> list[str]:
     """Which settings are others than in the run's folder, in words; not those that say only how to go on."""
-    before, now = _settings(asdict(configs.read(run_dir.config))), _settings(asdict(_as_in(config, run_dir)[0]))
+    before, now = _settings(asdict(configs.read(run_dir.config))), _settings(asdict(_as_in(config, run_dir, said)[0]))
     keys = sorted((before.keys() | now.keys()) - {"run.name", "run.resume", "run.log_every", "run.dir"})
     return [
         f"{key} is {now.get(key, 'not set')} now and was {before.get(key, 'not set')}"
@@ -213,12 +218,13 @@ def _differences(config: RunConfig, run_dir: RunDir) -> list[str]:
     ]
 
 
-def _as_in(config: RunConfig, run_dir: RunDir) -> tuple[RunConfig, list[str]]:
+def _as_in(config: RunConfig, run_dir: RunDir, said: Keys) -> tuple[RunConfig, list[str]]:
     """``config`` as ``configs.as_begun`` has it, and with what it does not say of leases as the run has it; one of an
     earlier release has none."""
     there = configs.read(run_dir.config)
     leased = there.data.leased if config.data.leased is None else config.data.leased
-    return configs.as_begun(replace(config, data=replace(config.data, leased=leased)), run_dir.config)
+    config = replace(config, data=replace(config.data, leased=leased))
+    return (config, []) if said is None else configs.as_begun(config, run_dir.config, said)
 
 
 def _settings(values: Mapping[str, object], above: str = "") -> dict[str, str]:

@@ -252,17 +252,19 @@ def test_the_run_card_of_an_earlier_release_is_still_that_of_the_same_settings()
 
 
 def test_19_a_run_that_began_without_a_setting_goes_on_without_it(tmp_path: Path) -> None:
-    """The file of a release that knew no shares; what this release's preset says of them is no word of the user's."""
+    """Nor did its file know it, at first; what this release's preset says is no word of the user's."""
     path = tmp_path / "config.yaml"
     configs.write(compose(["outer.lr=0.6", "outer.share_weighted=false"]), path)
     now = compose(["outer.lr=0.6"])
     with pytest.raises(VerbError, match=r"outer.share_weighted is true now and not set in") as refused:
         configs.require_same(now, path)
     assert refused.value.code is ExitCode.MISMATCH
-    path.write_text("".join(line for line in path.read_text().splitlines(True) if "share_weighted" not in line))
-    begun, said = configs.as_begun(now, path)
-    assert (begun.outer.share_weighted, said) == (False, ["outer.share_weighted=false"])
+    begun, changed = configs.as_begun(now, path, {"outer.lr"})
+    assert (begun.outer.share_weighted, changed) == (False, ["outer.share_weighted=false"])
     configs.require_same(begun, path)
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if "share_weighted" not in line))
+    assert configs.as_begun(now, path, {"outer.lr"}) == (begun, changed)
+    assert configs.as_begun(now, path, {"outer.share_weighted"}) == (now, [])
     with pytest.raises(VerbError, match=r"outer.lr is 1.5 now and 0.6 in .*: give outer.lr=0.6 to go on, or take"):
         configs.require_same(compose([]), path)
 
