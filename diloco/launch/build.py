@@ -43,7 +43,7 @@ from diloco.outer.own_part import ADDITIVE
 from diloco.outer.placement import part_of
 from diloco.outer.rule import OuterRule, outer_rule
 from diloco.sync.agreement import CORPUS, PROTOCOL, Agreement
-from diloco.sync.options import UNITS_AHEAD_MAX, HealthOptions, LearnerOptions, OuterOptions, require
+from diloco.sync.options import UNITS_AHEAD_MAX, HealthOptions, LearnerOptions, OuterOptions
 from diloco.syncer.backups import BackupOptions
 from diloco.syncer.options import RunPlan, SyncerOptions
 
@@ -172,10 +172,6 @@ def outer_options(config: RunConfig) -> OuterOptions:
     outer, ends_itself = config.outer, not is_region(config)
     num_fragments = len(held_of(config)) if has_several(config) else outer.num_fragments
     with section("outer"):
-        has_window = outer.kind == "delayed_nesterov" and outer.share_weighted
-        require(
-            not has_window, "share_weighted", True, "delayed_nesterov has outer.window for that, and takes no share"
-        )
         return OuterOptions(
             num_fragments=num_fragments,
             quorum=quorum(outer.quorum),
@@ -188,7 +184,7 @@ def outer_options(config: RunConfig) -> OuterOptions:
             overlap_steps=outer.overlap_steps,
             weights=outer.weights,
             merge_by=outer.merge_by,
-            share_weighted=outer.share_weighted,
+            share_weighted=outer.share_weighted and outer.kind != "delayed_nesterov",
             staleness_max=outer.staleness_max,
             staleness_power=outer.staleness_power,
             updates_in_flight_max=outer.updates_in_flight_max,

@@ -45,12 +45,12 @@ class OuterSection:
     grace: str = "adaptive"
     """fixed or adaptive: how long a round waits for more after its quorum."""
     grace_s: float = 1.0
-    """The longest grace, but for what grace_period_percent makes of it."""
+    """The longest grace."""
     grace_share_percent: int = 80
     """Share of the slack that an adaptive grace takes."""
     grace_period_percent: int = 0
-    """Share of the fastest site's period that an adaptive grace is at least: at 90 equal sites settle into common
-    rounds whatever their phase, while all train on."""
+    """Share of the fastest site's period that an adaptive grace is at least, over grace_s too: at 90 equal sites settle
+    into common rounds whatever their phase, while all train on."""
     overlap_steps: int = 2
     """τ: inner steps between two publications that adaptive grace leaves for the network."""
     weights: str = "tokens2_per_step"
@@ -60,7 +60,7 @@ class OuterSection:
     buffer of updates has it."""
     share_weighted: bool = False
     """A step of some of the live sites is that share of an outer step, so that the result does not depend on which of
-    them arrive together; without it each step is a whole one, as papers have it."""
+    them arrive together; without it each step is a whole one, as papers have it.  delayed_nesterov has its window."""
     merge: str = "mean"
     """mean, rda, clip, normalise, clamp, geometric_median or trimmed_mean.  rda makes longer steps than the mean, by up
     to the square root of the sites: it wants a smaller lr or momentum."""

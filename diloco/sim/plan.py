@@ -81,7 +81,7 @@ def _ruled(plan: SwarmPlan, random: Random) -> SwarmPlan:
     options = replace(plan.outer.options, staleness_power=random.choice((0.0, 0.0, 0.5)))
     if options.quorum == options.quorum_min == 1 and not plan.conserving and random.random() < 0.4:
         options = replace(options, round_updates=random.randint(1, 4))
-    if not plan.conserving and options.round_updates <= 1:
+    if not plan.conserving:
         options = replace(options, share_weighted=Random(f"{plan.seed}/share").random() < 0.5)
     if not plan.conserving and not options.share_weighted and Random(f"{plan.seed}/terms").random() < 0.5:
         options = replace(options, merge_by="update")

@@ -126,10 +126,6 @@ class OuterOptions:
         require(self.round_updates >= 0, "round_updates", self.round_updates, "0 (all that came in time) or more")
         alone = self.round_updates == 0 or (self.quorum == 1 and self.quorum_min == 1)
         require(alone, "round_updates", self.round_updates, f"only with quorum=1, and it is {self.quorum!r}")
-        sites = not self.share_weighted or self.round_updates <= 1
-        require(
-            sites, "share_weighted", True, f"a share is one of sites, and round_updates={self.round_updates} are any"
-        )
         require(self.merge_by in MERGE_BY, "merge_by", self.merge_by, f"one of {', '.join(MERGE_BY)}")
         by_site = not self.share_weighted or self.merge_by == "site"
         require(by_site, "share_weighted", True, "a share is one of sites, and with merge_by=update updates are merged")

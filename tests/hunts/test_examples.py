@@ -50,7 +50,7 @@ def test_another_loss_and_an_example_that_fails_are_violations(
         return {OURS: 5.0, "plain_loop": 5.09, "fsdp_loop": 5.11}[example]
 
     monkeypatch.setattr(examples, "version0", lambda place: Path())
-    monkeypatch.setattr(examples, "_loss", lambda place, file: 6.9)
+    monkeypatch.setattr(examples, "loss_of", lambda place, file: 6.9)
     monkeypatch.setattr(examples, "run_of", found)
     assert main([]) == 1
     told = capsys.readouterr().out

@@ -228,6 +228,8 @@ def test_19_what_is_left_out_takes_its_share_along() -> None:
     assert outer_step(syncer.options, syncer.machine.state, 0, {("a", 1), ("b", 1)}).share == 1.0
 
 
-def test_19_a_buffer_of_updates_is_no_share_of_sites() -> None:
-    with pytest.raises(ValueError, match="share_weighted is True: a share is one of sites, and round_updates=3"):
-        OuterOptions(share_weighted=True, round_updates=3)
+def test_19_of_a_buffer_the_share_is_that_of_its_sites() -> None:
+    syncer = running("a", "b", "c", "d", share_weighted=True, round_updates=3)
+    syncer.push("a")
+    syncer.push("a", 2)
+    assert only(fx.StartOuterStep, syncer.push("b")).share == 0.5
