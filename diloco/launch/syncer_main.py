@@ -55,10 +55,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     name_run(config)
     run_dir = syncer_dir(config)
     _check_resume(config, run_dir)
-    keys = said_keys(given)
-    if keys is not None and run_dir.config.is_file():
-        config, changed = configs.as_begun(config, run_dir.config, keys)
-        configs.say_as_begun(changed)
+    config = as_begun(config, run_dir, given)
 
     from diloco.launch import build
 
@@ -92,6 +89,16 @@ def _check_resume(config: RunConfig, run_dir: RunDir) -> None:
 
 def _data(config: RunConfig, run_dir: RunDir) -> Path:
     return Path(config.cluster.syncer.folder) if config.cluster.syncer.folder else run_dir.syncer
+
+
+def as_begun(config: RunConfig, run_dir: RunDir, given: argparse.Namespace) -> RunConfig:
+    """``config`` for the run in ``run_dir``, if there is one: see ``configs.as_begun``."""
+    keys = said_keys(given)
+    if keys is None or not run_dir.config.is_file():
+        return config
+    config, changed = configs.as_begun(config, run_dir.config, keys)
+    configs.say_as_begun(changed)
+    return config
 
 
 def write_config(config: RunConfig, run_dir: RunDir, given: argparse.Namespace, *, over: bool = True) -> None:
