@@ -25,6 +25,7 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--lab", default="smoke", help="a file of configs/lab (smoke)")
     parser.add_argument("--seeds", default="", help="0,1,2 (the laboratory's own; --seed is not used)")
+    parser.add_argument("--rows", default="", help="these alone (all)")
     parser.add_argument("--jobs", type=int, default=2, help="cells at once")
     parser.add_argument("--fresh", action="store_true", help="train every cell, whatever is kept")
     parser.add_argument("settings", nargs="*", help="of every row, as diloco lab takes them")
@@ -32,7 +33,7 @@ def main() -> None:
     name = "smoke" if given.quick else given.lab
     with tempfile.TemporaryDirectory() as fresh:
         out = fresh if given.fresh or given.quick else str(Path("runs") / "lab")
-        more = ["--seeds", given.seeds] if given.seeds else []
+        more = [text for each in ("seeds", "rows") if (told := getattr(given, each)) for text in (f"--{each}", told)]
         command = ["lab", f"+lab={name}", "--json", "--jobs", str(given.jobs), "--out", out, *more, *given.settings]
         done = subprocess.run([sys.executable, "-m", "diloco", *command], stdout=subprocess.PIPE, text=True, check=True)
     told = json.loads(done.stdout)
