@@ -63,7 +63,9 @@ def load_config(given: argparse.Namespace) -> RunConfig:
 
 def said_keys(given: argparse.Namespace) -> frozenset[str] | None:
     """The settings that the command line names by themselves and not by a group; None where a file says all."""
-    return None if given.config is not None else frozenset(text.partition("=")[0] for text in given.settings)
+    return (
+        None if given.config is not None else frozenset(text.partition("=")[0].lstrip("+") for text in given.settings)
+    )
 
 
 def limit_threads(threads: int, *, deterministic: bool = False) -> None:

@@ -43,7 +43,7 @@ from diloco.outer.own_part import ADDITIVE
 from diloco.outer.placement import part_of
 from diloco.outer.rule import OuterRule, outer_rule
 from diloco.sync.agreement import CORPUS, PROTOCOL, Agreement
-from diloco.sync.options import UNITS_AHEAD_MAX, HealthOptions, LearnerOptions, OuterOptions
+from diloco.sync.options import ADOPT_KEEPS_UNSENT, UNITS_AHEAD_MAX, HealthOptions, LearnerOptions, OuterOptions
 from diloco.syncer.backups import BackupOptions
 from diloco.syncer.options import RunPlan, SyncerOptions
 
@@ -171,6 +171,7 @@ def outer_options(config: RunConfig) -> OuterOptions:
     """Rules of the syncer's machine.  When a region's run is over the run above says."""
     outer, ends_itself = config.outer, not is_region(config)
     num_fragments = len(held_of(config)) if has_several(config) else outer.num_fragments
+    all_train_on = outer.adopt in ADOPT_KEEPS_UNSENT and not outer.lock_step
     with section("outer"):
         return OuterOptions(
             num_fragments=num_fragments,
@@ -180,7 +181,7 @@ def outer_options(config: RunConfig) -> OuterOptions:
             grace=outer.grace,
             grace_ns=to_ns("outer.grace_s", outer.grace_s),
             grace_share_percent=outer.grace_share_percent,
-            grace_period_percent=outer.grace_period_percent,
+            grace_period_percent=outer.grace_period_percent if all_train_on else 0,
             overlap_steps=outer.overlap_steps,
             weights=outer.weights,
             merge_by=outer.merge_by,
@@ -245,6 +246,11 @@ def ahead(config: RunConfig) -> OuterOptimizerOptions | None:
         raise ConfigError(
             f"outer.adopt_alpha is null: from 0 to 1, with outer.merge_by={outer.merge_by}, because a site is told how "
             "many sites a version holds, and not how many updates"
+        )
+    if outer.share_weighted:
+        raise ConfigError(
+            "outer.adopt_alpha is null: from 0 to 1, with outer.share_weighted=true, because a site is not told which "
+            "share of a step a version is"
         )
     return outer_optimizer(config)
 

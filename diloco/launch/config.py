@@ -223,13 +223,13 @@ def as_begun(config: RunConfig, path: Path, said: Collection[str]) -> tuple[RunC
     """``config`` for the run that left the file ``path``, and what that changes, as ``key=value``.
 
     A setting of the outer rule or the codecs that came after the first release, and is none of the keys ``said``, is as
-    the run has it, or at its default, which makes a run what it was before there was the setting.  So a run goes on
-    with the same command, whatever the presets of this release say.
+    the run has it, or at its default, which makes a run what it was before there was the setting.  So the presets of
+    this release may have such settings otherwise, and the run goes on with the same command.
     """
     there, changed = read(path), []
-    for section in ("outer", "codec"):
+    for section, names in {"outer": None, "codec": None, "upstream": ("counted_from",)}.items():
         now, before = getattr(config, section), getattr(there, section)
-        keys = {f"{section}.{each.name}": each.name for each in fields(now)}
+        keys = {f"{section}.{name}": name for name in names or [each.name for each in fields(now)]}
         later = {
             name: getattr(before, name)
             for key, name in keys.items()
@@ -242,12 +242,13 @@ def as_begun(config: RunConfig, path: Path, said: Collection[str]) -> tuple[RunC
 
 def require_same(config: RunConfig, path: Path) -> None:
     """VerbError where ``config`` is another run than the one that left the file ``path``."""
-    before, now = shared_config(read(path)), shared_config(config)
+    there = read(path)
+    before, now, known = shared_config(there), shared_config(config), as_text(there)
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
-            go_on = f"give {key}={before[key]} to go on, or " if key in before else ""
-            there = f"{key} is {now.get(key, 'not set')} now and {before.get(key, 'not set')} in {path}"
-            raise VerbError(ExitCode.MISMATCH, f"{there}: {go_on}take another run.name")
+            go_on = f"give {key}={known[key]} to go on, or " if key in known else ""
+            differ = f"{key} is {now.get(key, 'not set')} now and {before.get(key, 'not set')} in {path}"
+            raise VerbError(ExitCode.MISMATCH, f"{differ}: {go_on}take another run.name")
 
 
 def say_as_begun(said: Sequence[str]) -> None:

@@ -50,7 +50,8 @@ class OuterSection:
     """Share of the slack that an adaptive grace takes."""
     grace_period_percent: int = 0
     """Share of the fastest site's period that an adaptive grace is at least, over grace_s too: at 90 equal sites settle
-    into common rounds whatever their phase, while all train on."""
+    into common rounds whatever their phase, while all train on.  Nothing where sites wait or give up what they train
+    meanwhile: under lock_step, overwrite and blend."""
     overlap_steps: int = 2
     """τ: inner steps between two publications that adaptive grace leaves for the network."""
     weights: str = "tokens2_per_step"

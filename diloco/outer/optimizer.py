@@ -251,8 +251,8 @@ def _averaged(
         y <- b x + (1 - b) z            b = mu,           or mu_y      what is sent to the sites: theta
 
     Before the first step all three are theta.  A share s of a step moves z by s and averages over what z passes on the
-    way: with z decayed by (1 - lr wd)^s, f as in :func:`linear_part` and ``steps`` in parts, the parts of a step are
-    the step exactly without decay, and nearly so with::
+    way: with the z of before, decayed by (1 - lr wd)^s, f as in :func:`linear_part` and ``steps`` in parts, the parts
+    of a step are the step exactly without decay, and nearly so with::
 
         schedule_free     x <- (1 - s/steps) x + s/steps (z - lr (1 + s)/2 g)
         gpa               x <- mu_x^s x + (1 - mu_x^s) z - lr (s - mu_x f) g

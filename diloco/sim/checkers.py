@@ -259,7 +259,11 @@ class Weights(Checker):
         """Weigh every contribution again."""
         del now_ns
         if isinstance(event, OuterStepDone | OuterStepFailed):
-            self.under_way.pop(event.fragment, None)
+            ids, _ = self.under_way.pop(event.fragment, (set(), 1.0))
+            for site, index, sequence in sorted(ids) if isinstance(event, OuterStepDone) else ():
+                now, before = self.work[site, index, sequence], self.usual.get((site, index), (0, 0))
+                tokens, steps = (min(new, 2 * old) if old else new for new, old in zip(now, before, strict=True))
+                self.usual[site, index] = (smoothed(before[0], tokens), smoothed(before[1], steps))
         elif isinstance(event, LineageBegan):
             self.under_way.clear()
         update = accepted(event, effects)
@@ -289,12 +293,11 @@ class Weights(Checker):
         if not self.plan.options.share_weighted:
             return 1.0
         index, state, rule = step.fragment, machine.state, self.plan.options.weights
-        for site, _, sequence in sorted(ids_of(step)):
-            before, now = self.usual.get((site, index), (0, 0)), self.work[site, index, sequence]
-            self.usual[site, index] = (smoothed(before[0], now[0]), smoothed(before[1], now[1]))
+        firsts = {site: self.work[site, index, sequence] for site, _, sequence in sorted(ids_of(step), reverse=True)}
+        usual = firsts | {site: work for (site, of), work in self.usual.items() if of == index}
         merged = [part.site for part in step.contributions]
         others = [name for name in state.awaited(index) if name not in merged]
-        known = {name: raw_weight(rule, *work) for (name, of), work in self.usual.items() if of == index}
+        known = {name: raw_weight(rule, *work) for name, work in usual.items()}
         there = [known[name] for name in (*merged, *others) if name in known]
         mean = sum(there) / len(there)
         return sum(known[name] for name in merged) / sum(known.get(name, mean) for name in (*merged, *others))

@@ -9,7 +9,7 @@ from diloco.sync.effects import Contribution, PublishVersion, StartOuterStep, Up
 from diloco.sync.events import Reason
 from diloco.sync.fates import decide, refuse, refuse_stale
 from diloco.sync.quorum import grace_ns, smoothed, standing
-from diloco.sync.state import OuterState, Pending, Round
+from diloco.sync.state import Line, OuterState, Pending, Round
 from diloco.sync.weights import normalised, of_its_age, raw_weight, share
 
 if TYPE_CHECKING:
@@ -98,9 +98,6 @@ def _close(turn: Turn, index: int, why: str) -> None:
     for name, pending in turn.attendance.waiting(index)[: turn.options.round_updates or None]:
         assert fragment.version - pending.base_version <= turn.options.staleness_max, "stale at the merge"
         pending.merging = True
-        line = state.sites[name].lines[index]
-        line.usual_tokens = smoothed(line.usual_tokens, pending.tokens)
-        line.usual_steps = smoothed(line.usual_steps, pending.steps)
         turn.attendance.line_changed(name, index)
     fragment.round = None
     fragment.merging_since_ns = state.now_ns
@@ -113,15 +110,29 @@ def _close(turn: Turn, index: int, why: str) -> None:
 
 
 def _full_round(turn: Turn, index: int, merged: Collection[str]) -> dict[str, float]:
-    """See ``FragmentState.full_round``; a site that has merged nothing yet counts as those that have do on average."""
+    """See ``FragmentState.full_round``: what is usual is that of earlier steps, so that no update says what it counts.
+
+    Where there is none, a site's first update stands for it, and for a site that has sent none the mean of the others.
+    """
     lines = {name: turn.state.sites[name].lines[index] for name in sorted({*merged, *turn.attendance.awaited(index)})}
-    known = {
-        name: raw_weight(turn.options.weights, line.usual_tokens, line.usual_steps)
-        for name, line in lines.items()
-        if line.usual_tokens
-    }
+    known = {}
+    for name, line in lines.items():
+        first = next((pending for pending in line.undecided if pending.merging), None)
+        tokens, steps = line.usual_tokens, line.usual_steps
+        if not tokens and first is not None:
+            tokens, steps = first.tokens, first.steps
+        if tokens:
+            known[name] = raw_weight(turn.options.weights, tokens, steps)
     mean = sum(known.values()) / len(known)
     return {name: known.get(name, mean) for name in lines}
+
+
+def _usual(line: Line, pending: Pending) -> None:
+    """An update has been merged.  One of several periods, or a claim, at most doubles a sample of what is usual."""
+    tokens, steps = pending.tokens, pending.steps
+    if line.usual_tokens:
+        tokens, steps = min(tokens, 2 * line.usual_tokens), min(steps, 2 * line.usual_steps)
+    line.usual_tokens, line.usual_steps = smoothed(line.usual_tokens, tokens), smoothed(line.usual_steps, steps)
 
 
 def outer_step(
@@ -175,6 +186,8 @@ def outer_step_done(turn: Turn, event: OuterStepDone) -> None:
     fragment.sync_ns = smoothed(fragment.sync_ns, turn.state.now_ns - fragment.merging_since_ns)
     fragment.merging_since_ns, fragment.full_round = None, {}
     merged = under_merge(turn.state, event.fragment, turn.attendance.undecided[event.fragment])
+    for name, pending in merged:
+        _usual(turn.state.sites[name].lines[event.fragment], pending)
     fates = [decide(turn, name, event.fragment, pending, event.version, None) for name, pending in merged]
     turn.effects += [PublishVersion(event.fragment, event.version, event.digest), *fates]
     refuse_stale(turn, event.fragment)

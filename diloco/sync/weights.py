@@ -8,6 +8,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
 
+SHARE_LEAST = 1e-6
+"""Of a round, for a site beside which others claim to be a million times as much: its step is still one."""
+
+
 def raw_weight(rule: str, tokens: int, steps: int) -> float:
     """The weight before normalising: ``tokens`` and ``steps`` since the fragment's previous update, both positive.
 
@@ -46,9 +50,11 @@ def share(merged: Collection[str], full_round: Mapping[str, float]) -> float:
 
     ``full_round`` has the usual weight of an update of each site that the round could have had.  A step that is taken
     by this share moves the model by each site's pseudo-gradient as far as a step of all of them does, so the result
-    does not depend on which sites arrive together.  Weights and not only tokens, because that is what a site counts in
-    a merge with others; the usual ones, because an update of two periods is as much longer already.
+    does not depend on which sites arrive together, as long as their updates are of the usual length.  Weights and not
+    only tokens, because that is what a site counts in a merge with others; the usual ones, because an update of two
+    periods is as much longer already.
     """
     if not full_round:
         return 1.0
-    return sum(weight for name, weight in full_round.items() if name in merged) / sum(full_round.values())
+    part = sum(weight for name, weight in full_round.items() if name in merged) / sum(full_round.values())
+    return max(SHARE_LEAST, part)

@@ -129,6 +129,15 @@ def test_what_is_ahead_under_eager_follows_from_the_outer_step_unless_a_share_is
     assert from_shared(told, {}).outer.adopt_alpha is None
 
 
+def test_19_a_share_and_a_long_grace_are_left_where_they_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="outer.adopt_alpha is null: from 0 to 1, with outer.share_weighted=true"):
+        build.ahead(compose(["outer=eager", "outer.share_weighted=true"]))
+    window = compose(["outer=nesterov", "outer.kind=delayed_nesterov", "outer.window=3"])
+    assert not build.outer_options(window).share_weighted
+    for setting, percent in ("outer.adopt=rebase", 90), ("outer.adopt=overwrite", 0), ("outer.lock_step=true", 0):
+        assert build.outer_options(compose(["outer=nesterov", setting])).grace_period_percent == percent
+
+
 def test_19_each_update_is_a_term_of_its_own_in_the_buffered_preset_and_where_nothing_says_so_a_site_is() -> None:
     for overrides, by, power in (["experiment=buffered"], "update", 0.5), (["outer.round_updates=3"], "site", 0.0):
         config = compose(overrides)

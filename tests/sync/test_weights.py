@@ -233,3 +233,30 @@ def test_19_of_a_buffer_the_share_is_that_of_its_sites() -> None:
     syncer.push("a")
     syncer.push("a", 2)
     assert only(fx.StartOuterStep, syncer.push("b")).share == 0.5
+
+
+@pytest.mark.parametrize("claim", [2000, 10**15])
+def test_19_no_update_says_what_it_counts_itself(claim: int) -> None:
+    """A site that was cut off sends twenty periods at once, or claims so: two equal sites stay about equal."""
+    syncer = running("a", "b", share_weighted=True, weights="tokens")
+    found = []
+    for turn, tokens in enumerate((100, 100, claim, 100, 100)):
+        for site, count in (("a", tokens), ("b", 100)):
+            step = only(fx.StartOuterStep, syncer.push(site, turn + 1, base_version=2 * turn, tokens=count))
+            syncer.done()
+            found.append(step.share)
+    assert found[:5] == [0.5] * 5, "the long update counts as its site's usual one"
+    assert all(0.39 < each < 0.61 for each in found), "and moves what is usual by half a sample"
+
+
+def test_19_a_step_that_failed_leaves_what_is_usual() -> None:
+    syncer = running("a", "b", share_weighted=True, weights="tokens")
+    syncer.push("a", tokens=100)
+    syncer.done()
+    syncer.push("b", tokens=10**9, base_version=1)
+    syncer.handle(ev.OuterStepFailed(0, 2))
+    assert only(fx.StartOuterStep, syncer.push("b", 2, tokens=100, base_version=1)).share == 0.5
+
+
+def test_19_a_share_is_never_nothing() -> None:
+    assert share(["a"], {"a": 1.0, "b": 1e30}) == 1e-6
