@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from diloco.sim import values
@@ -254,6 +255,7 @@ class Weights(Checker):
         self.work: dict[Id, tuple[int, int]] = {}
         self.usual: dict[tuple[str, int], tuple[int, int]] = {}
         self.under_way: dict[int, tuple[set[Id], float]] = {}
+        self.awaited: list[set[str]] = [set() for _ in range(plan.options.num_fragments)]
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """Weigh every contribution again."""
@@ -285,22 +287,36 @@ class Weights(Checker):
                 wanted = [each / sum(raw) for each in raw]
                 near = all(abs(a - b) < 1e-12 for a, b in zip(found, wanted, strict=True))
                 self.require(near, "weights are", found, "and should be", wanted)
-                again = self.under_way.setdefault(effect.fragment, (ids_of(effect), self._share(effect, machine)))
-                known = again[0] == ids_of(effect) and abs(again[1] - effect.share) < 1e-12
-                self.require(known and 0 < effect.share <= 1, "the share is", effect.share, "and should be", again)
+                self._check_share(effect, machine)
+        self.awaited = [{*machine.state.awaited(index)} for index in range(self.plan.options.num_fragments)]
 
-    def _share(self, step: StartOuterStep, machine: OuterSync) -> float:
+    def _check_share(self, step: StartOuterStep, machine: OuterSync) -> None:
+        ids, share = self.under_way.get(step.fragment, (ids_of(step), step.share))
+        self.require((ids, share) == (ids_of(step), step.share), "the share is", step.share, "again and was", share)
+        if step.fragment not in self.under_way:
+            self.under_way[step.fragment] = (ids, share)
+            wanted = self._shares(step, machine)
+            near = any(abs(each - share) < 1e-12 for each in wanted)
+            self.require(near and 0 < share <= 1, "the share is", share, "and should be one of", wanted)
+
+    def _shares(self, step: StartOuterStep, machine: OuterSync) -> list[float]:
+        """What it may be: the state is that after all events of a turn, of which one may have closed the round before
+        another made a site come or go."""
         if not self.plan.options.share_weighted:
-            return 1.0
-        index, state, rule = step.fragment, machine.state, self.plan.options.weights
+            return [1.0]
+        index, rule = step.fragment, self.plan.options.weights
         firsts = {site: self.work[site, index, sequence] for site, _, sequence in sorted(ids_of(step), reverse=True)}
         usual = firsts | {site: work for (site, of), work in self.usual.items() if of == index}
-        merged = [part.site for part in step.contributions]
-        others = [name for name in state.awaited(index) if name not in merged]
         known = {name: raw_weight(rule, *work) for name, work in usual.items()}
-        there = [known[name] for name in (*merged, *others) if name in known]
-        mean = sum(there) / len(there)
-        return sum(known[name] for name in merged) / sum(known.get(name, mean) for name in (*merged, *others))
+        merged = [part.site for part in step.contributions]
+        now, before = {*machine.state.awaited(index)}, self.awaited[index]
+        unsure, found = sorted((now ^ before) - {*merged}), []
+        for some in (each for count in range(len(unsure) + 1) for each in combinations(unsure, count)):
+            names = sorted({*merged, *(now & before), *some})
+            there = [known[name] for name in names if name in known]
+            mean = sum(there) / len(there)
+            found.append(sum(known[name] for name in merged) / sum(known.get(name, mean) for name in names))
+        return found
 
     def _raw(self, fragment: int, site: str, sequences: list[int]) -> float:
         work = [self.work[site, fragment, sequence] for sequence in sequences]

@@ -111,7 +111,8 @@ def test_each_seed_has_its_goodput_and_the_first_its_table(capsys: pytest.Captur
 
 @pytest.mark.slow
 def test_two_levels(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["sim", *TINY, "experiment=halos", "cluster=local3", "network=wan", "upstream.updates=4", "--hours", "0.06"]
+    asked = ["sim", *TINY, "experiment=halos", "cluster=local3", "network=wan", "upstream.updates=4"]
+    asked += ["upstream.counted_from=start", "--hours", "0.06"]
     asked += ["--above", "outer=halos_global", "--above", "codec=int4", "--above", "network=transatlantic"]
     assert main([*asked, "--regions", "2", "--json"]) == 0
     found = told(capsys)

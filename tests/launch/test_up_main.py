@@ -155,7 +155,7 @@ def test_a_run_that_goes_on_leases_as_it_did(tmp_path: Path) -> None:
     assert chosen(config_in(tmp_path)) == (first, True)
     assert chosen(config_in(tmp_path, name))[1]
     assert not configs.read(first.config).data.leased
-    with pytest.raises(VerbError, match=r"data\.leased is true now and None in") as refusal:
+    with pytest.raises(VerbError, match=r"data\.leased is true now and not set in") as refusal:
         chosen(config_in(tmp_path, name, "data.leased=true"))
     assert refusal.value.code is ExitCode.MISMATCH
 
