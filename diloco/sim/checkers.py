@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from diloco.sync.effects import LearnerEffect, OuterEffect, Seal
     from diloco.sync.events import Fate, LearnerEvent, OuterEvent
 
+EVENTS_OF_A_TURN = 8
+"""No more are usual."""
 Id = tuple[str, int, int]
 """(site, fragment, sequence) of an accepted update."""
 
@@ -255,7 +258,9 @@ class Weights(Checker):
         self.work: dict[Id, tuple[int, int]] = {}
         self.usual: dict[tuple[str, int], tuple[int, int]] = {}
         self.under_way: dict[int, tuple[set[Id], float]] = {}
-        self.awaited: list[set[str]] = [set() for _ in range(plan.options.num_fragments)]
+        self.awaited: list[deque[set[str]]] = [
+            deque([set()], EVENTS_OF_A_TURN) for _ in range(plan.options.num_fragments)
+        ]
 
     def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
         """Weigh every contribution again."""
@@ -288,7 +293,8 @@ class Weights(Checker):
                 near = all(abs(a - b) < 1e-12 for a, b in zip(found, wanted, strict=True))
                 self.require(near, "weights are", found, "and should be", wanted)
                 self._check_share(effect, machine)
-        self.awaited = [{*machine.state.awaited(index)} for index in range(self.plan.options.num_fragments)]
+        for index, lately in enumerate(self.awaited):
+            lately.append({*machine.state.awaited(index)})
 
     def _check_share(self, step: StartOuterStep, machine: OuterSync) -> None:
         ids, share = self.under_way.get(step.fragment, (ids_of(step), step.share))
@@ -300,7 +306,7 @@ class Weights(Checker):
             self.require(near and 0 < share <= 1, "the share is", share, "and should be one of", wanted)
 
     def _shares(self, step: StartOuterStep, machine: OuterSync) -> list[float]:
-        """What it may be: the state is that after all events of a turn, of which one may have closed the round before
+        """What it may be: the state is that after all events of a turn, of which one may have closed the round while
         another made a site come or go."""
         if not self.plan.options.share_weighted:
             return [1.0]
@@ -309,10 +315,10 @@ class Weights(Checker):
         usual = firsts | {site: work for (site, of), work in self.usual.items() if of == index}
         known = {name: raw_weight(rule, *work) for name, work in usual.items()}
         merged = [part.site for part in step.contributions]
-        now, before = {*machine.state.awaited(index)}, self.awaited[index]
-        unsure, found = sorted((now ^ before) - {*merged}), []
+        lately = [{*machine.state.awaited(index)}, *self.awaited[index]]
+        unsure, found = sorted(set.union(*lately) - {*merged}), []
         for some in (each for count in range(len(unsure) + 1) for each in combinations(unsure, count)):
-            names = sorted({*merged, *(now & before), *some})
+            names = sorted({*merged, *some})
             there = [known[name] for name in names if name in known]
             mean = sum(there) / len(there)
             found.append(sum(known[name] for name in merged) / sum(known.get(name, mean) for name in names))

@@ -351,7 +351,7 @@ MUTATIONS: tuple[tuple[str, Callable[[Patch], None], int], ...] = (
     ("weights", add_up_the_updates_of_a_site, 0),
     ("weights", count_a_site_twice_in_the_share, 0),
     ("weights", count_dead_sites_in_the_share, 0),
-    ("weights", count_refused_updates_in_the_share, 0),
+    ("weights", count_refused_updates_in_the_share, 172),
     ("staleness", judge_staleness_laxly, 17),
     ("grace", double_the_grace, 2),
     ("same_versions", publish_unrounded, 0),
