@@ -61,11 +61,26 @@ def load_config(given: argparse.Namespace) -> RunConfig:
     return config
 
 
-def said_keys(given: argparse.Namespace) -> frozenset[str] | None:
+def named_keys(given: argparse.Namespace) -> frozenset[str] | None:
     """The settings that the command line names by themselves and not by a group; None where a file says all."""
     return (
         None if given.config is not None else frozenset(text.partition("=")[0].lstrip("+") for text in given.settings)
     )
+
+
+def goes_on(config: RunConfig, path: Path, given: argparse.Namespace) -> RunConfig:
+    """``config`` for the run that left the file ``path``, if it is there: see ``configs.keep_run_settings``.
+
+    What is kept is printed, and added to ``given.settings``, so that the commands that this one prints name it.
+    """
+    named = named_keys(given)
+    if named is None or not path.is_file():
+        return config
+    config, kept = configs.keep_run_settings(config, path, named)
+    if kept:
+        print(f"note: {' '.join(kept)}, as the run began", flush=True)
+    given.settings = [*given.settings, *kept]
+    return config
 
 
 def limit_threads(threads: int, *, deterministic: bool = False) -> None:

@@ -219,11 +219,11 @@ def shared_config(config: RunConfig) -> dict[str, str]:
     return {key: _text(value) for key, value in found}
 
 
-def as_begun(config: RunConfig, path: Path, said: Collection[str]) -> tuple[RunConfig, list[str]]:
+def keep_run_settings(config: RunConfig, path: Path, named: Collection[str]) -> tuple[RunConfig, list[str]]:
     """``config`` for the run that left the file ``path``, and what that changes, as ``key=value``.
 
-    A setting of the outer rule or the codecs that came after the first release, and is none of the keys ``said``, is as
-    the run has it, or at its default, which makes a run what it was before there was the setting.  So the presets of
+    A setting of the outer rule or the codecs that came after the first release, and is none of the keys ``named``, is
+    as the run has it, or at its default, which makes a run what it was before there was the setting.  So the presets of
     this release may have such settings otherwise, and the run goes on with the same command.
     """
     there, changed = read(path), []
@@ -233,7 +233,7 @@ def as_begun(config: RunConfig, path: Path, said: Collection[str]) -> tuple[RunC
         later = {
             name: getattr(before, name)
             for key, name in keys.items()
-            if key not in said and key not in ALWAYS_SHARED.split() and getattr(now, name) != getattr(before, name)
+            if key not in named and key not in ALWAYS_SHARED.split() and getattr(now, name) != getattr(before, name)
         }
         config = replace(config, **{section: replace(now, **later)})
         changed += [f"{section}.{name}={_text(value)}" for name, value in later.items()]
@@ -249,12 +249,6 @@ def require_same(config: RunConfig, path: Path) -> None:
             go_on = f"give {key}={known[key]} to go on, or " if key in known else ""
             differ = f"{key} is {now.get(key, 'not set')} now and {before.get(key, 'not set')} in {path}"
             raise VerbError(ExitCode.MISMATCH, f"{differ}: {go_on}take another run.name")
-
-
-def say_as_begun(said: Sequence[str]) -> None:
-    """Print what :func:`as_begun` changed."""
-    if said:
-        print(f"note: {' '.join(said)}, as the run began", flush=True)
 
 
 def shared_digest(config: RunConfig) -> str:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from diloco.launch import config as configs
-from diloco.launch.arguments import limit_threads, load_config, settings_parser
+from diloco.launch.arguments import goes_on, limit_threads, load_config, settings_parser
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.machines import check_machines
 from diloco.launch.memory_folder import check_memory_folder, memory_cleared
@@ -52,14 +52,15 @@ def main(arguments: Sequence[str]) -> ExitCode:
             raise ConfigError(f"site.nodes is {config.site.nodes}: not under torchrun, which knows its machines itself")
         config.site.nproc = place.world
     check_identity(config)
+    folder = run_dir_of(config).site(config.site.id)
     limit_threads(config.site.threads, deterministic=config.inner.deterministic)
     _check(config)
-    folder = run_dir_of(config).site(config.site.id)
     with ExitStack() as stack:
         if place is None or place.rank == 0:
             own = folder.root if config.site.node_rank == 0 else folder.machine(config.site.node_rank)
             # Before anything in the folder is touched: it may be that of a site that runs.
             stack.enter_context(held(own))
+            config = goes_on(config, own / folder.config.name, given)
             configs.write(config, own / folder.config.name)
         if place is None:
             stack.enter_context(memory_cleared(config))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diloco.launch.arenas import limit_arenas
-from diloco.launch.arguments import limit_threads, load_config, settings_parser
+from diloco.launch.arguments import goes_on, limit_threads, load_config, settings_parser
 from diloco.launch.arming import disk_from_environment
 from diloco.launch.console import identity_lines
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
@@ -19,7 +19,7 @@ from diloco.launch.placing import syncer_dir
 from diloco.launch.status_main import standby_line, syncer_address
 from diloco.launch.stopping import Stopping
 from diloco.launch.syncer_log import syncer_log
-from diloco.launch.syncer_main import FROM_SETTINGS, again, as_begun, said, serve, write_config
+from diloco.launch.syncer_main import FROM_SETTINGS, again, said, serve, write_config
 
 if TYPE_CHECKING:
     import argparse
@@ -142,7 +142,7 @@ def _follow(given: argparse.Namespace) -> ExitCode:
     limit_threads(1)  # Of one operation: a round is spread over threads by ranges.
     limit_arenas()
     run_dir = syncer_dir(config)
-    config = as_begun(config, run_dir, given)
+    config = goes_on(config, run_dir.config, given)
 
     from diloco.launch import build, replicating
 

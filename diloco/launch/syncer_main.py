@@ -12,7 +12,7 @@ from diloco.durable import LockedError, write_file
 from diloco.launch import config as configs
 from diloco.launch.advice import whole_steps
 from diloco.launch.arenas import limit_arenas
-from diloco.launch.arguments import limit_threads, load_config, said_keys, settings_parser
+from diloco.launch.arguments import goes_on, limit_threads, load_config, settings_parser
 from diloco.launch.arming import disk_from_environment
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.lasting import keep_what_is_loaded
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     name_run(config)
     run_dir = syncer_dir(config)
     _check_resume(config, run_dir)
-    config = as_begun(config, run_dir, given)
+    config = goes_on(config, run_dir.config, given)
 
     from diloco.launch import build
 
@@ -89,16 +89,6 @@ def _check_resume(config: RunConfig, run_dir: RunDir) -> None:
 
 def _data(config: RunConfig, run_dir: RunDir) -> Path:
     return Path(config.cluster.syncer.folder) if config.cluster.syncer.folder else run_dir.syncer
-
-
-def as_begun(config: RunConfig, run_dir: RunDir, given: argparse.Namespace) -> RunConfig:
-    """``config`` for the run in ``run_dir``, if there is one: see ``configs.as_begun``."""
-    keys = said_keys(given)
-    if keys is None or not run_dir.config.is_file():
-        return config
-    config, changed = configs.as_begun(config, run_dir.config, keys)
-    configs.say_as_begun(changed)
-    return config
 
 
 def write_config(config: RunConfig, run_dir: RunDir, given: argparse.Namespace, *, over: bool = True) -> None:

@@ -202,11 +202,12 @@ class TrainedFleet:
         self._payloads.pop((site, effect.fragment, effect.sequence), None)
 
     def published(self, fragment: int) -> object:  # noqa: D102
-        return self._states[fragment].published
+        return self._states[fragment].published, self._sites_in[fragment]
 
     def fetched(self, site: int, fragment: int, version: int, values: object) -> None:  # noqa: D102
-        assert isinstance(values, Tensor)
-        self._sites[site].tensors.arrived(fragment, version, values, "", self._sites_in[fragment])
+        assert isinstance(values, tuple)
+        published, sites = values
+        self._sites[site].tensors.arrived(fragment, version, published, "", sites)
 
     def merged(self, command: fx.StartOuterStep, now_s: float, progress_ppm: int) -> None:  # noqa: D102
         before, held = self._states[command.fragment], command.version - 1

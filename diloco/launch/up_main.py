@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from diloco.durable import LockedError, locked
 from diloco.launch import config as configs
 from diloco.launch.advice import advice, whole_steps
-from diloco.launch.arguments import limit_threads, load_config, said_keys, settings_parser
+from diloco.launch.arguments import limit_threads, load_config, named_keys, settings_parser
 from diloco.launch.closing import closing_lines
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import EventLog
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     check_kernels(config)
     check_memory_folder(config)
     with ExitStack() as stack:
-        run_dir, again = choose_run(config, stack, said_keys(given))
+        run_dir, again = choose_run(config, stack, named_keys(given))
         interrupts = stack.enter_context(Interrupts())
         print(f"run {run_dir.root.name} {'goes on' if again else 'begins'} in {run_dir.root}", flush=True)
         for sentence in advice(config):
@@ -126,19 +126,19 @@ def scenario_of(config: RunConfig) -> list[Step]:
 DEMO_SITES = ("site-a", "site-b", "site-c")
 
 
-def choose_run(config: RunConfig, stack: ExitStack, said: Keys = frozenset()) -> tuple[RunDir, bool]:
+def choose_run(config: RunConfig, stack: ExitStack, named: Keys = frozenset()) -> tuple[RunDir, bool]:
     """The run's folder, locked for us, and whether an earlier run goes on there; ``config.run.name`` is then set.
 
-    ``said`` as ``said_keys`` gives them.
+    ``named`` as ``named_keys`` gives them.
     """
     resume = config.run.resume
     latest = _unfinished_latest(config) if config.run.name is None and resume != "never" else None
-    other = _differences(config, latest, said) if latest is not None else []
+    other = _differences(config, latest, named) if latest is not None else []
     if latest is not None and not other:
         try:
             stack.enter_context(locked(latest.root))
             config.run.name = latest.root.name
-            return _settled(config, latest, said), True
+            return _settled(config, latest, named), True
         except LockedError:
             pass  # It runs just now, in another terminal: this is another run.
     why_not = f"{latest.root} is another run: {_in_words(other)}" if latest is not None and other else ""
@@ -157,18 +157,18 @@ def choose_run(config: RunConfig, stack: ExitStack, said: Keys = frozenset()) ->
     if not there and resume == "must":
         raise ConfigError(f"run.resume is 'must': there is no run {config.run.name} in {config.run.dir}")
     if there:
-        configs.require_same(_as_in(config, run_dir, said)[0], run_dir.config)
+        configs.require_same(_as_in(config, run_dir, named)[0], run_dir.config)
     try:
         stack.enter_context(locked(run_dir.root))
     except LockedError as error:
         raise VerbError(ExitCode.FAILED, f"{error}: it is running already") from error
-    anew = _differences(config, run_dir, said) if there else []
+    anew = _differences(config, run_dir, named) if there else []
     if anew:
         print(f"taken anew: {_in_words(anew)}", flush=True)
-    return _settled(config, run_dir, said), there
+    return _settled(config, run_dir, named), there
 
 
-def _settled(config: RunConfig, run_dir: RunDir, said: Keys) -> RunDir:
+def _settled(config: RunConfig, run_dir: RunDir, named: Keys) -> RunDir:
     """Leave the configuration in the folder.
 
     A child that is started again goes on there, whatever ``run.resume`` was asked of us.
@@ -177,8 +177,9 @@ def _settled(config: RunConfig, run_dir: RunDir, said: Keys) -> RunDir:
         run_dir.summary.unlink()
     config.run.resume = "auto"
     if run_dir.config.is_file():
-        there, changed = _as_in(config, run_dir, said)
-        configs.say_as_begun(changed)
+        there, kept = _as_in(config, run_dir, named)
+        if kept:
+            print(f"note: {' '.join(kept)}, as the run began", flush=True)
         config.data.leased, config.outer, config.codec = there.data.leased, there.outer, there.codec
     elif config.data.leased is None:  # All sites have this machine's text.
         config.data.leased = not (config.inner.deterministic or config.outer.lock_step)
@@ -207,9 +208,9 @@ def _unfinished_latest(config: RunConfig) -> RunDir | None:
     return run_dir if any(each.syncer.is_dir() or each.has_lost(each.syncer) for each in dirs) else None
 
 
-def _differences(config: RunConfig, run_dir: RunDir, said: Keys) -> list[str]:
+def _differences(config: RunConfig, run_dir: RunDir, named: Keys) -> list[str]:
     """Which settings are others than in the run's folder, in words; not those that say only how to go on."""
-    before, now = _settings(asdict(configs.read(run_dir.config))), _settings(asdict(_as_in(config, run_dir, said)[0]))
+    before, now = _settings(asdict(configs.read(run_dir.config))), _settings(asdict(_as_in(config, run_dir, named)[0]))
     keys = sorted((before.keys() | now.keys()) - {"run.name", "run.resume", "run.log_every", "run.dir"})
     return [
         f"{key} is {now.get(key, 'not set')} now and was {before.get(key, 'not set')}"
@@ -218,13 +219,15 @@ def _differences(config: RunConfig, run_dir: RunDir, said: Keys) -> list[str]:
     ]
 
 
-def _as_in(config: RunConfig, run_dir: RunDir, said: Keys) -> tuple[RunConfig, list[str]]:
-    """``config`` as ``configs.as_begun`` has it, and with what it does not say of leases as the run has it; one of an
-    earlier release has none."""
+def _as_in(config: RunConfig, run_dir: RunDir, named: Keys) -> tuple[RunConfig, list[str]]:
+    """``config`` as ``configs.keep_run_settings`` has it, and with what it does not say of leases as the run has it.
+
+    A run of an earlier release has no leases.
+    """
     there = configs.read(run_dir.config)
     leased = there.data.leased if config.data.leased is None else config.data.leased
     config = replace(config, data=replace(config.data, leased=leased))
-    return (config, []) if said is None else configs.as_begun(config, run_dir.config, said)
+    return (config, []) if named is None else configs.keep_run_settings(config, run_dir.config, named)
 
 
 def _settings(values: Mapping[str, object], above: str = "") -> dict[str, str]:

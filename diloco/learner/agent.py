@@ -30,7 +30,6 @@ from diloco.learner.odometer import Odometer
 from diloco.learner.outbox import Outbox
 from diloco.learner.outcome import Finished, JoinFailed
 from diloco.learner.owners import all_mine
-from diloco.learner.place import place_of
 from diloco.learner.restoring import restored_machine
 from diloco.learner.site_tensors import SiteTensors
 from diloco.learner.standstill import Standstill
@@ -107,18 +106,8 @@ class Agent:
         self._emit, self._orders = emit, orders
         self._outbox = Outbox(Path(options.folder) / "outbox", disk)
         self._odometer = Odometer(Path(options.folder) / "odometer", disk)
-        place = place_of(holding.parts())
         dealt = dealt or all_mine(layout)
-        rules = (
-            learner.adopt,
-            options.adopt_alpha,
-            place,
-            options.feedback,
-            dealt.of(0),
-            options.measure_from,
-            options.ahead,
-        )
-        self._tensors = SiteTensors(layout, holding, *rules)
+        self._tensors = SiteTensors.of(options, learner.adopt, layout, holding, dealt.of(0))
         self._meter, self._use = Meter(), LinkUse(client, options.choices(), emit, self._tell)
         self._changed = threading.Condition(threading.RLock())
         self._redo = redo

@@ -22,7 +22,6 @@ from diloco.learner.exchange import Exchange, Machine, Source
 from diloco.learner.link_use import LinkUse
 from diloco.learner.orders import Orders
 from diloco.learner.outbox import Outbox
-from diloco.learner.place import place_of
 from diloco.learner.site_tensors import SiteTensors
 from diloco.learner.standstill import Standstill
 from diloco.sync.effects import Adopt, Retake, Seal
@@ -62,17 +61,7 @@ class Owner:
     ) -> None:
         """``restored`` are the tensors of a checkpoint, whoever wrote them; what of them counts is rank 0's to say."""
         self._channel, self._client, self._bound_s = dealt.channels[0], client, holding.group.timeout_s
-        place = place_of(holding.parts())
-        rules = (
-            adopt,
-            options.adopt_alpha,
-            place,
-            options.feedback,
-            dealt.of(holding.group.rank),
-            options.measure_from,
-            options.ahead,
-        )
-        self._tensors = SiteTensors(layout, holding, *rules)
+        self._tensors = SiteTensors.of(options, adopt, layout, holding, dealt.of(holding.group.rank))
         self._restored = restored or {}
         self._lock = threading.Condition(threading.RLock())
         self._stopping = threading.Event()

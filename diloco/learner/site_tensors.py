@@ -16,7 +16,7 @@ import torch
 from diloco.codec.buffers import Buffers
 from diloco.codec.coded import Coded, coded, values_of
 from diloco.codec.pieces import rebase_pieces
-from diloco.learner.place import HOST, Place
+from diloco.learner.place import HOST, Place, place_of
 from diloco.learner.residuals import Carried, Fed, Residuals
 from diloco.outer.adopt import blend, eager, overwrite, rebase
 from diloco.outer.own_part import OwnPart
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from diloco.inner.holding import Holding
+    from diloco.learner.options import AgentOptions
     from diloco.outer.fragments import Layout
     from diloco.outer.optimizer import OuterOptimizerOptions
 
@@ -80,6 +81,23 @@ class SiteTensors:
         """What is subtracted for an update in flight: what it decodes to, on the host as its payload, or with feedback
         what it was measured as."""
         self.residuals = Residuals(feedback, count, self.place)
+
+    @classmethod
+    def of(
+        cls, options: AgentOptions, adopt: str, layout: Layout, holding: Holding, owned: Collection[int]
+    ) -> SiteTensors:
+        """Those of a rank that owns these fragments, where its model is."""
+        return cls(
+            layout,
+            holding,
+            adopt,
+            options.adopt_alpha,
+            place_of(holding.parts()),
+            options.feedback,
+            owned,
+            options.measure_from,
+            options.ahead,
+        )
 
     def local(self, fragment: int) -> Tensor:
         """A copy of the model's present values.  The other ranks take part where this one does not hold them all."""

@@ -123,7 +123,7 @@ class Cargo(Protocol):
         """An update of the site is not going to be merged."""
 
     def published(self, fragment: int) -> object:
-        """The values of the newest version."""
+        """The newest version: its values, and what a site is told with them."""
 
     def fetched(self, site: int, fragment: int, version: int, values: object) -> None:
         """A version is at the site; ``values`` are what ``published`` gave when it was asked for."""

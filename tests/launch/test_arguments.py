@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch.arguments import limit_threads, load_config, settings_parser
+from diloco.launch.arguments import goes_on, limit_threads, load_config, settings_parser
 from diloco.launch.config import compose, write
 from diloco.launch.errors import ExitCode, VerbError
 
@@ -28,6 +28,30 @@ def test_settings_stand_on_both_sides_of_an_option(tmp_path: Path) -> None:
     given = parser.parse_args(["runs/x", "--watch", "site.token_file=t"])
     assert given.watch
     assert given.settings == ["runs/x", "site.token_file=t"]
+
+
+def test_19_the_commands_that_a_run_prints_name_what_it_keeps_of_its_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run began without the setting that the preset of this release has otherwise, and its sites still have it so.
+
+    So a syncer or a site that starts again is part of the same run, and so is a site that joins by the printed line.
+    """
+    path = tmp_path / "config.yaml"
+    write(compose(["outer=streaming", "outer.measure_from=adopted"]), path)
+    given = settings_parser("site", "").parse_args(["outer=streaming"])
+    config = goes_on(load_config(given), path, given)
+    assert config.outer.measure_from == "adopted"
+    assert given.settings == ["outer=streaming", "outer.measure_from=adopted"]
+    assert load_config(given) == config
+    assert capsys.readouterr().out == "note: outer.measure_from=adopted, as the run began\n"
+    for settings in (["outer=streaming", "outer.measure_from=published"], ["--config", str(path)]):
+        given = settings_parser("site", "").parse_args(settings)
+        before = load_config(given)
+        assert goes_on(before, path, given) == before
+        assert not capsys.readouterr().out
+    given = settings_parser("site", "").parse_args([])
+    assert goes_on(load_config(given), tmp_path / "none.yaml", given) == load_config(given)
 
 
 def test_a_wrong_option_is_one_line() -> None:

@@ -259,12 +259,12 @@ def test_19_a_run_that_began_without_a_setting_goes_on_without_it(tmp_path: Path
     with pytest.raises(VerbError, match=r"outer.share_weighted is true now and not set in") as refused:
         configs.require_same(now, path)
     assert refused.value.code is ExitCode.MISMATCH
-    begun, changed = configs.as_begun(now, path, {"outer.lr"})
+    begun, changed = configs.keep_run_settings(now, path, {"outer.lr"})
     assert (begun.outer.share_weighted, changed) == (False, ["outer.share_weighted=false"])
     configs.require_same(begun, path)
     path.write_text("".join(line for line in path.read_text().splitlines(True) if "share_weighted" not in line))
-    assert configs.as_begun(now, path, {"outer.lr"}) == (begun, changed)
-    assert configs.as_begun(now, path, {"outer.share_weighted"}) == (now, [])
+    assert configs.keep_run_settings(now, path, {"outer.lr"}) == (begun, changed)
+    assert configs.keep_run_settings(now, path, {"outer.share_weighted"}) == (now, [])
     with pytest.raises(VerbError, match=r"outer.lr is 1.5 now and 0.6 in .*: give outer.lr=0.6 to go on, or take"):
         configs.require_same(compose([]), path)
 
