@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from diloco.launch.placing import is_syncer
 from diloco.launch.records import Evaluation, Fault, Round, Series, SiteHistory, Span
 from diloco.launch.story import sentence
+from diloco.sync.events import DISCARDING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -409,7 +410,7 @@ class RunHistory:
         return FP32_BYTES * self.layout[fragment] if fragment < len(self.layout) else 0
 
     def _on_fate(self, who: str, event: Event, now_s: float) -> None:
-        if event.get("reason") in ("non_finite", "outlier"):
+        if event.get("reason") in DISCARDING:
             self.site(who).tokens_discarded += whole(event, "tokens")
 
     def _on_site_done(self, who: str, event: Event, now_s: float) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Admission(Checker):
     """A flagged update is refused, or noted, or held and merged by an operator's word only; nothing of it is silent.
 
-    One that was refused is never taken afterwards.
+    One that was refused is never taken afterwards.  What the sites say of their updates is believed: they do not lie.
     """
 
     name = "admission"
@@ -65,6 +65,7 @@ class Admission(Checker):
         if "outlier_again" in notes:
             self.require(key in self.refused, event, "was never refused as an outlier")
             return
+        self.require(answer.reason is not Reason.IMPLAUSIBLE, event, "is no lie, and refused as one")
         self.require(answer.reason is not Reason.OUTLIER or "outlier_refused" in notes, event, "is refused silently")
         if answer.reason is Reason.OUTLIER:
             self.refused.add(key)

@@ -31,6 +31,7 @@ from diloco.sim.fleet_site import Site, to_ns
 from diloco.sim.network import Heap
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
+from diloco.sync.claims import fastest_step_ns
 from diloco.sync.options import SECOND_NS
 from diloco.sync.state import Phase
 from diloco.sync.syncer import OuterSync
@@ -233,7 +234,7 @@ class Fleet:
     def published(self, fragment: int) -> ev.VersionPublished:
         """The news of the fragment's newest version."""
         state, merged = self.machine.state, self.machine.attendance.run_tokens()
-        run = (merged, self.machine.progress_ppm(), state.lineage, state.fastest_step_ns())
+        run = (merged, self.machine.progress_ppm(), state.lineage, fastest_step_ns(state, self.machine.attendance.live))
         return ev.VersionPublished(state.epoch, fragment, state.fragments[fragment].version, *run)
 
     def is_over(self) -> bool:

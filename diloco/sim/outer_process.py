@@ -18,6 +18,7 @@ from diloco.sim.replicator import ReplicationPlan, Replicator
 from diloco.sim.storage import Damaged
 from diloco.sim.turns import Loop, Turn, Untold
 from diloco.sim.values import OuterRule
+from diloco.sync.claims import fastest_step_ns
 from diloco.sync.effects import (
     AnnounceFinal,
     AnswerDone,
@@ -153,7 +154,9 @@ class OuterProcess(Loop):
         if self.leadership is not None:
             self.leadership.start(self)
         epoch = self.leadership.epoch if self.leadership is not None else self.machine.state.epoch + 1
-        self.own(lambda: self._apply(SyncerStarted(epoch, self.plan.health)))
+        state = self.machine.state
+        away_ns = max(0, self.heap.now_ns - state.now_ns - state.away_ns)
+        self.own(lambda: self._apply(SyncerStarted(epoch, self.plan.health, away_ns)))
         if self._promoted and not self.machine.state.detached:
             self.own(self._detached)
 
@@ -418,7 +421,7 @@ class OuterProcess(Loop):
                     state.run_tokens(),
                     self.machine.progress_ppm(),
                     state.lineage,
-                    state.fastest_step_ns(),
+                    fastest_step_ns(state, self.machine.attendance.live),
                 )
                 for _, feed in sorted(self.feeds.items()):
                     feed.tell(published)

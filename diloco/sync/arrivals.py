@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from diloco.sync import membership
 from diloco.sync.admission import Verdict, admit
+from diloco.sync.claims import arrived, implausible
 from diloco.sync.effects import AnswerPush
 from diloco.sync.events import Outcome, Reason, UpdateArrived
 from diloco.sync.health import NOTHING_WRONG, Finding
@@ -38,13 +39,14 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
     version = state.fragments[event.fragment].version if known else 0
     turn.effects.append(AnswerPush(event.call, verdict.outcome, version, verdict.reason, verdict.fate))
     if verdict.outcome is not Outcome.ACCEPTED:
-        if finding.why:
-            _refused_for_its_vitals(state.sites[event.site].lines[event.fragment], event.digest)
+        if finding.why and verdict.reason is not None:
+            _refused(state.sites[event.site].lines[event.fragment], event.digest, verdict.reason)
         return
     membership.back(turn, event.site)
     site, fragment = state.sites[event.site], state.fragments[event.fragment]
     site.step_ns = smoothed(site.step_ns, event.step_ns)
-    line = site.lines[event.fragment]
+    line, vital = site.lines[event.fragment], vital_of(state, turn.options, event)
+    arrived(state, turn.options, event)
     line.watermark, line.cursor, line.final = event.sequence, max(line.cursor, event.cursor), event.final
     line.outliers = []  # Whatever comes under this number again is a duplicate or a conflict.
     fragment.arrivals += 1
@@ -69,7 +71,7 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
     if finding.why:
         turn.note("outlier_admitted", _words(event, finding), site=event.site, fragment=event.fragment)
     if event.norm > 0:  # Somebody has measured it.
-        remember(state, event.site, event.fragment, vital_of(event))
+        remember(state, event.site, event.fragment, vital)
     if fragment.round is None:
         open_round(turn, event.fragment)
 
@@ -87,16 +89,19 @@ def _judged(turn: Turn, event: UpdateArrived) -> tuple[Verdict, Finding]:
         return Verdict(Outcome.REFUSED, Reason.CORRUPT), NOTHING_WRONG
     if not event.finite:
         return Verdict(Outcome.REFUSED, Reason.NON_FINITE), NOTHING_WRONG
-    finding = looked_at(turn.state, event)
-    if finding.why and turn.state.health.policy_of(event.site) == "refuse":
-        turn.note("outlier_refused", _words(event, finding), site=event.site, fragment=event.fragment)
-        return Verdict(Outcome.REFUSED, Reason.OUTLIER), finding
+    state, reason = turn.state, Reason.IMPLAUSIBLE
+    finding = Finding(None, None, implausible(state, turn.options, event))
+    if not finding.why:
+        finding, reason = looked_at(state, event, vital_of(state, turn.options, event)), Reason.OUTLIER
+    if finding.why and state.health.policy_of(event.site) == "refuse":
+        turn.note(f"{reason.value}_refused", _words(event, finding), site=event.site, fragment=event.fragment)
+        return Verdict(Outcome.REFUSED, reason), finding
     return verdict, finding
 
 
-def _refused_for_its_vitals(line: Line, digest: str) -> None:
+def _refused(line: Line, digest: str, reason: Reason) -> None:
     line.outliers = [*line.outliers, digest][-OUTLIERS_REMEMBERED_MAX:]
-    line.updates_refused[Reason.OUTLIER.value] = line.updates_refused.get(Reason.OUTLIER.value, 0) + 1
+    line.updates_refused[reason.value] = line.updates_refused.get(reason.value, 0) + 1
 
 
 def _words(event: UpdateArrived, finding: Finding) -> str:

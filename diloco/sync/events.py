@@ -34,10 +34,19 @@ class Reason(StrEnum):
     CORRUPT = "corrupt"
     WITHDRAWN = "withdrawn"
     OTHER_DATA = "other_data"
+    IMPLAUSIBLE = "implausible"
 
 
 DISCARDING = frozenset(
-    {Reason.NON_FINITE, Reason.OUTLIER, Reason.EVICTED, Reason.RESTORED, Reason.CORRUPT, Reason.WITHDRAWN}
+    {
+        Reason.NON_FINITE,
+        Reason.OUTLIER,
+        Reason.EVICTED,
+        Reason.RESTORED,
+        Reason.CORRUPT,
+        Reason.WITHDRAWN,
+        Reason.IMPLAUSIBLE,
+    }
 )
 
 
@@ -81,11 +90,13 @@ class Fate:
 class SyncerStarted:
     """A process took over the state with a larger ``epoch``; work that was under way is issued again.
 
-    ``health`` are the rules of admission from now on; None leaves them as they are.
+    ``health`` are the rules of admission from now on; None leaves them as they are.  ``away_ns`` is how long no process
+    had the state, as far as that is known: the sites trained on.
     """
 
     epoch: int
     health: HealthOptions | None = None
+    away_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from diloco.sync.claims import believed_steps
 from diloco.sync.effects import AnswerDone
 from diloco.sync.events import Reason
 from diloco.sync.fates import refuse
@@ -18,12 +19,13 @@ from diloco.sync.state import Held
 if TYPE_CHECKING:
     from diloco.sync.attendance import Attendance
     from diloco.sync.events import UpdateAdmitted, UpdateArrived, UpdateWithdrawn
+    from diloco.sync.options import OuterOptions
     from diloco.sync.state import OuterState, Pending
     from diloco.sync.turn import Turn
 
 
-def looked_at(state: OuterState, event: UpdateArrived) -> Finding:
-    """Judge the vital signs of an update that may enter; nothing is wrong with one that nobody measured."""
+def looked_at(state: OuterState, event: UpdateArrived, vital: Vital) -> Finding:
+    """Judge the ``vital`` signs of an update that may enter; nothing is wrong with one that nobody measured."""
     if event.norm <= 0:
         return NOTHING_WRONG
     own = state.sites[event.site].lines[event.fragment].vitals
@@ -33,12 +35,12 @@ def looked_at(state: OuterState, event: UpdateArrived) -> Finding:
         if name != event.site
         for vital in state.sites[name].lines[event.fragment].vitals
     ]
-    return judge(state.health, vital_of(event), own, others)
+    return judge(state.health, vital, own, others)
 
 
-def vital_of(event: UpdateArrived) -> Vital:
-    """The vital signs that came with an update."""
-    return Vital(event.steps, event.norm, event.cosine)
+def vital_of(state: OuterState, options: OuterOptions, event: UpdateArrived) -> Vital:
+    """The vital signs that came with an update, which are those of the steps that are believed."""
+    return Vital(believed_steps(state, options, event), event.norm, event.cosine)
 
 
 def held_from(state: OuterState, event: UpdateArrived, finding: Finding) -> Held:

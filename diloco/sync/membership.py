@@ -53,7 +53,7 @@ def join(turn: Turn, event: JoinRequested) -> None:
         turn.effects.append(AskToConfirm(event.call, event.site, site.incarnation + 1))
         return
     if site is None:
-        lines = [Line() for _ in state.fragments]
+        lines = [Line(arrivals_ns=[state.now_ns + state.away_ns]) for _ in state.fragments]
         site = state.sites[event.site] = Site(1, event.process, Status.LIVE, lines)
         turn.note("site_joined", "it was never seen before", site=event.site)
     elif site.process != event.process:

@@ -65,6 +65,8 @@ class Line:
     """One (site, fragment): its watermark, its undecided updates in sequence order, its latest fates.
 
     ``usual_tokens`` and ``usual_steps`` are what an update of it that was merged has, smoothed; 0 before the first.
+    ``arrivals_ns`` is when its site joined and its last updates came, by ``OuterState.away_ns`` later than by the
+    machine's time; ``step_tokens`` are the tokens of a step of its first.
     ``vitals`` are those of the updates that were admitted last; ``outliers`` are the digests of those that were refused
     for theirs under the number that comes next.
     """
@@ -76,6 +78,8 @@ class Line:
     updates_merged: int = 0
     usual_tokens: int = 0
     usual_steps: int = 0
+    arrivals_ns: list[int] = field(default_factory=list)
+    step_tokens: int = 0
     updates_refused: dict[str, int] = field(default_factory=dict)
     final: bool = False
     undecided: list[Pending] = field(default_factory=list)
@@ -157,6 +161,8 @@ class OuterState:
     lineage: int = 1
     epoch: int = 0
     now_ns: int = 0
+    away_ns: int = 0
+    """For how long no syncer ran, in all: the machine's time stood, and the sites trained on."""
     started_ns: int | None = None
     phase: Phase = Phase.RUNNING
     ending: Ending | None = None
@@ -186,10 +192,6 @@ class OuterState:
         """The updates that the fragment's next outer step may take, in the order in which they came."""
         waiting = [pending for site in self.sites.values() for pending in site.lines[fragment].waiting()]
         return sorted(waiting, key=lambda pending: pending.arrival)
-
-    def fastest_step_ns(self) -> int:
-        """What an inner step takes at the fastest live site; 0 before any is known."""
-        return min((step_ns for name in self.live() if (step_ns := self.sites[name].step_ns)), default=0)
 
     def run_tokens(self) -> int:
         """Tokens merged, averaged over the fragments: each fragment counts every token once."""

@@ -179,6 +179,7 @@ def _started(turn: Turn, event: SyncerStarted) -> None:
     state = turn.state
     assert event.epoch > state.epoch, (event.epoch, state.epoch)
     state.epoch = event.epoch
+    state.away_ns += event.away_ns
     state.health = event.health or state.health
     upstream.nobody_speaks(state)
     if state.phase is Phase.ENDED and state.ending is Ending.DRAINED:

@@ -466,7 +466,7 @@ def changes_nothing(event: OuterEvent, effects: list[OuterEffect]) -> bool:
     if not effects:
         return isinstance(event, DeadlinePassed | SiteSilent | SiteHeard)
     if len(effects) == 2 and isinstance(event, UpdateArrived) and isinstance(effects[0], Note):
-        if effects[0].what == "outlier_refused":
+        if effects[0].what in ("outlier_refused", "implausible_refused"):
             return False  # It is remembered, so that it is refused again whatever is usual then.
         effects = effects[1:]
     if len(effects) > 1:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from diloco.codec import native
 from diloco.codec.buffers import Buffers
 from diloco.durable import PLAIN_DISK, DiskFullError, Step, locked
+from diloco.sync.claims import fastest_step_ns
 from diloco.sync.effects import (
     AnnounceFinal,
     DropSite,
@@ -144,6 +145,7 @@ class Syncer:
             raise
 
     def _start(self, warm: Warm | None) -> str:
+        away_ns = _since_last_record_ns(Path(self.options.folder)) if warm is None else 0
         machine, records = self._open() if warm is None else self._take(warm)
         self._begin_memory_check()
         self.room = Room(Path(self.options.folder), self.options.disk_reserve_mb * 1_000_000, self._room_changed)
@@ -169,7 +171,7 @@ class Syncer:
         self.api = Api(self)
         self.feeds.miss(not_told(machine.state, crashed=records > 0 or warm is not None))
         # Before the loop begins: a deadline that has passed would be acted on first, and its step issued twice.
-        self.core.post(SyncerStarted(epoch, self.plan.health))
+        self.core.post(SyncerStarted(epoch, self.plan.health, away_ns))
         self._begin_region(machine)
         if alone and not machine.state.detached and self.options.replication.mode != "off":
             self.core.post(StandbyDetached(0))
@@ -440,7 +442,8 @@ class Syncer:
     def published(self, machine: OuterSync, fragment: int, version: int, digest: str) -> Published:
         """The event that tells of a version, with how the run stands."""
         state = machine.state
-        run = (state.run_tokens(), machine.progress_ppm(), state.lineage, state.fastest_step_ns())
+        fastest_ns = fastest_step_ns(state, machine.attendance.live)
+        run = (state.run_tokens(), machine.progress_ppm(), state.lineage, fastest_ns)
         return Published(state.epoch, fragment, version, digest, *run)
 
     def note(self, what: str, why: str, site: str) -> None:
@@ -478,3 +481,12 @@ class Syncer:
     def parameters(self) -> dict[str, torch.Tensor]:
         """The published values as full parameters, fp32."""
         return full_parameters(self.plan.layout, [values.evaluated for values in self.holdings.values])
+
+
+def _since_last_record_ns(folder: Path) -> int:
+    """For how long nobody has written to the journal in ``folder``, by the wall clock; 0 where that says nothing.
+
+    The machine's own time stood meanwhile, and it only bounds by this what it believes of the sites' steps.
+    """
+    written_ns = max((path.stat().st_mtime_ns for path in folder.glob("journal-*.log")), default=time.time_ns())
+    return max(0, time.time_ns() - written_ns)

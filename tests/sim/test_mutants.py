@@ -19,13 +19,26 @@ from diloco.sim.site_process import SiteProcess
 from diloco.sim.standby_process import StandbyProcess
 from diloco.sim.storage import Storage
 from diloco.sim.swarm import run_seed
-from diloco.sync import arrivals, boundary, ending, following, joining, learner, rounds, sending, syncer, unit_leases
+from diloco.sync import (
+    arrivals,
+    boundary,
+    claims,
+    ending,
+    following,
+    joining,
+    learner,
+    rounds,
+    sending,
+    syncer,
+    unit_leases,
+)
 from diloco.sync.effects import Adopt, Leave, Seal, SkipData
-from diloco.sync.events import JoinAnswered, Outcome, Reason
+from diloco.sync.events import JoinAnswered, Outcome, Reason, UpdateArrived
 from diloco.sync.frames import encode_mark
 from diloco.sync.learner import LearnerSync
+from diloco.sync.options import OuterOptions
 from diloco.sync.spans import whole_units
-from diloco.sync.state import FragmentState, Line
+from diloco.sync.state import FragmentState, Line, OuterState
 from diloco.sync.syncer import OuterSync
 from diloco.sync.units import Holder
 
@@ -124,13 +137,24 @@ def count_dead_sites_in_the_share(patch: Patch) -> None:
 
 
 def count_refused_updates_in_the_share(patch: Patch) -> None:
-    right = arrivals._refused_for_its_vitals
+    right = arrivals._refused
 
-    def refused(line: Line, digest: str) -> None:
-        right(line, digest)
+    def refused(line: Line, digest: str, reason: Reason) -> None:
+        right(line, digest, reason)
         line.usual_tokens, line.usual_steps = 2 * line.usual_tokens, 2 * line.usual_steps
 
-    patch.setattr(arrivals, "_refused_for_its_vitals", refused)
+    patch.setattr(arrivals, "_refused", refused)
+
+
+def believe_what_is_usual_alone(patch: Patch) -> None:
+    """A site that could not send goes on training."""
+
+    def believed(state: OuterState, options: OuterOptions, event: UpdateArrived) -> int:
+        del options
+        return min(event.steps, state.sites[event.site].lines[event.fragment].usual_steps or event.steps)
+
+    patch.setattr(claims, "believed_steps", believed)
+    patch.setattr(claims, "STEPS_RATIO_MAX", 2)
 
 
 def judge_staleness_laxly(patch: Patch) -> None:
@@ -358,6 +382,7 @@ MUTATIONS: tuple[tuple[str, Callable[[Patch], None], int], ...] = (
     ("same_versions", merge_only_the_first_update_of_a_site, 1),
     ("lineages", go_on_in_a_new_lineage, 0),
     ("admission", merge_what_is_held, 6),
+    ("admission", believe_what_is_usual_alone, 0),
     ("bounds", seal_without_a_window, 2),
     ("ledger", lose_refused_tokens, 0),
     ("carried", measure_what_is_in_flight_again, 0),

@@ -33,6 +33,7 @@ def test_refusals_that_throw_progress_away_are_few() -> None:
         "restored",
         "corrupt",
         "withdrawn",
+        "implausible",
     }
 
 

@@ -154,6 +154,7 @@ def an_update(draw: random.Random, syncer: Syncer) -> ev.OuterEvent:
     watermark = site.lines[fragment].watermark if site else 0
     sequence = max(0, watermark + draw.choice([1, 1, 1, 1, 0, -1, 2]))
     version = state.fragments[fragment].version
+    steps = draw.randint(1, 20)
     return ev.UpdateArrived(
         call=1,
         site=name,
@@ -161,8 +162,8 @@ def an_update(draw: random.Random, syncer: Syncer) -> ev.OuterEvent:
         fragment=fragment if draw.random() < 0.97 else draw.choice([-1, 99]),
         sequence=sequence,
         base_version=version - draw.choice([0, 0, 0, 1, 2, 9, -1]),
-        tokens=draw.randint(1, 1000),
-        steps=draw.randint(1, 20),
+        tokens=steps * draw.randint(50, 100),
+        steps=steps,
         step_ns=draw.choice([0, MS, 500 * MS]),
         cursor=draw.randint(0, 1000),
         digest=f"{name}.{fragment}.{sequence}" + ("!" if draw.random() < 0.1 else ""),

@@ -28,6 +28,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_CORRUPT: _ClassVar[Reason]
     REASON_WITHDRAWN: _ClassVar[Reason]
     REASON_OTHER_DATA: _ClassVar[Reason]
+    REASON_IMPLAUSIBLE: _ClassVar[Reason]
 
 class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -61,6 +62,7 @@ REASON_RESTORED: Reason
 REASON_CORRUPT: Reason
 REASON_WITHDRAWN: Reason
 REASON_OTHER_DATA: Reason
+REASON_IMPLAUSIBLE: Reason
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_ACCEPTED: Outcome
 OUTCOME_DUPLICATE: Outcome
