@@ -18,7 +18,7 @@ from diloco.sync.events import (
     SiteEvicted,
     UpdateArrived,
 )
-from diloco.sync.membership import PROCESSES_REMEMBERED_MAX
+from diloco.sync.membership import PROCESSES_REMEMBERED_MAX, is_gone
 from diloco.sync.quorum import smoothed
 from diloco.sync.syncer import OuterSync
 from diloco.sync.weights import of_its_age, raw_weight
@@ -499,7 +499,8 @@ class Bounds(Checker):
         """Count what the outer machine remembers."""
         del now_ns, event, effects
         options = self.plan.options
-        self.require(len(machine.state.sites) <= options.sites_max, "sites:", len(machine.state.sites))
+        sites = [name for name, site in machine.state.sites.items() if not is_gone(site)]
+        self.require(len(sites) <= options.sites_max, "sites:", sites)
         for name, site in machine.state.sites.items():
             self.require(len(site.superseded) <= PROCESSES_REMEMBERED_MAX, name, "superseded:", len(site.superseded))
             for line in site.lines:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from diloco.sync.events import SiteHeard, SiteReadmitted
     from diloco.sync.turn import Turn
 
+REMEMBERED_TIMES = 64
+"""So many times the sites that there may be are remembered, with those that are gone."""
 PROCESSES_REMEMBERED_MAX = 16
 """Names of replaced processes kept per site, so that an old one that comes back late does not fence the new."""
 
@@ -82,11 +84,27 @@ def _refusal(turn: Turn, event: JoinRequested, site: Site | None) -> Reason | No
     units = turn.state.units
     if units is not None and event.corpus and units.corpus not in ("", event.corpus):
         return Reason.OTHER_DATA
-    if site is None:
-        return Reason.FULL if len(turn.state.sites) >= turn.options.sites_max else None
-    if site.status is Status.EVICTED:
+    if site is not None and site.status is Status.EVICTED:
         return Reason.EVICTED
-    return Reason.SUPERSEDED if event.process in site.superseded else None
+    if site is not None and event.process in site.superseded:
+        return Reason.SUPERSEDED
+    return Reason.FULL if (site is None or is_gone(site)) and not _has_room(turn, site is None) else None
+
+
+def is_gone(site: Site) -> bool:
+    """Whether ``site`` has left or was evicted and all that it sent is decided: its place is free for another.
+
+    It is remembered still, so that what comes twice is a duplicate, also after it has come back.
+    """
+    return site.status in (Status.LEFT, Status.EVICTED) and not any(line.undecided for line in site.lines)
+
+
+def _has_room(turn: Turn, is_new: bool) -> bool:
+    sites, sites_max = turn.state.sites, turn.options.sites_max
+    if len(sites) < sites_max:
+        return True
+    here = sum(not is_gone(site) for site in sites.values())
+    return here < sites_max and not (is_new and len(sites) >= REMEMBERED_TIMES * sites_max)
 
 
 def _unconfirmed(site: Site, event: JoinRequested) -> bool:

@@ -110,6 +110,7 @@ class OuterOptions:
     fates_kept_max: int = 64
     """Of each site and fragment, for who missed one: at least those of the updates that can still be asked for."""
     sites_max: int = 256
+    """Sites that are in the run; not those that have left, or that an operator has put out."""
     unit_sequences: int = 0
     """Sequences in a unit of the data; 0: none are leased, because each site has a share of its own."""
     lease_ns: int = 300 * SECOND_NS

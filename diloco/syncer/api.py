@@ -64,7 +64,10 @@ JOIN_REFUSALS = MappingProxyType(
     {
         Reason.EVICTED: (Status.PERMISSION_DENIED, "site {site} was put out of the run by an operator"),
         Reason.SUPERSEDED: (Status.ALREADY_EXISTS, "a newer process speaks for site {site}: is it started twice?"),
-        Reason.FULL: (Status.RESOURCE_EXHAUSTED, "the run has no room for site {site}: sites_max is reached"),
+        Reason.FULL: (
+            Status.RESOURCE_EXHAUSTED,
+            "the run has no room for site {site}: outer.sites_max is reached until a site leaves, or is evicted",
+        ),
     }
 )
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
-from diloco.sync.events import Reason
+from diloco.sync import membership
+from diloco.sync.events import Outcome, Reason
 from tests.sync.driving import of, only, running
 
 
@@ -12,6 +15,39 @@ def test_room_for_sites_is_bounded() -> None:
     syncer = running("a", "b", sites_max=2)
     assert only(fx.AnswerJoin, syncer.join("c")).reason is Reason.FULL
     assert "c" not in syncer.machine.state.sites
+
+
+@pytest.mark.parametrize("goes", ["leaves", "is evicted"])
+def test_a_site_that_is_gone_leaves_its_place_and_is_remembered(goes: str) -> None:
+    """Pods have a new name with each start; and one that comes back finds what it had sent."""
+    syncer = running(sites_max=2)
+    for number in range(14):
+        name = f"pod-{number}"
+        assert only(fx.AnswerJoin, syncer.join(name)).reason is None
+        version = syncer.machine.state.fragments[0].version
+        syncer.push(name, base_version=version)
+        if goes == "leaves":
+            syncer.handle(ev.SiteLeft(1, name, 1))
+        else:
+            syncer.handle(ev.SiteEvicted(1, name))
+        assert len(only(fx.AnswerJoin, syncer.join("other")).standings) == 1
+        full = only(fx.AnswerJoin, syncer.join("one too many")).reason
+        assert full is Reason.FULL, "what it has sent is not decided: its place is still taken"
+        syncer.done()
+    if goes == "leaves":
+        (standing,) = only(fx.AnswerJoin, syncer.join("pod-3", "again")).standings
+        assert (standing.watermark, len(standing.fates)) == (1, 1)
+        update = syncer.update("pod-3", 1, base_version=3, incarnation=2)
+        assert only(fx.AnswerPush, syncer.handle(update)).outcome is Outcome.DUPLICATE
+
+
+def test_how_many_are_remembered_is_bounded() -> None:
+    syncer = running(sites_max=1)
+    for number in range(membership.REMEMBERED_TIMES):
+        assert only(fx.AnswerJoin, syncer.join(f"pod-{number}")).reason is None
+        syncer.handle(ev.SiteLeft(1, f"pod-{number}", 1))
+    assert only(fx.AnswerJoin, syncer.join("another")).reason is Reason.FULL
+    assert only(fx.AnswerJoin, syncer.join("pod-0", "again")).reason is None, "one that was there comes back"
 
 
 def test_an_old_process_that_comes_back_late_does_not_fence_the_new_one() -> None:

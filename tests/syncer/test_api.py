@@ -119,15 +119,17 @@ def test_who_may_not_join_is_told_why(tmp_path: Path) -> None:
         join(syncer, "a")
         join(syncer, "b", "00000001")
         join(syncer, "b", "00000002")
-        syncer.api.evict("a")
         for site, process, reason, status, words in (
-            ("a", "0123abcd", Reason.EVICTED, Status.PERMISSION_DENIED, "site a was put out of the run by an operator"),
             ("b", "00000001", Reason.SUPERSEDED, Status.ALREADY_EXISTS, "newer process speaks for site b: is it start"),
-            ("c", "0123abcd", Reason.FULL, Status.RESOURCE_EXHAUSTED, "no room for site c: sites_max is reached"),
+            ("c", "0123abcd", Reason.FULL, Status.RESOURCE_EXHAUSTED, "no room for site c: outer.sites_max is reached"),
+            ("a", "0123abcd", Reason.EVICTED, Status.PERMISSION_DENIED, "site a was put out of the run by an operator"),
         ):
+            if reason is Reason.EVICTED:
+                syncer.api.evict("a")
             with pytest.raises(Refusal, match=words) as raised:
                 join(syncer, site, process)
             assert (raised.value.status, raised.value.reason) == (status, reason)
+        join(syncer, "c")
 
 
 # --- push ------------------------------------------------------------------------------------------------------------
