@@ -17,6 +17,9 @@ import torch
 from diloco.codec.registry import make_codec
 from diloco.outer.fragments import plan_layout
 from diloco.sync.agreement import PROTOCOL
+from diloco.sync.events import Outcome, Reason, SyncerStarted
+from diloco.sync.options import HealthOptions
+from diloco.sync.state import Line
 from diloco.syncer.server import Syncer
 from diloco.wire.calls import ADMIN_SERVICE, SYNC_SERVICE
 from diloco.wire.chunks import checksum
@@ -283,6 +286,36 @@ def test_invariant_15_an_update_that_may_not_be_is_answered_with_its_reason(door
         result = client.push(header, payload)
     assert (result.outcome.value, result.reason and result.reason.value) == ("refused", reason)
     assert as_before(door, before)
+
+
+def test_what_is_said_of_an_update_is_believed_as_far_as_it_can_be_true(tmp_path: Path) -> None:
+    """An update of a million steps may be larger than others, and has many tokens, but not where there was no time."""
+    with opened(tmp_path) as door:
+        address = door.syncer._server.address  # type: ignore[union-attr]
+
+        door.syncer.core.post(SyncerStarted(9, HealthOptions()))  # As an operator has it: toys are not judged.
+
+        def line() -> Line:
+            return door.syncer.core.ask(lambda machine: machine.state.sites["a"].lines[0])
+
+        with SyncClient(address, "a", RUN, SecurityOptions(token=TOKENS["a"]), ClientOptions(stall_s=5.0)) as client:
+            for sequence in range(1, 7):
+                assert client.push(update(sequence=sequence), GOOD).outcome is Outcome.ACCEPTED
+                eventually(lambda: not line().undecided, BOUND_S, "it is merged")
+            large = make_codec("fp32").encode(torch.full((NUMEL,), 1e6))
+            lies = (
+                (large, {}, Reason.OUTLIER),
+                (large, {"steps": 10**12, "tokens": 1 << 40}, Reason.IMPLAUSIBLE),
+                (large, {"steps": 10**12}, Reason.IMPLAUSIBLE),
+                (GOOD, {"tokens": 1 << 40}, Reason.IMPLAUSIBLE),
+                (GOOD, {"tokens": 50 * 17}, Reason.IMPLAUSIBLE),
+            )
+            for number, (payload, claims, reason) in enumerate(lies):
+                payload = payload[:-4] + torch.tensor([1.0 + number / 8]).numpy().tobytes()  # Other bytes each time.
+                result = client.push(update(payload, sequence=7, **claims), payload)
+                assert (result.outcome, result.reason) == (Outcome.REFUSED, reason), claims
+            assert client.push(update(sequence=7), GOOD).outcome is Outcome.ACCEPTED
+        assert line().updates_refused == {"outlier": 1, "implausible": 4}
 
 
 def test_bytes_that_broke_off_wait_for_one_more_attempt_and_no_longer(door: Door) -> None:
