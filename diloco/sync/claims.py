@@ -32,6 +32,8 @@ NEWCOMER_RATIO_MAX = 64
 STEP_TOKENS_MAX = 1 << 26
 STEPS_MIN, STEP_NS_MIN = 1000, 10_000
 """Where nothing is usual yet: so many steps, and one for so much time, are always believed."""
+AWAY_UNKNOWN_NS = 10 * 365 * 86_400 * 1_000_000_000
+"""For how long there was no syncer where nobody has said it: what the sites say of that time is believed."""
 UNEQUAL_MAX = 8
 """How many times the steps of an update, and the steps in the same time, of most other sites a site may have."""
 
@@ -47,9 +49,8 @@ def implausible(state: OuterState, options: OuterOptions, event: UpdateArrived) 
         bound, why = TOKENS_RATIO_MAX * line.step_tokens, f"{TOKENS_RATIO_MAX} times its first {line.step_tokens}"
     elif others := _median([other.step_tokens for other in _others(state, event) if other.step_tokens]):
         bound, why = NEWCOMER_RATIO_MAX * others, f"{NEWCOMER_RATIO_MAX} times the {others} of others"
-    steps = min(event.steps, believed)
-    if event.tokens > bound * steps:
-        return f"tokens is {event.tokens}, and {steps} steps have at most {bound} each, {why}"
+    if event.tokens > bound * believed:
+        return f"tokens is {event.tokens}, and {believed} steps have at most {bound} each, {why}"
     return ""
 
 
@@ -65,7 +66,8 @@ def believed_steps(state: OuterState, options: OuterOptions, event: UpdateArrive
         return event.steps
     elsewhere = _median([each.usual_steps for each in _others(state, event) if each.usual_steps])
     usual_steps = min(line.usual_steps or elsewhere, UNEQUAL_MAX * (elsewhere or line.usual_steps)) or STEPS_MIN
-    step_ns = _step_ns(state, event.site, list(state.sites)) or STEP_NS_MIN
+    usual_ns = _median([site.step_ns for site in state.sites.values() if site.step_ns])
+    step_ns = max(state.sites[event.site].step_ns, usual_ns // UNEQUAL_MAX) or STEP_NS_MIN
     elapsed_ns = state.now_ns + state.away_ns - line.arrivals_ns[0] if line.arrivals_ns else state.now_ns
     return min(event.steps, usual_steps + 2 * elapsed_ns // step_ns)
 
@@ -79,13 +81,8 @@ def arrived(state: OuterState, options: OuterOptions, event: UpdateArrived) -> N
 
 def fastest_step_ns(state: OuterState, live: Sequence[str]) -> int:
     """What an inner step takes at the fastest of the ``live`` sites; 0 before any is known."""
-    return min([_step_ns(state, name, live) for name in live if state.sites[name].step_ns], default=0)
-
-
-def _step_ns(state: OuterState, site: str, among: Sequence[str]) -> int:
-    """What a step takes at ``site``, as far as the others let one believe it; 0 where nothing is known."""
-    others = [step_ns for name in among if name != site and (step_ns := state.sites[name].step_ns)]
-    return max(state.sites[site].step_ns, _median(others) // UNEQUAL_MAX)
+    known = [step_ns for name in live if (step_ns := state.sites[name].step_ns)]
+    return max(min(known), _median(known) // UNEQUAL_MAX) if known else 0
 
 
 def _others(state: OuterState, event: UpdateArrived) -> list[Line]:

@@ -91,12 +91,12 @@ class SyncerStarted:
     """A process took over the state with a larger ``epoch``; work that was under way is issued again.
 
     ``health`` are the rules of admission from now on; None leaves them as they are.  ``away_ns`` is how long no process
-    had the state, as far as that is known: the sites trained on.
+    had the state, None where that is not known: the sites trained on.
     """
 
     epoch: int
     health: HealthOptions | None = None
-    away_ns: int = 0
+    away_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from diloco.sync import ending, unit_leases, upstream
 from diloco.sync.admission import Verdict, admit
 from diloco.sync.arrivals import update_arrived
 from diloco.sync.attendance import Attendance
+from diloco.sync.claims import AWAY_UNKNOWN_NS
 from diloco.sync.effects import AnnounceFinal, AnswerDone, OuterEffect, StartOuterStep, TakeVersion
 from diloco.sync.events import (
     DeadlinePassed,
@@ -179,7 +180,7 @@ def _started(turn: Turn, event: SyncerStarted) -> None:
     state = turn.state
     assert event.epoch > state.epoch, (event.epoch, state.epoch)
     state.epoch = event.epoch
-    state.away_ns += event.away_ns
+    state.away_ns += AWAY_UNKNOWN_NS if event.away_ns is None else event.away_ns
     state.health = event.health or state.health
     upstream.nobody_speaks(state)
     if state.phase is Phase.ENDED and state.ending is Ending.DRAINED:

@@ -483,10 +483,11 @@ class Syncer:
         return full_parameters(self.plan.layout, [values.evaluated for values in self.holdings.values])
 
 
-def _since_last_record_ns(folder: Path) -> int:
-    """For how long nobody has written to the journal in ``folder``, by the wall clock; 0 where that says nothing.
+def _since_last_record_ns(folder: Path) -> int | None:
+    """For how long no process has written to the journal in ``folder``, by the wall clock; None where that went back.
 
     The machine's own time stood meanwhile, and it only bounds by this what it believes of the sites' steps.
     """
-    written_ns = max((path.stat().st_mtime_ns for path in folder.glob("journal-*.log")), default=time.time_ns())
-    return max(0, time.time_ns() - written_ns)
+    written_ns = [path.stat().st_mtime_ns for path in folder.glob("journal-*.log")]
+    away_ns = time.time_ns() - max(written_ns) if written_ns else 0
+    return away_ns if away_ns >= 0 else None
