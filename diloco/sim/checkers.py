@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import combinations
+from math import inf
 from typing import TYPE_CHECKING
 
 from diloco.sim import values
@@ -24,7 +25,7 @@ from diloco.sync.syncer import OuterSync
 from diloco.sync.weights import of_its_age, raw_weight
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from diloco.sim.outer_process import OuterPlan
     from diloco.sim.replaying import Kept
@@ -243,7 +244,8 @@ class Recovery(Checker):
 
 
 class Weights(Checker):
-    """Invariant 10: the weights of a merge sum to 1 and are in proportion to the rule's.
+    """Invariant 10: the weights of a merge sum to 1 and are in proportion to the rule's, of what an update holds, or,
+    where there are shares, of what is usual at its site.
 
     What is weighed is a site, with all its updates, or an update, with the age of its own base.
     A step's share is the usual weight of its sites over that of its sites and all others that it could have had.
@@ -257,7 +259,7 @@ class Weights(Checker):
         super().__init__(plan, conserving=conserving)
         self.work: dict[Id, tuple[int, int]] = {}
         self.usual: dict[tuple[str, int], tuple[int, int]] = {}
-        self.under_way: dict[int, tuple[set[Id], float]] = {}
+        self.under_way: dict[int, tuple[set[Id], float, list[float]]] = {}
         self.awaited: list[deque[set[str]]] = [
             deque([set()], EVENTS_OF_A_TURN) for _ in range(plan.options.num_fragments)
         ]
@@ -266,7 +268,7 @@ class Weights(Checker):
         """Weigh every contribution again."""
         del now_ns
         if isinstance(event, OuterStepDone | OuterStepFailed):
-            ids, _ = self.under_way.pop(event.fragment, (set(), 1.0))
+            ids, *_ = self.under_way.pop(event.fragment, (set(), 1.0, []))
             for site, index, sequence in sorted(ids) if isinstance(event, OuterStepDone) else ():
                 now, before = self.work[site, index, sequence], self.usual.get((site, index), (0, 0))
                 tokens, steps = (min(new, 2 * old) if old else new for new, old in zip(now, before, strict=True))
@@ -278,55 +280,51 @@ class Weights(Checker):
             self.work[update.site, update.fragment, update.sequence] = (update.tokens, update.steps)
         for effect in effects:
             if isinstance(effect, StartOuterStep):
-                raw = [
-                    self._raw(effect.fragment, part.site, [u.sequence for u in part.updates])
-                    * of_its_age(effect.version - 1 - part.base_version, self.plan.options.staleness_power)
-                    for part in effect.contributions
-                ]
-                by_update = self.plan.options.merge_by == "update"
-                terms = [(part.site, part.updates[0].sequence if by_update else 0) for part in effect.contributions]
-                whole = not by_update or all(len(part.updates) == 1 for part in effect.contributions)
-                self.require(whole and len(set(terms)) == len(terms), "what is weighed is", effect.contributions)
-                found = [part.weight for part in effect.contributions]
-                self.require(abs(sum(found) - 1) < 1e-12, "weights", found, "sum to", sum(found))
-                wanted = [each / sum(raw) for each in raw]
-                near = all(abs(a - b) < 1e-12 for a, b in zip(found, wanted, strict=True))
-                self.require(near, "weights are", found, "and should be", wanted)
-                self._check_share(effect, machine)
+                self._check(effect, machine)
         for index, lately in enumerate(self.awaited):
             lately.append({*machine.state.awaited(index)})
 
-    def _check_share(self, step: StartOuterStep, machine: OuterSync) -> None:
-        ids, share = self.under_way.get(step.fragment, (ids_of(step), step.share))
-        self.require((ids, share) == (ids_of(step), step.share), "the share is", step.share, "again and was", share)
-        if step.fragment not in self.under_way:
-            self.under_way[step.fragment] = (ids, share)
-            wanted = self._shares(step, machine)
-            near = any(abs(each - share) < 1e-12 for each in wanted)
-            self.require(near and 0 < share <= 1, "the share is", share, "and should be one of", wanted)
+    def _check(self, step: StartOuterStep, machine: OuterSync) -> None:
+        by_update = self.plan.options.merge_by == "update"
+        terms = [(part.site, part.updates[0].sequence if by_update else 0) for part in step.contributions]
+        whole = not by_update or all(len(part.updates) == 1 for part in step.contributions)
+        self.require(whole and len(set(terms)) == len(terms), "what is weighed is", step.contributions)
+        found = [part.weight for part in step.contributions]
+        self.require(abs(sum(found) - 1) < 1e-12, "weights", found, "sum to", sum(found))
+        told = (ids_of(step), step.share, found)
+        before = self.under_way.setdefault(step.fragment, told)
+        self.require(told == before, "it is", told, "again and was", before)
+        wanted = list(self._wanted(step, machine))
+        near = any(
+            abs(share - step.share) < 1e-12
+            and all(abs(weight - each / sum(raw)) < 1e-12 for weight, each in zip(found, raw, strict=True))
+            for raw, share in wanted
+        )
+        self.require(near, "weights are", found, "and the share", step.share, "and should be of", wanted)
+        self.require(0 < step.share <= 1, "the share is", step.share)
 
-    def _shares(self, step: StartOuterStep, machine: OuterSync) -> list[float]:
-        """What it may be: the state is that after all events of a turn, of which one may have closed the round while
-        another made a site come or go."""
-        if not self.plan.options.share_weighted:
-            return [1.0]
-        index, rule = step.fragment, self.plan.options.weights
-        firsts = {site: self.work[site, index, sequence] for site, _, sequence in sorted(ids_of(step), reverse=True)}
-        usual = firsts | {site: work for (site, of), work in self.usual.items() if of == index}
-        known = {name: raw_weight(rule, *work) for name, work in usual.items()}
-        merged = [part.site for part in step.contributions]
+    def _wanted(self, step: StartOuterStep, machine: OuterSync) -> Iterator[tuple[list[float], float]]:
+        """What the weights, before they sum to 1, and the share may be: the state is that after all events of a turn,
+        of which one may have closed the round while another made a site come or go."""
+        options, index, parts = self.plan.options, step.fragment, step.contributions
+        aged = [of_its_age(step.version - 1 - part.base_version, options.staleness_power) for part in parts]
+        work = [[self.work[part.site, index, each.sequence] for each in part.updates] for part in parts]
+        if not options.share_weighted:
+            raw = [raw_weight(options.weights, sum(t for t, _ in each), sum(s for _, s in each)) for each in work]
+            yield [weight * age for weight, age in zip(raw, aged, strict=True)], 1.0
+            return
+        usual = {site: raw_weight(options.weights, *work) for (site, of), work in self.usual.items() if of == index}
+        firsts = {part.site: raw_weight(options.weights, *each[0]) for part, each in zip(parts, work, strict=True)}
         lately = [{*machine.state.awaited(index)}, *self.awaited[index]]
-        unsure, found = sorted(set.union(*lately) - {*merged}), []
+        unsure = sorted(set.union(*lately) - {*firsts})
         for some in (each for count in range(len(unsure) + 1) for each in combinations(unsure, count)):
-            names = sorted({*merged, *some})
-            there = [known[name] for name in names if name in known]
-            mean = sum(there) / len(there)
-            found.append(sum(known[name] for name in merged) / sum(known.get(name, mean) for name in names))
-        return found
-
-    def _raw(self, fragment: int, site: str, sequences: list[int]) -> float:
-        work = [self.work[site, fragment, sequence] for sequence in sequences]
-        return raw_weight(self.plan.options.weights, sum(t for t, _ in work), sum(s for _, s in work))
+            known = {name: usual[name] for name in (*firsts, *some) if name in usual}
+            most = max(known.values(), default=inf)
+            known = {name: min(first, most) for name, first in firsts.items()} | known
+            mean, merged = sum(known.values()) / len(known), [known[name] for name in firsts]
+            others = sum(known.get(name, mean) for name in some)
+            raw = [weight * age for weight, age in zip(merged, aged, strict=True)]
+            yield raw, sum(merged) / (sum(merged) + others)
 
 
 class Staleness(Checker):

@@ -46,7 +46,7 @@ def update_arrived(turn: Turn, event: UpdateArrived) -> None:
     site, fragment = state.sites[event.site], state.fragments[event.fragment]
     site.step_ns = smoothed(site.step_ns, event.step_ns)
     line, vital = site.lines[event.fragment], vital_of(state, turn.options, event)
-    arrived(state, turn.options, event)
+    arrived(state, event)
     line.watermark, line.cursor, line.final = event.sequence, max(line.cursor, event.cursor), event.final
     line.outliers = []  # Whatever comes under this number again is a duplicate or a conflict.
     fragment.arrivals += 1

@@ -30,6 +30,7 @@ TOKENS_RATIO_MAX = 16
 """Batches grow in the course of a run, and a site may start again with others."""
 NEWCOMER_RATIO_MAX = 64
 STEP_TOKENS_MAX = 1 << 26
+ARRIVALS_KEPT = 16
 STEPS_MIN, STEP_NS_MIN = 1000, 10_000
 """Where nothing is usual yet: so many steps, and one for so much time, are always believed."""
 AWAY_UNKNOWN_NS = 10 * 365 * 86_400 * 1_000_000_000
@@ -68,14 +69,15 @@ def believed_steps(state: OuterState, options: OuterOptions, event: UpdateArrive
     usual_steps = min(line.usual_steps or elsewhere, UNEQUAL_MAX * (elsewhere or line.usual_steps)) or STEPS_MIN
     usual_ns = _median([site.step_ns for site in state.sites.values() if site.step_ns])
     step_ns = max(state.sites[event.site].step_ns, usual_ns // UNEQUAL_MAX) or STEP_NS_MIN
-    elapsed_ns = state.now_ns + state.away_ns - line.arrivals_ns[0] if line.arrivals_ns else state.now_ns
+    since_ns = line.arrivals_ns[-options.updates_in_flight_max - 1 :] or [0]
+    elapsed_ns = state.now_ns + state.away_ns - since_ns[0]
     return min(event.steps, usual_steps + 2 * elapsed_ns // step_ns)
 
 
-def arrived(state: OuterState, options: OuterOptions, event: UpdateArrived) -> None:
+def arrived(state: OuterState, event: UpdateArrived) -> None:
     """An update is accepted: the next one of its line is compared with it."""
     line = state.sites[event.site].lines[event.fragment]
-    line.arrivals_ns = [*line.arrivals_ns, state.now_ns + state.away_ns][-options.updates_in_flight_max - 1 :]
+    line.arrivals_ns = [*line.arrivals_ns, state.now_ns + state.away_ns][-ARRIVALS_KEPT:]
     line.step_tokens = line.step_tokens or -(-event.tokens // event.steps)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from diloco.sync import ending, upstream
@@ -112,17 +113,18 @@ def _close(turn: Turn, index: int, why: str) -> None:
 def _full_round(turn: Turn, index: int, merged: Collection[str]) -> dict[str, float]:
     """See ``FragmentState.full_round``: what is usual is that of earlier steps, so that no update says what it counts.
 
-    Where there is none, a site's first update stands for it, and for a site that has sent none the mean of the others.
+    Where there is none, a site's first update stands for it, but for no more than the largest of the others, and for a
+    site that has sent none their mean.
     """
     lines = {name: turn.state.sites[name].lines[index] for name in sorted({*merged, *turn.attendance.awaited(index)})}
-    known = {}
+    rule = turn.options.weights
+    usual = [(name, line.usual_tokens, line.usual_steps) for name, line in lines.items() if line.usual_tokens]
+    known = {name: raw_weight(rule, tokens, steps) for name, tokens, steps in usual}
+    most = max(known.values(), default=inf)
     for name, line in lines.items():
         first = next((pending for pending in line.undecided if pending.merging), None)
-        tokens, steps = line.usual_tokens, line.usual_steps
-        if not tokens and first is not None:
-            tokens, steps = first.tokens, first.steps
-        if tokens:
-            known[name] = raw_weight(turn.options.weights, tokens, steps)
+        if name not in known and first is not None:
+            known[name] = min(raw_weight(rule, first.tokens, first.steps), most)
     mean = sum(known.values()) / len(known)
     return {name: known.get(name, mean) for name in lines}
 
@@ -144,7 +146,8 @@ def outer_step(
 ) -> StartOuterStep:
     """The outer step that is under way, from the memory alone, so that a restart gives the same one.
 
-    ``among`` as in ``under_merge``.
+    Where steps are taken by their share, a site counts as its usual update does: one of two periods is as much longer
+    already, and moves the model as far as two updates in two rounds do.  ``among`` as in ``under_merge``.
 
     ``leave_out`` names updates (site, sequence) without which it is wanted: the weights are then those of the others
     alone, as if these had never come, and there may be no contribution left.
@@ -159,10 +162,15 @@ def outer_step(
             merging.append((name, [pending]))
     version = state.fragments[index].version
     bases = [min([update.base_version for update in updates]) for _, updates in merging]
+    full_round = state.fragments[index].full_round
     raw = [
-        raw_weight(options.weights, sum([u.tokens for u in updates]), sum([u.steps for u in updates]))
+        (
+            full_round[name]
+            if full_round
+            else raw_weight(options.weights, sum([u.tokens for u in updates]), sum([u.steps for u in updates]))
+        )
         * of_its_age(version - base, options.staleness_power)
-        for (_, updates), base in zip(merging, bases, strict=True)
+        for (name, updates), base in zip(merging, bases, strict=True)
     ]
     contributions = tuple(
         Contribution(
@@ -173,7 +181,7 @@ def outer_step(
         )
         for (name, updates), base, weight in zip(merging, bases, normalised(raw), strict=True)
     )
-    part = share(dict(merging), state.fragments[index].full_round) if merging else 1.0
+    part = share(dict(merging), full_round) if merging else 1.0
     return StartOuterStep(index, version + 1, contributions, part)
 
 

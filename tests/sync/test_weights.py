@@ -205,6 +205,47 @@ def test_19_an_update_of_two_periods_is_longer_and_counts_as_one() -> None:
         assert step.share == 0.5
 
 
+@pytest.mark.parametrize("rule", ["tokens2_per_step", "tokens", "uniform"])
+@pytest.mark.parametrize("tokens", [50, 100, 300])
+def test_19_an_update_counts_the_same_whoever_comes_with_it(rule: str, tokens: int) -> None:
+    """Long, short or usual: by its share it moves the model as far alone as in a round of all."""
+    found = []
+    for groups in (("a", "b", "c"), ("ab", "c"), ("a", "bc"), ("abc",)):
+        syncer = running("a", "b", "c", share_weighted=True, weights=rule, quorum=3)
+        usual = {"a": 100, "b": 100, "c": 200}
+        for site in "abc":
+            syncer.push(site, tokens=usual[site])
+        syncer.done()
+        counts = {}
+        for group in groups:
+            version = syncer.machine.state.fragments[0].version
+            syncer.restart(quorum=len(group))
+            for site in group:
+                sent = {"tokens": tokens, "steps": tokens // 10} if site == "a" else {"tokens": usual[site]}
+                effects = syncer.push(site, 2, base_version=version, **sent)
+            step = only(fx.StartOuterStep, effects)
+            counts |= {part.site: step.share * part.weight for part in step.contributions}
+            syncer.done()
+        found.append(counts)
+    assert [counts["a"] for counts in found] == pytest.approx([found[0]["a"]] * 4, rel=1e-12)
+    if tokens == 100:
+        assert all(counts == pytest.approx(found[-1], rel=1e-12) for counts in found), found
+
+
+def test_19_a_newcomer_counts_no_more_than_the_largest_of_the_others() -> None:
+    """Its first update is all that is known of it, and its own word."""
+    syncer = running("a", "b", share_weighted=True, weights="tokens", quorum=2)
+    for site in "ab":
+        syncer.push(site, tokens=100)
+    syncer.done()
+    syncer.join("c")
+    syncer.restart(quorum=3)
+    for site in "ab":
+        syncer.push(site, 2, base_version=1, tokens=100)
+    step = only(fx.StartOuterStep, syncer.push("c", base_version=1, tokens=6400))
+    assert [part.weight for part in step.contributions] == pytest.approx([1 / 3] * 3)
+
+
 def test_19_a_restart_takes_the_same_share_whatever_came_meanwhile() -> None:
     syncer = running("a", "b", "c", share_weighted=True)
     first = only(fx.StartOuterStep, syncer.push("a"))
