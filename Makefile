@@ -10,7 +10,7 @@ VENV = $(or $(PYTHON),$(error Python 3.11 or newer with venv is needed: make PYT
 BIN := .venv/bin
 # A run is many processes that import the same modules: compiled once, whatever the machine's environment says.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: demo test check protos bench bench-codec bench-gpu bench-quality kernels swarm admission soak flood upgrade crash powercut flips fuzz-inputs disaster crowd fuzz hostile poison failover cuts layouts examples
+.PHONY: demo test check protos bench bench-codec bench-gpu bench-quality kernels swarm admission soak flood upgrade crash powercut flips fuzz-inputs disaster crowd fuzz hostile poison liars failover cuts layouts examples
 
 demo: .venv/.ready
 	$(BIN)/diloco up $(ARGS)
@@ -153,6 +153,9 @@ fuzz: .venv/.ready
 
 hostile: .venv/.ready
 	$(HUNT).hostile $(ARGS)
+
+liars: .venv/.ready
+	$(HUNT).liars $(if $(N),--n $(N)) $(ARGS)
 
 poison: .venv/.ready
 	$(HUNT).poison $(ARGS)

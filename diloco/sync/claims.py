@@ -4,8 +4,8 @@
   Norms are compared by the steps that are believed.  ``STEPS_RATIO_MAX`` times as many are implausible.
 - *tokens*: of a step, ``TOKENS_RATIO_MAX`` times those of the site's first update, which has at most
   ``NEWCOMER_RATIO_MAX`` times those of the others.  More are implausible.
-- *step_ns*: no less than a part of what is usual at the other sites (:func:`fastest_step_ns`).  What it does to a
-  grace is bounded by the grace's own bounds.
+- *step_ns*: no less than a part of what is usual at the other sites (:func:`fastest_step_ns`), and where it makes a
+  grace no more than the time between the site's updates (:func:`period_ns`).
 - *cursor*: it moves the data of the site alone.  *spans*: ``unit_leases`` knows which units were leased to the site.
 - The norm, the cosine and the digest of the values are the syncer's own.
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from diloco.sync.events import UpdateArrived
     from diloco.sync.options import OuterOptions
-    from diloco.sync.state import Line, OuterState
+    from diloco.sync.state import Line, OuterState, Site
 
 STEPS_RATIO_MAX = 64
 """Steps beside those that are believed: a syncer whose clock was wrong while it was away may believe too few."""
@@ -85,6 +85,15 @@ def fastest_step_ns(state: OuterState, live: Sequence[str]) -> int:
     """What an inner step takes at the fastest of the ``live`` sites; 0 before any is known."""
     known = [step_ns for name in live if (step_ns := state.sites[name].step_ns)]
     return max(min(known), _median(known) // UNEQUAL_MAX) if known else 0
+
+
+def period_ns(site: Site, index: int) -> int:
+    """The usual time between two updates of ``site``: what it says of its steps, and no more than the syncer has seen
+    between its updates; 0 before any was merged."""
+    line = site.lines[index]
+    arrivals = line.arrivals_ns
+    seen_ns = (arrivals[-1] - arrivals[0]) // (len(arrivals) - 1) if len(arrivals) > 1 else 0
+    return min(line.usual_steps * site.step_ns, seen_ns)
 
 
 def _others(state: OuterState, event: UpdateArrived) -> list[Line]:

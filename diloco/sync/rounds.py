@@ -6,6 +6,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from diloco.sync import ending, upstream
+from diloco.sync.claims import period_ns
 from diloco.sync.effects import Contribution, PublishVersion, StartOuterStep, UpdateRef
 from diloco.sync.events import Reason
 from diloco.sync.fates import decide, refuse, refuse_stale
@@ -89,9 +90,9 @@ def _shrink(turn: Turn, index: int, collecting: Round) -> bool:
 def _grace_ns(turn: Turn, index: int) -> int:
     fragment, live = turn.state.fragments[index], [turn.state.sites[name] for name in turn.attendance.live]
     step_ns = max([site.step_ns for site in live], default=0)
-    periods_ns = [site.lines[index].usual_steps * site.step_ns for site in live]
-    period_ns = min([each for each in periods_ns if each], default=0)
-    return grace_ns(turn.options, step_ns, fragment.quorum_ns, fragment.sync_ns, period_ns)
+    periods_ns = [period_ns(site, index) for site in live]
+    fastest_ns = min([each for each in periods_ns if each], default=0)
+    return grace_ns(turn.options, step_ns, fragment.quorum_ns, fragment.sync_ns, fastest_ns)
 
 
 def _close(turn: Turn, index: int, why: str) -> None:

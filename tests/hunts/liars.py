@@ -1,0 +1,210 @@
+"""``make liars N=10000``: sites that keep to the protocol and lie about their updates.
+
+A run of honest sites under the outer machine: uneven steps and batches, absences, processes that start again with other
+batches.  One or two of them lie, in one field or two, at the extremes and just inside the bounds, once or for many
+rounds.  A lie is compared with the true update at the same instant of the same memory: how far either moves the model
+is its site's weight times the step's share.
+
+Violated: an accepted lie that moves the model more than ``MOVED_MAX`` times as far as the truth, that hides a norm,
+ends the run, or lengthens a grace; and an honest update that is refused for what it says.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from math import sqrt
+from typing import Any
+
+from diloco.sync import effects as fx
+from diloco.sync import events as ev
+from diloco.sync.claims import fastest_step_ns
+from diloco.sync.events import Outcome, Reason
+from diloco.sync.options import SECOND_NS, HealthOptions, OuterOptions
+from diloco.sync.state import Phase
+from diloco.sync.syncer import OuterSync
+from diloco.sync.weights import raw_weight
+from tests.hunts.reporting import Hunt
+
+MOVED_MAX = 1.5
+NORM_MAX = 10.0 * 8
+"""Times the usual one for the steps of a period: what admission allows, for as many steps as are believed of one."""
+ROUNDS = 60
+BUDGET_PERIODS = 10_000
+RATIOS = (1e-12, 1e-6, 0.01, 0.5, 1.9, 3.0, 7.9, 15.9, 16.1, 63.0, 1e3, 1e6, 1e12)
+FIELDS = ("steps", "tokens", "step_ns", "cursor", "norm")
+
+
+@dataclass
+class Site:
+    """What is true of a site."""
+
+    name: str
+    step_ns: int
+    step_tokens: int
+    sequence: int = 0
+    incarnation: int = 1
+    sealed_ns: int = 0
+    lies: dict[str, float] = field(default_factory=dict)
+
+
+class World:
+    """One run."""
+
+    def __init__(self, seed: int) -> None:
+        draw = self.draw = random.Random(seed)
+        self.inner_steps = draw.choice((5, 10, 30, 100))
+        names = "abcdef"[: draw.randint(3, 6)]
+        spread, batches = draw.choice((1, 4)), draw.choice((1, 4))
+        self.sites = [
+            Site(name, round(SECOND_NS * draw.uniform(1, spread)), 1000 * draw.randint(1, batches)) for name in names
+        ]
+        budget = BUDGET_PERIODS * self.inner_steps * sum(site.step_tokens for site in self.sites)
+        options = OuterOptions(
+            weights=draw.choice(("tokens2_per_step", "tokens", "uniform")),
+            share_weighted=True,
+            grace_period_percent=90,
+            token_budget=budget,
+            staleness_max=500,
+            updates_in_flight_max=draw.choice((1, 2)),
+            fates_kept_max=1024,
+        )
+        self.machine = OuterSync(options)
+        self.handle(ev.SyncerStarted(1, HealthOptions(), 0), 0)
+        for site in self.sites:
+            self.handle(ev.JoinRequested(1, site.name, "p1"), 0)
+        for site in draw.sample(self.sites, draw.choice((1, 1, 2))):
+            site.lies = {name: draw.choice(RATIOS) for name in draw.sample(FIELDS, draw.choice((1, 2)))}
+        self.lies_from, self.lies_for = draw.randint(0, ROUNDS // 2), draw.choice((1, 10, ROUNDS))
+
+    def handle(self, event: ev.OuterEvent, now_ns: int) -> list[fx.OuterEffect]:
+        """Hand it in, with the deadlines that come before it, and make every step that is asked for at once."""
+        while (due_ns := self.machine.next_deadline_ns()) is not None and due_ns < now_ns:
+            self._stepped(self.machine.handle(ev.DeadlinePassed(), due_ns), due_ns)
+        return self._stepped(self.machine.handle(event, now_ns), now_ns)
+
+    def _stepped(self, effects: list[fx.OuterEffect], now_ns: int) -> list[fx.OuterEffect]:
+        for step in [effect for effect in effects if isinstance(effect, fx.StartOuterStep)]:
+            effects += self._stepped(
+                self.machine.handle(ev.OuterStepDone(step.fragment, step.version, "v", "d"), now_ns), now_ns
+            )
+        return effects
+
+    def update(self, site: Site, now_ns: int) -> ev.UpdateArrived:
+        """The truth: the steps since its last update, and a norm that grows with them, less than they do."""
+        steps = max(1, (now_ns - site.sealed_ns) // site.step_ns)
+        return ev.UpdateArrived(
+            1, site.name, site.incarnation, 0, site.sequence + 1, self.machine.state.fragments[0].version,
+            steps * site.step_tokens, steps, site.step_ns, steps, f"{site.name}{now_ns}", "spool/x", "fp32",
+            finite=True, final=False, norm=sqrt(steps) * self.draw.uniform(0.7, 1.4), cosine=None,
+        )  # fmt: skip
+
+
+def lied(event: ev.UpdateArrived, lies: dict[str, float]) -> ev.UpdateArrived:
+    """The same with its fields times the ratios of ``lies``, as far as the wire carries them."""
+    said: dict[str, Any] = {name: getattr(event, name) * ratio for name, ratio in lies.items()}
+    bound = {"steps": 1 << 40, "tokens": 1 << 40, "step_ns": 1 << 62, "cursor": 1 << 62}
+    said = {name: value if name == "norm" else min(bound[name], max(1, round(value))) for name, value in said.items()}
+    return replace(event, **said, digest=event.digest + "lie")
+
+
+def moved(machine: OuterSync, event: ev.UpdateArrived, now_ns: int) -> tuple[float, fx.AnswerPush, Phase, int]:
+    """What would come of ``event`` in a copy of the memory: its weight times its step's share, the answer, how the run
+    stands, and how long a round waits."""
+    copy = OuterSync.restore(machine.options, machine.snapshot())
+    effects = copy.handle(event, now_ns)
+    answer = next(effect for effect in effects if isinstance(effect, fx.AnswerPush))
+    until_ns = now_ns
+    while not any(isinstance(effect, fx.StartOuterStep) for effect in effects):
+        due_ns = copy.next_deadline_ns()
+        if due_ns is None or copy.state.fragments[0].merging_since_ns is not None:
+            break
+        until_ns = due_ns
+        effects = copy.handle(ev.DeadlinePassed(), due_ns)
+    parts = [
+        step.share * part.weight
+        for step in effects
+        if isinstance(step, fx.StartOuterStep)
+        for part in step.contributions
+        if part.site == event.site
+    ]
+    return sum(parts), answer, copy.state.phase, until_ns - now_ns
+
+
+def play(seed: int, hunt: Hunt, counts: Counter[str]) -> tuple[float, float]:
+    """One run; how far its worst lie moved the model beside the truth, and how much more than it should a site that
+    lied for long counts in the end."""
+    world, worst = World(seed), 0.0
+    draw, period_ns = world.draw, {site.name: world.inner_steps * site.step_ns for site in world.sites}
+    due = {site.name: round(period_ns[site.name] * draw.random()) + site.step_ns for site in world.sites}
+    for _ in range(ROUNDS * len(world.sites)):
+        site = min(world.sites, key=lambda each: due[each.name])
+        now_ns = due[site.name]
+        if draw.random() < 0.01:  # Another process, which may have other batches.
+            site.incarnation += 1
+            site.step_tokens = max(100, round(site.step_tokens * draw.uniform(0.8, 1.2)))
+            world.handle(ev.JoinRequested(1, site.name, f"p{site.incarnation}"), now_ns)
+        true = world.update(site, now_ns)
+        event, lies = true, bool(site.lies) and 0 <= site.sequence - world.lies_from < world.lies_for
+        if lies:
+            event = lied(true, site.lies)
+            far, answer, phase, wait_ns = moved(world.machine, event, now_ns)
+            near, _, true_phase, true_wait_ns = moved(world.machine, true, now_ns)
+            counts["lies"] += 1
+            if answer.outcome is Outcome.ACCEPTED:
+                counts["lies accepted"] += 1
+                ratio = far / near if near else 1.0
+                worst = max(worst, ratio)
+                replay = {"seed": seed, "n": 1}
+                if ratio > MOVED_MAX:
+                    hunt.violated(f"{site.lies} moved the model {ratio:.2f} times as far as the truth", **replay)
+                if phase is not true_phase:
+                    hunt.violated(f"{site.lies} made the run {phase.value}", **replay)
+                if wait_ns > true_wait_ns + max(period_ns.values()) + SECOND_NS:
+                    hunt.violated(f"{site.lies} made a round wait {wait_ns / SECOND_NS:.0f} s", **replay)
+                if site.sequence >= 4 and event.norm > NORM_MAX * sqrt(true.steps) * 1.4:
+                    hunt.violated(f"{site.lies} hid a norm of {event.norm:.3g}", **replay)
+        effects = world.handle(event, now_ns)
+        answer = next(effect for effect in effects if isinstance(effect, fx.AnswerPush))
+        if answer.outcome is Outcome.ACCEPTED:
+            site.sequence += 1
+            site.sealed_ns = now_ns
+        if not site.lies:
+            counts["honest"] += 1
+            if answer.reason in (Reason.IMPLAUSIBLE, Reason.OUTLIER):
+                hunt.violated(f"an honest update was refused: {answer.reason}", seed=seed, n=1)
+        away = round(draw.expovariate(1 / 20)) if draw.random() < 0.02 else 0
+        due[site.name] = now_ns + round(period_ns[site.name] * (1 + away) * draw.uniform(0.98, 1.02))
+    honest_ns = min(site.step_ns for site in world.sites)
+    told_ns = fastest_step_ns(world.machine.state, world.machine.attendance.live)
+    if told_ns < honest_ns // 8:
+        hunt.violated(
+            f"the sites are told of a step of {told_ns} ns, where the fastest takes {honest_ns}", seed=seed, n=1
+        )
+    if world.machine.state.phase is not Phase.RUNNING:
+        hunt.violated("the run has ended", seed=seed, n=1)
+    return worst, max(_weight(world, site) for site in world.sites)
+
+
+def _weight(world: World, site: Site) -> float:
+    line, rule = world.machine.state.sites[site.name].lines[0], world.machine.options.weights
+    true = raw_weight(rule, world.inner_steps * site.step_tokens, world.inner_steps)
+    return raw_weight(rule, line.usual_tokens, line.usual_steps) / true if line.usual_tokens else 0.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    hunt = Hunt("liars", __doc__)
+    hunt.parser.add_argument("--n", type=int, default=1000, help="lies (default: 1000)")
+    asked = hunt.asked(arguments)
+    counts: Counter[str] = Counter()
+    moved_most, weight_most, seed = 0.0, 0.0, asked.seed
+    while counts["lies"] < asked.n and len(hunt.violations) < 20:
+        worst, weight = play(seed, hunt, counts)
+        moved_most, weight_most, seed = max(moved_most, worst), max(weight_most, weight), seed + 1
+    found = {"runs": seed - asked.seed, "moved_at_most": round(moved_most, 3), "weight_at_most": round(weight_most, 1)}
+    return hunt.finish({**counts, **found})
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
