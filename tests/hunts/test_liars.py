@@ -61,7 +61,7 @@ def test_honest_sites_are_believed_and_lies_move_no_more_than_the_truth(capsys: 
 def test_what_believes_too_much_or_too_little_is_found(
     mutate: Callable[[Patch], None], seed: int, words: str, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each with the seed that showed it when this was written: tried first, and the others where it shows it no more."""
+    """Each with the seed that showed it when this was written, and the others where it shows it no more."""
     mutate(monkeypatch)
     for each in (seed, *range(200)):
         found = liars.main(["--seed", str(each), "--n", "1"])
