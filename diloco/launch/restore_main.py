@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from diloco.launch.past import Past
     from diloco.syncer.restoring import Known, Restored
     from diloco.syncer.store import RunCard
-    from diloco.syncer.vault import Vault
+    from diloco.syncer.vault import BackupError, BackupFacts, Vault
 
 DOES = """Takes a run up again whose syncer is stopped.  What it is restored to becomes each fragment's next version, in
 a new lineage; sites come back by themselves, drop what they had in flight, and count what is lost.
@@ -156,15 +156,20 @@ def _unfinished(past: Past, restored: Restored) -> list[str]:
 
 def _from_backup(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Restored, list[str]]:
     from diloco.syncer.restoring import restore_backup
+    from diloco.syncer.vault import BackupError
 
     vault, name = _backup(given.source, card.run_id)
     facts = vault.facts(card.run_id, name)
     why = given.why or f"restored from the backup {name} of {facts.at}"
-    known = _known(given, _evidence(past, given))
+    found = vault.backups(card.run_id).values()
+    passed = [f"passed over: {damaged}" for damaged in found if isinstance(damaged, BackupError)]
+    told = [each for each in found if not isinstance(each, BackupError)]
+    highest = max(each.lineage for each in told), max(each.epoch for each in told)
+    known = _known(given, _evidence(past, given), *highest)
     disk = disk_from_environment()
     fetch = lambda folder: vault.fetch(card.run_id, name, folder, disk)  # noqa: E731
     restored = restore_backup(past.data, card, past.rules(), fetch, why, known, disk)
-    return restored, [f"backup {name} of {facts.at}", "momentum as it was then"]
+    return restored, [f"backup {name} of {facts.at}", *passed, "momentum as it was then"]
 
 
 def _backup(source: str, run_id: str) -> tuple[Vault, str]:
@@ -262,19 +267,26 @@ def _list(past: Past, given: argparse.Namespace) -> ExitCode:
         raise ConfigError("cluster.syncer.backup is '': the run makes no backups; --from names another place")
     run_id = past.config.run.name or ""
     try:
-        vault = Vault(url)
-        found = {name: vault.facts(run_id, name) for name in vault.names(run_id)}
+        found = Vault(url).backups(run_id)
     except BackupError as error:
         raise VerbError(ExitCode.FAILED, str(error)) from error
     if given.json:
-        print(json.dumps({name: {**asdict(facts), "files": len(facts.files)} for name, facts in found.items()}))
+        print(json.dumps({name: _plain(facts) for name, facts in found.items()}))
         return ExitCode.OK
     for name, facts in found.items():
+        if isinstance(facts, BackupError):
+            print(f"{name}  cannot be read: {facts}")
+            continue
         size = sum(each.bytes for each in facts.files.values())
         versions = " ".join(map(str, facts.versions))
-        print(f"{name}  lineage {facts.lineage}, versions {versions} or later, {size:,} bytes")
+        print(f"{name}  lineage {facts.lineage}, versions {versions} or later, {size:,} bytes, made {facts.at}")
     print(f"{len(found)} backups of {run_id} in {url}; the last one is taken unless --from {url}/{run_id}/NAME says")
     return ExitCode.OK
+
+
+def _plain(facts: BackupFacts | BackupError) -> dict[str, object]:
+    """One backup of the list as JSON."""
+    return {"damaged": str(facts)} if isinstance(facts, Exception) else {**asdict(facts), "files": len(facts.files)}
 
 
 def _say(past: Past, given: argparse.Namespace, restored: Restored, said: list[str]) -> None:

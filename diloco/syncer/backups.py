@@ -6,6 +6,9 @@ data folder; the decision loop is never asked for anything.  Damage is not copie
 compared with the digest that it was written with, before an older backup may go.
 
 A failure is told and tried again; it ends nothing.  How old the last good backup is stands in the status.
+
+A backup is named after how far it goes in the run, and older ones are dropped in that order: wall time, which may jump,
+is in it for display only.
 """
 
 from __future__ import annotations
@@ -18,17 +21,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.durable import PLAIN_DISK
+from diloco.sync.events import LineageBegan, SyncerStarted
 from diloco.syncer.images import digests as image_digests
 from diloco.syncer.kept import Kept
 from diloco.syncer.vault import FORMAT, BackupError, BackupFacts, DamagedError, Vault
 from diloco.syncer.verifying import payloads_in, payloads_named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from diloco.durable import Disk
+    from diloco.syncer.journal_files import SegmentRead
     from diloco.syncer.kept import Point
 
+NAME = "{:010d}-{:010d}-{:06d}-{:012d}"
+"""Of a backup: its ``reach``."""
 RETRY_S = 30.0
 """Longest wait after a failure before the next attempt."""
 STOP_S = 5.0
@@ -52,10 +59,8 @@ class BackupOptions:
             Vault(self.url)
 
 
-def back_up(
-    folder: Path, vault: Vault, name: str, note: Callable[[str], None] = lambda why: None
-) -> tuple[BackupFacts, tuple[int, int]]:
-    """Copy the data folder as it is now; what the backup says of itself, and how far it goes (snapshot, journal bytes).
+def back_up(folder: Path, vault: Vault, note: Callable[[str], None] = lambda why: None) -> tuple[str, BackupFacts]:
+    """Copy the data folder as it is now; the name of the backup, and what it says of itself.
 
     Every file that has a digest is compared with that as it is copied.  Where a snapshot is damaged the one before it
     is copied, with the longer journal, and ``note`` is told why; anything else that is damaged is no backup
@@ -64,8 +69,15 @@ def back_up(
     """
     kept = Kept(folder, note)
     for point in reversed(kept.points()):
+        segments = kept.segments(point.segment)
+        name = NAME.format(*_reach(point, segments))
+        there = vault.backups(kept.card.run_id).get(name)
+        if isinstance(there, BackupFacts):
+            return name, there  # It holds the same journal.
+        if there is not None:
+            vault.drop(kept.card.run_id, name)
         try:
-            return _copied(kept, point, vault, name)
+            return name, _copied(kept, point, segments, vault, name)
         except DamagedError as error:
             vault.drop(kept.card.run_id, name)
             if not error.relative.startswith("snapshots/"):
@@ -74,7 +86,18 @@ def back_up(
     raise BackupError(f"{folder / 'snapshots'} has no whole snapshot: there is nothing to copy")
 
 
-def _copied(kept: Kept, point: Point, vault: Vault, name: str) -> tuple[BackupFacts, tuple[int, int]]:
+def _reach(point: Point, segments: Sequence[SegmentRead]) -> tuple[int, int, int, int]:
+    """How far the folder goes, as ``BackupFacts.reach``; lineage and epoch are those at the journal's end."""
+    lineage, epoch = point.state.lineage, point.state.epoch
+    for event in (record.event for read in segments for record in read.records):
+        if isinstance(event, LineageBegan):
+            lineage = event.lineage
+        elif isinstance(event, SyncerStarted):
+            epoch = event.epoch
+    return lineage, epoch, segments[-1].index, segments[-1].end
+
+
+def _copied(kept: Kept, point: Point, segments: Sequence[SegmentRead], vault: Vault, name: str) -> BackupFacts:
     folder = kept.folder
     files: dict[str, Path | bytes] = {"run.json": (folder / "run.json").read_bytes()}
     digests: dict[str, str] = {}
@@ -89,11 +112,9 @@ def _copied(kept: Kept, point: Point, vault: Vault, name: str) -> tuple[BackupFa
     for path in sorted((folder / "snapshots" / f"{point.number:08d}").iterdir()):
         add(path, written)
     payloads = payloads_in(kept.snapshots.peek(point.number)[0])
-    journal_bytes = 0
-    for read in kept.segments(point.segment):
+    for read in segments:
         path = folder / "journal" / f"journal-{read.index:06d}.log"
         files[path.relative_to(folder).as_posix()] = path.read_bytes()[: read.end]
-        journal_bytes += read.end
         payloads |= payloads_named(read.records)
     for reference, digest in sorted(payloads.items()):
         add(kept.spool.folder / reference, {Path(reference).name: digest})
@@ -103,22 +124,18 @@ def _copied(kept: Kept, point: Point, vault: Vault, name: str) -> tuple[BackupFa
             for path in sorted((kept.lineages.folder / str(began)).iterdir()):
                 add(path, written)
     state = point.state
+    lineage, epoch, *_ = _reach(point, segments)
     facts = BackupFacts(
         format=FORMAT,
         run_id=kept.card.run_id,
-        lineage=state.lineage,
-        epoch=state.epoch,
+        lineage=lineage,
+        epoch=epoch,
         versions=tuple(fragment.version for fragment in state.fragments),
         run_tokens=state.run_tokens(),
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         files={},
     )
-    return vault.put(kept.card.run_id, name, files, facts, digests), (point.number, journal_bytes)
-
-
-def name_now() -> str:
-    """The name of a backup that is made now; names sort by age."""
-    return datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
+    return vault.put(kept.card.run_id, name, files, facts, digests)
 
 
 class Backups:
@@ -138,7 +155,6 @@ class Backups:
         self._good_s: float | None = None
         self._last = ""
         self._failing = ""
-        self._copied: tuple[int, int] | None = None
         # A place that never answers must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="backups", daemon=True)
 
@@ -175,20 +191,31 @@ class Backups:
         began = time.monotonic()
         kept = Kept(self._folder)
         newest = kept.points()[-1]
-        reach = (newest.number, sum(read.end for read in kept.segments(newest.segment)))
-        if reach == self._copied:
+        if NAME.format(*_reach(newest, kept.segments(newest.segment))) == self._last:
             self._good_s = began  # Nothing has happened: the last one is as good as another.
             return
-        name = name_now()
         for died in self._vault.leftovers(self._run_id):  # First, so that failures do not gather.
             self._vault.drop(self._run_id, died)
-        facts, _ = back_up(self._folder, self._vault, name, self._damaged)
-        self._good_s, self._last, self._copied = began, name, reach
-        for old in self._vault.names(self._run_id)[: -self._options.keep]:
-            self._vault.drop(self._run_id, old)
+        name, facts = back_up(self._folder, self._vault, self._damaged)
+        self._good_s, self._last = began, name
+        self._prune()
         size = sum(each.bytes for each in facts.files.values())
         seconds = round(time.monotonic() - began, 3)
         self._emit("backup", {"name": name, "versions": list(facts.versions), "bytes": size, "seconds": seconds})
+
+    def _prune(self) -> None:
+        """Drop all but the newest ``keep``; never the one just made, and none that cannot be read."""
+        found = self._vault.backups(self._run_id)
+        for damaged in found.values():
+            if isinstance(damaged, BackupError):
+                self._emit("note", {"note": "backup_damaged", "why": str(damaged)})
+        names = [name for name, facts in found.items() if isinstance(facts, BackupFacts)]
+        if names[-1] != self._last:
+            why = f"{self._last} is made, and {names[-1]} there goes further: a restore takes that unless it is told"
+            self._emit("note", {"note": "backup_behind", "why": why})
+        for old in names[: -self._options.keep]:
+            if old != self._last:
+                self._vault.drop(self._run_id, old)
 
     def _damaged(self, why: str) -> None:
         self._emit("note", {"note": "backup_of_less", "why": why})

@@ -1,15 +1,19 @@
 """The place where backups lie: a folder or any object store that fsspec knows, in one form for all of them.
 
-    URL/RUN/20261121T040317Z/  run.json  snapshots/...  journal/...  spool/...  backup.json
+    URL/RUN/0000000001-0000000004-000012-000000123456/  run.json  snapshots/...  journal/...  spool/...  backup.json
 
 An object store cannot rename, so ``backup.json`` is what makes a backup one: it is written last, when every other file
 has been read back and has the digest that it names.  A folder without it is what an attempt left that died.
+
+Backups are ordered by ``BackupFacts.reach``, how far each goes in the run, which is also the name that they get.  No
+clock has a part in it; an earlier release named them by wall time, and those are ordered in the same way.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
@@ -17,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.codec.digests import hasher
 from diloco.durable import PLAIN_DISK, Step
-from diloco.sync.plain import PlainError, from_plain, parse_json
+from diloco.sync.plain import PlainError, canonical, from_plain, parse_json, shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 MARKER = "backup.json"
+JOURNAL = re.compile(r"journal/journal-(\d+)\.log")
 PIECE_BYTES = 4 << 20
 
 
@@ -54,7 +59,7 @@ class FileFacts:
 @dataclass(frozen=True, slots=True)
 class BackupFacts:
     """What ``backup.json`` says.  ``versions`` and ``run_tokens`` are those of the snapshot in it; more is in the
-    journal behind it.  ``at`` is wall time, for people."""
+    journal behind it.  ``at`` is wall time, for display only."""
 
     format: int
     run_id: str
@@ -64,6 +69,13 @@ class BackupFacts:
     run_tokens: int
     at: str
     files: dict[str, FileFacts]
+
+    @property
+    def reach(self) -> tuple[int, int, int, int]:
+        """How far the backup goes: lineage, epoch, the journal's last segment and the bytes of that."""
+        found = [(JOURNAL.fullmatch(name), facts.bytes) for name, facts in self.files.items()]
+        journal = max(((int(segment[1]), size) for segment, size in found if segment), default=(0, 0))
+        return self.lineage, self.epoch, *journal
 
 
 class Vault:
@@ -81,9 +93,21 @@ class Vault:
             raise BackupError(f"{url!r} cannot be reached from here: {error}") from error
         self._is_folder = isinstance(self._files, fsspec.implementations.local.LocalFileSystem)
 
+    def backups(self, run_id: str) -> dict[str, BackupFacts | BackupError]:
+        """The whole backups of a run, oldest first; before them those whose marker cannot be read, with the reason."""
+        damaged: dict[str, BackupFacts | BackupError] = {}
+        good: dict[str, BackupFacts] = {}
+        for name in self._folders(run_id):
+            if self._files.exists(self._at(run_id, name, MARKER)):
+                try:
+                    good[name] = self.facts(run_id, name)
+                except BackupError as error:
+                    damaged[name] = error
+        return damaged | dict(sorted(good.items(), key=lambda each: (each[1].reach, each[0])))
+
     def names(self, run_id: str) -> list[str]:
-        """The whole backups of a run, oldest first."""
-        return [name for name in self._folders(run_id) if self._files.exists(self._at(run_id, name, MARKER))]
+        """The names of ``backups``, in their order."""
+        return list(self.backups(run_id))
 
     def leftovers(self, run_id: str) -> list[str]:
         """What attempts left that came to nothing."""
@@ -93,11 +117,15 @@ class Vault:
         """What a backup says of itself."""
         where = f"{self.url}/{run_id}/{name}/{MARKER}"
         try:
-            found: BackupFacts = from_plain(BackupFacts, parse_json(self._read(run_id, name, MARKER)), "backup")
-        except (ValueError, PlainError) as error:
+            plain = dict(parse_json(self._read(run_id, name, MARKER)))
+            known = plain.pop("sha256", None)  # One of an earlier release has none.
+            if (written := plain.get("format")) != FORMAT:
+                raise BackupError(f"it has format {shown(written)}, and {FORMAT} is wanted")
+            if known not in (None, _digest_of(plain)):
+                raise BackupError("its own digest does not match")
+            found: BackupFacts = from_plain(BackupFacts, plain, "backup")
+        except (ValueError, TypeError, PlainError) as error:
             raise BackupError(f"{where} is damaged: {error}") from error
-        if found.format != FORMAT:
-            raise BackupError(f"{where} has format {found.format}: {FORMAT} wanted")
         return found
 
     def put(
@@ -126,7 +154,8 @@ class Vault:
             if found != told[relative]:
                 raise BackupError(f"{self.url}/{run_id}/{name}/{relative} is not what was written there a moment ago")
         whole = BackupFacts(**{**{each: getattr(facts, each) for each in facts.__slots__}, "files": told})
-        marker, path = json.dumps(asdict(whole), indent=1, sort_keys=True).encode(), self._at(run_id, name, MARKER)
+        plain, path = asdict(whole), self._at(run_id, name, MARKER)
+        marker = json.dumps({**plain, "sha256": _digest_of(plain)}, indent=1, sort_keys=True).encode()
         if self._is_folder:  # There a file has its name before it has its content.
             self._disk.write_file(Path(path), marker, Step.BACKUP_WHOLE)
         else:
@@ -219,6 +248,10 @@ class Vault:
                     here.write(piece)
         except FileNotFoundError as error:
             raise BackupError(f"{self.url}/{run_id}/{name}/{relative} is missing") from error
+
+
+def _digest_of(plain: Mapping[str, Any]) -> str:
+    return hashlib.sha256(canonical(plain)).hexdigest()
 
 
 def _pieces(content: Path | bytes) -> Any:

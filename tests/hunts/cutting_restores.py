@@ -86,7 +86,7 @@ def record_backup(root: Path, passage: int = 0) -> tuple[Recording, int]:
     """A backup that is restored into an empty folder; after a death at that ``passage``, if it is one."""
     a_run(root / "lost", QuietDisk())
     vault, here = Vault(str(root / "vault")), root / "here"
-    back_up(root / "lost", vault, "one")
+    back_up(root / "lost", vault)
     here.mkdir()
     disk = MortalDisk(here, passage)
     disk.make_folder(here / "syncer", Step.FOLDER)
@@ -124,7 +124,7 @@ def record_backup(root: Path, passage: int = 0) -> tuple[Recording, int]:
 
 def restored(folder: Path, vault: Vault, disk: QuietDisk) -> None:
     """What ``diloco restore`` does with a backup."""
-    fetch = lambda to: vault.fetch(RUN, "one", to, disk)  # noqa: E731
+    fetch = lambda to: vault.fetch(RUN, vault.names(RUN)[-1], to, disk)  # noqa: E731
     restore_backup(folder, CARD, RULES, fetch, "a test", Known(CLOCK_S), disk)
 
 

@@ -18,7 +18,7 @@ from diloco.launch.cli import main
 from diloco.launch.eventlog import EventLog, read_events
 from diloco.launch.run_dir import RunDir
 from diloco.sync.progress import FragmentProgress, LearnerState
-from diloco.syncer.backups import back_up, name_now
+from diloco.syncer.backups import back_up
 from diloco.syncer.vault import Vault
 from tests.launch.pasts import Hand, configured, with_a_past
 from tests.launch.test_warm_site import checkpointed
@@ -90,9 +90,12 @@ def test_a_finished_run_that_is_restored_has_not_finished(
 
 def test_from_a_backup_into_a_lost_folder(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url = str(tmp_path / "vault")
-    for _ in range(2):
-        back_up(run / "syncer", Vault(url), name_now())
-    first, newest = Vault(url).names("past")
+    made, _ = back_up(run / "syncer", Vault(url))
+    first = "20440101T000000.000000Z"  # By the release before, when the clock was ahead.
+    (tmp_path / "vault/past" / made).rename(tmp_path / "vault/past" / first)
+    again(run).stop()  # Its start is in the journal.
+    newest, _ = back_up(run / "syncer", Vault(url))
+    assert Vault(url).names("past") == [first, newest]
     assert main(["restore", str(run), "--from", url]) == 1
     assert "is not empty" in capsys.readouterr().err
     hand = again(run)

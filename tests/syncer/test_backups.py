@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from datetime import UTC, datetime, tzinfo
 from pathlib import Path
 
 import pytest
 
-from diloco.syncer.backups import BackupOptions, Backups, back_up, name_now
-from diloco.syncer.vault import BackupError, Vault
+from diloco.syncer import backups as backups_module
+from diloco.syncer.backups import BackupOptions, Backups, back_up
+from diloco.syncer.vault import BackupError, BackupFacts, Vault
 from diloco.syncer.verifying import payloads_in
 from tests.syncer.building import RUN, Events, eventually, files
 from tests.syncer.desk import Desk
@@ -22,11 +25,11 @@ def test_a_copy_of_a_live_folder_recovers_to_the_same_bits_and_leaves_it_untouch
         story.tell()
     before = files(tmp_path / "run")
     vault = Vault(str(tmp_path / "vault"))
-    facts, (snapshot, journal_bytes) = back_up(tmp_path / "run", vault, name_now())
+    name, facts = back_up(tmp_path / "run", vault)
     assert files(tmp_path / "run") == before
-    (name,) = vault.names(RUN)
-    assert snapshot == desk.store.snapshots.numbers()[-1]
-    assert journal_bytes > 0
+    assert vault.names(RUN) == [name]
+    assert f"snapshots/{desk.store.snapshots.numbers()[-1]:08d}/state.json" in facts.files
+    assert back_up(tmp_path / "run", vault) == (name, facts), "nothing has happened since"
     assert list(facts.versions) <= versions(desk)
     vault.fetch(RUN, name, tmp_path / "back")
     assert set(files(tmp_path / "back")) < set(before), "only what a recovery needs"
@@ -52,11 +55,11 @@ def test_of_a_damaged_snapshot_no_copy_is_made_but_of_the_one_before_it(tmp_path
     damaged = tmp_path / "run" / "snapshots" / f"{numbers[-1]:08d}" / name
     flip(damaged)
     vault, notes = Vault(str(tmp_path / "vault")), list[str]()
-    _, (snapshot, _) = back_up(tmp_path / "run", vault, "one", notes.append)
-    assert snapshot == numbers[-2]
+    made, facts = back_up(tmp_path / "run", vault, notes.append)
+    assert {file.split("/")[1] for file in facts.files if file.startswith("snapshots/")} == {f"{numbers[-2]:08d}"}
     (note,) = notes
     assert f"{damaged} is damaged" in note
-    vault.fetch(RUN, "one", tmp_path / "back")
+    vault.fetch(RUN, made, tmp_path / "back")
     back = Desk(tmp_path / "back")
     assert_same(back, desk, "recovered from the backup")
     back.close()
@@ -70,7 +73,7 @@ def test_without_a_whole_snapshot_there_is_no_backup(tmp_path: Path) -> None:
         flip(path)
     vault = Vault(str(tmp_path / "vault"))
     with pytest.raises(BackupError, match="has no whole snapshot"):
-        back_up(tmp_path / "run", vault, "one")
+        back_up(tmp_path / "run", vault)
     assert vault.names(RUN) + vault.leftovers(RUN) == []
 
 
@@ -116,6 +119,108 @@ def test_they_are_made_kept_and_dropped(tmp_path: Path) -> None:
     made = len(events.of("backup"))
     assert vault.names(RUN)[-1] == events.of("backup")[-1]["name"] == backups.status()["last"]
     assert 4 <= made <= 5, "a run that stands still is not copied again"
+    desk.close()
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, year: int, second: int) -> None:
+    """Wall time is that from now on."""
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Clock:
+            return cls(year, 11, 21, 0, 0, second, tzinfo=tz)
+
+    monkeypatch.setattr(backups_module, "datetime", Clock)
+    monkeypatch.setattr("time.time", Clock.now(UTC).timestamp)
+
+
+def told_for(story: Story, desk: Desk) -> None:
+    """So long until something has happened that the journal has."""
+    before = desk.store.journal.size(desk.store.journal.index)
+    while desk.store.journal.size(desk.store.journal.index) == before:
+        story.tell()
+
+
+def test_the_newest_survives_and_is_taken_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With names of wall time each was dropped as soon as it was made once the clock had been ahead for three."""
+    desk, events = run(tmp_path / "run"), Events()
+    options = BackupOptions(url=str(tmp_path / "vault"), keep=3)
+    backups, vault, story = Backups(options, tmp_path / "run", RUN, events.emit), Vault(options.url), Story(desk, 12)
+    made: list[object] = []
+    for second, year in enumerate((2031, 2031, 2031, 2026, 2026, 1999, 2044)):
+        set_clock(monkeypatch, year, second)
+        told_for(story, desk)
+        backups._once()
+        made.append(backups.status()["last"])
+        assert vault.names(RUN) == made[-3:]
+        age_s = backups.status()["age_s"]
+        assert isinstance(age_s, float)
+        assert 0 <= age_s < 60
+    newest = vault.backups(RUN)[vault.names(RUN)[-1]]
+    assert isinstance(newest, BackupFacts)
+    assert newest.at.startswith("2044-11-21"), "wall time is in it for display"
+    vault.fetch(RUN, vault.names(RUN)[-1], tmp_path / "back")
+    back = Desk(tmp_path / "back")
+    assert_same(back, desk, "recovered from the newest")
+    back.close()
+    desk.close()
+
+
+def as_before(vault: Path, name: str, at: str) -> None:
+    """What the release before would have left: named by wall time, without a digest of its marker."""
+    marker = vault / RUN / name / "backup.json"
+    plain = json.loads(marker.read_text())
+    del plain["sha256"]
+    marker.write_text(json.dumps(plain))
+    marker.parent.rename(vault / RUN / at)
+
+
+def test_those_of_the_release_before_are_ordered_by_how_far_they_go(tmp_path: Path) -> None:
+    desk, events = run(tmp_path / "run"), Events()
+    options = BackupOptions(url=str(tmp_path / "vault"), keep=2)
+    backups, vault, story = Backups(options, tmp_path / "run", RUN, events.emit), Vault(options.url), Story(desk, 12)
+    named = ["20310101T000000.000000Z", "20260101T000000.000000Z", "20280101T000000.000000Z"]
+    for at in named:
+        told_for(story, desk)
+        as_before(tmp_path / "vault", back_up(tmp_path / "run", vault)[0], at)
+    assert vault.names(RUN) == named
+    told_for(story, desk)
+    backups._once()
+    assert vault.names(RUN) == [named[-1], backups.status()["last"]]
+    desk.close()
+
+
+def test_one_made_of_less_than_what_is_there_stays_and_is_said_to_be_behind(tmp_path: Path) -> None:
+    """As by a syncer that an operator starts again in its old folder after a standby has taken over."""
+    desk, events = run(tmp_path / "run"), Events()
+    vault = Vault(str(tmp_path / "vault"))
+    newer = BackupFacts(1, RUN, 1, 9, (4, 5), 1000, "", {})
+    vault.put(RUN, "further", {"run.json": b"{}"}, newer)
+    backups = Backups(BackupOptions(url=vault.url, keep=1), tmp_path / "run", RUN, events.emit)
+    backups._once()
+    made = str(backups.status()["last"])
+    assert vault.names(RUN) == [made, "further"]
+    (note,) = events.of("note")
+    assert note["note"] == "backup_behind"
+    assert f"{made} is made, and further there goes further" in str(note["why"])
+    desk.close()
+
+
+def test_one_that_cannot_be_read_is_said_and_neither_taken_nor_dropped(tmp_path: Path) -> None:
+    desk, events = run(tmp_path / "run"), Events()
+    vault, story = Vault(str(tmp_path / "vault")), Story(desk, 12)
+    damaged, _ = back_up(tmp_path / "run", vault)
+    marker = tmp_path / "vault" / RUN / damaged / "backup.json"
+    marker.write_text(marker.read_text().replace('"lineage": 1', '"lineage": 9'))
+    told_for(story, desk)
+    backups = Backups(BackupOptions(url=vault.url, keep=1), tmp_path / "run", RUN, events.emit)
+    backups._once()
+    assert vault.names(RUN) == [damaged, backups.status()["last"]]
+    (note,) = events.of("note")
+    assert note["note"] == "backup_damaged"
+    assert f"{damaged}/backup.json is damaged: its own digest does not match" in str(note["why"])
     desk.close()
 
 

@@ -209,12 +209,12 @@ def test_a_restore_in_place_that_is_cut_short_has_happened_or_has_not(tmp_path: 
 def test_a_backup_becomes_a_run_again_or_the_folder_is_refused(tmp_path: Path) -> None:
     desk = stopped(tmp_path / "lost")
     vault = Vault(str(tmp_path / "vault"))
-    back_up(tmp_path / "lost", vault, "one")
+    one, _ = back_up(tmp_path / "lost", vault)
     refused = 0
 
     def restore(disk: Disk) -> None:
         restore_backup(
-            tmp_path / "run", CARD, RULES, lambda to: vault.fetch(RUN, "one", to), "lost", Known(CLOCK_S), disk
+            tmp_path / "run", CARD, RULES, lambda to: vault.fetch(RUN, one, to), "lost", Known(CLOCK_S), disk
         )
 
     def attempt(disk: Disk) -> None:
@@ -250,9 +250,9 @@ def test_a_backup_becomes_a_run_again_or_the_folder_is_refused(tmp_path: Path) -
 def test_a_folder_that_holds_anything_is_not_overwritten(tmp_path: Path) -> None:
     desk = stopped(tmp_path / "run")
     vault = Vault(str(tmp_path / "vault"))
-    back_up(tmp_path / "run", vault, "one")
+    one, _ = back_up(tmp_path / "run", vault)
     with pytest.raises(RestoreError, match=r"is not empty .* move it away first"):
-        restore_backup(tmp_path / "run", CARD, RULES, lambda to: vault.fetch(RUN, "one", to), "lost", Known(CLOCK_S))
+        restore_backup(tmp_path / "run", CARD, RULES, lambda to: vault.fetch(RUN, one, to), "lost", Known(CLOCK_S))
     again = Desk(tmp_path / "run")
     assert versions(again) == versions(desk)
     again.close()
@@ -313,9 +313,9 @@ def test_an_image_of_another_run_and_a_folder_without_one_are_refused(tmp_path: 
 def test_a_restore_that_was_cut_short_behind_its_last_move_says_that_it_has_happened(tmp_path: Path) -> None:
     desk = stopped(tmp_path / "lost")
     vault = Vault(str(tmp_path / "vault"))
-    back_up(tmp_path / "lost", vault, "one")
+    one, _ = back_up(tmp_path / "lost", vault)
     (tmp_path / "run").mkdir()
-    fetch = lambda to: vault.fetch(RUN, "one", to)  # noqa: E731
+    fetch = lambda to: vault.fetch(RUN, one, to)  # noqa: E731
 
     class TidyingDisk(Disk):
         def reached(self, step: Step) -> None:

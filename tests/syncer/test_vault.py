@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from pathlib import Path
 
@@ -63,7 +64,10 @@ def test_damage_is_named_and_nothing_is_written_outside(tmp_path: Path) -> None:
     vault = Vault(str(tmp_path / "vault"))
     vault.put("run", "first", content(tmp_path), FACTS)
     there = tmp_path / "vault/run/first"
-    marker = (there / "backup.json").read_text()
+    whole = (there / "backup.json").read_text()
+    plain = json.loads(whole)
+    del plain["sha256"]
+    marker = json.dumps(plain, indent=1)  # As an earlier release wrote it.
     (there / "run.json").write_bytes(b"[]")
     with pytest.raises(BackupError, match=r"first/run\.json is damaged: 2 bytes with SHA-256"):
         vault.fetch("run", "first", tmp_path / "back")
@@ -75,6 +79,7 @@ def test_damage_is_named_and_nothing_is_written_outside(tmp_path: Path) -> None:
         (marker.replace("run.json", "../out.json"), "names '../out.json': outside of it"),
         (marker.replace("run.json", "/out.json"), "names '/out.json': outside of it"),
         (marker[:-9], "is damaged"),
+        (whole.replace('"epoch": 7', '"epoch": 5'), "is damaged: its own digest does not match"),
     ):
         (there / "backup.json").write_text(changed)
         with pytest.raises(BackupError, match=said):
