@@ -60,6 +60,8 @@ class RunHistory:
         """Whether the last round was announced, by every syncer."""
         self.ending: str | None = None
         self.run_status: str | None = None
+        self.restored = False
+        """Whether the run was restored since ``up`` last said something of it: its summary, if any, is of before."""
         self.first_step_s: float | None = None
         self.seconds = 0.0
         self.lines: deque[tuple[float, str, str]] = deque(maxlen=LINES_MAX)
@@ -151,7 +153,7 @@ class RunHistory:
     # --- what `up` says ----------------------------------------------------------------------------------------
 
     def _on_run(self, who: str, event: Event, now_s: float) -> None:
-        state = event.get("state")
+        state, self.restored = event.get("state"), False
         if state == "started":
             self.begin_again()
             self.num_syncers = whole(event, "syncers") or 1
@@ -254,8 +256,17 @@ class RunHistory:
     # --- what a restore says -----------------------------------------------------------------------------------
 
     def _on_restored(self, who: str, event: Event, now_s: float) -> None:
+        self.restored = True
+        self.begin_again()
         for site in self.sites.values():
             site.left_with = None  # Some of what was merged may be so no longer.
+        held = event.get("held")
+        if isinstance(held, list):
+            merged: dict[str, int] = {}
+            for name, _, tokens, _ in held:
+                merged[str(name)] = merged.get(str(name), 0) + int(tokens)
+            self._merged = {who: merged}
+        self.run_tokens = whole(event, "run_tokens")
         self.lineage = whole(event, "lineage")
         versions = event.get("versions")
         if isinstance(versions, list):
@@ -270,6 +281,7 @@ class RunHistory:
             self._at(places(event, versions), versions)
         if "tokens_merged" in event:  # One of an earlier release does not say it, and goes on from what it published.
             merged = _mapping(event, "tokens_merged")
+            self._merged.pop("restore", None)
             self._merged[who] = {site: whole(merged, site) for site in merged}
         self.ending = None
         self._ended.pop(who, None)

@@ -33,15 +33,15 @@ LOSS = Axis("nats per token", lambda value: f"{value:.3g}")
 def rebuild(run_dir: Path) -> tuple[dict[str, Any], RunHistory]:
     """Write ``run_dir/report.html`` anew from its events and its summary; returns both.
 
-    A run whose ``summary.json`` is missing (it was cut down before its end) or has not all that a run of sites has is
-    summed up from its events.
+    A run whose ``summary.json`` is missing (it was cut down before its end), has not all that a run of sites has or is
+    of an end before the run was restored is summed up from its events.
     """
     history = RunHistory()
     history.take_all(read_events(run_dir / "events.jsonl")[0])
     config = _text(run_dir / "config.yaml")
     told = _text(run_dir / "summary.json")
     summary = json.loads(told) if told else {}
-    if complaints(summary):
+    if complaints(summary) or history.restored:
         summary = summarize(history, None, {})
     write_file(run_dir / "report.html", render(run_dir.resolve().name, history, summary, config).encode())
     return summary, history

@@ -115,6 +115,27 @@ def test_a_run_that_failed_has_a_report_too(tmp_path: Path, cut: int) -> None:
     assert summary["status"] in page.words
 
 
+def test_after_a_restore_what_counts_as_merged_is_what_was_restored(tmp_path: Path) -> None:
+    """The report went on saying what had been merged before, and that nothing was lost."""
+    recorder = Recorder()
+    events = recorder.record()
+    held = [[site, fragment, 2048 * (1 + fragment), 1] for site in SITES for fragment in (0, 1)]
+    recorder.say(900.0, "restore", "restored", lineage=2, versions=[3, 3], run_tokens=9216, held=held)
+    run_dir = folder(tmp_path, events, recorder)
+    with (run_dir / "events.jsonl").open("a") as log:
+        log.write(json.dumps(recorder.events[-1]) + "\n")
+    before = json.loads((run_dir / "summary.json").read_text())["sites"]
+    summary, history = report.rebuild(run_dir)
+    for name, site in summary["sites"].items():
+        assert site["tokens_merged"] == (2048 + 4096) // 2 < before[name]["tokens_merged"]
+        assert site["tokens_lost"] == site["tokens_processed"] - site["tokens_merged"]
+    assert history.run_tokens == sum(site["tokens_merged"] for site in summary["sites"].values())
+    assert summary["status"] == "the run did not come to its end"
+    told = {site: 2048 for site in SITES}
+    history.take({"at": 3e9, "who": "syncer", "what": "syncer_started", "versions": [3, 3], "tokens_merged": told})
+    assert history.tokens_merged("site-a") == 1024, "the syncer that starts there knows"
+
+
 def test_the_template_is_package_data() -> None:
     settings = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert '"*.html"' in settings
