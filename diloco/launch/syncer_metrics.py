@@ -103,6 +103,7 @@ class SyncerMetrics:
         every_s = self._config.cluster.syncer.backup_every_s
         yield gauge("backup_interval_seconds", "How often a backup is made.", {(): every_s})
         if (age_s := backup["age_s"]) is not None:
+            yield gauge("backup_age_seconds", "Seconds since the last good backup of this process.", {(): age_s})
             good = time.time() - age_s
             yield gauge("backup_timestamp_seconds", "What the last good backup of this process holds.", {(): good})
 

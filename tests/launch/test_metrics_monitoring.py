@@ -79,7 +79,7 @@ def test_a_rule_is_whole(rule: dict[str, Any]) -> None:
     [
         "updates_held",
         "backup_failing",
-        "backup_timestamp_seconds",
+        "backup_age_seconds",
         "replication_following",
         "replication_detached",
         "replication_slow",

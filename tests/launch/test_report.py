@@ -131,7 +131,7 @@ def test_after_a_restore_what_counts_as_merged_is_what_was_restored(tmp_path: Pa
         assert site["tokens_lost"] == site["tokens_processed"] - site["tokens_merged"]
     assert history.run_tokens == sum(site["tokens_merged"] for site in summary["sites"].values())
     assert summary["status"] == "the run did not come to its end"
-    told = {site: 2048 for site in SITES}
+    told = dict.fromkeys(SITES, 2048)
     history.take({"at": 3e9, "who": "syncer", "what": "syncer_started", "versions": [3, 3], "tokens_merged": told})
     assert history.tokens_merged("site-a") == 1024, "the syncer that starts there knows"
 

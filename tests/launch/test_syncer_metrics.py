@@ -126,6 +126,7 @@ def test_what_an_operator_must_act_on_is_on_the_page() -> None:
     assert found["identity_complaints",] == 1
     assert found["backup_failing",] == 1
     assert 100 <= time.time() - found["backup_timestamp_seconds",] < 160
+    assert found["backup_age_seconds",] == 100, "without a clock, which may be another than Prometheus's"
     assert found["backup_interval_seconds",] == compose(["run.name=x"]).cluster.syncer.backup_every_s
     names = ("following", "detached", "slow", "away_seconds", "behind_bytes")
     assert [found[f"replication_{name}",] for name in names] == [0, 0, 1, 9.5, 4096]
