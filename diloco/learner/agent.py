@@ -105,7 +105,9 @@ class Agent:
         self._agreement, self._client, self._site_id = agreement, client, site_id
         self._emit, self._orders = emit, orders
         self._outbox = Outbox(Path(options.folder) / "outbox", disk)
-        self._odometer = Odometer(Path(options.folder) / "odometer", disk)
+        self._odometer = Odometer(
+            Path(options.folder) / "odometer", disk, lambda why: emit("note", {"note": "odometer", "why": why})
+        )
         dealt = dealt or all_mine(layout)
         self._tensors = SiteTensors.of(options, learner.adopt, layout, holding, dealt.of(0))
         self._meter, self._use = Meter(), LinkUse(client, options.choices(), emit, self._tell)

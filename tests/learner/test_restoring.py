@@ -77,6 +77,18 @@ def test_the_checkpoints_own_step_is_counted_once(tmp_path: Path, crashed_at: in
     assert site_ledger(machine.state) == Ledger(read, 0, 0, 0, 5 * TOKENS, 0, lost_steps * TOKENS)
 
 
+def test_of_a_damaged_odometer_the_checkpoint_is_believed(tmp_path: Path) -> None:
+    Odometer(tmp_path / "odometer").write(9, 9 * TOKENS)
+    whole = (tmp_path / "odometer").read_bytes()
+    (tmp_path / "odometer").write_bytes(bytes(each ^ 64 for each in whole))
+    site_tensors = SiteTensors(plan_layout([("w", (4,))], 1), held({"w": torch.zeros(4)}), "rebase", 0.5)
+    machine, outbox = trained(4), Outbox(tmp_path / "outbox")
+    kept = ({"base.0": torch.zeros(4)}, {"machine": machine.snapshot()})
+    again = restored_machine(machine.options, kept, step(5), outbox, Odometer(tmp_path / "odometer"), site_tensors)
+    again.handle(joined(standing()), 0)
+    assert site_ledger(again.state) == Ledger(5 * TOKENS, 0, 0, 0, 5 * TOKENS, 0, 0)
+
+
 def test_a_checkpoint_at_the_end_of_a_run_has_no_step_to_tell_again(tmp_path: Path) -> None:
     machine = take_over(tmp_path, trained(5), 5, None)
     machine.handle(joined(standing()), 0)
