@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from diloco.launch.eventlog import LineWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from diloco.launch.eventlog import Event
 
@@ -16,10 +18,17 @@ QUIET = frozenset(
 )
 
 
-class SiteLines:
-    """Takes every event of a site and writes the lines worth a person's time to ``out``."""
+class Lines(Protocol):
+    """What takes lines: a ``LineWriter`` or a file of text."""
 
-    def __init__(self, who: str, every_steps: int, out: list[TextIO]) -> None:
+    def write(self, line: str, /) -> object:
+        """Write ``line``."""
+
+
+class SiteLines:
+    """Takes every event of a site and writes the lines worth a person's time to each of ``out``."""
+
+    def __init__(self, who: str, every_steps: int, out: Sequence[Lines]) -> None:
         self._who, self._every, self._out = who, every_steps, out
         self._versions: dict[int, int] = {}
         self._meter: Mapping[str, object] = {}
@@ -58,18 +67,27 @@ class SiteLines:
     def _say(self, text: str) -> None:
         for out in self._out:
             out.write(f"[{self._who}] {text}\n")
-            out.flush()
 
 
-def identity_lines(out: TextIO) -> Callable[[Event], None]:
+def lines_to(out: TextIO, who: str) -> LineWriter:
+    """Lines to a terminal, or to the file that stands for it, past the buffer: that would keep half of a line."""
+    out.flush()
+    return LineWriter(getattr(out.buffer, "raw", out.buffer).write, missing_lines(who))
+
+
+def missing_lines(who: str) -> Callable[[int, str], str]:
+    """Says how many lines of ``who`` were left out where it is said, and why."""
+    return lambda count, why: f"[{who}] lines missing here: {count} ({why})\n"
+
+
+def identity_lines(out: Lines) -> Callable[[Event], None]:
     """Writes to ``out`` what changes about who may come in, and which file that says so cannot be used."""
 
     def write(event: Event) -> None:
         if event["what"] == "note" and event.get("note") == "identity":
             out.write(f"who may come in: {event.get('why')}\n")
-            out.flush()
 
-    return quietly(write)
+    return write
 
 
 def size(count: float) -> str:
@@ -79,21 +97,6 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= KIB
     return f"{count:.1f} TiB"
-
-
-def quietly(write: Callable[[Event], None]) -> Callable[[Event], None]:
-    """``write`` until it fails: a terminal that has gone away must not end the log."""
-    broken: list[OSError] = []
-
-    def attempt(event: Event) -> None:
-        if broken:
-            return
-        try:
-            write(event)
-        except OSError as error:
-            broken.append(error)
-
-    return attempt
 
 
 def _int(event: Mapping[str, object], name: str) -> int:

@@ -2,10 +2,13 @@
 
 Every line is ``{"at": unix seconds, "who": "site-a", "what": "step", ...}``.  A line goes to the file in one write that
 the kernel appends as a whole, so that processes which share the file never mix their lines.
+
+A full disk costs the lines that it refuses, and no other: one that it cut short stands by itself.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -13,6 +16,7 @@ import os
 import queue
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,29 +24,88 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Event = dict[str, object]
+BEGIN = b'{"at": '
+"""Of every line."""
 CLOSE_WAIT_S = 5.0
 WAITING_MAX = 100_000
 """Events that wait for a disk that stands, or for a follower; those beyond are left out, and counted."""
 
 
+class LineWriter:
+    """Writes whole lines, and never raises: what the disk refuses is left out and counted.
+
+    Before the first line that is taken again comes the one that ``missing`` makes of the count and the reason.
+    """
+
+    def __init__(self, write: Callable[[memoryview], int | None], missing: Callable[[int, str], str]) -> None:
+        self.left_out = 0
+        """Lines refused since that was said last."""
+        self._write, self._missing = write, missing
+        self._why = ""
+        self._is_cut = False
+        self._file: int | None = None
+
+    @classmethod
+    def appending(cls, path: Path, missing: Callable[[int, str], str]) -> LineWriter:
+        """One that appends to ``path`` until ``close``; behind a line there that was cut short."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        lines = cls(partial(os.write, file), missing)
+        lines._file = file
+        if size := os.fstat(file).st_size:
+            with path.open("rb") as before:
+                before.seek(size - 1)
+                lines._is_cut = before.read(1) != b"\n"
+        return lines
+
+    def write(self, line: str) -> None:
+        """Write ``line``, which ends as a line does."""
+        self._catch_up()
+        if self.left_out or not self._put(line):
+            self.left_out += 1
+
+    def close(self) -> None:
+        """Say what was left out last, if the disk takes that now, and let the file go."""
+        self._catch_up()
+        if self._file is not None:
+            os.close(self._file)
+
+    def _catch_up(self) -> None:
+        if self.left_out and self._put(self._missing(self.left_out, self._why)):
+            self.left_out = 0
+
+    def _put(self, line: str) -> bool:
+        """Whether it is taken, all of it."""
+        text = "\n" + line if self._is_cut else line
+        left = memoryview(text.encode(errors="backslashreplace"))
+        try:
+            while left:
+                if not (written := self._write(left)):
+                    raise BlockingIOError(errno.EAGAIN, "it takes nothing just now")
+                self._is_cut, left = True, left[written:]
+        except OSError as error:
+            self._why = error.strerror or repr(error)
+            return False
+        self._is_cut = False
+        return True
+
+
 class EventLog:
-    """Appends to ``path`` in a thread of its own, so that whoever emits never waits for a file.
+    """Appends to ``path`` in a thread of its own, so that the emitter never waits for a file.
 
     ``also`` is called in that thread with every event, for lines on a terminal.  Events of one emitter keep their
-    order.  When the disk refuses, the first error is kept in ``error`` and the run goes on: the log is for people.  A
+    order.  When the disk refuses, the run goes on, and what was not written is said when it is possible again.  A
     follower that raises is a defect, told once and counted in ``failures``; it ends neither the log nor the others.
     """
 
     def __init__(self, path: Path, who: str, also: Callable[[Event], None] | None = None) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self.error: OSError | None = None
         self.failures = 0
         self._left_out = 0
         self._lock = threading.RLock()  # A signal handler may emit while its thread does.
         self._who = who
         self._followers = [also] if also is not None else []
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._lines = LineWriter.appending(path, self._not_written)
         self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, name="event-log", daemon=True)
         self._thread.start()
@@ -77,7 +140,7 @@ class EventLog:
                 left_out, self._left_out = self._left_out, 0
             if left_out:
                 self._write(self._event("note", {"note": "events_left_out", "count": left_out}))
-        os.close(self._file)
+        self._lines.close()
 
     def _tell(self, follow: Callable[[Event], None], event: Event) -> None:
         try:
@@ -89,12 +152,15 @@ class EventLog:
                 self._write(self._event("note", {"note": "follower_failed", "why": repr(error)}))
 
     def _write(self, event: Event) -> None:
-        line = memoryview((json.dumps(finite(event), allow_nan=False, default=repr) + "\n").encode())
-        try:
-            while line:
-                line = line[os.write(self._file, line) :]
-        except OSError as error:
-            self.error = self.error or error
+        self._lines.write(_line(event))
+
+    def _not_written(self, count: int, why: str) -> str:
+        told = {"note": "events_not_written", "count": count, "why": f"events missing here: {count} ({why})"}
+        return _line(self._event("note", told))
+
+
+def _line(event: Event) -> str:
+    return json.dumps(finite(event), allow_nan=False, default=repr) + "\n"
 
 
 def finite(value: object) -> object:
@@ -111,7 +177,8 @@ def finite(value: object) -> object:
 def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
     """The whole lines of ``path`` from byte ``offset`` on, and the offset to go on from; none where there is no file.
 
-    A line that is no event (a write that a full disk cut short) is passed over.
+    A line that is no event is passed over; of one that a full disk has cut short, and that another process has gone on
+    with, only what was cut is.
     """
     try:
         with path.open("rb") as file:
@@ -124,8 +191,12 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
 
 
 def _parsed(line: bytes) -> Event | None:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) and {"at", "who", "what"} <= event.keys() else None
+    begin = 0
+    while begin >= 0:
+        try:
+            event = json.loads(line[begin:])
+        except ValueError:
+            begin = line.find(BEGIN, begin + 1)
+            continue
+        return event if isinstance(event, dict) and {"at", "who", "what"} <= event.keys() else None
+    return None

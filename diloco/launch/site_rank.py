@@ -20,9 +20,9 @@ from diloco.launch import config as configs
 from diloco.launch.arguments import limit_threads
 from diloco.launch.arming import disk_from_environment
 from diloco.launch.canary import Canaries, command
-from diloco.launch.console import SiteLines, quietly
+from diloco.launch.console import SiteLines, lines_to, missing_lines
 from diloco.launch.errors import ConfigError, ExitCode, RankLost, VerbError
-from diloco.launch.eventlog import EventLog
+from diloco.launch.eventlog import EventLog, LineWriter
 from diloco.launch.lasting import keep_what_is_loaded
 from diloco.launch.memory_folder import memory_folder
 from diloco.launch.one_folder import check_one_folder
@@ -274,9 +274,9 @@ def check_resume(config: RunConfig, folder: Path) -> None:
 
 def open_log(events: Path, lines: Path, who: str, config: RunConfig, stack: ExitStack) -> EventLog:
     """Where rank 0 writes events down, with lines for people in ``lines`` and on the terminal."""
-    lines.parent.mkdir(parents=True, exist_ok=True)
-    file = stack.enter_context(lines.open("a"))
-    log = EventLog(events, who, also=quietly(SiteLines(who, config.run.log_every, [file, sys.stdout])))
+    file = LineWriter.appending(lines, missing_lines(who))
+    stack.callback(file.close)
+    log = EventLog(events, who, also=SiteLines(who, config.run.log_every, [lines_to(sys.stdout, who), file]))
     stack.callback(log.close)
     return log
 

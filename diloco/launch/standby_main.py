@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.launch.arenas import limit_arenas
 from diloco.launch.arguments import goes_on, limit_threads, load_config, settings_parser
 from diloco.launch.arming import disk_from_environment
-from diloco.launch.console import identity_lines
+from diloco.launch.console import identity_lines, lines_to
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import EventLog
 from diloco.launch.placing import syncer_dir
@@ -170,7 +170,11 @@ def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
     from diloco.launch.standby_metrics import StandbyMetrics
     from diloco.syncer.standby import StandbyError, StoreError
 
-    log = EventLog(run_dir.events, config.cluster.standby.name, also=identity_lines(sys.stderr))
+    log = EventLog(
+        run_dir.events,
+        config.cluster.standby.name,
+        also=identity_lines(lines_to(sys.stderr, config.cluster.standby.name)),
+    )
     standing = _standing_by(config, log)
     metrics = StandbyMetrics(config, standing.api.status)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from diloco.launch.console import identity_lines
+from diloco.launch.console import identity_lines, lines_to
 from diloco.launch.eventlog import EventLog
 from diloco.launch.placing import has_several, syncer_dir, syncer_name
 from diloco.launch.run_dir import run_dir_of
@@ -29,7 +29,7 @@ def syncer_log(config: RunConfig, stack: ExitStack) -> EventLog:
     whole = EventLog(run_dir_of(config).events, name) if has_several(config) else None
     if whole is not None:
         stack.callback(whole.close)  # After the other, which tells it.
-    log = EventLog(syncer_dir(config).events, name, also=identity_lines(sys.stderr))
+    log = EventLog(syncer_dir(config).events, name, also=identity_lines(lines_to(sys.stderr, name)))
     stack.callback(log.close)
     if whole is not None:
         log.follow(_in_whole(config, whole))

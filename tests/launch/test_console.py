@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import io
 
-from diloco.launch.console import SiteLines, identity_lines, quietly, size
-from diloco.launch.eventlog import Event
+from diloco.launch.console import SiteLines, identity_lines, missing_lines, size
+from diloco.launch.eventlog import Event, LineWriter
 
 
 def event(what: str, **fields: object) -> Event:
@@ -54,12 +54,13 @@ def test_what_changes_about_who_may_come_in_is_said_and_no_other_note() -> None:
 
 
 def test_a_terminal_that_went_away_ends_nothing() -> None:
-    def broken(event: Event) -> None:
+    def gone(data: memoryview) -> int:
         raise BrokenPipeError
 
-    write = quietly(broken)
-    write(event("step"))
-    write(event("step"))
+    said = SiteLines("site-a", 1, [LineWriter(gone, missing_lines("site-a")), out := io.StringIO()])
+    for step in (1, 2):
+        said(event("step", step=step))
+    assert len(out.getvalue().splitlines()) == 2, "and the log goes on"
 
 
 def test_sizes_are_for_people() -> None:

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
+import errno
 import json
 import math
+import queue
+import resource
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from diloco.launch import eventlog
-from diloco.launch.eventlog import Event, EventLog, read_events
+from diloco.launch.eventlog import Event, EventLog, LineWriter, read_events
 
 WRITER = """
 import sys
@@ -71,11 +76,86 @@ def test_emitting_does_not_wait_for_the_one_who_writes(tmp_path: Path) -> None:
     assert len(read_events(log.path)[0]) == 100
 
 
-def test_a_full_disk_is_kept_as_an_error_and_ends_nothing() -> None:
-    log = EventLog(Path("/dev/full"), "site-a")
-    log.emit("step")
+class Disk:
+    """One that takes so many bytes, and then none before it has ``room`` again."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.taken = room, b""
+
+    def write(self, data: memoryview) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fits = bytes(data[: self.room])
+        self.taken, self.room = self.taken + fits, self.room - len(fits)
+        return len(fits)
+
+
+@pytest.mark.parametrize(("room", "cut"), [(10, ""), (15, "secon\n"), (8, "")])
+def test_what_a_full_disk_refuses_is_counted_and_said_once(room: int, cut: str) -> None:
+    disk = Disk(room)
+    lines = LineWriter(disk.write, lambda count, why: f"{count} lines are missing: {why}\n")
+    for line in ("the first\n", "second\n", "third\n"):
+        lines.write(line)
+    refused = 2 if room > 8 else 3
+    disk.room = 1000
+    for line in ("fourth\n", "fifth\n"):
+        lines.write(line)
+    begin = "the first\n" if room > 8 else "the firs\n"
+    missing = f"{refused} lines are missing: No space left on device\n"
+    assert disk.taken.decode() == f"{begin}{cut}{missing}fourth\nfifth\n"
+
+
+def test_what_is_missing_at_the_end_is_said_if_there_is_room_by_then() -> None:
+    disk = Disk(3)
+    lines = LineWriter(disk.write, lambda count, why: f"{count} lines are missing: {why}\n")
+    lines.write("only\n")
+    disk.room = 4  # Not enough: that it is missing is said whole or again.
+    lines.write("another\n")
+    disk.room = 1000
+    lines.close()
+    assert disk.taken.decode() == "onl\n1 l\n2 lines are missing: No space left on device\n"
+
+
+@contextmanager
+def full(path: Path, room: int) -> Iterator[None]:
+    """As by a disk with so much room left: the kernel takes what fits of a write, and then none."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_the_log_heals_with_the_disk_and_a_line_cut_short_costs_itself_alone(tmp_path: Path) -> None:
+    """The next event was glued to it, and neither could be read."""
+    taken: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    log = EventLog(tmp_path / "events.jsonl", "site-a", also=taken.put)
+    log.emit("step", {"step": 1})
+    assert taken.get(timeout=30)["step"] == 1
+    with full(log.path, room=40):
+        for step in (2, 3, 4):
+            log.emit("step", {"step": step})
+            assert taken.get(timeout=30)["step"] == step, "the terminal goes on"
+    log.emit("step", {"step": 5})
     log.close()
-    assert log.error is not None
+    first, missing, last = read_events(log.path)[0]
+    assert (first["step"], last["step"]) == (1, 5)
+    assert (missing["note"], missing["count"]) == ("events_not_written", 3)
+    assert missing["why"] == "events missing here: 3 (File too large)"
+    assert len(log.path.read_text().splitlines()) == 4, "and the piece of line that there was room for"
+
+
+def test_of_a_line_that_was_cut_and_gone_on_with_only_what_was_cut_is_lost(tmp_path: Path) -> None:
+    """As an earlier release left it, or by another process that shares the file."""
+    path = tmp_path / "events.jsonl"
+    whole = {"at": 2.0, "who": "site-b", "what": "step", "units": {"at": 3}}
+    path.write_text('{"at": 1.0, "who": "site-a", "wh' + json.dumps(whole) + '\n{"at": 1.0, "who": "site-a"')
+    assert read_events(path)[0] == [whole]
+    log = EventLog(path, "site-a")
+    log.emit("connected")
+    log.close()
+    assert [event["what"] for event in read_events(path)[0]] == ["step", "connected"], "a dead process had cut that"
 
 
 def test_a_follower_that_fails_ends_neither_the_log_nor_the_others(tmp_path: Path, logged: list[str]) -> None:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import queue
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,6 +18,7 @@ from diloco.inner.parallel import GroupError
 from diloco.launch import site_rank
 from diloco.launch.config import compose, write
 from diloco.launch.errors import ConfigError, ExitCode, RankLost, VerbError
+from diloco.launch.eventlog import Event
 from diloco.launch.run_dir import SiteDir, held, run_dir_of
 from diloco.launch.site_rank import (
     Place,
@@ -24,9 +27,11 @@ from diloco.launch.site_rank import (
     ending,
     in_words,
     join_group,
+    open_log,
     place_from_environment,
 )
 from diloco.learner.agent import Finished
+from tests.launch.test_eventlog import full
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
@@ -62,6 +67,30 @@ def test_resume_is_what_the_user_said(tmp_path: Path) -> None:
     check_resume(auto, tmp_path)
     with pytest.raises(ConfigError, match="take another run"):
         check_resume(never, tmp_path)
+
+
+def test_a_sites_log_heals_with_the_disk_and_its_terminal_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both were silent for ever behind the first line for which there was no room."""
+    config, file, said = compose(["run.log_every=1"]), tmp_path / "site.log", queue.SimpleQueue[Event]()
+    with ExitStack() as stack:
+        log = open_log(tmp_path / "events.jsonl", file, "site-a", config, stack)
+        log.follow(said.put)
+
+        def steps(*numbers: int) -> None:
+            for step in numbers:
+                log.emit("step", {"step": step})
+                said.get(timeout=30)
+
+        steps(1)
+        with full(file, room=20):
+            steps(2, 3)
+        steps(4)
+    lines = file.read_text().splitlines()
+    assert [line[:25] for line in lines if " v: " in line] == [f"[site-a] step: {step:6d}  lo" for step in (1, 4)]
+    assert "[site-a] lines missing here: 2 (File too large)" in lines
+    assert capsys.readouterr().out.count("step:") == 4
 
 
 @pytest.mark.parametrize(
