@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zlib
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -68,10 +69,15 @@ class Notes:
         whole = 0
         try:
             first, *lines = self._path.read_bytes().splitlines()
-            if json.loads(first) != {"text": self._text}:
+            told = json.loads(first)
+            told.pop("crc32", None)
+            if told != {"text": self._text}:
                 return []
             for line in lines:
                 told = json.loads(line)
+                known = told.pop("crc32", None)  # An earlier release wrote none.
+                if known not in (None, _crc32(told)):
+                    break
                 if "mark" in told:
                     self.mark, whole = told["mark"], len(found)
                     continue
@@ -97,13 +103,17 @@ class Notes:
 
     def _append(self, told: dict[str, object]) -> None:
         with self._path.open("ab") as file:
-            file.write(json.dumps(told).encode() + b"\n")
+            file.write(json.dumps({**told, "crc32": _crc32(told)}).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
     def remove(self) -> None:
         """All is written."""
         self._path.unlink()
+
+
+def _crc32(told: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(told, sort_keys=True).encode())
 
 
 class ShardWriter:

@@ -121,9 +121,13 @@ def _told(config: RunConfig, path: Path) -> Told:
 
     endpoint = config.upstream.endpoint
     assert endpoint is not None
-    known = json.loads(path.read_bytes()) if path.is_file() else None
-    if known is not None and known["endpoint"] == endpoint:
-        return Told(known["run"], known["shared"])
+    try:
+        known = json.loads(path.read_bytes()) if path.is_file() else None
+        if known is not None and known["endpoint"] == endpoint:
+            return Told(known["run"], known["shared"])
+    except (ValueError, LookupError, TypeError) as error:
+        text = f"{path} is damaged: remove it, and the syncer above is asked again"
+        raise VerbError(ExitCode.FAILED, text) from error
     try:
         told = ask(endpoint, connecting.site_security(config), config.site.join_timeout_s)
     except JoinFailed as error:

@@ -12,6 +12,7 @@ on: with a standby that is nothing that a new leader lacks (``replicator``), and
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import secrets
@@ -217,6 +218,8 @@ def remembered(folder: Path, disk: Disk, label: str = "syncer") -> Remembered:
     if not isinstance(plain, dict) or not all(isinstance(plain.get(key), str) for key in ("name", "place")):
         raise LeaseRefusedError(f"{path} cannot be read: remove it if no other process leads the run")
     found = Remembered(plain["name"], plain["place"], home)
+    if plain.get("sha256", _digest(found)) != _digest(found):  # One of an earlier release has none.
+        raise LeaseRefusedError(f"{path} is damaged: remove it if no other process leads the run")
     if plain.get("home", home) == home:
         return _remember(path, found, disk)
     if not found.place:
@@ -294,7 +297,12 @@ def _check_unled(folder: Path) -> None:
 
 
 def _remember(path: Path, found: Remembered, disk: Disk) -> Remembered:
-    text = json.dumps(asdict(found))
-    if not path.exists() or json.loads(path.read_bytes()) != json.loads(text):
-        disk.write_file(path, text.encode(), Step.LEASE_REMEMBER)
+    plain = {**asdict(found), "sha256": _digest(found)}
+    if not path.exists() or json.loads(path.read_bytes()) != plain:
+        disk.write_file(path, json.dumps(plain).encode(), Step.LEASE_REMEMBER)
     return found
+
+
+def _digest(found: Remembered) -> str:
+    """Without ``home``, which an operator may remove."""
+    return hashlib.sha256(f"{found.name}\0{found.place}".encode()).hexdigest()

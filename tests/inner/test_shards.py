@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,19 @@ def test_a_shard_that_is_gone_or_cut_is_written_again_and_all_after_it(tmp_path:
     found, begun = written(tmp_path)
     assert found == wanted
     assert 0 < begun < len(DOCUMENTS)
+
+
+def test_a_note_with_a_flipped_bit_is_not_believed(tmp_path: Path) -> None:
+    """The text went on with another document, and nothing said so."""
+    wanted, _ = written(tmp_path)
+    first, second, *rest = (tmp_path / NOTES).read_text().splitlines(keepends=True)
+    for flipped in (second.replace('"documents": 3', '"documents": 2'), second.replace('"crc32": ', '"crc32": 1')):
+        assert flipped != second
+        (tmp_path / NOTES).write_text("".join([first, flipped, *rest]))
+        assert written(tmp_path) == (wanted, 0)
+    plain = [{key: value for key, value in json.loads(line).items() if key != "crc32"} for line in (first, second)]
+    (tmp_path / NOTES).write_text("".join(json.dumps(each) + "\n" for each in plain))
+    assert written(tmp_path)[1] > 0, "those of the release before are read"
 
 
 def test_what_is_behind_the_last_mark_is_written_again(tmp_path: Path) -> None:

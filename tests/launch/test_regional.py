@@ -135,6 +135,9 @@ def test_what_the_one_above_told_is_kept_for_when_it_is_away(tmp_path: Path) -> 
         assert (made._options.up_codec, made._options.in_flight_max) == ("int8", 3)
         assert made._agreement.shared["outer.lr"] == "0.3"
         assert made._options.folder == str(data / FOLDER)
+    (data / FOLDER / "run.json").write_text('{"endpoinu": "')
+    with pytest.raises(VerbError, match=r"run\.json is damaged: remove it, and the syncer above is asked again"):
+        speaker(config, data)
     shutil.rmtree(data)
     with pytest.raises(VerbError, match="does not say what its run is") as refused:
         speaker(config, data)

@@ -178,6 +178,10 @@ def test_a_folder_has_one_name_for_ever_and_no_two_have_the_same(tmp_path: Path)
     assert first == remembered(tmp_path / "one", PLAIN_DISK, "another label")
     assert first.name.startswith("a-host--folder--")
     assert remembered(tmp_path / "two", PLAIN_DISK, "a host:/folder!").name != first.name
+    path = tmp_path / "one" / REMEMBERED
+    path.write_text(path.read_text().replace("a-host", "a-hosu"))
+    with pytest.raises(LeaseRefusedError, match=r"leadership\.json is damaged: remove it if no other process leads"):
+        remembered(tmp_path / "one", PLAIN_DISK)
     (tmp_path / "one" / REMEMBERED).write_text("{")
     with pytest.raises(LeaseRefusedError, match=r"leadership\.json cannot be read"):
         remembered(tmp_path / "one", PLAIN_DISK)
