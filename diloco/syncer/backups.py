@@ -189,15 +189,13 @@ class Backups:
 
     def _once(self) -> None:
         began = time.monotonic()
-        kept = Kept(self._folder)
-        newest = kept.points()[-1]
-        if NAME.format(*_reach(newest, kept.segments(newest.segment))) == self._last:
-            self._good_s = began  # Nothing has happened: the last one is as good as another.
-            return
         for died in self._vault.leftovers(self._run_id):  # First, so that failures do not gather.
             self._vault.drop(self._run_id, died)
+        there = self._vault.names(self._run_id)
         name, facts = back_up(self._folder, self._vault, self._damaged)
         self._good_s, self._last = began, name
+        if name in there:
+            return  # Nothing has happened since it was made.
         self._prune()
         size = sum(each.bytes for each in facts.files.values())
         seconds = round(time.monotonic() - began, 3)

@@ -168,6 +168,18 @@ def test_the_newest_survives_and_is_taken_whatever_the_clock_says(
     desk.close()
 
 
+def test_the_last_one_is_made_again_when_it_is_gone(tmp_path: Path) -> None:
+    desk, events = run(tmp_path / "run"), Events()
+    backups = Backups(BackupOptions(url=str(tmp_path / "vault")), tmp_path / "run", RUN, events.emit)
+    for made in (1, 1, 2, 2):
+        if made > len(events.of("backup")) > 0:
+            backups._vault.drop(RUN, str(backups.status()["last"]))
+        backups._once()
+        assert len(events.of("backup")) == made
+        assert backups._vault.names(RUN) == [backups.status()["last"]]
+    desk.close()
+
+
 def as_before(vault: Path, name: str, at: str) -> None:
     """What the release before would have left: named by wall time, without a digest of its marker."""
     marker = vault / RUN / name / "backup.json"
