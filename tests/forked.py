@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import multiprocessing
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -48,9 +49,18 @@ def forkserver() -> ForkServerContext:
 class ForkedVerb:
     """``python -m diloco ARGUMENTS`` without the seconds of its imports; it is spoken to like a ``Popen``."""
 
-    def __init__(self, arguments: list[str], cwd: Path, out: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        cwd: Path,
+        out: Path,
+        environment: Mapping[str, str],
+        open_files: tuple[int, int] | None = None,
+    ) -> None:
+        """``open_files`` are the soft and the hard limit with which it begins."""
         self.arguments = arguments
-        self._process = forkserver().Process(target=_run_verb, args=(arguments, cwd, out, dict(environment)))
+        begins = (arguments, cwd, out, dict(environment), open_files)
+        self._process = forkserver().Process(target=_run_verb, args=begins)
         self._process.start()
 
     @property
@@ -75,8 +85,12 @@ class ForkedVerb:
         self._process.kill()
 
 
-def _run_verb(arguments: list[str], cwd: Path, out: Path, environment: dict[str, str]) -> None:
+def _run_verb(
+    arguments: list[str], cwd: Path, out: Path, environment: dict[str, str], open_files: tuple[int, int] | None
+) -> None:
     os.setsid()
+    if open_files is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, open_files)
     os.chdir(cwd)
     with out.open("ab") as file:
         for number in (1, 2):

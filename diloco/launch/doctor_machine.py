@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import diloco
 from diloco.codec import kernel_library
+from diloco.launch import open_files
 from diloco.launch.findings import Finding, fail, ok, warn
 from diloco.sync.links import WINDOW_SHARE_PERCENT, channels_for
 
@@ -103,16 +104,14 @@ def kernels() -> list[Finding]:
 
 def limits() -> list[Finding]:
     """Of the process."""
-    if sys.platform == "win32":
-        return [ok("limits", f"{platform.system()}: its limits are not looked at")]
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    told = "no bound" if soft == resource.RLIM_INFINITY else f"at most {soft}"
-    if soft != resource.RLIM_INFINITY and soft < FILES_MIN:
-        enough = "no bound" if hard == resource.RLIM_INFINITY else hard
-        return [warn("limits", f"open files: {told}", f"ulimit -n {FILES_MIN} (this user may: {enough})", files=soft)]
-    return [ok("limits", f"open files: {told}", files=soft)]
+    soft, hard = open_files.limits()
+    told = "no bound" if soft == sys.maxsize else f"at most {soft}"
+    if soft < (raised := min(hard, open_files.WANTED)):
+        told = f"{told}, which syncer, standby, site and up raise to {raised}"
+    if hard < FILES_MIN:
+        remedy = f"raise the hard limit to {FILES_MIN} or more (LimitNOFILE= of the service, limits.conf of the user)"
+        return [warn("limits", f"open files: {told}", remedy, files=soft, files_hard=hard)]
+    return [ok("limits", f"open files: {told}", files=soft, files_hard=hard)]
 
 
 def kernel(link: LinkFigures | None, root: Path = Path("/proc/sys/net")) -> list[Finding]:

@@ -13,6 +13,7 @@ from diloco.launch.arguments import goes_on, limit_threads, load_config, setting
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.machines import check_machines
 from diloco.launch.memory_folder import check_memory_folder, memory_cleared
+from diloco.launch.open_files import raise_limit
 from diloco.launch.placing import towards
 from diloco.launch.ranks import Ranks, ending_of_ranks, forget_ending, tell_speaker
 from diloco.launch.run_dir import held, run_dir_of
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     check_identity(config)
     folder = run_dir_of(config).site(config.site.id)
     limit_threads(config.site.threads, deterministic=config.inner.deterministic)
+    raise_limit()
     _check(config)
     with ExitStack() as stack:
         if place is None or place.rank == 0:

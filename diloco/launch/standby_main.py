@@ -15,6 +15,7 @@ from diloco.launch.arming import disk_from_environment
 from diloco.launch.console import identity_lines, lines_to
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import EventLog
+from diloco.launch.open_files import raise_limit
 from diloco.launch.placing import syncer_dir
 from diloco.launch.status_main import standby_line, syncer_address
 from diloco.launch.stopping import Stopping
@@ -141,6 +142,7 @@ def _follow(given: argparse.Namespace) -> ExitCode:
         raise ConfigError("run.name is null: give the name that `diloco syncer` printed")
     limit_threads(1)  # Of one operation: a round is spread over threads by ranges.
     limit_arenas()
+    raise_limit()
     run_dir = syncer_dir(config)
     config = goes_on(config, run_dir.config, given)
 

@@ -16,6 +16,7 @@ from diloco.launch.arguments import goes_on, limit_threads, load_config, setting
 from diloco.launch.arming import disk_from_environment
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.lasting import keep_what_is_loaded
+from diloco.launch.open_files import raise_limit
 from diloco.launch.placing import BETWEEN, at, has_several, syncer_dir
 from diloco.launch.run_dir import RunDir, name_run, run_dir_of
 from diloco.launch.stopping import Stopping
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     config = load_config(given)
     limit_threads(1)  # Of one operation: a round is spread over threads by ranges.
     limit_arenas()
+    raise_limit()
     name_run(config)
     run_dir = syncer_dir(config)
     _check_resume(config, run_dir)

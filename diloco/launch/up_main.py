@@ -17,6 +17,7 @@ from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import EventLog
 from diloco.launch.history import RunHistory
 from diloco.launch.memory_folder import check_memory_folder, clear_memory
+from diloco.launch.open_files import raise_limit
 from diloco.launch.placing import BETWEEN, is_syncer, syncer_dirs, syncer_name
 from diloco.launch.report import rebuild
 from diloco.launch.run_dir import LATEST, RunDir, name_run, point_latest, run_dir_of
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
     # Taken first: how many threads this process may use is not for the children.
     environment = child_environment(os.environ)
     limit_threads(1)
+    raise_limit()
     check(config)
     steps = scenario_of(config)
 

@@ -49,8 +49,9 @@ class Verb:
         module: str = "diloco",
         source: Path = ROOT,
         kill_at: str = "",
+        open_files: tuple[int, int] | None = None,
     ) -> None:
-        """``kill_at`` is where it kills itself (``diloco/launch/arming.py``)."""
+        """``kill_at`` is where it kills itself (``diloco/launch/arming.py``), ``open_files`` its limits of them."""
         self.name = name
         self.out = folder / f"{name}.out"
         environment = {
@@ -62,7 +63,7 @@ class Verb:
         }
         self.process: subprocess.Popen[bytes] | ForkedVerb
         if (module, source) == ("diloco", ROOT):
-            self.process = ForkedVerb(arguments, folder, self.out, environment)
+            self.process = ForkedVerb(arguments, folder, self.out, environment, open_files)
             return
         with self.out.open("ab") as out:
             self.process = subprocess.Popen(
@@ -100,6 +101,8 @@ class Place:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.verbs: list[Verb] = []
+        self.open_files: tuple[int, int] | None = None
+        """The limits, soft and hard, of verbs that start from now on; None: those of the tests."""
         text = folder / "text"
         text.mkdir()
         for number in range(24):
@@ -108,7 +111,7 @@ class Place:
 
     def start(self, name: str, *arguments: str, source: Path = ROOT, kill_at: str = "") -> Verb:
         """One verb of the program whose code lies in ``source``."""
-        verb = Verb(self.folder, name, list(arguments), source=source, kill_at=kill_at)
+        verb = Verb(self.folder, name, list(arguments), source=source, kill_at=kill_at, open_files=self.open_files)
         self.verbs.append(verb)
         return verb
 

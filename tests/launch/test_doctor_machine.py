@@ -122,8 +122,12 @@ def test_kernels_that_are_not_compiled_are_a_warning(monkeypatch: pytest.MonkeyP
 
 
 def test_few_open_files_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resource.getrlimit", lambda which: (256, 4096))
-    assert limits()[0].line() == "warn  limits      open files: at most 256 -> ulimit -n 1024 (this user may: 4096)"
+    monkeypatch.setattr("resource.getrlimit", lambda which: (256, 512))
+    told = "open files: at most 256, which syncer, standby, site and up raise to 512"
+    assert limits()[0].line().startswith(f"warn  limits      {told} -> raise the hard limit to 1024 or more")
+    monkeypatch.setattr("resource.getrlimit", lambda which: (1024, 1_000_000))
+    told = "open files: at most 1024, which syncer, standby, site and up raise to 65536"
+    assert limits()[0].line() == f"ok    limits      {told}"
 
 
 @pytest.mark.parametrize(
