@@ -86,6 +86,8 @@ def identity_lines(out: Lines) -> Callable[[Event], None]:
     def write(event: Event) -> None:
         if event["what"] == "note" and event.get("note") == "identity":
             out.write(f"who may come in: {event.get('why')}\n")
+        elif event["what"] == "note" and event.get("note") == "crowded":
+            out.write(f"crowded: {event.get('why')}\n")
 
     return write
 

@@ -10,23 +10,32 @@ writes into the run's events; and of tokens saved, which is what ``diloco_wan_ra
 ``diloco_wan_bytes_total``.
 
 Labels are ``site``, ``state``, ``outcome``, ``direction``, ``kind`` and ``code``, whose values are few; none is a
-tensor, a round or a rank.  The page asks nobody who they are, so it listens on loopback unless a host is given.
+tensor, a round or a rank.  The page asks nobody who they are, so it listens on loopback unless a host is given, and
+bounds what its callers can take up: connections, of which a silent one makes room for the next, pages that are made at
+once, and the time of either.
 """
 
 from __future__ import annotations
 
+import logging
+import socket
+import socketserver
+import sys
 import threading
 from bisect import bisect_left
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, MetricsHandler
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
 from diloco import __version__
 from diloco.launch.errors import ConfigError
 from diloco.sync.agreement import PROTOCOL
+from diloco.wire.gates import Gate, TurnedAway, WaitingRoom
+from diloco.wire.messages import Refusal
+from diloco.wire.stall import StallWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +52,14 @@ LINKS = (
     ("link_down_bytes_per_second", "down_bytes_per_s", 1.0, "Rate at which versions were carried to it lately."),
 )
 """What a site has measured of its link, on its own page and on the syncer's."""
+CONNECTIONS_MAX = 32
+"""Of one page, open at once."""
+SILENT_MAX = 8
+"""Of them, those that have not said yet what they want; one more sends away who has waited longest."""
+PAGES_MAX = 8
+"""Made and sent at once; half of them for one address."""
+REQUEST_S = 5.0
+ANSWER_S = 15.0
 VERSIONS = (0.0, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0)
 
 
@@ -124,9 +141,98 @@ def host_and_port(key: str, text: str) -> tuple[str, int]:
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
+class _Handler(MetricsHandler):
+    """One connection: a request, its page, the end."""
+
+    server: _Server
+
+    def handle(self) -> None:
+        """Read the request within its time, and answer it."""
+        with ExitStack() as self._silent, self.server.stalls.guard(REQUEST_S, self._hang_up) as self._guard:
+            self._silent.enter_context(self.server.silent.enter(self.client_address[0], self._hang_up))
+            super().handle()
+
+    def do_GET(self) -> None:  # noqa: N802 — the name that http.server wants
+        """The page, or 503 with a time to come back."""
+        self._silent.close()
+        self._guard.limit(ANSWER_S)
+        try:
+            with self.server.pages.enter(self.client_address[0]):
+                super().do_GET()
+        except Refusal:
+            self.server.turned_away.add(f"the latest, from {self.client_address[0]}, when {PAGES_MAX} pages were made")
+            body = b"too many pages are being made at once: come back in a second\n"
+            self.send_response(503)
+            self.send_header("Retry-After", "1")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    def _hang_up(self) -> None:
+        """From another thread: this one reads the end of the connection, or cannot write to it."""
+        self.server.turned_away.add(f"the latest, from {self.client_address[0]}, was silent or slow")
+        try:
+            self.connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # It is over already.
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    """Listens for those who want the page."""
+
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry, tell: Callable[[str], None]) -> None:
+        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        self.stalls = StallWatch("stalls-metrics")
+        self.silent = WaitingRoom(SILENT_MAX)
+        self.pages = Gate("page of metrics", PAGES_MAX, PAGES_MAX // 2, pushback_ms=1000)
+        self.turned_away = TurnedAway(tell)
+        self._places = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        super().__init__((host, port), _Handler.factory(registry))
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether there is a place for one more connection; where there is none it ends at once."""
+        if self._places.acquire(blocking=False):
+            return True
+        self.turned_away.add(f"the latest, from {client_address[0]}, when {CONNECTIONS_MAX} were open")
+        return False
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """In the connection's own thread, to its end."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A peer that went away is no error of ours."""
+        if not isinstance(sys.exception(), OSError | ValueError):
+            logging.getLogger(__name__).exception("a page of metrics could not be made")
+
+    def service_actions(self) -> None:
+        """Twice a second, and after each connection."""
+        self.turned_away.tell()
+
+    def server_close(self) -> None:
+        """Listen no more."""
+        super().server_close()
+        self.stalls.close()
+
+
 @contextmanager
-def page_at(key: str, text: str, families: Callable[[], Iterator[Metric]]) -> Iterator[str]:
-    """Serve a page at ``text`` while the context lasts; gives its address, or nothing for an empty ``text``."""
+def page_at(
+    key: str,
+    text: str,
+    families: Callable[[], Iterator[Metric]],
+    emit: Callable[[str, dict[str, object]], None] = lambda what, fields: None,
+) -> Iterator[str]:
+    """Serve a page at ``text`` while the context lasts; gives its address, or nothing for an empty ``text``.
+
+    ``emit`` is told when connections were hung up on, once a minute at most.
+    """
     if not text:
         yield ""
         return
@@ -134,11 +240,13 @@ def page_at(key: str, text: str, families: Callable[[], Iterator[Metric]]) -> It
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Page(families))
     try:
-        server, thread = start_http_server(port, host, registry)
+        server = _Server(host, port, registry, lambda why: emit("note", {"note": "crowded", "why": f"{key}: {why}"}))
     except OSError as error:
         raise ConfigError(f"{key} is {text!r}: it cannot be listened at: {error.strerror or error}") from error
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
     try:
-        yield f"http://{host}:{server.server_port}/metrics"
+        yield f"http://{host}:{server.server_address[1]}/metrics"
     finally:
         server.shutdown()
         server.server_close()

@@ -293,7 +293,7 @@ def _show_metrics(config: RunConfig, folder: SiteDir, log: EventLog, stack: Exit
     numels = [fragment.numel for fragment in build.whole_layout(config).fragments]
     metrics = SiteMetrics(config, numels, folder.checkpoints)
     log.follow(metrics.take)
-    address = stack.enter_context(page_at("site.metrics", config.site.metrics, metrics.families))
+    address = stack.enter_context(page_at("site.metrics", config.site.metrics, metrics.families, log.emit))
     if address:
         log.emit("metrics", {"address": address})
 

@@ -182,7 +182,7 @@ def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
     try:
         with (
             Stopping("the standby stops; the syncer says what it waits for") as stopping,
-            page_at("cluster.syncer.metrics", config.cluster.syncer.metrics, metrics.families) as page,
+            page_at("cluster.syncer.metrics", config.cluster.syncer.metrics, metrics.families, log.emit) as page,
         ):
             stopping.ask(lambda: None)
             address = standing.start()

@@ -139,7 +139,8 @@ def serve(
     )
     metrics = SyncerMetrics(config, syncer.status)
     log.follow(metrics.take)
-    page = stack.enter_context(page_at("cluster.syncer.metrics", config.cluster.syncer.metrics, metrics.families))
+    where = ("cluster.syncer.metrics", config.cluster.syncer.metrics)
+    page = stack.enter_context(page_at(*where, metrics.families, log.emit))
     hands_over = "the syncer stops, and the sites train on until another takes its place"
     stopping = stack.enter_context(Stopping("a last round, then the syncer stops", hands_over))
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _SUPERSEDE_S = 2.0
+_TELL_EVERY_S = 60.0
 
 
 class Counters:
@@ -30,6 +32,32 @@ class Counters:
         """A copy, by name."""
         with self._lock:
             return dict(sorted(self._totals.items()))
+
+
+class TurnedAway:
+    """Counts who was turned away; tells of it at once, and then once a minute while there are more."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._count = self._told = 0
+        self._why = ""
+        self._quiet_until_s = 0.0
+
+    def add(self, why: str, count: int = 1) -> None:
+        """Count; ``why`` goes out with the next word."""
+        with self._lock:
+            self._count += count
+            self._why = why
+
+    def tell(self) -> None:
+        """To be called now and then, from one thread."""
+        with self._lock:
+            count, why, now_s = self._count, self._why, time.monotonic()
+            if count == self._told or now_s < self._quiet_until_s:
+                return
+            self._told, self._quiet_until_s = count, now_s + _TELL_EVERY_S
+        self._tell(f"{count} connections were hung up on so far: {why}")
 
 
 class Gate:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
@@ -10,6 +13,7 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from diloco.launch import metrics
 from diloco.launch.config import compose
 from diloco.launch.errors import ConfigError
 from diloco.launch.metrics import Spread, about, counter, gauge, histogram, host_and_port, page_at
@@ -46,6 +50,78 @@ def test_a_page_is_what_prometheus_reads_and_escapes_what_it_must() -> None:
         assert not [name for name in page if not name.startswith("diloco_")], "nothing of the process is on it"
     with pytest.raises(OSError):  # noqa: PT011 — whichever way the system says that nobody listens
         read(address)
+
+
+def dialled(address: str, count: int) -> list[socket.socket]:
+    host, _, port = address.removeprefix("http://").removesuffix("/metrics").rpartition(":")
+    return [socket.create_connection((host, int(port)), timeout=20) for _ in range(count)]
+
+
+def is_over(connection: socket.socket, timeout_s: float) -> bool:
+    connection.settimeout(timeout_s)
+    try:
+        return connection.recv(1) == b""
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
+def test_silent_connections_make_room_and_a_scrape_is_answered_all_the_same() -> None:
+    told: list[dict[str, object]] = []
+    with page_at("site.metrics", "0", some, lambda what, fields: told.append({"what": what, **fields})) as address:
+        silent = dialled(address, 3 * metrics.CONNECTIONS_MAX)
+        assert "diloco_a" in read(address)
+        left = [each for each in silent if not is_over(each, 0.05)]
+        assert len(left) <= metrics.SILENT_MAX
+        assert "diloco_a" in read(address)
+        (note,) = told
+        assert (note["what"], note["note"]) == ("note", "crowded")
+        assert "site.metrics: " in str(note["why"])
+        assert "connections were hung up on so far" in str(note["why"])
+        for each in silent:
+            each.close()
+
+
+def test_who_sends_a_byte_now_and_then_is_hung_up_on_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "REQUEST_S", 0.3)
+    with page_at("site.metrics", "0", some) as address:
+        (slow,) = dialled(address, 1)
+        for byte in b"GET /metrics HTTP/1.1\r\n":
+            try:
+                slow.sendall(bytes([byte]))
+            except OSError:
+                break
+            if is_over(slow, 0.1):
+                break
+        else:
+            pytest.fail("it was listened to for ever")
+        slow.close()
+
+
+def test_one_page_too_many_is_told_to_come_back() -> None:
+    making, made = threading.Event(), threading.Event()
+
+    def slow() -> Iterator[Metric]:
+        making.set()
+        made.wait(20)
+        yield gauge("a", "A gauge.", {(): 1.0})
+
+    with page_at("site.metrics", "0", slow) as address:
+        asked = dialled(address, metrics.PAGES_MAX // 2)
+        for each in asked:
+            each.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert making.wait(20)
+        time.sleep(0.2)  # For the others, whose pages wait for the first.
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(address, timeout=20)
+        with caught.value as refused:
+            assert (refused.code, refused.headers["Retry-After"]) == (503, "1")
+            assert b"come back" in refused.read()
+        made.set()
+        assert all(each.recv(8) == b"HTTP/1.0" for each in asked)
+        for each in asked:
+            each.close()
 
 
 def test_no_page_is_served_unless_one_is_asked_for() -> None:
