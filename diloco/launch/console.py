@@ -81,7 +81,7 @@ def missing_lines(who: str) -> Callable[[int, str], str]:
 
 
 def identity_lines(out: Lines) -> Callable[[Event], None]:
-    """Writes to ``out`` what changes about who may come in, and which file that says so cannot be used."""
+    """Writes to ``out`` what changes about who may come in, and that connections were hung up on."""
 
     def write(event: Event) -> None:
         if event["what"] == "note" and event.get("note") == "identity":

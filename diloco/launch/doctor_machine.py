@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import diloco
+from diloco import open_files
 from diloco.codec import kernel_library
-from diloco.launch import open_files
 from diloco.launch.findings import Finding, fail, ok, warn
 from diloco.sync.links import WINDOW_SHARE_PERCENT, channels_for
 

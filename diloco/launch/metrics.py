@@ -160,7 +160,7 @@ class _Handler(MetricsHandler):
             with self.server.pages.enter(self.client_address[0]):
                 super().do_GET()
         except Refusal:
-            self.server.turned_away.add(f"the latest, from {self.client_address[0]}, when {PAGES_MAX} pages were made")
+            self.server.turned_away.add(f"the latest from {self.client_address[0]}, when {PAGES_MAX} pages were made")
             body = b"too many pages are being made at once: come back in a second\n"
             self.send_response(503)
             self.send_header("Retry-After", "1")
@@ -170,7 +170,7 @@ class _Handler(MetricsHandler):
 
     def _hang_up(self) -> None:
         """From another thread: this one reads the end of the connection, or cannot write to it."""
-        self.server.turned_away.add(f"the latest, from {self.client_address[0]}, was silent or slow")
+        self.server.turned_away.add(f"the latest from {self.client_address[0]}, was silent or slow")
         try:
             self.connection.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -197,7 +197,7 @@ class _Server(socketserver.ThreadingTCPServer):
         """Whether there is a place for one more connection; where there is none it ends at once."""
         if self._places.acquire(blocking=False):
             return True
-        self.turned_away.add(f"the latest, from {client_address[0]}, when {CONNECTIONS_MAX} were open")
+        self.turned_away.add(f"the latest from {client_address[0]}, when {CONNECTIONS_MAX} were open")
         return False
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:

@@ -13,13 +13,13 @@ from diloco.launch.arguments import goes_on, limit_threads, load_config, setting
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.machines import check_machines
 from diloco.launch.memory_folder import check_memory_folder, memory_cleared
-from diloco.launch.open_files import raise_limit
 from diloco.launch.placing import towards
 from diloco.launch.ranks import Ranks, ending_of_ranks, forget_ending, tell_speaker
 from diloco.launch.run_dir import held, run_dir_of
 from diloco.launch.site_machines import Another, First
 from diloco.launch.site_rank import Place, has_ended, place_from_environment, run_rank
 from diloco.launch.stopping import Stopping
+from diloco.open_files import raise_limit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

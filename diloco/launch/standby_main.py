@@ -15,12 +15,12 @@ from diloco.launch.arming import disk_from_environment
 from diloco.launch.console import identity_lines, lines_to
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import EventLog
-from diloco.launch.open_files import raise_limit
 from diloco.launch.placing import syncer_dir
 from diloco.launch.status_main import standby_line, syncer_address
 from diloco.launch.stopping import Stopping
 from diloco.launch.syncer_log import syncer_log
 from diloco.launch.syncer_main import FROM_SETTINGS, again, said, serve, write_config
+from diloco.open_files import raise_limit
 
 if TYPE_CHECKING:
     import argparse
@@ -242,6 +242,6 @@ def _standing_by(config: RunConfig, log: EventLog) -> StandingBy:
         primary,
         connecting.server_options(config),
         connecting.syncer_security(config),
-        lambda text: log.emit("note", {"note": "identity", "why": text}),
+        lambda what, why: log.emit("note", {"note": what, "why": why}),
         replicating.lease(config, disk),
     )

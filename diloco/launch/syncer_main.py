@@ -16,11 +16,11 @@ from diloco.launch.arguments import goes_on, limit_threads, load_config, setting
 from diloco.launch.arming import disk_from_environment
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.lasting import keep_what_is_loaded
-from diloco.launch.open_files import raise_limit
 from diloco.launch.placing import BETWEEN, at, has_several, syncer_dir
 from diloco.launch.run_dir import RunDir, name_run, run_dir_of
 from diloco.launch.stopping import Stopping
 from diloco.launch.syncer_log import syncer_log
+from diloco.open_files import raise_limit
 
 if TYPE_CHECKING:
     import argparse

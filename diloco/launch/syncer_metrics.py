@@ -239,6 +239,8 @@ def _of_calls(calls: Mapping[str, int]) -> Iterator[Metric]:
     yield counter("calls_refused", "Calls refused, by gRPC's code.", refused, "code")
     yield counter("calls_failed", "Calls that met a defect of the syncer.", {(): calls.get("internal", 0)})
     yield counter("calls_broken_off", "Streams whose other end went away.", {(): calls.get("broken_off", 0)})
+    meaning = "Connections without a call under way that had to make room for others."
+    yield counter("connections_hung_up", meaning, {(): calls.get("hung_up", 0)})
     moved = {("up",): calls.get("payload_bytes_in", 0), ("down",): calls.get("payload_bytes_out", 0)}
     yield counter("syncer_payload_bytes", "Payload that came from sites (up) and went to them.", moved, "direction")
 

@@ -17,7 +17,6 @@ from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.eventlog import EventLog
 from diloco.launch.history import RunHistory
 from diloco.launch.memory_folder import check_memory_folder, clear_memory
-from diloco.launch.open_files import raise_limit
 from diloco.launch.placing import BETWEEN, is_syncer, syncer_dirs, syncer_name
 from diloco.launch.report import rebuild
 from diloco.launch.run_dir import LATEST, RunDir, name_run, point_latest, run_dir_of
@@ -29,6 +28,7 @@ from diloco.launch.up import EVAL, Outcome, Up, UpOptions, children_of, not_play
 from diloco.launch.up_syncers import OneSyncer, link_name, syncers_of
 from diloco.launch.up_syncers import check as check_syncers
 from diloco.launch.view import Facts, make_view
+from diloco.open_files import raise_limit
 from diloco.wan.process import RelayProcess
 
 if TYPE_CHECKING:

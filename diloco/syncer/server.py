@@ -193,7 +193,7 @@ class Syncer:
             self.api,
             self.network,
             self._security,
-            lambda text: self._emit("note", {"note": "identity", "why": text}),
+            lambda what, why: self._emit("note", {"note": what, "why": why}),
             self.replicator if self.options.replication.mode != "off" else None,
             ready=False,
         )

@@ -34,10 +34,10 @@ class StandingBy:
         primary: str,
         network: ServerOptions,
         security: SecurityOptions,
-        note: Callable[[str], None] = lambda text: None,
+        note: Callable[[str, str], None] = lambda what, why: None,
         lease: Lease | None = None,
     ) -> None:
-        """``note`` is told what changes about who may come in."""
+        """``note`` is told what the server says of who may come in (``wire.server.serve``)."""
         self.standby = standby
         self._succession = Succession(standby, lease, lambda: self.api.promoted.set())
         self.api = StandbyApi(standby, primary, self._succession)

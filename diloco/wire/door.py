@@ -26,6 +26,7 @@ from diloco.wire.probing import PROBES_BURST_S, PROBES_PER_S
 from diloco.wire.rates import Rates
 
 if TYPE_CHECKING:
+    from diloco.wire.connections import Connections
     from diloco.wire.gates import Counters
     from diloco.wire.identity import Authenticator
     from diloco.wire.messages import PushHeader
@@ -46,10 +47,13 @@ class _Inside:
 class Door:
     """The one place that lets callers in, and the one that puts them out when what they showed is good no more."""
 
-    def __init__(self, authenticator: Authenticator, options: ServerOptions, counters: Counters) -> None:
+    def __init__(
+        self, authenticator: Authenticator, options: ServerOptions, counters: Counters, connections: Connections
+    ) -> None:
         self._authenticator = authenticator
         self._options = options
         self._counters = counters
+        self._connections = connections
         self._lock = threading.Lock()
         self._inside: dict[str, set[_Inside]] = {}
         self._calls = Rates(burst_s=2.0, least=1.0)
@@ -76,7 +80,7 @@ class Door:
             raise
         caller = identity.caller(context)
         entry = _Inside(method, context.cancel)
-        with self._place(caller, entry):
+        with self._connections.calling(context.peer()), self._place(caller, entry):
             self._wait_for_turn(caller, identity.grant.calls_per_s or self._options.calls_per_s)
             identity.check_role(method)
             entry.identity = identity

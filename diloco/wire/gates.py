@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _SUPERSEDE_S = 2.0
 _TELL_EVERY_S = 60.0
+_GATHER_S = 1.0
 
 
 class Counters:
@@ -35,18 +36,20 @@ class Counters:
 
 
 class TurnedAway:
-    """Counts who was turned away; tells of it at once, and then once a minute while there are more."""
+    """Counts who was turned away; tells of it a second after the first, and then once a minute while there are more."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
         self._lock = threading.Lock()
         self._count = self._told = 0
         self._why = ""
-        self._quiet_until_s = 0.0
+        self._told_s, self._due_s = -_TELL_EVERY_S, 0.0
 
     def add(self, why: str, count: int = 1) -> None:
-        """Count; ``why`` goes out with the next word."""
+        """Count; ``why`` is the latest, and goes out with the next word."""
         with self._lock:
+            if self._count == self._told:
+                self._due_s = max(time.monotonic() + _GATHER_S, self._told_s + _TELL_EVERY_S)
             self._count += count
             self._why = why
 
@@ -54,10 +57,10 @@ class TurnedAway:
         """To be called now and then, from one thread."""
         with self._lock:
             count, why, now_s = self._count, self._why, time.monotonic()
-            if count == self._told or now_s < self._quiet_until_s:
+            if count == self._told or now_s < self._due_s:
                 return
-            self._told, self._quiet_until_s = count, now_s + _TELL_EVERY_S
-        self._tell(f"{count} connections were hung up on so far: {why}")
+            self._told, self._told_s = count, now_s
+        self._tell(f"connections hung up on so far: {count}; {why}")
 
 
 class Gate:

@@ -10,6 +10,7 @@ import grpc
 
 from diloco.wire.admin import AdminHandlers
 from diloco.wire.arrivals import Arrivals
+from diloco.wire.connections import Connections, places
 from diloco.wire.door import Door
 from diloco.wire.following import FollowHandlers
 from diloco.wire.gates import Counters, OneAtATime
@@ -41,6 +42,7 @@ class RunningServer:
         counters: Counters,
         stopping: threading.Event,
         keeper: Keeper,
+        connections: Connections,
     ) -> None:
         self.address = address
         self._server = server
@@ -50,6 +52,7 @@ class RunningServer:
         self._counters = counters
         self._stopping = stopping
         self._keeper = keeper
+        self._connections = connections
 
     def counters(self) -> dict[str, int]:
         """Totals since the start: refusals by status, payload bytes, streams that broke off, defects (``internal``)."""
@@ -71,18 +74,22 @@ class RunningServer:
         self._threads.shutdown(wait=False)
         self._stalls.close()
         self._keeper.close()
+        self._connections.close()
 
 
 def serve(
     api: SyncerApi,
     options: ServerOptions,
     security: SecurityOptions | None = None,
-    note: Callable[[str], None] = lambda text: None,
+    note: Callable[[str, str], None] = lambda what, why: None,
     following: Following | None = None,
     *,
     ready: bool = True,
 ) -> RunningServer:
-    """Listen at ``options.address`` and answer from now on; ``note`` is told what changes about who may come in.
+    """Listen at ``options.address`` and answer from now on.
+
+    ``note`` is told what changes about who may come in (``identity``), and that connections were hung up on, once a
+    minute at most (``crowded``).
 
     ``ready`` is what the health service says of the run until ``RunningServer.ready`` says otherwise.  Standbys are
     served where there is somebody who does that (``following``).
@@ -96,10 +103,12 @@ def serve(
     counters = Counters()
     stopping = threading.Event()
     stalls = StallWatch("stalls-syncer")
-    door = Door(authenticator, options, counters)
+    connections_max = places(options)
+    connections = Connections(connections_max, counters, lambda why: note("crowded", why))
+    door = Door(authenticator, options, counters, connections)
     arrivals = Arrivals(door, stalls, options)
     threads = ThreadPoolExecutor(max_workers=options.calls_max, thread_name_prefix="syncer-rpc")
-    arguments = options.channel_arguments()
+    arguments = [*options.channel_arguments(), ("grpc.max_allowed_incoming_connections", connections_max)]
     if security.require_client_cert:
         arguments.append(("grpc.max_connection_age_ms", int(options.connection_age_s * 1000)))
     server = grpc.server(
@@ -120,8 +129,10 @@ def serve(
     server.start()
     standard.serving(ready)
     watched = [*authenticator.watched, *([certificate.watched] if certificate is not None else [])]
-    keeper = Keeper(watched, door, note, stopping)
-    return RunningServer(server, threads, address, standard, stalls, counters, stopping, keeper)
+    keeper = Keeper(watched, door, lambda why: note("identity", why), stopping)
+    if not address.startswith("unix:"):
+        connections.watch(int(address.rpartition(":")[2]))
+    return RunningServer(server, threads, address, standard, stalls, counters, stopping, keeper, connections)
 
 
 def _bind(server: Any, address: str, credentials: Any) -> str:

@@ -11,6 +11,7 @@ import grpc
 from diloco.wire.admin import AdminHandlers
 from diloco.wire.arrivals import Arrivals
 from diloco.wire.calls import ADMIN_SERVICE, SYNC_SERVICE
+from diloco.wire.connections import Connections
 from diloco.wire.convert_bulk import pack_push
 from diloco.wire.door import Door
 from diloco.wire.gates import Counters
@@ -86,7 +87,7 @@ class InProcess:
         self.counters = Counters()
         self._stalls = StallWatch("fuzz")
         options = ServerOptions(run_id=RUN, alive_s=0.001)
-        door = Door(Authenticator(SecurityOptions()), options, self.counters)
+        door = Door(Authenticator(SecurityOptions()), options, self.counters, Connections(8, self.counters, str))
         arrivals = Arrivals(door, self._stalls, options)
         stopping = threading.Event()
         sync = SyncHandlers(self.syncer, options, arrivals, door, self._stalls, self.counters, stopping)

@@ -37,7 +37,9 @@ class Running:
         self.notes: list[str] = []
         self.syncer = FakeSyncer()
         options = ServerOptions(run_id=RUN, alive_s=0.2, connection_age_s=connection_age_s)
-        self.server: RunningServer = serve(self.syncer, options, SecurityOptions(**security), self.notes.append)
+        self.server: RunningServer = serve(
+            self.syncer, options, SecurityOptions(**security), lambda what, why: self.notes.append(why)
+        )
 
     def client(self, site: str, **security: Any) -> SyncClient:
         options = ClientOptions(control_timeout_s=10.0, join_timeout_s=10.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch import open_files
+from diloco import open_files
 from tests.launch.processes import place_in
 
 INFINITE = resource.RLIM_INFINITY

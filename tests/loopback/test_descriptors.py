@@ -1,0 +1,51 @@
+"""Strangers who open as many connections as they can do not keep a syncer from merging, nor from answering."""
+
+from __future__ import annotations
+
+import contextlib
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.hunts import http2
+from tests.launch.processes import place_in, wait_for
+from tests.loopback.cluster import free_port
+
+PEERS = 1007
+ROUNDS = 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files", [256, 1024])
+def test_a_thousand_idle_connections_leave_descriptors_for_merges_and_for_an_operator(
+    files: int, tmp_path: Path
+) -> None:
+    port = free_port()
+    with place_in(tmp_path) as place, contextlib.ExitStack() as stack:
+        place.open_files = (files, files)
+        syncer, address = place.syncer("crowded", f"cluster.syncer.metrics={port}")
+        place.open_files = None
+        place.site("crowded", address, "site-a", "site.num_sites=1")
+
+        def merged(count: int) -> bool:
+            return len(place.seen("crowded", "syncer", "published")) >= count
+
+        wait_for(lambda: merged(2), "the first versions", syncer.text)
+        for target, dial in ((address, http2.hello), (f"127.0.0.1:{port}", http2.dial)):
+            peers = [stack.enter_context(dial(target)) for _ in range(PEERS)]
+            known = len(place.seen("crowded", "syncer", "published"))
+            wait_for(lambda known=known: merged(known + ROUNDS), "merges go on", syncer.text)
+            assert sum(not http2.is_over(each) for each in peers) <= files * 3 // 8
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+            assert b"diloco_connections_hung_up_total" in page.read()
+        code, text = place.run("status", address)
+        assert code == 0, text
+
+        def said() -> list[str]:
+            notes = [event for event in place.seen("crowded", "syncer", "note") if event["note"] == "crowded"]
+            return [str(event["why"]).partition(" so far")[0] for event in notes]
+
+        told = ["connections hung up on", "cluster.syncer.metrics: connections hung up on"]
+        wait_for(lambda: set(told) <= set(said()), "it is said", lambda: str(said()))
+        assert len(said()) <= 4, "once a minute for each port"
