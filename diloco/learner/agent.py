@@ -50,7 +50,7 @@ from diloco.sync.effects import (
     StartOver,
     StopTraining,
 )
-from diloco.sync.events import BoundaryReached, FetchFailed, LeaveAsked, StepDone, VersionFetched
+from diloco.sync.events import BoundaryReached, FetchFailed, LeaveAsked, StepDone, TurnElsewhere, VersionFetched
 from diloco.sync.progress import SentState, ledger_of, site_ledger
 from diloco.sync.site_units import units_from
 
@@ -281,6 +281,15 @@ class Agent:
         """
         with self._changed:
             return self._stop is not None or bool(self._rank_lost) or self._machine.may_act()
+
+    def next_turn(self) -> tuple[int, int] | None:
+        """In lock-step, which exchange comes next, in the order of the whole model; None once this part has ended."""
+        with self._changed:
+            return self._machine.next_turn() if self._stop is None else None
+
+    def turn_elsewhere(self, turn: tuple[int, int] | None) -> None:
+        """Hear which exchange comes next among those with the other syncers."""
+        self._tell(TurnElsewhere(turn))
 
     def progress(self) -> float:
         """The run's progress from 0 to 1, as last told."""

@@ -5,6 +5,7 @@ Nothing is atomic across fragments, so they need nothing of each other: where on
 as a site that is offline does, while the others push and adopt.  What must be one for the site is decided here:
 
 - the data cursor is the furthest that any syncer has accepted;
+- in lock-step fragments are exchanged in one order, that of the whole model, whichever syncer holds them;
 - progress is the furthest that any syncer tells: one that is away does not hold the schedule back;
 - training ends when every syncer has said that the run is finished, or as soon as one is drained, the site is asked to
   leave, or a part has failed (evicted at one syncer, a site cannot train the rest of the model to any use): then the
@@ -82,6 +83,7 @@ class Agents:
         except BaseException:
             self.close()
             raise
+        self._tell_turns()
         self._orders.go_on()
         return max(cursors)
 
@@ -99,6 +101,7 @@ class Agents:
                 agent.leave()  # All at this boundary, so that all have sent the same steps.
         for agent in self._agents:
             agent.after_step(info)
+            self._tell_turns()
         if self._redo is None or info.step != self._redo.step:
             self._meter.step(info.step_ns, info.tokens, info.loss)
         self._meter.stalled(time.perf_counter_ns() - began_ns, 0)
@@ -107,6 +110,17 @@ class Agents:
         self._why = why = self._why_to_stop()
         self._orders.go_on(stop=bool(why))
         return Verdict(bool(why), why)
+
+    def _tell_turns(self) -> None:
+        """Tell each agent which exchange comes next among those of the others, where it is in lock-step with them.
+
+        Else one site would wait at one syncer for a second one, which waits for the first at another.
+        """
+        turns = [agent.next_turn() for agent in self._agents]
+        if any(turns):
+            for at, agent in enumerate(self._agents):
+                others = [turn for other, turn in enumerate(turns) if turn is not None and other != at]
+                agent.turn_elsewhere(min(others, default=None))
 
     def may_act(self) -> bool:
         """Whether ``after_step`` may have something to do with the other ranks after the step that is about to end."""

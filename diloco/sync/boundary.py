@@ -46,7 +46,9 @@ def coming_due(options: LearnerOptions, state: LearnerState, step: int, steps: i
     if options.dynamic_steps:
         return [each for each in range(options.num_fragments) if step >= _dynamic_due(options, state, each)]
     by_steps = due(options.due_at, options.inner_steps, step, steps)
-    return [in_turn(options, state)] if options.lock_step and by_steps else by_steps
+    if not options.lock_step:
+        return by_steps
+    return [in_turn(options, state)] if by_steps and comes_first(options, state) else []
 
 
 def in_turn(options: LearnerOptions, state: LearnerState) -> int:
@@ -55,10 +57,21 @@ def in_turn(options: LearnerOptions, state: LearnerState) -> int:
     A site that was away counts other steps than the rest.  If each went by its own steps, one would wait with one
     fragment, the next with another, and neither round would close.
     """
-    if options.num_fragments == 1:
-        return 0
-    bases = [part.base_version for part in state.fragments]
-    return min(range(len(bases)), key=lambda each: (bases[each], options.due_at[each] or options.inner_steps))
+    return min(range(options.num_fragments), key=lambda each: _place(options, state, each))
+
+
+def next_turn(options: LearnerOptions, state: LearnerState) -> tuple[int, int]:
+    """Lock-step: the place of the fragment ``in_turn`` among all fragments of the model: the lowest comes first."""
+    return _place(options, state, in_turn(options, state))
+
+
+def comes_first(options: LearnerOptions, state: LearnerState) -> bool:
+    """Lock-step: whether no other syncer's fragment comes before those of this machine."""
+    return state.elsewhere is None or next_turn(options, state) < state.elsewhere
+
+
+def _place(options: LearnerOptions, state: LearnerState, index: int) -> tuple[int, int]:
+    return state.fragments[index].base_version, options.due_at[index] or options.inner_steps
 
 
 def _dynamic_due(options: LearnerOptions, state: LearnerState, index: int) -> int:

@@ -357,6 +357,14 @@ class BoundaryReached:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnElsewhere:
+    """In lock-step with several syncers: of the fragments that the site exchanges with the others, the next one is at
+    ``turn``: its version, and the inner step at which it is due.  None: there is none, or none any more."""
+
+    turn: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
 class OverlapChosen:
     """From the next update of each fragment on, its version is adopted ``steps`` inner steps after it, or later."""
 
@@ -465,6 +473,7 @@ LearnerEvent = (
     JoinAnswered
     | StepDone
     | BoundaryReached
+    | TurnElsewhere
     | OverlapChosen
     | Sealed
     | SealFailed

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from diloco.sync.boundary import boundary, in_turn, may_act, step_done, steps_to_act
+from diloco.sync.boundary import boundary, comes_first, in_turn, may_act, next_turn, step_done, steps_to_act
 from diloco.sync.effects import LearnerEffect, Leave
 from diloco.sync.events import (
     BaseDiffers,
@@ -38,6 +38,7 @@ from diloco.sync.events import (
     Sealed,
     SealFailed,
     StepDone,
+    TurnElsewhere,
     UnitsTold,
     VersionFetched,
     VersionPublished,
@@ -119,6 +120,8 @@ class LearnerSync:
                 assert 0 <= event.steps < self.options.inner_steps, event
                 assert not (event.steps and self.options.lock_step), "lock-step adopts before it goes on"
                 self.state.overlap_steps = event.steps
+            case TurnElsewhere():
+                self.state.elsewhere = event.turn
             case JoinAnswered():
                 joined(turn, event)
             case SealFailed():
@@ -152,6 +155,10 @@ class LearnerSync:
         """Inner steps to the next boundary at which anything may be done, unless something comes meanwhile."""
         return steps_to_act(self.options, self.state)
 
+    def next_turn(self) -> tuple[int, int] | None:
+        """Lock-step only: where the fragment that is exchanged next stands among those of the site's other machines."""
+        return next_turn(self.options, self.state) if self.options.lock_step else None
+
     def may_act(self) -> bool:
         """Whether, as things stand, anything would be done with values at the boundary after the next step."""
         return may_act(self.options, self.state, self.state.step + 1)
@@ -163,13 +170,16 @@ class LearnerSync:
     def must_wait(self) -> bool:
         """Lock-step only: whether an update, of an earlier process too, is not yet answered by an adopted version.
 
-        That of a fragment whose turn is over is merged in its next one, and not waited for.  When the run has reached
+        That of a fragment whose turn is over, or that another syncer's comes before, is merged in its next one, and not
+        waited for.  When the run has reached
         its bound the word that ends it is on its way, and one more step would be one too many.
         """
         if not self.options.lock_step:
             return False
         part = self.state.fragments[in_turn(self.options, self.state)]
-        if part.in_flight or part.orphans or self.state.progress_ppm >= 1_000_000:
+        if comes_first(self.options, self.state) and (part.in_flight or part.orphans):
+            return True
+        if self.state.progress_ppm >= 1_000_000:
             return True
         return any(each.published > each.base_version for each in self.state.fragments)
 

@@ -197,6 +197,8 @@ class LearnerState:
     keep: bool = False
     overlap_steps: int = 0
     units: SiteUnits = field(default_factory=SiteUnits)
+    elsewhere: tuple[int, int] | None = None
+    """In lock-step with several syncers: the place of the next fragment of the others (``TurnElsewhere``)."""
 
 
 def ledger_of(state: LearnerState, index: int) -> Ledger:

@@ -62,6 +62,9 @@ class Part:
         self.steps.append(info.step)
         return Verdict(self.stop is not None)
 
+    def next_turn(self) -> None:
+        return None
+
     def leave(self) -> None:
         self.left = True
         self.stop = self.stop or StopTraining(None, "asked to leave")
@@ -250,8 +253,8 @@ PLACEMENT = ((1,), (0,))
 class TwoSyncers:
     """Each with one of the two fragments, and a site that trains by dice."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, quorum: int | str = 1, lock_step: bool = False) -> None:
+        self.folder, self.quorum, self.lock_step = folder, quorum, lock_step
         self.parts = [part_of(LAYOUT, indices) for indices in PLACEMENT]
         self.syncers = [self._syncer(at) for at in range(2)]
         self.parameters = {name: torch.full(shape, float("nan")) for name, shape in LAYOUT.parameters}
@@ -268,7 +271,7 @@ class TwoSyncers:
             self._agreed(at),
             self.parts[at],
             "shared",
-            OuterOptions(**{**NO_WAIT, "num_fragments": 1}),  # type: ignore[arg-type]
+            OuterOptions(**{**NO_WAIT, "num_fragments": 1, "quorum": self.quorum}),  # type: ignore[arg-type]
             OuterRule(OuterOptimizerOptions()),
             HealthOptions(policy="admit"),
         )
@@ -277,24 +280,30 @@ class TwoSyncers:
         zero = [version_zero()[index] for index in PLACEMENT[at]]
         return Syncer(options, plan, lambda: zero, network, SecurityOptions(), Events().emit)
 
-    def site(self, restored: Any = None) -> Agents:
-        self.clients = [DirectClient(syncer) for syncer in self.syncers]
+    def site(self, restored: Any = None, name: str = "a") -> Agents:
+        self.clients = [DirectClient(syncer, name) for syncer in self.syncers]
         whole, voice = LearnerOptions(num_fragments=2, inner_steps=4), OneVoice(PLACEMENT, self.events.emit)
         orders = Orders(SiteGroup())
         agents = [
             Agent(
                 AgentOptions(
-                    folder=str(self.folder / "site" / str(at)),
+                    folder=str(self.folder / name / str(at)),
                     join_timeout_s=5.0,
+                    lock_step_timeout_s=5.0,
                     finish_timeout_s=5.0,
                     meter_every_s=0.1,
                 ),
-                LearnerOptions(num_fragments=1, inner_steps=4, offsets=(whole.due_at[PLACEMENT[at][0]],)),
+                LearnerOptions(
+                    num_fragments=1,
+                    inner_steps=4,
+                    offsets=(whole.due_at[PLACEMENT[at][0]],),
+                    lock_step=self.lock_step,
+                ),
                 self.parts[at],
                 held(self.parameters),
                 self._agreed(at),
                 self.clients[at],  # type: ignore[arg-type]
-                "a",
+                name,
                 voice.of(at),
                 orders.of(at),
                 part_restored(restored, at, 2),
@@ -367,6 +376,28 @@ def test_one_syncer_away_costs_the_others_fragments_nothing(tmp_path: Path) -> N
         meter = two.events.of("meter")[-1]
         assert meter["inner_steps"] == two.steps
         assert meter["bytes_up"] == sum(client.bytes_up for client in two.clients)
+    finally:
+        two.stop()
+
+
+def test_in_lock_step_a_site_that_comes_later_exchanges_what_the_others_do(tmp_path: Path) -> None:
+    """Its steps are others than theirs, and each site once waited for the other at another syncer."""
+    two = TwoSyncers(tmp_path, quorum="all", lock_step=True)
+    try:
+        early = two.site()
+        early.start()
+        two.train(early, 6)
+        late = two.site(name="b")
+        late.start()
+        assert [two.version(at) for at in (1, 0)] == [2, 1], "the second fragment is next"
+        rest = threading.Thread(target=two.train, args=(early, 8))
+        rest.start()
+        for step in range(1, 11):
+            assert not late.after_step(info_of(step)).stop
+        rest.join(10.0)
+        assert [two.version(at) for at in (1, 0)] == [4, 3]
+        early.close()
+        late.close()
     finally:
         two.stop()
 
