@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 WIDTH = 80
 SITE_NAME_CHARS = 10
 FAULTS_MAX = 12
+STANDSTILLS_MAX = 3
 
 
 def closing_lines(summary: Mapping[str, Any], history: RunHistory, run_dir: Path) -> list[str]:
@@ -29,6 +30,7 @@ def closing_lines(summary: Mapping[str, Any], history: RunHistory, run_dir: Path
         "",
         *_sites(summary),
         *_speed(summary),
+        *_standstills(history),
         "",
         *_faults(summary),
         *_wire(summary),
@@ -79,6 +81,18 @@ def _speed(summary: Mapping[str, Any]) -> list[str]:
     alike = f", products in {formats.pop()}" if len(formats) == 1 else ""
     lines = textwrap.wrap(f"tokens/s: {', '.join(told)}{alike}", WIDTH - 8) if told else []
     return [f"{'speed' if number == 0 else '':<8}{line}" for number, line in enumerate(lines)]
+
+
+def _standstills(history: RunHistory) -> list[str]:
+    """When no version was made although updates waited, and of which sites there were none."""
+    lines = []
+    for still in history.standstills[:STANDSTILLS_MAX]:
+        lasted = clock((still.end_s or history.seconds) - still.start_s)
+        text = f"no version of fragment {still.fragment} for {lasted} from {clock(still.start_s)} on: {still.why}"
+        lines += textwrap.wrap(text, WIDTH - 8)
+    if len(history.standstills) > STANDSTILLS_MAX:
+        lines.append(f"and {len(history.standstills) - STANDSTILLS_MAX} more")
+    return [f"{'rounds' if number == 0 else '':<8}{line}" for number, line in enumerate(lines)]
 
 
 def _faults(summary: Mapping[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from diloco.launch.placing import is_syncer
-from diloco.launch.records import Evaluation, Fault, Round, Series, SiteHistory, Span
+from diloco.launch.records import Evaluation, Fault, Round, Series, SiteHistory, Span, Standstill
 from diloco.launch.story import sentence
 from diloco.sync.events import DISCARDING
 
@@ -46,6 +46,12 @@ class RunHistory:
         self.rounds: deque[Round] = deque(maxlen=ROUNDS_MAX)
         self.num_rounds = 0
         self.faults: list[Fault] = []
+        self.standstills: list[Standstill] = []
+        self.unmoved_s = 0.0
+        """The longest time of training in which no version of any fragment was made although updates waited."""
+        self.trained_s = 0.0
+        """From the first step to the last round."""
+        self._moved_s: float | None = None
         self.evaluations: list[Evaluation] = []
         self.references: dict[str, float] = {}
         """Bits per byte of the validation text under ordinary compressors."""
@@ -317,6 +323,7 @@ class RunHistory:
         self.versions += [0] * (fragment + 1 - len(self.versions))
         if version > self.versions[fragment]:
             self.num_rounds += version - self.versions[fragment]
+            self._moves(who, fragment, now_s)
             self.versions[fragment] = version
             merged = self._merged.setdefault(who, {})
             for name, counts in _mapping(event, "merged").items():
@@ -327,6 +334,27 @@ class RunHistory:
         round_ = self._round(fragment, version)
         if round_ is not None:
             round_.published_s = now_s
+
+    def _on_standstill(self, who: str, event: Event, now_s: float) -> None:
+        fragment, why = whole(event, "fragment"), str(event.get("why"))
+        still = [each for each in self.standstills if each.end_s is None and each.fragment == fragment]
+        if still:
+            still[0].why = why
+        else:
+            self.standstills.append(Standstill(who, fragment, now_s - (number(event, "seconds") or 0.0), why))
+
+    def _moves(self, who: str, fragment: int | None, now_s: float) -> None:
+        """A version of ``fragment``, or the last round of all that the syncer ``who`` holds, ends what stood still."""
+        still = [each for each in self.standstills if each.end_s is None]
+        for each in still:
+            if each.fragment == fragment or (fragment is None and each.syncer == who):
+                each.end_s = now_s
+        if self.first_step_s is None or self._last_rounds:
+            return
+        self.trained_s = now_s - self.first_step_s
+        if still:
+            self.unmoved_s = max(self.unmoved_s, now_s - (self._moved_s or self.first_step_s))
+        self._moved_s = now_s
 
     def _round(self, fragment: int, version: int) -> Round | None:
         """The round that made this version; an outer step that a restart repeats is not another one."""
@@ -345,6 +373,7 @@ class RunHistory:
         self.site(str(event.get("site"))).left = True
 
     def _on_last_round(self, who: str, event: Event, now_s: float) -> None:
+        self._moves(who, None, now_s)
         self._last_rounds.add(who)
         self.last_round = len(self._last_rounds) >= self.num_syncers
 

@@ -14,6 +14,7 @@ from diloco.launch.arguments import load_config, settings_parser
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.rendering import File
 from diloco.launch.run_dir import name_run, run_dir_of
+from diloco.launch.sections import enough_sites
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -76,6 +77,7 @@ def prepared(kind: str, config: RunConfig) -> Launch:
     from diloco.launch.rendering import has_syncer
 
     build.check(config)
+    enough_sites(config)
     if kind == "docker":
         return Launch(render_docker.files(config), [render_docker.call(config)])
     way = {"slurm": render_slurm, "kubernetes": render_kubernetes, "skypilot": render_skypilot}[kind]

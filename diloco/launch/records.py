@@ -49,6 +49,17 @@ class Span:
 
 
 @dataclass(slots=True)
+class Standstill:
+    """A stretch of time in which a syncer made no version of a fragment although updates waited for it."""
+
+    syncer: str
+    fragment: int
+    start_s: float
+    why: str
+    end_s: float | None = None
+
+
+@dataclass(slots=True)
 class Fault:
     """One thing that the scenario did.  ``healed_s`` is None for what was not healed, or cannot be."""
 

@@ -36,6 +36,15 @@ def quorum(text: str) -> int | str:
     return int(text)
 
 
+def enough_sites(config: RunConfig) -> None:
+    """Refuse a quorum that the sites of the run, where they are all known, could never make."""
+    outer, sites = config.outer, len(config.cluster.sites)
+    for name, wanted in (("quorum", quorum(outer.quorum)), ("quorum_min", outer.quorum_min)):
+        if isinstance(wanted, int) and wanted > sites:
+            words = f"cluster.sites has {sites}, so that no round would ever close; at most {sites}"
+            raise ConfigError(f"outer.{name} is {wanted}: {words}{', or all' if name == 'quorum' else ''}")
+
+
 def to_ns(name: str, seconds: float, least_s: float = 0.0) -> int:
     """``seconds`` of the setting ``name``, at least ``least_s``, as nanoseconds."""
     if not least_s <= seconds < 1e9:

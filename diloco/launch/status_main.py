@@ -230,6 +230,8 @@ def _troubles(status: Mapping[str, Any]) -> str:
     """What an operator must see at once, as far as the syncer says it: one of an earlier release does not."""
     told = list(status.get("identity_complaints", []))
     told += [f"TAKES NO UPDATES: {', '.join(status['not_ready'])}"] if status.get("not_ready") else []
+    if still := status.get("standstill"):
+        told.append(f"NO VERSION of fragment {still['fragment']} for {still['seconds']:.0f} s: {still['why']}")
     for name, site in status["sites"].items():
         found = {"updates": site.get("updates_corrupt", 0), "bases": site.get("bases_differed", 0)}
         if any(found.values()):

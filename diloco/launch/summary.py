@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from diloco.launch.history import RunHistory
     from diloco.launch.records import SiteHistory
 
+UNMOVED_SHARE = 0.8
+"""Of the time of training: a run in which no version was made for so long is not "ok"."""
 LEDGER = ("merged", "refused", "in_flight", "unsent", "overwritten", "lost")
 
 # A kind is a type's name, with "?" where null may stand; "[kind]" is a list, "{kind}" a mapping with free names, and a
@@ -146,6 +148,9 @@ def _what_is_wrong(history: RunHistory, sites: Mapping[str, Mapping[str, object]
         found.append("the run did not come to its end")
     elif not history.evaluations or history.evaluations[-1].versions != history.versions:
         found.append("the final version was not evaluated")
+    if history.trained_s and history.unmoved_s >= UNMOVED_SHARE * history.trained_s:
+        why = max(history.standstills, key=lambda each: (each.end_s or history.seconds) - each.start_s).why
+        found.append(f"no version was made for {history.unmoved_s:.0f} of {history.trained_s:.0f} s of training: {why}")
     for name, site in sites.items():
         parts = sum(int(str(site[f"tokens_{part}"])) for part in LEDGER)
         if site["tokens_processed"] != parts:

@@ -22,6 +22,7 @@ from diloco.launch.report import rebuild
 from diloco.launch.run_dir import LATEST, RunDir, name_run, point_latest, run_dir_of
 from diloco.launch.scenario import LINK, SYNCER, Step, load_scenario
 from diloco.launch.schema import SiteSection
+from diloco.launch.sections import enough_sites
 from diloco.launch.summary import summarize, write_summary
 from diloco.launch.supervise import Interrupts, child_environment
 from diloco.launch.up import EVAL, Outcome, Up, UpOptions, children_of, not_played
@@ -80,6 +81,7 @@ def check(config: RunConfig) -> None:
     if not config.cluster.sites:
         raise ConfigError("cluster.sites is empty: diloco up needs at least one site")
     check_syncers(config)
+    enough_sites(config)
     for name, site in config.cluster.sites.items():
         if site.nodes != 1:
             raise ConfigError(f"cluster.sites.{name}.nodes is {site.nodes}: diloco up has one machine; leave it out")

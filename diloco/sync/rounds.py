@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from diloco.sync.effects import Contribution, PublishVersion, StartOuterStep, Up
 from diloco.sync.events import Reason
 from diloco.sync.fates import decide, refuse, refuse_stale
 from diloco.sync.quorum import grace_ns, smoothed, standing
-from diloco.sync.state import Line, OuterState, Pending, Round
+from diloco.sync.state import Line, OuterState, Pending, Phase, Round
 from diloco.sync.weights import normalised, of_its_age, raw_weight, share
 
 if TYPE_CHECKING:
@@ -85,6 +86,42 @@ def _shrink(turn: Turn, index: int, collecting: Round) -> bool:
         why = f"{state}: {len(collecting.members)} members remain"
         turn.note("round_shrunk", why, site=name, fragment=index)
     return bool(gone)
+
+
+STANDSTILL_PERIODS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Standstill:
+    """A fragment of which no version is made since ``since_ns`` although updates wait, and the sites that lack."""
+
+    fragment: int
+    since_ns: int
+    waits_for: tuple[str, ...]
+    why: str
+
+
+def standstill(options: OuterOptions, state: OuterState, now_ns: int) -> Standstill | None:
+    """The round that has waited longest for sites, if that is too long: ``STANDSTILL_PERIODS`` of the slowest of them
+    and the time after which a site that is gone is waited for no more."""
+    rounds = [
+        (each.round.opened_ns, at) for at, each in enumerate(state.fragments) if each.round and not each.round.met_ns
+    ]
+    if not rounds or state.phase is not Phase.RUNNING:
+        return None
+    since_ns, index = min(rounds)
+    lines = [(state.sites[name].lines[index], state.sites[name].step_ns) for name in state.live()]
+    periods_ns = [step_ns * max([line.usual_steps, *(p.steps for p in line.undecided)]) for line, step_ns in lines]
+    bound_ns = max(options.site_timeout_ns, STANDSTILL_PERIODS * max(periods_ns, default=0))
+    if now_ns - since_ns < bound_ns:
+        return None
+    collecting, here, live = state.fragments[index].round, set(state.arrived(index)), state.awaited(index)
+    assert collecting is not None
+    lacking = tuple(name for name in sorted({*collecting.members, *live}) if name not in here)
+    why = standing(options, collecting.members, {*live}, here, len(state.waiting(index))).why()
+    if options.quorum != "all" or len(here) < options.quorum_min:
+        why += f"; waiting for {', '.join(lacking)}" if lacking else "; no other site is live"
+    return Standstill(index, since_ns, lacking, why)
 
 
 def _grace_ns(turn: Turn, index: int) -> int:

@@ -33,6 +33,7 @@ from diloco.sync.state import Status as SiteStatus
 from diloco.syncer import protocols
 from diloco.syncer.agreeing import difference, other_data, probed
 from diloco.syncer.core import NotHandedIn
+from diloco.syncer.facts import standstill_facts
 from diloco.syncer.receive import Reception
 from diloco.syncer.status import describe
 from diloco.syncer.tally import Tally
@@ -369,6 +370,7 @@ class Api:
                 "replication": self._syncer.replicator.status(),
                 "lease": self._syncer.leadership.status() if self._syncer.leadership is not None else None,
                 "backup": self._syncer.backups.status() if self._syncer.backups is not None else None,
+                "standstill": standstill_facts(machine, self._syncer.core.now_ns()),
                 **describe(machine, tally, now_s, self._syncer.costs.latest),
             },
             early=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from diloco.sync.effects import StartOuterStep
+from diloco.sync.rounds import standstill
 from diloco.sync.state import Phase
 
 if TYPE_CHECKING:
@@ -26,6 +27,15 @@ def start_facts(machine: OuterSync) -> tuple[dict[str, object], Ending | None]:
     # Of all fragments together, as in ``merged_into``: who counts by what was published begins with this.
     merged = {name: sum(line.tokens_merged for line in site.lines) for name, site in sorted(state.sites.items())}
     return {"epoch": state.epoch, "versions": versions, "tokens_merged": merged, **over}, ended
+
+
+def standstill_facts(machine: OuterSync, now_ns: int) -> dict[str, object] | None:
+    """Of which fragment no version is made although updates wait, since when, and which sites lack; None if of none."""
+    found = standstill(machine.options, machine.state, now_ns)
+    if found is None:
+        return None
+    seconds = round((now_ns - found.since_ns) / 1e9, 1)
+    return {"fragment": found.fragment, "seconds": seconds, "waits_for": list(found.waits_for), "why": found.why}
 
 
 def refusal_facts(effect: TellFate) -> dict[str, object]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,7 +45,7 @@ from diloco.syncer.core import Core, CoreHeld, CoreStopped
 from diloco.syncer.costs import RoundCosts
 from diloco.syncer.executor import OuterResult, run_outer_step
 from diloco.syncer.exporting import export, full_parameters, when_there_is_room
-from diloco.syncer.facts import merged_into, outer_step_facts, refusal_facts, start_facts
+from diloco.syncer.facts import merged_into, outer_step_facts, refusal_facts, standstill_facts, start_facts
 from diloco.syncer.feeds import Feeds, Made
 from diloco.syncer.footprint import VERSIONS_MAX, memory_bytes_max, spare_max
 from diloco.syncer.keeping import Keeper
@@ -198,6 +198,7 @@ class Syncer:
             ready=False,
         )
         self._in_thread("room", lambda stopping: self.room.run(stopping, self._fail))
+        self._in_thread("standstill", self._say_standstill)
         self.readiness.told_to(self._server.ready)
         self.readiness.ends(Unready.STARTING)
         if self.options.backup.url:
@@ -445,6 +446,17 @@ class Syncer:
         fastest_ns = fastest_step_ns(state, machine.attendance.live)
         run = (state.run_tokens(), machine.progress_ppm(), state.lineage, fastest_ns)
         return Published(state.epoch, fragment, version, digest, *run)
+
+    def _say_standstill(self, stopping: threading.Event) -> None:
+        """The thread that says when no version is made although updates wait, and when it is for other sites."""
+        said: tuple[object, ...] = ()
+        while not stopping.wait(LOOK_EVERY_S):
+            with suppress(CoreHeld, CoreStopped):
+                found = self.core.ask(lambda machine: standstill_facts(machine, self.core.now_ns())) or {}
+                told = (found.get("fragment"), found.get("waits_for"))
+                if found and told != said:
+                    self._emit("standstill", found)
+                said = told
 
     def note(self, what: str, why: str, site: str) -> None:
         """Say something about ``site`` that the machine does not know of; from any thread."""

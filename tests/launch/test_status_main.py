@@ -126,6 +126,9 @@ def test_what_must_be_seen_at_once_is_in_the_first_line() -> None:
     broken = "permissions cannot be used, what was read before stays in force: permissions p: it is not JSON"
     assert f"  {broken}  TAKES NO" in heading({**STATUS, "identity_complaints": [broken], "not_ready": ["disk_full"]})
     held = {"fragment": 1, "sequence": 7, "seconds": 12.4, "why": "its norm is 400 times the usual one"}
+    still = {"fragment": 1, "seconds": 31.4, "waits_for": ["site-b"], "why": "waiting for site-b of all 2 members"}
+    told = heading({**STATUS, "standstill": still})
+    assert told.endswith("  NO VERSION of fragment 1 for 31 s: waiting for site-b of all 2 members")
     told = heading({**STATUS, "sites": {"site-a": {"held": [held]}, "site-b": {"held": []}}})
     assert "HELD for 12 s: site-a 1 7: its norm is 400 times the usual one (diloco admit, diloco refuse)" in told
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from diloco.launch.closing import closing_lines
 from diloco.launch.history import RunHistory
 from diloco.launch.summary import LEDGER, SCHEMA, SINCE, complaints, settled, summarize, unfinished, write_summary
 from tests.launch.recorded import FRAGMENTS, SITES, STEP_TOKENS, Recorder
@@ -233,3 +234,31 @@ def test_numbers_that_are_none_do_not_fit() -> None:
         assert complaints(value, "number")
     assert complaints(-1, "whole")
     assert not complaints(None, "number?")
+
+
+class Standing(Recorder):
+    """From second ``since`` on no version is made before the last round; it is said 15 s later."""
+
+    since = 0
+
+    def merge(self, at: float, sites: list[str]) -> None:
+        if at - 3 < self.since:
+            super().merge(at, sites)
+        elif at - 3 == self.since + 15:
+            why = "waiting for site-b of all 3 members"
+            self.say(at, "syncer", "standstill", fragment=0, seconds=15.0, waits_for=["site-b"], why=why)
+
+
+@pytest.mark.parametrize(("since", "status"), [(0, "no version was made for 60 of 60 s of training: "), (20, "ok")])
+def test_a_run_that_made_nearly_no_version_is_not_ok(since: int, status: str) -> None:
+    recorder = Standing()
+    recorder.since = since
+    recorder.record()
+    summary = made(recorder)
+    assert summary["status"] == status + ("waiting for site-b of all 3 members" if status != "ok" else "")
+    history = RunHistory()
+    history.take_all(sorted(recorder.events, key=lambda event: float(str(event["at"]))))
+    told = " ".join(" ".join(closing_lines(summary, history, Path("runs/still"))).split())
+    began, lasted = ("0:03", "1:00") if since == 0 else ("0:23", "0:40")
+    said = f"rounds no version of fragment 0 for {lasted} from {began} on: waiting for site-b of all 3 members"
+    assert said in told

@@ -7,8 +7,9 @@ import pytest
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.options import SECOND_NS
+from diloco.sync.rounds import Standstill, standstill
 from diloco.sync.state import Status
-from tests.sync.driving import notes, of, running
+from tests.sync.driving import Syncer, notes, of, running
 
 
 @pytest.mark.parametrize("gone", [ev.SiteSilent("b"), ev.SiteLeft(1, "b", 1), ev.SiteEvicted(1, "b")])
@@ -60,3 +61,42 @@ def test_invariant_14_grace_that_ended_during_a_merge_is_not_begun_again() -> No
     assert not syncer.deadline(3), "the merge of the round before is still under way"
     assert syncer.machine.next_deadline_ns() is None
     assert of(fx.StartOuterStep, syncer.done(at_s=9))
+
+
+def stands(syncer: Syncer, at_s: float) -> Standstill | None:
+    return standstill(syncer.options, syncer.machine.state, round(at_s * SECOND_NS))
+
+
+def test_a_round_that_waits_for_sites_for_several_periods_says_for_which() -> None:
+    syncer = running("a", "b", "c", quorum="all", site_timeout_ns=15 * SECOND_NS)
+    syncer.push("a", at_s=1)
+    syncer.push("c", at_s=2)
+    assert stands(syncer, 15.9) is None, "a site that is gone is waited for as long"
+    found = Standstill(0, SECOND_NS, ("b",), "waiting for b of all 3 members")
+    assert stands(syncer, 16) == found
+    syncer.push("b", at_s=20)
+    assert stands(syncer, 90) is None, "it is merged now"
+
+
+def test_no_round_stands_still_for_a_slow_site_within_its_periods() -> None:
+    syncer = running("a", "b", quorum="all")
+    for site in "ab":
+        syncer.push(site, steps=100, step_ns=SECOND_NS, at_s=100)
+    syncer.done()
+    syncer.push("a", 2, base_version=1, steps=10, step_ns=SECOND_NS, at_s=110)
+    assert stands(syncer, 110 + 299) is None
+    assert stands(syncer, 110 + 300) is not None
+
+
+def test_a_quorum_that_is_not_there_is_said_and_the_last_round_is_none_that_waits() -> None:
+    syncer = running("a", "b", quorum=3)
+    syncer.push("a", at_s=0)
+    found = stands(syncer, 60)
+    assert found is not None
+    assert (found.waits_for, found.why) == (("b",), "1 of quorum=3 sites arrived; waiting for b")
+    syncer.push("b", at_s=60)
+    found = stands(syncer, 61)
+    assert found is not None
+    assert (found.waits_for, found.why) == ((), "2 of quorum=3 sites arrived; no other site is live")
+    syncer.handle(ev.DrainRequested(1), 62)
+    assert stands(syncer, 63) is None

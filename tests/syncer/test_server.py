@@ -440,3 +440,20 @@ def test_a_drained_run_goes_on_with_the_next_process(tmp_path: Path) -> None:
         assert again.wait(0.05) is None
         assert "ending" not in events.of("syncer_started")[0]
         merged(again, 1, begin=2)
+
+
+def test_that_no_version_is_made_although_updates_wait_is_said_once_and_in_the_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diloco.syncer.server.LOOK_EVERY_S", 0.02)
+    events = Events()
+    with serving(tmp_path, events, outer={"quorum": 3, "site_timeout_ns": 300_000_000}) as syncer:
+        join(syncer)
+        push(syncer, *update())
+        (said,) = events.wait_for("standstill")
+        assert said["seconds"] >= 0.3
+        assert (said["fragment"], said["why"]) == (0, "1 of quorum=3 sites arrived; no other site is live")
+        told = syncer.status()["standstill"]
+        assert {**said, "seconds": told["seconds"]} == {"what": "standstill", **told}  # type: ignore[index, dict-item]
+        time.sleep(0.1)
+        assert len(events.of("standstill")) == 1

@@ -27,6 +27,7 @@ TOP = {
     "memory_bytes_max",
     "identity_complaints",
     "wanting",
+    "standstill",
     "replication",
     "lease",
     "epoch",
