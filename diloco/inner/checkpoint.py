@@ -84,22 +84,24 @@ def names(root: Path) -> list[str]:
     return sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
-def load(path: Path) -> Checkpoint:
-    """Open and verify one checkpoint; CheckpointError names the file that is missing or damaged."""
+def load(path: Path, *, verify: bool = True) -> Checkpoint:
+    """Open one checkpoint, and verify it unless no value is wanted; CheckpointError names the file that is missing or
+    damaged."""
     found = Checkpoint(path)
-    found.verify()
+    if verify:
+        found.verify()
     return found
 
 
-def latest(root: Path) -> Checkpoint | None:
-    """The newest valid checkpoint, its ``skipped`` saying which newer ones were damaged; None when there is none.
+def latest(root: Path, *, verify: bool = True) -> Checkpoint | None:
+    """The newest valid checkpoint, as ``load`` opens it, or None.  Its ``skipped`` says which newer ones were damaged.
 
     CheckpointError when there are some and all are damaged: starting from nothing would be a silent loss.
     """
     skipped: list[str] = []
     for name in reversed(names(root)):
         try:
-            found = load(root / name)
+            found = load(root / name, verify=verify)
         except CheckpointError as error:
             skipped.append(str(error))
             continue

@@ -402,6 +402,14 @@ def plan(config: RunConfig, layout: Layout) -> RunPlan:
     )
 
 
+def check_version_zero(config: RunConfig) -> None:
+    """Refuse a ``run.init_from`` of which version 0 could not be made, without reading a value."""
+    if config.run.init_from is not None and not model_file.is_meant(config):
+        with torch.device("meta"):
+            model = Transformer(model_options(config))
+        load_values(config.run.init_from, model, shapes_only=True)
+
+
 def version_zero(config: RunConfig, layout: Layout) -> list[Tensor]:
     """The fragments of version 0: from ``run.init_from`` where it is given, from the seed otherwise."""
     if model_file.is_meant(config):

@@ -24,12 +24,14 @@ from diloco.sync.plain import parse_json
 from diloco.syncer.tensor_files import tensor_file
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
     from diloco.inner.model import ModelOptions
     from diloco.inner.tokenizer import Tokenizer
+
+    Load = Callable[[Path], dict[str, Tensor]]
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
@@ -98,22 +100,25 @@ def read_options(folder: str) -> ModelOptions:
         raise ConfigError(f"{Path(folder) / CONFIG}: {error}") from error
 
 
-def read_values(folder: str, options: ModelOptions) -> dict[str, Tensor]:
-    """The parameters in ``folder`` under our names, of any dtype; ConfigError where it is not the model ``options``."""
+def read_values(folder: str, options: ModelOptions, load: Load = safetensors.torch.load_file) -> dict[str, Tensor]:
+    """The parameters in ``folder`` under our names, of any dtype; ConfigError where it is not the model ``options``.
+
+    ``load`` gives the tensors of one file.
+    """
     try:
         other = difference(_read_json(Path(folder) / CONFIG), options)
         if other:
             raise ConfigError(f"{Path(folder) / CONFIG}: {other}; model=imported takes all of it from there")
-        return from_llama(_tensors(Path(folder)), options)
+        return from_llama(_tensors(Path(folder), load), options)
     except ConfigError:
         raise
     except (SafetensorError, OSError, ValueError) as error:
         raise ConfigError(f"{folder!r} cannot be taken in: {error}") from error
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
+def _tensors(folder: Path, load: Load) -> dict[str, Tensor]:
     if not (folder / INDEX).is_file():
-        return safetensors.torch.load_file(folder / WHOLE)
+        return load(folder / WHOLE)
     told = _read_json(folder / INDEX).get("weight_map")
     if not isinstance(told, dict) or not told:
         raise ValueError(f"{folder / INDEX} has no weight_map")
@@ -121,7 +126,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     for file in sorted(set(map(str, told.values()))):
         if Path(file).name != file:
             raise ValueError(f"{folder / INDEX} names {file!r}: outside of the folder")
-        held = safetensors.torch.load_file(folder / file)
+        held = load(folder / file)
         for name in (name for name, where in told.items() if where == file):
             if name not in held:
                 raise ValueError(f"{folder / file} has no {name}, which {INDEX} says it has")

@@ -62,6 +62,8 @@ def main(arguments: Sequence[str]) -> ExitCode:
     from diloco.launch import build
 
     build.check(config)
+    if not _data(config, run_dir).is_dir():
+        build.check_version_zero(config)
     write_config(config, run_dir, given)
     with ExitStack() as stack:
         log = syncer_log(config, stack)

@@ -162,6 +162,10 @@ def choose_run(config: RunConfig, stack: ExitStack, named: Keys = frozenset()) -
         raise ConfigError(f"run.resume is 'must': there is no run {config.run.name} in {config.run.dir}")
     if there:
         configs.require_same(_as_in(config, run_dir, named)[0], run_dir.config)
+    if not any(each.syncer.is_dir() or each.has_lost(each.syncer) for each in syncer_dirs(config, run_dir)):
+        from diloco.launch import build
+
+        build.check_version_zero(config)
     try:
         stack.enter_context(locked(run_dir.root))
     except LockedError as error:

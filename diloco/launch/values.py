@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from diloco.inner import checkpoint
 from diloco.inner.pieces import put
@@ -23,18 +23,20 @@ if TYPE_CHECKING:
     from diloco.inner.model import Transformer
 
 
-def load_values(source: str, model: Transformer, others: Sequence[str] = ()) -> None:
+def load_values(source: str, model: Transformer, others: Sequence[str] = (), *, shapes_only: bool = False) -> None:
     """Copy ``source`` into ``model``: a .safetensors file, a checkpoint, a folder of checkpoints (the newest), or a
     folder of Hugging Face's form.
 
-    ``others`` have the rest of the model, where several syncers have each written its part.
+    ``others`` have the rest of the model, where several syncers have each written its part.  With ``shapes_only`` the
+    model is on torch's meta device: whether ``source`` is its is found out, by headers, and no value is read.
     """
     values: dict[str, Tensor] = {}
-    named = f"run.init_from is {source!r}"
+    named, load = f"run.init_from is {source!r}", shapes_in if shapes_only else safetensors.torch.load_file
     for each in (source, *others):
-        values |= (
-            field_folder.read_values(each, model.options) if field_folder.is_folder(each) else values_in(each, named)
-        )
+        if field_folder.is_folder(each):
+            values |= field_folder.read_values(each, model.options, load)
+        else:
+            values |= values_in(each, named, shapes_only=shapes_only)
     put_values(model, values, named)
 
 
@@ -50,21 +52,32 @@ def put_values(model: Transformer, values: Mapping[str, Tensor], called: str) ->
         put(parameters[name], values[name])
 
 
-def values_in(source: str, called: str) -> Mapping[str, Tensor]:
+def values_in(source: str, called: str, *, shapes_only: bool = False) -> Mapping[str, Tensor]:
     """The parameters in a .safetensors file, a checkpoint, or the newest of a folder of checkpoints.
 
-    ConfigError begins with what that is ``called``.
+    ConfigError begins with what that is ``called``.  With ``shapes_only`` they are tensors without values.
     """
     path = Path(source)
     values: Mapping[str, Tensor] = {}
     try:
         if path.is_dir():
-            found = checkpoint.load(path) if (path / "manifest.json").is_file() else checkpoint.latest(path)
-            values = found.part("model") if found is not None else {}
+            read = checkpoint.load if (path / "manifest.json").is_file() else checkpoint.latest
+            if (found := read(path, verify=not shapes_only)) is not None:
+                values = found.part("model")
+                if shapes_only:
+                    shapes = {name: found.entries[f"model/{name}"].shape for name in values}
+                    values = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         elif path.is_file():
-            values = safetensors.torch.load_file(path)
+            values = shapes_in(path) if shapes_only else safetensors.torch.load_file(path)
     except (SafetensorError, checkpoint.CheckpointError, OSError) as error:
         raise ConfigError(f"{called}: it cannot be read: {error}") from error
     if not values:
         raise ConfigError(f"{called}: neither a .safetensors file nor a folder with a checkpoint or a config.json")
     return values
+
+
+def shapes_in(path: Path) -> dict[str, Tensor]:
+    """The tensors of a .safetensors file by what its header says, without values."""
+    with safe_open(path, framework="pt") as file:
+        names = file.keys()
+        return {name: torch.empty(file.get_slice(name).get_shape(), device="meta") for name in names}

@@ -79,6 +79,17 @@ def test_a_second_syncer_in_one_folder_is_refused(capsys: pytest.CaptureFixture[
     assert "is this run's syncer running already?" in capsys.readouterr().err
 
 
+def test_a_version_zero_that_cannot_be_made_is_refused_before_anything_is_written(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = [*TINY, LISTEN, "run.name=otter", "run.init_from=nowhere"]
+    assert main(["syncer", *given]) == 2
+    assert "run.init_from is 'nowhere': neither a .safetensors file nor a folder" in capsys.readouterr().err
+    assert not Path("runs").exists()
+    with locked(Path("runs/otter/syncer")):  # A run that goes on has long had it.
+        assert main(["syncer", *given]) == 1
+
+
 def test_never_and_must(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["syncer", *TINY, LISTEN, "run.name=otter", "run.resume=must"]) == 2
     Path("runs/otter/syncer").mkdir(parents=True)

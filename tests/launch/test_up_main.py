@@ -291,6 +291,12 @@ def test_a_site_needs_a_name_of_its_own(name: str, wanted: str, tmp_path: Path) 
         check(config)
 
 
+def test_a_version_zero_that_cannot_be_made_is_refused_before_a_run_begins(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run\.init_from is 'nowhere': neither a \.safetensors file nor"):
+        chosen(config_in(tmp_path, "run.init_from=nowhere", "run.name=otter"))
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_wrong_setting_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"outer\.lr"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from diloco.inner import checkpoint
 from diloco.launch import build
 from diloco.launch.config import compose, tokenizer_of
 from diloco.launch.errors import ConfigError
@@ -44,3 +45,28 @@ def test_the_parts_of_several_syncers_make_a_model(tmp_path: Path) -> None:
         assert torch.equal(value, values[name])
     with pytest.raises(ConfigError, match=f"{names[1]} is .* here and nothing there"):
         load_values(str(tmp_path / "one.safetensors"), model)
+
+
+def test_what_version_zero_cannot_be_made_of_is_refused_by_its_headers(tmp_path: Path) -> None:
+    """Before anything starts; values are read by the syncer alone, and once."""
+    config = compose(["model=tiny", "model.layers=1"])
+    model = build.build_model(config)
+    values = {name: value.detach() for name, value in named_parameters_once(model).items()}
+    save_file(values, tmp_path / "file.safetensors")
+    write_folder(tmp_path / "field", values, model.options, tokenizer_of(config), shard_bytes=100_000)
+    for name in ("00000001", "00000002"):
+        named = {f"{part}/{key}": value.clone() for key, value in values.items() for part in ("model", "adopted")}
+        checkpoint.save(tmp_path / "checkpoints", name, named, {})
+    (tmp_path / "text.safetensors").write_text("text")
+    there = ("file.safetensors", "field", "checkpoints", "checkpoints/00000001")
+    for source in there:
+        config.run.init_from = str(tmp_path / source)
+        build.check_version_zero(config)
+        for changed in ("model.layers=2", "model.dim=64"):
+            other = compose(["model=tiny", "model.layers=1", changed, f"run.init_from={config.run.init_from}"])
+            with pytest.raises(ConfigError, match=r"of another model|num_hidden_layers|hidden_size"):
+                build.check_version_zero(other)
+    for source, words in (("none", "neither a"), ("text.safetensors", "it cannot be read"), (".", "cannot be read")):
+        config.run.init_from = str(tmp_path / source)
+        with pytest.raises(ConfigError, match=f"run.init_from is '.*': .*{words}"):
+            build.check_version_zero(config)
