@@ -96,6 +96,11 @@ def check(config: RunConfig) -> None:
     if config.cluster.syncer.folder:
         folder = config.cluster.syncer.folder
         raise ConfigError(f"cluster.syncer.folder is {folder!r}: diloco up keeps all in the run's folder; leave it out")
+    if config.cluster.replication.mode == "sync":
+        words = (
+            "diloco up starts no standby, and nothing is acknowledged without; start syncer, standby and sites by hand"
+        )
+        raise ConfigError(f"cluster.replication.mode is 'sync': {words}")
     if (endpoint := config.upstream.endpoint) is not None:
         raise ConfigError(f"upstream.endpoint is {endpoint!r}: diloco up is a whole run; diloco syncer makes a region")
 

@@ -271,6 +271,7 @@ def test_the_head_of_the_view_says_what_runs(tmp_path: Path) -> None:
         ("cluster.syncer.folder=there", r"cluster\.syncer\.folder is 'there': diloco up keeps"),
         ("outer.quorum=4", r"outer\.quorum is 4: cluster\.sites has 3, so that no round would ever close"),
         ("outer.quorum_min=4", r"outer\.quorum_min is 4: cluster\.sites has 3"),
+        ("cluster.replication.mode=sync", r"cluster\.replication\.mode is 'sync': diloco up starts no standby"),
         ("upstream.endpoint=a:1", r"upstream\.endpoint is 'a:1': diloco up is a whole run"),
     ],
 )
