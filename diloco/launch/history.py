@@ -61,6 +61,8 @@ class RunHistory:
         """(seconds, bytes on the links, bytes with fp32 instead, bytes of data parallel instead)."""
         self.bytes_fp32 = 0
         self.bytes_joins = 0
+        self._downlinks: dict[int, int] = {}
+        """By fragment, the bytes of its newest version as the codec has made it."""
         self.num_syncers = 1
         self.last_round = False
         """Whether the last round was announced, by every syncer."""
@@ -329,6 +331,7 @@ class RunHistory:
             for name, counts in _mapping(event, "merged").items():
                 if isinstance(counts, list) and counts:
                     merged[name] = merged.get(name, 0) + int(counts[0])
+        self._downlinks[fragment] = whole(event, "bytes")
         self.run_tokens = max(self.run_tokens, whole(event, "run_tokens"))
         self.progress = max(self.progress, whole(event, "progress_ppm") / 1e6)
         round_ = self._round(fragment, version)
@@ -441,8 +444,12 @@ class RunHistory:
             self.bytes_fp32 += self._fragment_bytes(event)
 
     def _on_fetched(self, who: str, event: Event, now_s: float) -> None:
-        if event.get("whole"):
-            self.bytes_joins += whole(event, "bytes")
+        had, carried = number(event, "had"), whole(event, "bytes")
+        # What its codec makes no smaller is sent whole to those as well that follow.  An earlier release does not say
+        # what a site had, and a site may be ahead of the word that a version is published.
+        sent = self._downlinks.get(whole(event, "fragment"), 0 if had is None else carried)
+        if event.get("whole") and ((had is not None and had < 0) or carried > sent):
+            self.bytes_joins += carried
         else:
             self.bytes_fp32 += self._fragment_bytes(event)
 

@@ -4,9 +4,10 @@
 and the last thing the syncer said.  Pure but for ``write_summary``.
 
 How two of the figures are made.  ``wire.bytes_fp32_equivalent`` is four bytes for each value of each update that was
-accepted and of each version that was fetched as a difference, so it is to be compared with ``bytes_up + bytes_down -
-bytes_joins``: joins carry whole fragments in fp32 whatever the codec.  ``wire.bytes_data_parallel_equivalent`` is
-``RunHistory.bytes_data_parallel``: inner steps of all sites x 2(N-1)/N x 4 bytes x parameters.
+accepted and of each version that was fetched, but for joins, so it is to be compared with ``bytes_up + bytes_down -
+bytes_joins``: joins carry whole fragments in fp32, whatever the codec, to a site that holds none or is too far behind.
+``wire.bytes_data_parallel_equivalent`` is ``RunHistory.bytes_data_parallel``: inner steps of all sites x 2(N-1)/N x 4
+bytes x parameters.
 
 A site's ``products`` is the number format of its matrix products, "bf16" or "fp32"; "" where it never said.
 

@@ -288,7 +288,7 @@ class Fetcher:
                 continue
             if pulled.header.version <= have:
                 pause.wait()  # We were told of a newer one that the syncer does not have: do not ask without end.
-            facts: dict[str, object] = {"fragment": fragment, "version": pulled.header.version}
+            facts: dict[str, object] = {"fragment": fragment, "version": pulled.header.version, "had": have}
             self._emit("fetched", {**facts, "bytes": pulled.header.payload_bytes, "whole": pulled.header.whole})
             event = VersionFetched(fragment, pulled.header.version, pulled.header.fates)
             self._deliver(values, event, lineage, pulled.header)

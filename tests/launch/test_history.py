@@ -88,6 +88,20 @@ def test_whole_fetches_are_joins_and_not_compared() -> None:
     assert (history.bytes_joins, history.bytes_fp32) == (400, 400)
 
 
+def test_a_version_that_its_codec_sends_whole_is_a_join_only_to_a_site_that_held_none() -> None:
+    recorder = Recorder()
+    recorder.say(0, "up", "layout", fragments=[100])
+    recorder.say(1, "site-a", "fetched", fragment=0, version=0, had=-1, bytes=400, whole=True)
+    recorder.say(2, "syncer", "published", fragment=0, version=1, bytes=400)
+    recorder.say(3, "site-a", "fetched", fragment=0, version=1, had=0, bytes=400, whole=True)
+    recorder.say(4, "site-b", "fetched", fragment=0, version=1, had=-1, bytes=400, whole=True)
+    history = told(recorder.events)
+    assert (history.bytes_joins, history.bytes_fp32) == (800, 400)
+    recorder.say(5, "syncer", "published", fragment=0, version=2, bytes=60)
+    recorder.say(6, "site-a", "fetched", fragment=0, version=9, had=1, bytes=400, whole=True)
+    assert told(recorder.events).bytes_joins == 1200, "it was too far behind for what the codec had made"
+
+
 def test_states_of_a_site(recorder: Recorder) -> None:
     seen: dict[str, list[str]] = {name: [] for name in SITES}
     history = RunHistory()
