@@ -7,6 +7,7 @@ counted.
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from diloco.wire.arrivals import Arrivals
-    from diloco.wire.gates import Counters
+    from diloco.wire.gates import Counters, Gate
     from diloco.wire.identity import Identity
 
 T = TypeVar("T")
@@ -82,12 +83,18 @@ def unary(
     work: Callable[[bytes, Identity], bytes],
     *,
     large: bool = False,
+    gate: Gate | None = None,
 ) -> Callable[[Iterator[bytes], Any], bytes]:
-    """What gRPC calls for a method that has one message each way, of which ``work`` makes the answer."""
+    """What gRPC calls for a method that has one message each way, of which ``work`` makes the answer.
+
+    A ``gate`` bounds how many are worked on at once, in all and for each caller.
+    """
 
     def answer(requests: Iterator[bytes], context: Any) -> bytes:
         with arrivals.enter(method, context) as identity:
-            return work(arrivals.first(requests, context, identity, large=large), identity)
+            raw = arrivals.first(requests, context, identity, large=large)
+            with gate.enter(arrivals.caller(identity, context)) if gate is not None else nullcontext():
+                return work(raw, identity)
 
     return lambda requests, context: answered(lambda: answer(requests, context), context, method, counters)
 

@@ -60,6 +60,8 @@ if TYPE_CHECKING:
     from diloco.wire.stall import Guard, StallWatch
 
 _FEED_WAIT_S = 0.5
+_JOINS_EACH_MAX = 2
+"""Of one caller at once: its process, and the one that takes its place."""
 SHORT_CHUNKS_MAX = 64
 """Chunks of one push that may be shorter than ``CHUNK_BYTES_MIN``."""
 
@@ -85,6 +87,7 @@ class SyncHandlers:
         self._counters = counters
         self._stopping = stopping
         pushback_ms = options.pushback_ms
+        self._joins = Gate("join", options.sites_max, _JOINS_EACH_MAX, pushback_ms)
         self._pushes = Gate("push", options.push_credits, options.pushes_per_site_max, pushback_ms)
         self._pulls = Gate("pull", options.pull_credits, options.pulls_per_site_max, pushback_ms)
         self._watches = Gate("watch", options.watch_credits, options.watches_per_site_max, pushback_ms)
@@ -98,7 +101,7 @@ class SyncHandlers:
     def generic_handler(self) -> Any:
         """What gRPC's server takes."""
         handlers = {
-            "Join": grpc.stream_unary_rpc_method_handler(self._unary("Join", self._join, large=True)),
+            "Join": grpc.stream_unary_rpc_method_handler(self._unary("Join", self._join, self._joins, large=True)),
             "Report": grpc.stream_unary_rpc_method_handler(self._unary("Report", self._report)),
             "Leave": grpc.stream_unary_rpc_method_handler(self._unary("Leave", self._leave)),
             "Push": grpc.stream_stream_rpc_method_handler(self._streaming("Push", self._push)),
@@ -109,9 +112,9 @@ class SyncHandlers:
         return grpc.method_handlers_generic_handler(SYNC_SERVICE, handlers)
 
     def _unary(
-        self, method: str, work: Callable[[bytes, Identity], bytes], *, large: bool = False
+        self, method: str, work: Callable[[bytes, Identity], bytes], gate: Gate | None = None, *, large: bool = False
     ) -> Callable[[Iterator[bytes], Any], bytes]:
-        return unary(self._arrivals, self._counters, method, work, large=large)
+        return unary(self._arrivals, self._counters, method, work, large=large, gate=gate)
 
     def _streaming(
         self, method: str, work: Callable[[Iterator[bytes], Any, Identity], Iterator[bytes]]

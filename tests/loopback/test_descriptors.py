@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import urllib.request
+from collections import Counter
 from pathlib import Path
 
+import grpc
 import pytest
 
+from diloco.wire.calls import SYNC_SERVICE
 from tests.hunts import http2
 from tests.launch.processes import place_in, wait_for
-from tests.loopback.cluster import free_port
+from tests.loopback.cluster import Process, free_port
+from tests.loopback.test_hostile import join
+from tests.loopback.toy import Toy
 
 PEERS = 1007
 ROUNDS = 5
+JOINS = 4000
+BOUND_S = 60.0
 
 
 @pytest.mark.slow
@@ -49,3 +57,27 @@ def test_a_thousand_idle_connections_leave_descriptors_for_merges_and_for_an_ope
         told = ["connections hung up on", "cluster.syncer.metrics: connections hung up on"]
         wait_for(lambda: set(told) <= set(said()), "it is said", lambda: str(said()))
         assert len(said()) <= 4, "once a minute for each port"
+
+
+@pytest.mark.slow
+def test_four_thousand_joins_at_once_are_all_answered(tmp_path: Path) -> None:
+    """Each on a connection of its own: by a status where there is a place for it, else by its end."""
+    toy, over = Toy(folder=str(tmp_path)), threading.Semaphore(0)
+    codes: Counter[str] = Counter()
+
+    def answered(call: grpc.Future) -> None:
+        codes[call.code().name] += 1
+        over.release()
+
+    with Process("syncer", toy, files=1024) as syncer, contextlib.ExitStack() as stack:
+        address = str(syncer.log.wait_for("listening", 1, BOUND_S)[0]["address"])
+        site = stack.enter_context(Process("site", toy, site="a", address=address, step_s=0.02))
+        site.log.wait_for("adopted", 2, BOUND_S)
+        for number in range(JOINS):
+            channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+            stack.callback(channel.close)
+            call = channel.unary_unary(f"/{SYNC_SERVICE}/Join")
+            call.future(join(site_id=f"s{number}"), timeout=BOUND_S).add_done_callback(answered)
+        assert all(over.acquire(timeout=BOUND_S) for _ in range(JOINS)), codes
+        assert set(codes) <= {"OK", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "CANCELLED"}, codes
+        site.log.wait_for("adopted", len(site.log.of("adopted")) + 3, BOUND_S)

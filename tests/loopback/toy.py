@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import resource
 import shutil
 import signal
 import threading
@@ -392,6 +393,8 @@ Emit = Callable[[str, dict[str, object]], None]
 def main(role: str, toy: Toy, death: tuple[str, int] | None, mine: dict[str, Any], told: Connection) -> None:
     """The whole life of a process; what it has to say goes to ``told``, a failure too."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    if "files" in mine:  # That this process may open.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (mine["files"], mine["files"]))
     torch.set_num_threads(1)
     limit_arenas()  # As the product's own processes do.
     lock = threading.Lock()

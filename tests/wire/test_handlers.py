@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 import pytest
@@ -25,6 +26,8 @@ from diloco.wire.messages import (
     PushPart,
     PushReply,
     PushResult,
+    Refusal,
+    Status,
     WatchAsk,
 )
 from diloco.wire.options import ServerOptions
@@ -33,6 +36,8 @@ from tests.wire.fake_syncer import RUN, FakeSession, join_ask, push_header, repo
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from diloco.wire.identity import Identity
+    from diloco.wire.messages import JoinAsk
     from tests.wire.conftest import Wired
 
 SEED = 8
@@ -241,12 +246,37 @@ def test_the_shell_may_take_longer_than_a_stall(start: Callable[..., Wired], mon
 
 
 def test_join_is_refused_with_the_shells_words(wired: Wired) -> None:
-    from diloco.wire.messages import Refusal, Status
-
     wired.syncer.join_fails = Refusal(Status.FAILED_PRECONDITION, "model.dim is 64 here\nand 128 there")
     error = refused(lambda: wired.channel().unary_unary(f"/{SYNC_SERVICE}/Join")(pack_join(join_ask()), timeout=WAIT_S))
     assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert error.details() == "model.dim is 64 here and 128 there"
+
+
+def test_one_join_too_many_is_told_to_come_back_at_once(
+    start: Callable[..., Wired], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wired, over, entered = start(sites_max=3, pushback_ms=1234), threading.Event(), threading.Semaphore(0)
+
+    def join(request: JoinAsk, identity: Identity) -> NoReturn:
+        entered.release()
+        over.wait(WAIT_S)
+        raise Refusal(Status.FAILED_PRECONDITION, "it was another run")
+
+    monkeypatch.setattr(wired.syncer, "join", join)
+    one, other = (
+        grpc.insecure_channel(wired.server.address, [("grpc.use_local_subchannel_pool", 1)]) for _ in range(2)
+    )
+    wired.opened += [one, other]
+    ask = lambda channel: channel.unary_unary(f"/{SYNC_SERVICE}/Join").future(pack_join(join_ask()), timeout=WAIT_S)  # noqa: E731
+    held = [ask(channel) for channel in (one, one, other)]
+    assert all(entered.acquire(timeout=WAIT_S) for _ in held)
+    for channel, whose in ((one, "of this site"), (other, "in all")):
+        error = ask(channel).exception()
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert error.details() == f"no room for one more join {whose}: come back"
+        assert dict(error.trailing_metadata())[PUSHBACK_KEY] == "1234"
+    over.set()
+    assert [call.exception().code() for call in held] == [grpc.StatusCode.FAILED_PRECONDITION] * 3
 
 
 def test_a_defect_of_ours_is_internal_logged_and_counted(wired: Wired, logged: list[str]) -> None:
