@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from diloco.durable import LockedError, write_file
 from diloco.launch import config as configs
@@ -15,18 +16,21 @@ from diloco.launch.arenas import limit_arenas
 from diloco.launch.arguments import goes_on, limit_threads, load_config, settings_parser
 from diloco.launch.arming import disk_from_environment
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
+from diloco.launch.eventlog import read_events
+from diloco.launch.history import whole
 from diloco.launch.lasting import keep_what_is_loaded
 from diloco.launch.placing import BETWEEN, at, has_several, syncer_dir
 from diloco.launch.run_dir import RunDir, name_run, run_dir_of
 from diloco.launch.stopping import Stopping
 from diloco.launch.syncer_log import syncer_log
 from diloco.open_files import raise_limit
+from diloco.sync.agreement import how_to_restore
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from diloco.launch.eventlog import EventLog
+    from diloco.launch.eventlog import Event, EventLog
     from diloco.launch.schema import RunConfig
     from diloco.sync.events import Ending
     from diloco.syncer.server import Syncer
@@ -41,6 +45,8 @@ Ctrl-C once: a last round, then exit 75; twice: at once.  SIGHUP: stops at once 
 process, of a newer release as well, takes its place with the same command; the sites train on meanwhile.
 Exit 0 when the run has reached its tokens or seconds."""
 WAIT_S = 0.2
+EVENTS_BYTES = 1 << 20
+"""Of the run's latest events, in which a start looks for versions that its data lack."""
 STOP_S = 2.0
 HAND_OVER_S = 10.0
 """What is being received when the syncer hands over has so long to be whole; after that it is sent again."""
@@ -145,6 +151,8 @@ def serve(
     page = stack.enter_context(page_at(*where, metrics.families, log.emit))
     hands_over = "the syncer stops, and the sites train on until another takes its place"
     stopping = stack.enter_context(Stopping("a last round, then the syncer stops", hands_over))
+    size = run_dir.events.stat().st_size if run_dir.events.is_file() else 0
+    before = read_events(run_dir.events, max(0, size - EVENTS_BYTES))[0]
     try:
         address = syncer.start(warm)
     except StoreError as error:
@@ -162,6 +170,8 @@ def serve(
     write_file(run_dir.address, address.encode())
     stack.callback(lambda: _forget(run_dir))
     _greet(config, run_dir, address, given, again(config, given, promoted=warm is not None))
+    if warm is None and (older := old_copy(before, syncer.status())):
+        print(f"{_data(config, run_dir)}: {older}", file=sys.stderr, flush=True)
     if page:
         print(f"metrics at {page}", flush=True)
     return _wait(syncer, stopping)
@@ -192,6 +202,25 @@ def _wait(syncer: Syncer, stopping: Stopping) -> Ending | None:
     finally:
         syncer.stop(HAND_OVER_S if stopping.handing_over else STOP_S)
     return ending
+
+
+def old_copy(events: Sequence[Event], status: Mapping[str, Any]) -> str:
+    """In words that a syncer that has just started with ``status`` lacks what ``events`` tell of; "" if it does not.
+
+    A version is durable before it is published, so its data are older than they were.
+    """
+    versions = [int(each["version"]) for each in status["fragments"]]
+    told = [
+        (whole(e, "lineage") or 1, whole(e, "version"), whole(e, "fragment"))
+        for e in events
+        if e["what"] == "published"
+    ]
+    lacks = [each for each in told if each[2] < len(versions) and each[:2] > (status["lineage"], versions[each[2]])]
+    if not lacks:
+        return ""
+    lineage, version, fragment = max(lacks)
+    here = f"version {version} of fragment {fragment} was published, and here it is at {versions[fragment]}"
+    return f"an old copy of the syncer's data: {here}. Sites that are ahead of it stop; {how_to_restore(lineage)}"
 
 
 def _forget(run_dir: RunDir) -> None:

@@ -41,7 +41,7 @@ def disagreement(ours: Agreement, theirs: Agreement) -> str | None:
     if theirs.lineage > ours.lineage:
         return (
             f"lineage is {theirs.lineage} at the site and {ours.lineage} at the syncer: the run was restored, "
-            "and this syncer is from before that"
+            f"and this syncer is from before that; {how_to_restore(theirs.lineage)}"
         )
     for name in sorted((set(ours.shared) | set(theirs.shared)) - {CORPUS, *OF_THE_SYNCER}):
         here, there = theirs.shared.get(name), ours.shared.get(name)
@@ -53,3 +53,11 @@ def disagreement(ours: Agreement, theirs: Agreement) -> str | None:
             f"and {ours.layout_fingerprint[:12]} at the syncer"
         )
     return None
+
+
+def how_to_restore(lineage: int) -> str:
+    """What to do about a syncer of which a site, which knows ``lineage``, has heard more than it has."""
+    return (
+        "stop the syncer, move its data folder away and take the run up from what is newer: "
+        f"diloco restore RUN_DIR --from-site SITE_DIR --above {lineage}, or --from BACKUP"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from diloco.sync.agreement import how_to_restore
 from diloco.sync.effects import Forget, Join, Release, Send, SkipData, StartOver
 from diloco.sync.progress import Doubt, Orphan, Retaking, SentState
 from diloco.sync.resending import acknowledged, send_again
@@ -60,7 +61,8 @@ def _compare(turn: SiteTurn, standing: FragmentStanding) -> bool:
         if doubt is None or not (standing.watermark < doubt.sequence or standing.version < doubt.version):
             return False
         if not send_again(turn, standing):
-            turn.stop(f"the syncer has forgotten what it acknowledged of fragment {index}")
+            lost = f"the syncer has forgotten what it acknowledged of fragment {index}, as if its data were an old copy"
+            turn.stop(f"{lost}; {how_to_restore(turn.state.lineage)}")
             return False
     part.doubt = None
     if standing.watermark >= part.next_sequence or part.contradicted(standing.fates):

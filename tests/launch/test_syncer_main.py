@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from diloco.launch.cli import main
 from diloco.launch.config import compose, read, write
 from diloco.launch.run_dir import RunDir
 from diloco.launch.settings_help import settings_help
-from diloco.launch.syncer_main import again, join_line
+from diloco.launch.syncer_main import again, join_line, old_copy
 from tests.launch.processes import TINY, place_in, wait_for
 
 LISTEN = "cluster.syncer.listen=127.0.0.1:0"
@@ -164,3 +165,18 @@ def test_a_syncer_whose_folder_is_taken_away_ends_in_words(tmp_path: Path) -> No
             "diloco syncer: runs/lost/syncer is gone, or was emptied, under this process"
         )
         assert "Traceback" not in syncer.text()
+
+
+def test_a_start_on_an_old_copy_says_so_and_what_to_type() -> None:
+    events: list[dict[str, Any]] = [
+        {"at": 1.0, "who": "syncer", "what": "published", "fragment": 1, "version": version} for version in (6, 7)
+    ]
+    status = {"lineage": 1, "fragments": [{"version": 9}, {"version": 7}]}
+    assert old_copy(events, status) == ""
+    status["fragments"] = [{"version": 3}, {"version": 3}]
+    said = old_copy(events, status)
+    assert "version 7 of fragment 1 was published, and here it is at 3" in said
+    assert said.endswith("diloco restore RUN_DIR --from-site SITE_DIR --above 1, or --from BACKUP")
+    events[-1]["lineage"] = 50
+    assert "--above 50" in old_copy(events, {"lineage": 1, "fragments": [{"version": 9}, {"version": 9}]})
+    assert old_copy(events, {"lineage": 60, "fragments": [{"version": 1}, {"version": 1}]}) == ""

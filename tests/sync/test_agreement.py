@@ -34,7 +34,9 @@ def test_a_site_that_does_not_know_the_present_lineage_yet_agrees(lineage: int) 
         ({"run_id": "other"}, "run_id is 'other' at the site and 'run-1' at the syncer"),
         (
             {"lineage": 4},
-            "lineage is 4 at the site and 3 at the syncer: the run was restored, and this syncer is from before that",
+            "lineage is 4 at the site and 3 at the syncer: the run was restored, and this syncer is from before that; "
+            "stop the syncer, move its data folder away and take the run up from what is newer: "
+            "diloco restore RUN_DIR --from-site SITE_DIR --above 4, or --from BACKUP",
         ),
         ({"shared": {"outer.lr": "0.7", "model.dim": "32"}}, "model.dim is 32 at the site and 64 at the syncer"),
         ({"shared": {"outer.lr": "0.7"}}, "model.dim is not set at the site and 64 at the syncer"),

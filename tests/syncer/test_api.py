@@ -72,7 +72,8 @@ OTHER_CUT = plan_layout((("a", (6, 4)), ("b", (10,)), ("c", (7,))), 3)
         ({"run_id": "big"}, "run_id is 'big' at the site and 'small' at the syncer"),
         (
             {"lineage": 4},
-            "lineage is 4 at the site and 1 at the syncer: the run was restored, and this syncer is from before that",
+            "lineage is 4 at the site and 1 at the syncer: the run was restored, and this syncer is from before that; "
+            "stop the syncer, .*: diloco restore RUN_DIR --from-site SITE_DIR --above 4, or --from BACKUP",
         ),
         ({"shared_config": {"model.dim": "8"}}, r"model\.dim is 8 at the site and 4 at the syncer"),
         ({"shared_config": {}}, r"model\.dim is not set at the site and 4 at the syncer"),
