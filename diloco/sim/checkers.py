@@ -259,7 +259,7 @@ class Weights(Checker):
         super().__init__(plan, conserving=conserving)
         self.work: dict[Id, tuple[int, int]] = {}
         self.usual: dict[tuple[str, int], tuple[int, int]] = {}
-        self.under_way: dict[int, tuple[set[Id], float, list[float]]] = {}
+        self.under_way: dict[int, tuple[set[Id], float]] = {}
         self.awaited: list[deque[set[str]]] = [
             deque([set()], EVENTS_OF_A_TURN) for _ in range(plan.options.num_fragments)
         ]
@@ -268,7 +268,7 @@ class Weights(Checker):
         """Weigh every contribution again."""
         del now_ns
         if isinstance(event, OuterStepDone | OuterStepFailed):
-            ids, *_ = self.under_way.pop(event.fragment, (set(), 1.0, []))
+            ids, _ = self.under_way.pop(event.fragment, (set(), 1.0))
             for site, index, sequence in sorted(ids) if isinstance(event, OuterStepDone) else ():
                 now, before = self.work[site, index, sequence], self.usual.get((site, index), (0, 0))
                 tokens, steps = (min(new, 2 * old) if old else new for new, old in zip(now, before, strict=True))
@@ -291,9 +291,9 @@ class Weights(Checker):
         self.require(whole and len(set(terms)) == len(terms), "what is weighed is", step.contributions)
         found = [part.weight for part in step.contributions]
         self.require(abs(sum(found) - 1) < 1e-12, "weights", found, "sum to", sum(found))
-        told = (ids_of(step), step.share, found)
+        told = (ids_of(step), step.share)
         before = self.under_way.setdefault(step.fragment, told)
-        self.require(told == before, "it is", told, "again and was", before)
+        self.require(told == before, "the share is", step.share, "again and was", before[1])
         wanted = list(self._wanted(step, machine))
         near = any(
             abs(share - step.share) < 1e-12

@@ -3,7 +3,8 @@
 - *steps*: those that there was time for since the site's updates before (:func:`believed_steps`).
   Norms are compared by the steps that are believed.  ``STEPS_RATIO_MAX`` times as many are implausible.
 - *tokens*: of a step, ``TOKENS_RATIO_MAX`` times those of the site's first update, which has at most
-  ``NEWCOMER_RATIO_MAX`` times those of the others.  More are implausible.
+  ``NEWCOMER_RATIO_MAX`` times those of the others.  More are implausible.  Where units of the data are leased, a step
+  may read what counts no more, so that one says nothing of the next, and the bound is ``STEP_TOKENS_MAX``.
 - *step_ns*: no less than a part of what is usual at the other sites (:func:`fastest_step_ns`), and where it makes a
   grace no more than the time between the site's updates (:func:`period_ns`).
 - *cursor*: it moves the data of the site alone.  *spans*: ``unit_leases`` knows which units were leased to the site.
@@ -45,10 +46,11 @@ def implausible(state: OuterState, options: OuterOptions, event: UpdateArrived) 
     believed = believed_steps(state, options, event)
     if event.steps > STEPS_RATIO_MAX * believed:
         return f"steps is {event.steps}, and there was time for {believed}"
+    others = _median([other.step_tokens for other in _others(state, event) if other.step_tokens])
     bound, why = STEP_TOKENS_MAX, "as at any site"
-    if line.step_tokens:
+    if line.step_tokens and not options.unit_sequences:
         bound, why = TOKENS_RATIO_MAX * line.step_tokens, f"{TOKENS_RATIO_MAX} times its first {line.step_tokens}"
-    elif others := _median([other.step_tokens for other in _others(state, event) if other.step_tokens]):
+    elif others and not options.unit_sequences:
         bound, why = NEWCOMER_RATIO_MAX * others, f"{NEWCOMER_RATIO_MAX} times the {others} of others"
     if event.tokens > bound * believed:
         return f"tokens is {event.tokens}, and {believed} steps have at most {bound} each, {why}"

@@ -64,6 +64,12 @@ def test_no_update_has_more_tokens_than_its_steps_can_read(tokens: int) -> None:
     assert only(fx.AnswerPush, push(syncer, tokens=1000 * 16, digest="another")).outcome is Outcome.ACCEPTED
 
 
+def test_where_units_are_leased_a_step_may_have_read_what_counts_no_more() -> None:
+    syncer = seasoned("a", "b", unit_sequences=1)
+    assert only(fx.AnswerPush, push(syncer, tokens=1000 * 17)).outcome is Outcome.ACCEPTED
+    assert only(fx.AnswerPush, push(syncer, tokens=2**40)).reason is Reason.IMPLAUSIBLE
+
+
 def test_few_steps_make_no_weight() -> None:
     """``tokens2_per_step`` counts tokens by their square and divides by the steps."""
     answer = only(fx.AnswerPush, push(seasoned("a", "b"), tokens=1000 * 10, steps=1))
