@@ -2,8 +2,9 @@
 
 Silent connections, half-open ones, thousands at once, streams a byte a second, streams whose client is killed, resets
 in the middle of a chunk, floods of frames and of questions, a thousand reconnects.  The site's rounds go on through
-each of them, what is silent is hung up on, and when it is over, threads, files and memory of the syncer are what they
-were.
+each of them, what is silent is hung up on, an operator is answered in the largest crowd, and when it is over, threads,
+files and memory of the syncer are what they were.  The syncer may open 256 files, then 1,024, then 65,536 (or what the
+hard limit allows); each has a share of the scenarios, and all of them the crowd.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from diloco.wire.calls import SYNC_SERVICE
+from diloco.wire.client import AdminClient
 from diloco.wire.convert_bulk import pack_push
+from diloco.wire.messages import Unreachable
 from diloco.wire.options import ServerOptions
+from diloco.wire.security import SecurityOptions
 from tests.hunts import http2
 from tests.hunts.crowd import memory_of
 from tests.hunts.frame_floods import FLOODS, Due, flood
@@ -43,6 +47,7 @@ MANY = 10_000
 HANDSHAKE_S = 5.0
 """``grpc.server_handshake_timeout_ms`` of the syncer; what is silent may live about twice as long."""
 GONE_S = 60.0
+ANSWER_S = 20.0
 ADOPTED_MIN = 3
 GROWTH_MAX = 0.05
 THREAD_BYTES = 128 << 10
@@ -69,11 +74,24 @@ class Siege:
     facts: dict[str, object]
     pid: int
     """The syncer's."""
+    operator: str
+    """The token of one."""
     adopted: Callable[[], int]
     """How many versions the honest site has adopted so far."""
 
     def count(self, full: int) -> int:
         return max(5, int(full * self.scale))
+
+    def answered(self) -> None:
+        """Wait until an operator's new connection has found a place and an answer; how long that took."""
+        began_s = time.monotonic()
+        with AdminClient(self.address, SecurityOptions(token=self.operator)) as operator:
+            while time.monotonic() - began_s < ANSWER_S:
+                with suppress(Unreachable):
+                    operator.status()
+                    self.facts["operator_answered_s"] = round(time.monotonic() - began_s, 1)
+                    return
+        self.hunt.violated(f"an operator had no answer in {ANSWER_S:g} s")
 
     def gone(self, connections: list[socket.socket], bound_s: float, what: str) -> float:
         """Wait until the syncer has hung up on all of them; how long that took."""
@@ -117,6 +135,7 @@ def many(siege: Siege) -> None:
     watched = select.poll()
     for each in connections:
         watched.register(each, select.POLLRDHUP | select.POLLHUP)
+    siege.answered()
     siege.facts["many_opened"] = len(connections)
     siege.facts["many_at_once"] = len(connections) - len(watched.poll(0))
     siege.facts["many_closed_s"] = siege.gone(connections, GONE_S, "thousands of connections")
@@ -279,17 +298,12 @@ def reconnects(siege: Siege) -> None:
         )
 
 
-SCENARIOS: tuple[Callable[[Siege], None], ...] = (
-    silent,
-    half_open,
-    many,
-    trickle,
-    abandoned,
-    resets,
-    frames,
-    checks,
-    reconnects,
-)
+SCENARIOS: Mapping[int, tuple[Callable[[Siege], None], ...]] = {
+    256: (half_open, many, trickle, abandoned),
+    1024: (silent, many, resets, reconnects),
+    65_536: (many, frames, checks),
+}
+"""By the files that the syncer may open."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -297,26 +311,34 @@ def main(arguments: list[str] | None = None) -> int:
     hunt.parser.add_argument("--scale", type=float, default=0.1, help="share of the full numbers (default: 0.1)")
     asked = hunt.asked(arguments)
     _raise_limit()
-    with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
-        # One keepalive in five seconds, so that half-open peers are noticed soon enough to wait for it.
-        fortress, shown = guarded("tokens", Path(folder), [HONEST, RUDE], keepalive_time_ms=5_000)
-        with running(fortress) as target:
-            honest = replace(fortress, token=shown[HONEST]["token"])
-            with Process("site", honest, site=HONEST, address=target.address, step_s=0.02) as site:
-                site.log.wait_for("adopted", ADOPTED_MIN, GONE_S)
-                facts = _besieged(hunt, target, site, asked.scale, shown[RUDE]["token"])
+    facts: dict[str, object] = {}
+    for files in SCENARIOS:
+        with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
+            # One keepalive in five seconds, so that half-open peers are noticed soon enough to wait for it.
+            fortress, shown = guarded("tokens", Path(folder), [HONEST, RUDE], keepalive_time_ms=5_000)
+            tokens = {name: each["token"] for name, each in shown.items() if each}
+            with running(replace(fortress, files=files)) as target:
+                honest = replace(fortress, token=tokens[HONEST])
+                with Process("site", honest, site=HONEST, address=target.address, step_s=0.02) as site:
+                    site.log.wait_for("adopted", ADOPTED_MIN, GONE_S)
+                    facts[str(files)] = _besieged(hunt, target, site, asked.scale, files, tokens)
     return hunt.finish(facts)
 
 
-def _besieged(hunt: Hunt, target: Target, site: Process, scale: float, token: str) -> dict[str, object]:
-    fresh = target.look()
-    siege = Siege(target.address, scale, token, hunt, {}, target.pid, lambda: len(site.log.of("adopted")))
-    for scenario in (*SCENARIOS, many, many, checks):  # Pools are filled (of threads: as far as strangers can), code is
-        # loaded, and the allocator has seen the crowd: what it keeps of that grows no more after the third time.
+def _besieged(
+    hunt: Hunt, target: Target, site: Process, scale: float, files: int, tokens: Mapping[str, str]
+) -> dict[str, object]:
+    fresh, scenarios = target.look(), SCENARIOS[files]
+    adopted = lambda: len(site.log.of("adopted"))  # noqa: E731
+    siege = Siege(target.address, scale, tokens[RUDE], hunt, {}, target.pid, tokens["admin"], adopted)
+    # Pools are filled (of threads: as far as strangers can), code is loaded, and the allocator has seen the crowd: what
+    # it keeps of the largest grows no more after the third time.
+    again = (many, many, checks) if checks in scenarios else ()
+    for scenario in (*scenarios, *again):
         scenario(replace(siege, scale=scale if scenario in (many, checks) else 0.01, facts={}))
     before = _settled(target, None)
     rounds: dict[str, float] = {}
-    for scenario in SCENARIOS:
+    for scenario in scenarios:
         known, began_s = len(site.log.of("adopted")), time.monotonic()
         scenario(siege)
         name = scenario.__name__

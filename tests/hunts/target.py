@@ -56,6 +56,8 @@ class Fortress(Toy):
     """A toy run whose syncer asks who calls, takes every codec, and has no events of its own: silence is none."""
 
     security: dict[str, Any] = field(default_factory=dict)
+    files: int = 0
+    """That the syncer's process may have open, where its hard limit allows so many; 0: as the test may."""
     outer: dict[str, object] = field(
         default_factory=lambda: {
             "num_fragments": 2,
@@ -216,6 +218,9 @@ def main(fortress: Fortress, pipe: Connection) -> None:
     faulthandler.enable()
     # A message that takes all memory is to be seen in this process, and not in the others of the machine.
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_MAX, MEMORY_MAX))
+    if fortress.files:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(fortress.files, hard), hard))
     said = _Said()
     logging.getLogger().addHandler(said)
     disk = FillableDisk(Path(fortress.folder))
