@@ -163,6 +163,11 @@ poison: .venv/.ready
 cuts: .venv/.ready
 	$(HUNT).cuts $(ARGS)
 
+# Settings two by two: every pair of values in a short run, or refused in words.
+.PHONY: pairs
+pairs: .venv/.ready
+	$(HUNT).pairs $(ARGS)
+
 # What is in examples/, each as two sites, and beside it our trainer on the same model and text.
 examples: .venv/.ready
 	OMP_NUM_THREADS=1 $(HUNT).examples $(ARGS)
