@@ -145,7 +145,7 @@ class Syncer:
             raise
 
     def _start(self, warm: Warm | None) -> str:
-        away_ns = _since_last_record_ns(Path(self.options.folder)) if warm is None else 0
+        away_ns = _since_last_record_ns(Path(self.options.folder) / "journal") if warm is None else 0
         machine, records = self._open() if warm is None else self._take(warm)
         self._begin_memory_check()
         self.room = Room(Path(self.options.folder), self.options.disk_reserve_mb * 1_000_000, self._room_changed)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from diloco.codec import native
 from diloco.durable import LockedError
+from diloco.sync.claims import AWAY_UNKNOWN_NS
 from diloco.sync.events import Ending, Outcome, OuterStepDone
 from diloco.syncer.core import CoreStopped
 from diloco.syncer.exporting import full_parameters
@@ -98,6 +99,21 @@ def test_the_epoch_is_larger_with_every_start_and_durable_before_it_is_said(tmp_
         assert events.of("syncer_started")[0]["epoch"] == epoch
         assert events.of("syncer_started")[0]["kernels"] == native.description() == syncer.status()["kernels"]
         syncer.stop(0.1)
+
+
+@pytest.mark.parametrize(("moved_s", "away_s"), [(-3600, 3600), (3600, AWAY_UNKNOWN_NS / 1e9)])
+def test_the_time_without_a_syncer_is_time_in_which_the_sites_train(
+    tmp_path: Path, moved_s: int, away_s: float
+) -> None:
+    """As far as the wall clock tells it; where that went back it tells nothing."""
+    with serving(tmp_path) as syncer:
+        before_ns = syncer.core.ask(lambda machine: machine.state.away_ns)
+    written_s = time.time() + moved_s
+    for path in tmp_path.rglob("journal-*.log"):
+        os.utime(path, (written_s, written_s))
+    with serving(tmp_path) as syncer:
+        away_ns = syncer.core.ask(lambda machine: machine.state.away_ns) - before_ns
+    assert away_ns / 1e9 == pytest.approx(away_s, abs=60)
 
 
 def test_a_second_process_on_the_folder_is_refused_and_the_first_is_not_disturbed(tmp_path: Path) -> None:
