@@ -92,10 +92,13 @@ def fastest_step_ns(state: OuterState, live: Sequence[str]) -> int:
 def period_ns(site: Site, index: int) -> int:
     """The usual time between two updates of ``site``: what it says of its steps, and no more than the syncer has seen
     between its updates; 0 before any was merged."""
-    line = site.lines[index]
-    arrivals = line.arrivals_ns
-    seen_ns = (arrivals[-1] - arrivals[0]) // (len(arrivals) - 1) if len(arrivals) > 1 else 0
-    return min(line.usual_steps * site.step_ns, seen_ns)
+    return min(site.lines[index].usual_steps * site.step_ns, seen_ns(site, index))
+
+
+def seen_ns(site: Site, index: int) -> int:
+    """The time between the last updates of ``site``, and before the first; 0 before any came."""
+    arrivals = site.lines[index].arrivals_ns
+    return (arrivals[-1] - arrivals[0]) // (len(arrivals) - 1) if len(arrivals) > 1 else 0
 
 
 def _others(state: OuterState, event: UpdateArrived) -> list[Line]:

@@ -7,7 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from diloco.sync import ending, upstream
-from diloco.sync.claims import period_ns
+from diloco.sync.claims import period_ns, seen_ns
 from diloco.sync.effects import Contribution, PublishVersion, StartOuterStep, UpdateRef
 from diloco.sync.events import Reason
 from diloco.sync.fates import decide, refuse, refuse_stale
@@ -110,8 +110,11 @@ def standstill(options: OuterOptions, state: OuterState, now_ns: int) -> Standst
     if not rounds or state.phase is not Phase.RUNNING:
         return None
     since_ns, index = min(rounds)
-    lines = [(state.sites[name].lines[index], state.sites[name].step_ns) for name in state.live()]
-    periods_ns = [step_ns * max([line.usual_steps, *(p.steps for p in line.undecided)]) for line, step_ns in lines]
+    periods_ns = []
+    for site in (state.sites[name] for name in state.live()):
+        line = site.lines[index]
+        steps = max([line.usual_steps, *(pending.steps for pending in line.undecided)])
+        periods_ns.append(min(steps * site.step_ns, seen_ns(site, index)))
     bound_ns = max(options.site_timeout_ns, STANDSTILL_PERIODS * max(periods_ns, default=0))
     if now_ns - since_ns < bound_ns:
         return None

@@ -88,6 +88,13 @@ def test_no_round_stands_still_for_a_slow_site_within_its_periods() -> None:
     assert stands(syncer, 110 + 300) is not None
 
 
+def test_no_site_hides_by_what_it_says_of_its_steps_that_a_round_stands_still() -> None:
+    syncer = running("a", "b", quorum="all", site_timeout_ns=15 * SECOND_NS)
+    syncer.push("a", step_ns=10**6 * SECOND_NS, at_s=10)
+    assert stands(syncer, 10 + 29) is None
+    assert stands(syncer, 10 + 30) is not None, "three times the ten seconds that its first update took"
+
+
 def test_a_quorum_that_is_not_there_is_said_and_the_last_round_is_none_that_waits() -> None:
     syncer = running("a", "b", quorum=3)
     syncer.push("a", at_s=0)
