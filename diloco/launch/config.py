@@ -224,9 +224,13 @@ def keep_run_settings(config: RunConfig, path: Path, named: Collection[str]) -> 
 
     A setting of the outer rule or the codecs that came after the first release, and is none of the keys ``named``, is
     as the run has it, or at its default, which makes a run what it was before there was the setting.  So the presets of
-    this release may have such settings otherwise, and the run goes on with the same command.
+    this release may have such settings otherwise, and the run goes on with the same command.  Nothing is kept of a file
+    that is of another run already by what the first release knew, as that of a start with the wrong preset.
     """
     there, changed = read(path), []
+    before, now = shared_config(there), shared_config(config)
+    if any(before.get(key) != now.get(key) for key in ALWAYS_SHARED.split()):
+        return config, []
     for section, names in {"outer": None, "codec": None, "upstream": ("counted_from",)}.items():
         now, before = getattr(config, section), getattr(there, section)
         keys = {f"{section}.{name}": name for name in names or [each.name for each in fields(now)]}

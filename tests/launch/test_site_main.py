@@ -73,6 +73,20 @@ def test_a_second_start_touches_nothing_of_the_first(
     assert "is it started twice?" in capsys.readouterr().err
 
 
+def test_19_a_site_goes_on_as_its_run_began_and_a_wrong_preset_leaves_no_trace(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+    monkeypatch.setattr(site_main, "run_rank", lambda config, place: ran.append(config) or (ExitCode.DRAINED, ""))
+    site = ["site", *TINY, "run.name=x", "site.id=site-a"]
+    folder = SiteDir(Path("runs/x/sites/site-a"))
+    write(compose([*site[1:], "outer=streaming", "outer.measure_from=adopted"]), folder.config)
+    for settings in (["outer=streaming"], ["outer=halos"], ["outer=streaming"]):
+        assert main([*site, *settings]) == 75
+    assert [config.outer.measure_from for config in ran] == ["adopted", "adopted", "published"]
+    assert [config.outer.dynamic_rounding for config in ran] == ["down", "up", "down"]
+
+
 def test_under_torchrun_values_are_checked_and_a_drained_site_has_not_failed(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
