@@ -10,7 +10,7 @@ VENV = $(or $(PYTHON),$(error Python 3.11 or newer with venv is needed: make PYT
 BIN := .venv/bin
 # A run is many processes that import the same modules: compiled once, whatever the machine's environment says.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: demo test check protos bench bench-codec bench-gpu bench-quality kernels swarm admission soak flood upgrade crash powercut flips fuzz-inputs disaster crowd fuzz hostile poison liars failover cuts layouts examples
+.PHONY: demo test check protos bench bench-codec bench-gpu bench-quality kernels swarm admission soak flood upgrade crash powercut flips fuzz-inputs disaster crowd fuzz hostile poison liars failover cuts layouts examples clocks
 
 demo: .venv/.ready
 	$(BIN)/diloco up $(ARGS)
@@ -162,6 +162,10 @@ poison: .venv/.ready
 
 cuts: .venv/.ready
 	$(HUNT).cuts $(ARGS)
+
+# Wall clocks that jump, of each process on its own.
+clocks: .venv/.ready
+	$(HUNT).clocks $(if $(N),--jumps $(N)) $(ARGS)
 
 # Settings two by two: every pair of values in a short run, or refused in words.
 .PHONY: pairs

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.rounds import OPTIMIZER, Case, in_processes, settle, values_digest
+from diloco.codec.base import bytes_of
 from diloco.codec.buffers import Buffers
-from diloco.codec.coded import Coded
-from diloco.codec.contract import bytes_of
-from diloco.codec.fused import State, layout_of, outer_pass
+from diloco.codec.merging import State, layout_of, outer_pass
 from diloco.codec.native import kernels, tile
-from diloco.codec.pieces import pieces_of, rebase_pieces, updates
-from diloco.codec.registry import make_codec
+from diloco.codec.registry import Coded, make_codec
+from diloco.codec.site_pass import pieces_of, rebase_pieces, updates
 from diloco.codec.structures import SUM_BLOCK, FollowJob, SealJob
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions
 

@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.record import add_arguments, finish, percentile, record
-from diloco.codec.contract import bytes_of, payload_view
-from diloco.codec.digests import digest_of, hasher
-from diloco.codec.feedback import publish
+from diloco.codec.base import bytes_of, digest_of, hasher, payload_view
 from diloco.codec.registry import make_codec
+from diloco.codec.site_pass import publish
 from diloco.launch.arenas import limit_arenas
 from diloco.outer.fragments import Layout, plan_layout
 from diloco.outer.merge import merge_mean
@@ -42,9 +41,8 @@ from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
 from diloco.wire.client import SyncClient
 from diloco.wire.messages import JoinAsk, PullAsk, PushHeader
-from diloco.wire.options import ClientOptions, ServerOptions
-from diloco.wire.pulled import PullSink
-from diloco.wire.security import SecurityOptions
+from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
+from diloco.wire.pulling import PullSink
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

@@ -26,15 +26,15 @@ import torch
 
 from benchmarks.record import add_arguments, finish, percentile, record
 from diloco.codec import kernel_library, native
+from diloco.codec.base import Carry, Towards, payload_view
 from diloco.codec.buffers import Buffers
-from diloco.codec.contract import Carry, Towards, payload_view
 from diloco.codec.ranged import RangedCodec
 from diloco.codec.registry import make_codec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from diloco.codec.contract import Codec
+    from diloco.codec.base import Codec
 
     Job = Callable[[], object]
 

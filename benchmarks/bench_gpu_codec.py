@@ -23,15 +23,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.record import add_arguments, finish, percentile, record
-from diloco.codec.accelerated import accelerated
 from diloco.codec.blocks import BlockCodec
-from diloco.codec.device import DeviceCodec, Launch, new_fault
-from diloco.codec.gridded import GridCodec
-from diloco.codec.means import Int2Grid, SignGrid
-from diloco.codec.powers import PowerGrid
-from diloco.codec.sparse import TopKCodec
-from diloco.outer.adopt import rebase
-from diloco.outer.pseudo_gradient import pseudo_gradient
+from diloco.codec.gpu import DeviceCodec, Launch, accelerated, new_fault
+from diloco.codec.grids import GridCodec, Int2Grid, PowerGrid, SignGrid
+from diloco.codec.topk import TopKCodec
+from diloco.outer.pseudo_gradient import pseudo_gradient, rebase
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -58,14 +58,14 @@ from diloco.inner.parallel import SiteGroup
 from diloco.inner.precision import autocast_dtype, resolve_precision
 from diloco.inner.trainer import StepInfo, Trainer, TrainerOptions, Verdict
 from diloco.learner.agent import Agent
-from diloco.learner.follower import Follower
+from diloco.learner.channel import Orders
 from diloco.learner.options import AgentOptions
-from diloco.learner.orders import Orders
+from diloco.learner.owner import Follower
 from diloco.outer.fragments import named_parameters_once
 from diloco.sync.options import LearnerOptions
 from diloco.wire.client import SyncClient
 
-MODEL = ModelOptions(vocab_size=1025, layers=4, dim=128, heads=4, context=128)
+MODEL = ModelOptions(vocab_size=1025, layers=3, dim=128, heads=4, context=128)
 BATCH = 16
 WARM_PAIRS = 1
 ANSWER_S_MAX = 600.0
@@ -76,12 +76,12 @@ KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_":
 class Loop:
     """What a user writes without us."""
 
-    def __init__(self, model: torch.nn.Module, wrapped: torch.nn.Module, stream: TokenStream) -> None:
+    def __init__(self, model: torch.nn.Module, wrapped: torch.nn.Module, stream: TokenStream, precision: str) -> None:
         self._model, self._wrapped, self._stream = model, wrapped, stream
         # The very optimizers of ours, with nothing around them.
-        ours: InnerOptimizers = build_optimizers(model, InnerOptions(optimizer="muon"))
+        ours: InnerOptimizers = build_optimizers(model, InnerOptions(optimizer="muon"), precision)
         self._optimizers = [optimizer for optimizer, _ in ours._parts.values()]
-        self._dtype = autocast_dtype("auto", torch.device("cpu"))
+        self._dtype = autocast_dtype(precision, torch.device("cpu"))
         self._cursor = 0
         self.optimizer_cpu_s = 0.0
         """Of all steps so far."""
@@ -178,9 +178,10 @@ def run_rank(rank: int, facts: Facts, pipe: Any) -> None:
         return TokenStream(manifest, "train", MODEL.context, BATCH, rank=rank, world=facts.world, seed=facts.seed)
 
     ours, theirs = Transformer(MODEL, facts.seed), Transformer(MODEL, facts.seed)
-    optimizers = build_optimizers(ours, InnerOptions(optimizer="muon"))
-    trainer = Trainer(ours, optimizers, stream(), TrainerOptions(seed=facts.seed), group)
-    loop, line = Loop(theirs, group.wrap(theirs), stream()), line_of(ours, group, facts)
+    precision = resolve_precision("auto", group.device, group)
+    optimizers = build_optimizers(ours, InnerOptions(optimizer="muon"), precision)
+    trainer = Trainer(ours, optimizers, stream(), TrainerOptions(precision=precision, seed=facts.seed), group)
+    loop, line = Loop(theirs, group.wrap(theirs), stream(), precision), line_of(ours, group, facts)
     trainer.may_act = line.may_act if isinstance(line, Agent) else lambda: False
 
     def by_trainer() -> None:

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.record import add_arguments, finish, percentile, record
-from diloco.inner.computing import ComputeOptions, prepare
-from diloco.inner.model import ModelOptions, Transformer, flops_per_token
+from diloco.inner.model import ComputeOptions, ModelOptions, Transformer, flops_per_token, prepare
 from diloco.inner.optimizer import InnerOptions, build_optimizers
 
 WAYS = {

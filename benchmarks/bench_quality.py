@@ -36,11 +36,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.record import add_arguments, commit, finish, percentile, record
-from diloco.codec.contract import Carry
-from diloco.codec.feedback import publish
+from diloco.codec.base import Carry
 from diloco.codec.registry import make_codec
+from diloco.codec.site_pass import publish
 from diloco.inner.data import CorpusManifest, DataOptions, TokenStream, prepare_corpus, validation_batches
-from diloco.inner.evaluating import evaluate
+from diloco.inner.evaluate import evaluate
 from diloco.inner.model import ModelOptions, Transformer, next_token_loss
 from diloco.inner.optimizer import InnerOptimizers, InnerOptions, build_optimizers, lr_factor
 from diloco.outer.fragments import Fragment, gather, named_parameters_once, plan_layout, scatter

@@ -38,6 +38,7 @@ SETTINGS = (
     f"run.name={RUN}",
     "run.seconds=100000",
     "inner.optimizer=adamw",
+    "inner.lr=0.003",
     "inner.batch_sequences=1",
     "outer.inner_steps=30",
     "outer.num_fragments=4",

@@ -28,8 +28,7 @@ from diloco.sync.options import OuterOptions
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
 from diloco.syncer.snapshots import FragmentValues, Snapshot, Snapshots
-from diloco.wire.options import ServerOptions
-from diloco.wire.security import SecurityOptions
+from diloco.wire.options import SecurityOptions, ServerOptions
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

@@ -40,12 +40,11 @@ from benchmarks.rounds import (
     values_digest,
 )
 from diloco.codec import native
-from diloco.codec.feedback import publish
 from diloco.codec.registry import make_codec
-from diloco.outer.adopt import rebase
+from diloco.codec.site_pass import publish
 from diloco.outer.merge import merge_mean
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
-from diloco.outer.pseudo_gradient import pseudo_gradient
+from diloco.outer.pseudo_gradient import pseudo_gradient, rebase
 
 GLOO, OURS, BARE = "gloo all_reduce + outer step", "diloco", "our kernels over raw sockets"
 DEFINED_NUMEL_MAX = 10_000_000

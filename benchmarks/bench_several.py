@@ -39,13 +39,12 @@ from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo
 from diloco.learner.agent import Agent
-from diloco.learner.agents import Agents
-from diloco.learner.one_voice import OneVoice
+from diloco.learner.channel import Orders
+from diloco.learner.meter import OneVoice
 from diloco.learner.options import AgentOptions
-from diloco.learner.orders import Orders
-from diloco.outer.fragments import Layout, plan_layout
+from diloco.learner.several_syncers import Agents
+from diloco.outer.fragments import Layout, part_of, place, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions
-from diloco.outer.placement import part_of, place
 from diloco.outer.rule import OuterRule
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import LearnerOptions, OuterOptions
@@ -54,8 +53,7 @@ from diloco.syncer.server import Syncer
 from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
 from diloco.wire.client import SyncClient
-from diloco.wire.options import ClientOptions, ServerOptions
-from diloco.wire.security import SecurityOptions
+from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
 
 FRAGMENTS = 4
 PERIOD = 1 << 20

@@ -35,10 +35,11 @@ from diloco.inner.holding import Holding
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.optimizer import InnerOptions, build_optimizers
 from diloco.inner.parallel import SiteGroup
+from diloco.inner.precision import resolve_precision
 from diloco.inner.trainer import StepInfo, Trainer, TrainerOptions, Verdict
 from diloco.learner.agent import Agent
+from diloco.learner.channel import Orders
 from diloco.learner.options import AgentOptions
-from diloco.learner.orders import Orders
 from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.outer.rule import OuterRule
@@ -47,8 +48,7 @@ from diloco.sync.options import LearnerOptions, OuterOptions
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
 from diloco.wire.client import SyncClient
-from diloco.wire.options import ServerOptions
-from diloco.wire.security import SecurityOptions
+from diloco.wire.options import SecurityOptions, ServerOptions
 
 CODEC = "int4:32"
 NUM_FRAGMENTS = 4
@@ -155,8 +155,9 @@ def run_trainer(folder: str, data: str, address: str, facts: Facts, pipe: Any) -
     os.sched_setaffinity(0, {facts.others_core})  # Threads inherit it; the trainer's own is set last.
     group, model = SiteGroup(device="cpu"), Transformer(MODEL)
     stream = TokenStream(prepare_corpus(DataOptions(), Path(data)), "train", MODEL.context, BATCH, seed=facts.seed)
-    optimizers = build_optimizers(model, InnerOptions(optimizer="muon"))
-    trainer = Trainer(model, optimizers, stream, TrainerOptions(seed=facts.seed), group)
+    precision = resolve_precision("auto", group.device)
+    optimizers = build_optimizers(model, InnerOptions(optimizer="muon"), precision)
+    trainer = Trainer(model, optimizers, stream, TrainerOptions(precision=precision, seed=facts.seed), group)
     agent = None
     if address:
         layout = layout_of(model)

@@ -40,7 +40,7 @@ from benchmarks.peers.task import Task, reports_in, round_seconds
 from benchmarks.record import ROOT, add_arguments, finish, percentile, record
 from benchmarks.rounds import Case, measure_ours
 from diloco.codec import native
-from diloco.sync.links import channels_for
+from diloco.sync.link import channels_for
 from diloco.wan.netns import SYNCER, Netns, UnfaithfulError, available_congestions, unavailable
 from diloco.wan.pipe import PipeOptions
 

@@ -27,7 +27,7 @@ from diloco.wire.chunks import checksum
 from diloco.wire.client import SyncClient
 from diloco.wire.messages import KIB, MIB, PullAsk, PullHeader, PushHeader, PushResult
 from diloco.wire.options import ClientOptions, ServerOptions
-from diloco.wire.pulled import PullSink
+from diloco.wire.pulling import PullSink
 from diloco.wire.server import serve
 from diloco.wire.service import PullSource
 

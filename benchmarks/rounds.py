@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.peers.task import OUTER_LR, OUTER_MOMENTUM, Task, round_seconds
 from benchmarks.record import percentile
-from diloco.codec.digests import hasher
+from diloco.codec.base import hasher
 from diloco.durable import PLAIN_DISK, Disk
 from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
@@ -30,8 +30,8 @@ from diloco.inner.trainer import StepInfo
 from diloco.launch.certificates import issue, make_authority
 from diloco.launch.lasting import keep_what_is_loaded
 from diloco.learner.agent import Agent
+from diloco.learner.channel import Orders
 from diloco.learner.options import AgentOptions
-from diloco.learner.orders import Orders
 from diloco.outer.fragments import plan_layout
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.outer.rule import OuterRule
@@ -42,8 +42,7 @@ from diloco.syncer.server import Syncer
 from diloco.wan.namespaces import enter
 from diloco.wire.client import SyncClient
 from diloco.wire.messages import Refused, ReportInfo, Unreachable
-from diloco.wire.options import ClientOptions, ServerOptions
-from diloco.wire.security import SecurityOptions
+from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

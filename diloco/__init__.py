@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from diloco.launch.joined import Outer, SiteFailed
     from diloco.launch.joining import join
     from diloco.launch.model_file import save_version0
-    from diloco.learner.outcome import JoinFailed
+    from diloco.learner.options import JoinFailed
 
 __version__ = "0.1.0"
 __all__ = ["JoinFailed", "Outer", "SiteFailed", "join", "save_version0"]
@@ -49,7 +49,7 @@ def __getattr__(name: str) -> object:
 
         return model_file.save_version0
     if name == "JoinFailed":
-        from diloco.learner import outcome
+        from diloco.learner import options
 
-        return outcome.JoinFailed
+        return options.JoinFailed
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -286,9 +286,14 @@ def armed_disk(text: str) -> Disk:
     return KillingDisk(Step(name), int(passage))
 
 
-def write_file(path: Path, data: bytes | memoryview) -> None:
-    """Replace a file that nothing acknowledged rests on, whole."""
-    PLAIN_DISK.write_file(path, data, Step.FILE)
+def write_file(path: Path, data: bytes | memoryview, mode: int = 0o666) -> None:
+    """Replace a file that nothing acknowledged rests on, whole; never for an instant with more rights than ``mode``."""
+
+    def write(beside: Path) -> None:
+        with open(beside, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(data)
+
+    PLAIN_DISK.keep(path, write, Step.FILE)
 
 
 def _write_all(path: Path, parts: Iterable[bytes | memoryview]) -> None:
@@ -317,8 +322,11 @@ def private_folder(folder: Path) -> None:
         raise PermissionError(errno.EPERM, "not a folder that is this user's alone", str(folder))
 
 
-def lock(file: IO[str]) -> None:
-    """Lock ``file`` for this process until it closes the file or ends; BlockingIOError while another process has it."""
+def lock(file: IO[str] | int) -> None:
+    """Lock ``file``, or the one of that descriptor, for this process until it closes the file or ends.
+
+    ``BlockingIOError`` while another process has it.
+    """
     import fcntl  # Here, because Windows lacks it and its users may import every module.
 
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""How many files and connections a process may have open: the soft limit is the user's to raise to the hard one.
+"""How many files and connections a process may have open, and that a crash leaves no copy of its memory.
 
-The usual soft limit, 1,024, is there for programs that call select(), and a syncer that has used it up can neither take
-a connection nor open a file of its own.
+The soft limit of open files is the user's to raise to the hard one.  The usual one, 1,024, is there for programs that
+call select(), and a syncer that has used it up can neither take a connection nor open a file of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,19 @@ def raise_limit() -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def leave_no_core() -> None:
+    """No core of this process, nor of what it starts: its memory holds tokens and keys.
+
+    The limit is one byte: no core fits into such a file, and Linux makes none for a pipe (systemd-coredump) either.  A
+    limit of 0 says nothing to a pipe.
+    """
+    if sys.platform != "win32":
+        import resource
+
+        hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+        resource.setrlimit(resource.RLIMIT_CORE, (1 if hard else 0, hard))
 
 
 def limits() -> tuple[int, int]:

@@ -33,6 +33,16 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["state.json"]
 
 
+def test_a_secret_is_its_owners_alone_from_the_first_byte_also_where_a_public_file_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, fsync, modes = tmp_path / "key", os.fsync, []
+    path.write_bytes(b"public")
+    monkeypatch.setattr(os, "fsync", lambda handle: (modes.append(os.fstat(handle).st_mode & 0o777), fsync(handle)))
+    write_file(path, b"secret", 0o600)
+    assert (modes[0], path.stat().st_mode & 0o777, path.read_bytes()) == (0o600, 0o600, b"secret")
+
+
 def test_the_content_is_durable_before_the_name_and_the_name_before_the_return(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""The soft limit of open files is raised to the hard one, and a syncer that serves has it."""
+"""The soft limit of open files is raised to the hard one, a syncer that serves has it, and no crash leaves a core."""
 
 from __future__ import annotations
 
@@ -32,6 +32,20 @@ def test_the_soft_limit_is_raised_and_never_lowered(
     monkeypatch.setattr(resource, "setrlimit", lambda which, limits: given.append(limits))
     open_files.raise_limit()
     assert given == ([] if has is None else [has])
+
+
+@pytest.mark.parametrize(
+    ("had", "has"),
+    [((0, 0), (0, 0)), ((0, INFINITE), (1, INFINITE)), ((INFINITE, INFINITE), (1, INFINITE))],
+)
+def test_no_crash_leaves_what_was_in_memory(
+    had: tuple[int, int], has: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: had)
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: given.append(limits))
+    open_files.leave_no_core()
+    assert given == [has]
 
 
 @pytest.mark.slow

@@ -55,11 +55,11 @@ def test_imports_go_down_only() -> None:
 # What changes folders beside the disk below launch: the calls by module, each with its reason.
 BESIDE_THE_DISK = {
     "diloco.inner.data": "a cache of tokenised text: made anew when it is lost, and named when it is whole",
-    "diloco.inner.shards": "a part of the same: what has no note that it is whole is written again",
-    "diloco.learner.odometer": "mapped into memory: its steps are around what is stored there",
+    "diloco.inner.corpus": "a part of the same: what has no note that it is whole is written again",
+    "diloco.learner.outbox": "mapped into memory: its steps are around what is stored there",
     "diloco.syncer.images": "an image for an operator is nothing that anything rests on; of a lineage it has a step",
     "diloco.syncer.lease_file": "the file beside the lease has no content: only its lock counts",
-    "diloco.syncer.vault": "another place, which may be no folder at all; its own steps are around it",
+    "diloco.syncer.backups": "another place, which may be no folder at all; its own steps are around it",
 }
 
 

@@ -1,11 +1,12 @@
 """Floor 2, tensors to bytes and back: pure functions that define every format to the bit.
 
-``contract`` says what a codec is, ``ranged`` what those without an entropy stage share.  ``casts``, ``blocks``,
-``gridded`` (with ``powers`` and ``means``) and ``sparse`` are the plain codecs; ``units``, ``levels`` and ``fields``
-are parts of them.  ``entropy`` is the lossless stage behind any, ``registry`` builds one from its name, ``feedback``
-keeps a published tensor equal at both ends, ``fused`` makes a version in one pass and ``adopting`` takes one, ``sums``
-adds up to the bit.  All of it is plain torch, and beside it stand compiled kernels with the same bits: ``native`` finds
-and calls them, ``structures`` is what both sides know, ``kernels/`` their source.  ``accelerated`` names those
-that an accelerator encodes where the values lie: ``device``, ``device_grids`` and ``device_sparse`` launch the Triton
-kernels of ``block_kernels``, ``grid_kernels`` and ``sparse_kernels``.
+``base`` says what a codec is, and has what codecs are built from; ``ranged`` has what those without an entropy stage
+share.  ``casts``, ``blocks``, ``grids`` and ``topk`` are the plain codecs.  ``entropy`` is the lossless stage behind
+any of them, and ``registry`` builds a codec from its name.  ``merging`` makes a version of the sites' updates, and
+``site_pass`` has a site's passes: what it sends, and how it takes a version.  ``buffers`` keeps memory of a fragment's
+size for the next version.
+
+All of it is plain torch, and beside it stand compiled kernels with the same bits: ``kernel_library`` finds them,
+``native`` calls them, ``structures`` is what both sides know, ``kernels/`` is their source.  ``gpu`` encodes on an
+accelerator, where the values lie, with the Triton kernels of ``gpu_kernels``.
 """

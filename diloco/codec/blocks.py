@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diloco.codec.contract import DecodeError, NonFiniteError, bytes_tensor
+from diloco.codec.base import DecodeError, NonFiniteError, bytes_tensor
 from diloco.codec.ranged import RangedCodec
 from diloco.codec.structures import Kind, Layout
 from diloco.outer.pseudo_gradient import is_finite

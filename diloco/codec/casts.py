@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diloco.codec.contract import NonFiniteError, NonFinitePayload, bytes_tensor
+from diloco.codec.base import NonFiniteError, NonFinitePayload, bytes_tensor
 from diloco.codec.ranged import RangedCodec
 from diloco.codec.structures import Kind, Layout
 from diloco.outer.pseudo_gradient import is_finite

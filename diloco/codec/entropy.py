@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 import zstandard
 
-from diloco.codec.contract import Codec, DecodeError, bytes_tensor, payload_view, tensor_bytes
+from diloco.codec.base import Codec, DecodeError, bytes_tensor, payload_view, tensor_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from diloco.codec.contract import Add, Carry, Towards
+    from diloco.codec.base import Add, Carry, Towards
 
 RAW, ZSTD = b"\x00", b"\x01"
 LEVEL_MAX = 19  # the levels above need windows over WINDOW_BYTES_MAX
@@ -79,12 +79,12 @@ class EntropyCodec:
         return self.inner
 
     def encode(self, values: Tensor) -> bytes:
-        """See :class:`~diloco.codec.contract.Codec`."""
+        """See :class:`~diloco.codec.base.Codec`."""
         payload = torch.empty(self.payload_bytes_max(values.numel()), dtype=torch.uint8)
         return tensor_bytes(payload[: self.encode_into(values, payload)])
 
     def decode(self, payload: bytes | memoryview, numel: int) -> Tensor:
-        """See :class:`~diloco.codec.contract.Codec`; memory is bounded by ``payload_bytes(numel)``."""
+        """See :class:`~diloco.codec.base.Codec`; memory is bounded by ``payload_bytes(numel)``."""
         codec, raw = self.opened(payload, numel)
         return codec.decode(raw, numel)
 
@@ -97,7 +97,7 @@ class EntropyCodec:
         start: int = 0,
         numel: int | None = None,
     ) -> int:
-        """See :class:`~diloco.codec.contract.Codec`; whole tensors only."""
+        """See :class:`~diloco.codec.base.Codec`; whole tensors only."""
         assert numel in (None, values.numel()), f"{self.name} encodes whole tensors"
         return self._stage(payload, self.inner.encode_into(values, payload[1:], decoded))
 
@@ -113,7 +113,7 @@ class EntropyCodec:
         start: int = 0,
         numel: int | None = None,
     ) -> int:
-        """See :class:`~diloco.codec.contract.Codec`; whole tensors only."""
+        """See :class:`~diloco.codec.base.Codec`; whole tensors only."""
         assert numel in (None, base.numel()), f"{self.name} encodes whole tensors"
         length = self.inner.encode_difference(base, local, payload[1:], decoded, in_flight=in_flight, carry=carry)
         return self._stage(payload, length)
@@ -126,7 +126,7 @@ class EntropyCodec:
         start: int = 0,
         accumulate: Add | Towards | None = None,
     ) -> None:
-        """See :class:`~diloco.codec.contract.Codec`."""
+        """See :class:`~diloco.codec.base.Codec`."""
         codec, raw = self.opened(payload, numel)
         codec.decode_into(raw, numel, out, start, accumulate)
 
@@ -135,7 +135,7 @@ class EntropyCodec:
         return self.inner.sections(numel, start, stop)
 
     def opened(self, payload: bytes | memoryview, numel: int) -> tuple[Codec, memoryview]:
-        """See :class:`~diloco.codec.contract.Codec`; memory is bounded by ``payload_bytes(numel)``."""
+        """See :class:`~diloco.codec.base.Codec`; memory is bounded by ``payload_bytes(numel)``."""
         view = memoryview(payload)
         flag, body = bytes(view[:1]), view[1:]
         if flag == RAW:
@@ -167,7 +167,7 @@ class EntropyCodec:
             raise DecodeError(f"{self.name} frame is damaged: it ends with {come} of {expected} bytes, or not there")
 
     def closed(self, payload: Tensor) -> memoryview:
-        """See :class:`~diloco.codec.contract.Codec`."""
+        """See :class:`~diloco.codec.base.Codec`."""
         frame = self._compress(payload)
         return memoryview(RAW + tensor_bytes(payload) if frame is None else ZSTD + frame)
 

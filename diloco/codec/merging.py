@@ -1,41 +1,163 @@
-"""The merges that are more than a mean: read twice, by ranges, so that of no site there is ever more than a range.
+"""The next version of a fragment, made of the sites' updates by ranges: sums, merges, the outer step, one update.
 
-First the products of the contributions with each other, segment by segment, of which ``blend`` makes weights; then
-what is merged, with these.  Where tensors are corrected by the outer momentum, the products are tensor by tensor, and
-those with the momentum among them.  Sums are those of ``sums`` over the parts into which tensors, segments and ranges
-cut each other, added up in their order: no bit depends on threads, nor on whether there are kernels.
+Sums of products are fp64 and defined to the bit, because norms, cosines and what is decided by them must be the same
+everywhere.  A sum in floating point depends on its order, so the order is part of the definition.  Values are taken in
+blocks of ``SUM_BLOCK`` from the first one, the last block filled up with zeros, and a block as rows of ``LANES``.  Each
+lane adds its products row by row, beginning with +0; then the lanes' upper half is added to the lower until one is
+left; then the blocks' sums are added up in order, beginning with +0.  A product of two fp32 is exact in fp64, so a
+fused multiply-add changes nothing.
+
+Merges that are more than a mean (:func:`merge_into`) read the updates twice, by ranges, so that no more than a range of
+any site is in memory.  The first pass takes the products of the contributions with each other, segment by segment, of
+which ``blend`` makes weights; the second merges with these.  Where tensors are corrected by the outer momentum, the
+products are tensor by tensor, and those with the momentum are among them.  Tensors, segments and ranges cut each other
+into parts: sums are taken as above over each part, and added up in the order of the parts.  No bit depends on threads,
+nor on whether there are kernels.
+
+A version (:func:`outer_pass`) is made in one pass: decode the updates, mean, outer step, encode the down-link, follow
+it.  It is bit for bit ``merge_mean``, ``outer_step`` and ``site_pass.publish`` one after the other, but by ranges of
+about ``RANGE_VALUES`` values: of the updates and of what lies between the stages there is only ever a range, and it
+stays in the cache.
+
+One update (:class:`Reading`) is read by ranges in order: decoded, measured and hashed in one pass, and not kept.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import isfinite
+from math import inf, isfinite, lcm, sqrt
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from diloco.codec.contract import Add, NonFiniteError, Towards, accumulate_into
-from diloco.codec.sums import sum_of_products
-from diloco.outer.correction import UNCORRECTED, Correction, corrected, corrected_products
-from diloco.outer.merge import PAIRWISE, Segment, blend, shares, trimmed_mean
+from diloco.codec.base import (
+    CHUNK_VALUES,
+    Add,
+    Codec,
+    NonFiniteError,
+    Towards,
+    accumulate_into,
+    bytes_of,
+    check_place,
+    check_values,
+    hasher,
+)
+from diloco.codec.buffers import Buffers
+from diloco.codec.casts import Fp32Codec
+from diloco.codec.native import Kernels, address, kernel_digest, kernels, refuse, tile
+from diloco.codec.structures import LANES, SUM_BLOCK, Layout, MeasureJob, OuterJob, Place, Rule, Status, Update
+from diloco.outer.merge import (
+    PAIRWISE,
+    UNCORRECTED,
+    Correction,
+    Segment,
+    blend,
+    corrected,
+    corrected_products,
+    counted,
+    shares,
+    trimmed_mean,
+)
+from diloco.outer.optimizer import TENSORS_KEPT, OuterOptimizerOptions, OuterState, linear_part, outer_step
 from diloco.outer.pseudo_gradient import is_finite
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Mapping
 
-    from diloco.codec.contract import Codec
-    from diloco.outer.correction import Change
+    from diloco.outer.merge import Change
     from diloco.outer.rule import OuterRule
 
-    Range = tuple[int, int]
-    Ranges = Sequence[Range]
-    Spread = Callable[[Callable[[Ranges], list[float]], Iterable[Ranges]], Iterable[list[float]]]
     Sites = Sequence[tuple[float, Sequence[tuple[Codec, memoryview]]]]
     Blends = Mapping[Segment, tuple[list[float], float]]
+    import ctypes
+
+    pass
+
+
+RANGE_VALUES = 128 * 1024
+Payload = tuple[Codec, bytes | memoryview]
+"""An update as it came, and the codec that reads it."""
+Range = tuple[int, int]
+Ranges = Sequence[Range]
+Spread = Callable[[Callable[[Ranges], list[float]], Iterable[Ranges]], Iterable[list[float]]]
+"""``map`` or one that uses threads, as ``ThreadPoolExecutor.map``: it keeps the order and passes an error on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Of some values x and others m: ``largest`` is max |x|, the rest are sums of x x, x m and m m.
+
+    ``largest`` is infinite where an x is not finite, and the sums are nothing then.
+    """
+
+    largest: float = 0.0
+    squares: float = 0.0
+    products: float = 0.0
+    against_squares: float = 0.0
+
+
+def sum_of_products(a: Tensor, b: Tensor) -> float:
+    """Return ``sum(a * b)`` of two flat fp32 tensors of one size, in the order of this module."""
+    check_values(a)
+    check_values(b)
+    assert a.shape == b.shape, (a.shape, b.shape)
+    fast = kernels()
+    return sum_plain(a, b) if fast is None else fast.sum_of_products(a, b)
+
+
+def sums_of(values: Tensor, against: Tensor | None) -> Sums:
+    """Return the sums of ``values`` and ``against``, flat fp32 of one size."""
+    largest = float(values.abs().max()) if values.numel() else 0.0
+    if not isfinite(largest):
+        return Sums(largest=inf)
+    squares = sum_of_products(values, values)
+    if against is None:
+        return Sums(largest, squares)
+    return Sums(largest, squares, sum_of_products(values, against), sum_of_products(against, against))
+
+
+def decode_and_sum(
+    codec: Codec, payload: bytes | memoryview, numel: int, out: Tensor, start: int = 0, against: Tensor | None = None
+) -> Sums:
+    """Decode a range as ``codec.decode_into`` does, and return the sums of its values and of ``against``, in one pass.
+
+    The sums begin with the range, so their bits depend on how a tensor is cut, and on nothing else.
+    """
+    codec, payload = codec.opened(payload, numel)
+    fast, layout = kernels(), codec.layout
+    if fast is None or layout is None or not fast.fits(layout, granule=SUM_BLOCK) or not out.numel():
+        codec.decode_into(payload, numel, out, start)
+        return sums_of(out, against)
+    check_values(out)
+    check_place(codec, out.numel(), start, numel)
+    assert against is None or against.shape == out.shape
+    job = MeasureJob(out=out.data_ptr())
+    refuse(fast.measure(layout, numel, start, payload, out.numel(), against, job), codec.name, layout)
+    return Sums(job.largest, job.squares, job.products, job.against_squares)
+
+
+def sum_plain(a: Tensor, b: Tensor) -> float:
+    """What :func:`sum_of_products` computes, on torch: its definition."""
+    total = 0.0
+    for start in range(0, a.numel(), CHUNK_VALUES):
+        products = a[start : start + CHUNK_VALUES].double().mul_(b[start : start + CHUNK_VALUES])
+        products = torch.nn.functional.pad(products, (0, -products.numel() % SUM_BLOCK))
+        rows = products.view(-1, SUM_BLOCK // LANES, LANES)
+        lanes = torch.zeros(rows.shape[0], LANES, dtype=torch.float64)
+        for row in range(rows.shape[1]):
+            lanes.add_(rows[:, row])
+        width = LANES
+        while width > 1:
+            width //= 2
+            lanes[:, :width].add_(lanes[:, width : 2 * width])
+        for block in lanes[:, 0].tolist():
+            total += block
+    return total
 
 
 def decoded(updates: Sequence[tuple[Codec, memoryview]], numel: int, bounds: Range) -> Tensor:
@@ -195,3 +317,286 @@ def _parts(blocks: Iterable[_Block], bounds: Range) -> list[tuple[_Block, slice]
         for each in blocks
         if each.start < bounds[1] and each.stop > bounds[0]
     ]
+
+
+RANGES_AT_ONCE = 4
+"""That a thread is given where there are kernels: to hand it one takes as long as a part of its arithmetic."""
+THETA = "theta is not finite after the outer step"
+PUBLISHED = "what would be published is not finite"
+RULES = MappingProxyType({"sgd": Rule.WITHOUT_MOMENTUM, "heavy_ball": Rule.HEAVY_BALL, "nesterov": Rule.NESTEROV})
+"""The outer optimizers of which a whole step has a kernel."""
+LINEAR = ("heavy_ball", "nesterov", "nesterov_ema")
+"""Those of which a part of a step has one, beside sgd."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the syncer holds of a fragment, flat fp32; ``optimizer`` is what its outer optimizer remembers."""
+
+    theta: Tensor
+    published: Tensor
+    optimizer: OuterState
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """The next version; ``payload`` is its down-link, ``norm`` the L2 norm of the merged pseudo-gradient.
+
+    ``digest`` is that of what is published, where it was asked for.
+    """
+
+    state: State
+    payload: memoryview
+    norm: float
+    digest: str
+
+
+def outer_pass(
+    contributions: Iterable[tuple[float, Sequence[Payload]]],
+    state: State,
+    optimizer: OuterOptimizerOptions,
+    codec: Codec,
+    spread: Spread = map,
+    fast: Callable[[], Kernels | None] = kernels,
+    buffers: Buffers | None = None,
+    like: str | None = None,
+    merging: Merging | None = None,
+    share: float = 1,
+) -> Stepped:
+    """Return the version after ``state``, in tensors of its own out of ``buffers``; ``state`` stays as it is.
+
+    ``contributions`` holds (weight, updates) per site in site order, as ``merge_mean`` takes them; ``codec`` is that
+    of the down-link.  ``NonFiniteError`` when the new theta or what would be published is not finite, ``DecodeError``
+    for a payload that nobody encoded, ``ValueError`` for weights that make no mean.  ``spread`` may give ranges to
+    several threads; no bit, of the norm neither, depends on it, nor on ``fast``, which says where the kernels are.
+    The digest is in the form of ``like``, made here of what is ready while those threads make the rest; None: there is
+    none.  ``merging`` says how contributions are merged where that is not by the weighted mean: then they are merged
+    first, and the pass is made with what came out.  ``share`` is the part of a full round that this one is, as
+    ``outer_step`` takes it.
+
+    What a lossless codec sends is theta itself: theta, what is published and the payload are then the same memory.
+
+    Memory: the results (three fragments and a payload), every payload that has an entropy stage once more without it,
+    and about three ranges for each thread.
+    """
+    numel = state.theta.numel()
+    for each in (state.theta, state.published, *state.optimizer.tensors.values()):
+        assert each.shape == (numel,)
+        check_values(each)
+    sites = [
+        (weight, [each.opened(payload, numel) for each, payload in updates])
+        for weight, updates in counted(contributions)
+    ]
+    room = buffers if buffers is not None else Buffers(0)
+    if merging is not None:
+        merged = room.values(numel)
+        read = [codec for _, updates in sites for codec, _ in updates]
+        merge_into(merged, sites, merging, ranges(numel, read), spread, state.optimizer.momentum)
+        sites = [(1.0, [(Fp32Codec(), bytes_of(merged))])]
+    theta, lossless = room.values(numel), codec.lossless
+    new = State(
+        theta,
+        theta if lossless else room.values(numel),
+        OuterState(state.optimizer.steps + share, {name: room.values(numel) for name in TENSORS_KEPT[optimizer.kind]}),
+    )
+    size = codec.plain.payload_bytes(numel)
+    payload = theta.view(torch.uint8) if lossless else room.raw(size)
+    assert payload.numel() == size, f"{codec.name} is lossless and does not send the values as they are"
+    work = _Work(shares(sites), state, new, optimizer, share, codec.plain, payload)
+    found, codecs = fast(), work.codecs()
+    some_ranges, at_once, cut = work.plain_ranges, 1, ranges(numel, codecs)
+    if (
+        found is not None
+        and work.rule() is not None
+        and found.fits(*(each.layout for each in codecs), granule=SUM_BLOCK)
+    ):
+        some_ranges, at_once = functools.partial(work.native_ranges, found, work.native_updates()), RANGES_AT_ONCE
+    squares, told = 0.0, None if like is None else hasher(like)
+    some = [cut[at : at + at_once] for at in range(0, len(cut), at_once)]
+    for ready, parts in zip(some, spread(some_ranges, some), strict=True):
+        for part in parts:
+            squares += part
+        if told is not None:
+            told.update(bytes_of(new.published[ready[0][0] : ready[-1][1]]))
+    return Stepped(new, codec.closed(payload), sqrt(squares), "" if told is None else told.text())
+
+
+def ranges(numel: int, codecs: Iterable[Codec], about: int | None = None) -> list[Range]:
+    """Cut ``numel`` values where each of the codecs can be cut, about every ``about``, by default ``RANGE_VALUES``.
+
+    Blocks whose sizes share no factor make the ranges longer, up to the whole.
+    """
+    step = lcm(SUM_BLOCK, *(codec.granule for codec in codecs))
+    step *= max(1, (about or RANGE_VALUES) // step)
+    return [(start, min(start + step, numel)) for start in range(0, numel, step)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One pass: what it reads, and the memory that it fills range by range."""
+
+    sites: Sequence[tuple[float, Sequence[tuple[Codec, memoryview]]]]
+    state: State
+    new: State
+    optimizer: OuterOptimizerOptions
+    share: float
+    codec: Codec
+    payload: Tensor
+
+    def rule(self) -> Rule | None:
+        """Of the kernels; None: torch makes the step."""
+        kind = self.optimizer.kind
+        return Rule.PART if self.share < 1 and kind in LINEAR else RULES.get(kind)
+
+    def codecs(self) -> list[Codec]:
+        """All that are read or written."""
+        return [self.codec, *(codec for _, updates in self.sites for codec, _ in updates)]
+
+    def plain_ranges(self, some: Ranges) -> list[float]:
+        """Ranges on torch, the definition; of each the sum of the squares of its merged pseudo-gradient."""
+        return [self._plain_range(bounds) for bounds in some]
+
+    def _plain_range(self, bounds: Range) -> float:
+        state, new, part = self.state, self.new, slice(*bounds)
+        merged = self._mean(bounds)
+        theta, following = outer_step(state.theta[part], merged, state.optimizer.part(part), self.optimizer, self.share)
+        if not is_finite(theta):
+            raise NonFiniteError(THETA)
+        new.theta[part] = theta
+        for name, values in following.tensors.items():
+            new.optimizer.tensors[name][part] = values
+        published, before = new.published[part], state.published[part]
+        numel = state.theta.numel()
+        if not self.codec.lossless:
+            self.codec.encode_difference(theta, before, self.payload, published, start=bounds[0], numel=numel)
+            if not is_finite(published.add_(before)):
+                raise NonFiniteError(PUBLISHED)
+        return sum_of_products(merged, merged)
+
+    def _mean(self, bounds: Range) -> Tensor:
+        """The range of ``merge_mean``."""
+        numel = self.state.theta.numel()
+        mean: Tensor | None = None
+        for share, updates in self.sites:
+            if mean is not None and len(updates) == 1:
+                codec, payload = updates[0]
+                codec.decode_into(payload, numel, mean, bounds[0], Towards(share))
+                continue
+            contribution = decoded(updates, numel, bounds)
+            if mean is None:
+                mean = contribution
+            else:
+                accumulate_into(mean, contribution, Towards(share))
+        assert mean is not None
+        return mean
+
+    def native_updates(self) -> ctypes.Array[Update]:
+        """The updates as the kernels take them."""
+        numel = self.state.theta.numel()
+        updates = [
+            Update(
+                layout_of(codec).format(numel),
+                address(payload),
+                (0 if site else Place.IN_MEAN)
+                | (0 if index else Place.OPENS_SITE)
+                | (Place.ENDS_SITE if index == len(parts) - 1 else 0),
+                share,
+            )
+            for site, (share, parts) in enumerate(self.sites)
+            for index, (codec, payload) in enumerate(parts)
+        ]
+        return (Update * len(updates))(*updates)
+
+    def native_ranges(self, fast: Kernels, updates: ctypes.Array[Update], some: Ranges) -> list[float]:
+        """The same in one pass of the kernels for each."""
+        numel, rule, options = self.state.theta.numel(), self.rule(), self.optimizer
+        factors = (-options.lr * self.share, options.momentum, 0.0, 0.0)
+        if rule is Rule.PART:
+            part = linear_part(options, self.share)
+            factors = (part.theta_by_g, part.momentum_stays, part.momentum_by_g, part.theta_by_momentum)
+        job = OuterJob(
+            0,
+            0,
+            tile(SUM_BLOCK, *(codec.granule for codec in self.codecs())),
+            updates,
+            len(updates),
+            *(pointer(each) for each in (self.state.theta, self.state.published, self.state.optimizer.momentum)),
+            *(pointer(each) for each in (self.new.theta, self.new.published, self.new.optimizer.momentum)),
+            layout_of(self.codec).format(numel),
+            pointer(self.payload),
+            self.codec.lossless,
+            rule,
+            fast.fused,
+            *factors,
+        )
+        return [self._native_range(fast, job, bounds) for bounds in some]
+
+    def _native_range(self, fast: Kernels, job: OuterJob, bounds: Range) -> float:
+        (job.start, job.stop), job.squares = bounds, 0.0
+        status = fast.outer(job)
+        if job.culprit >= 0:
+            codec = [codec for _, parts in self.sites for codec, _ in parts][job.culprit]
+            refuse(status, codec.name, layout_of(codec))
+        if status is not Status.DONE:
+            raise NonFiniteError(
+                {Status.THETA_NOT_FINITE: THETA, Status.PUBLISHED_NOT_FINITE: PUBLISHED}.get(
+                    status, f"{self.codec.name} was to encode a NaN or an infinity"
+                )
+            )
+        return float(job.squares)
+
+
+def layout_of(codec: Codec) -> Layout:
+    """The layout of a codec that is known to have kernels."""
+    assert codec.layout is not None, codec.name
+    return codec.layout
+
+
+def pointer(values: Tensor | None) -> int | None:
+    """The address of a tensor, or null."""
+    return None if values is None else values.data_ptr()
+
+
+READ_VALUES = 4 * RANGE_VALUES
+"""Of a range where it is never whole in memory, but for its payload."""
+
+
+class Reading:
+    """Of one update of ``numel`` values, by ``codec``, which has no entropy stage."""
+
+    def __init__(self, codec: Codec, numel: int, like: str = "", fast: Callable[[], Kernels | None] = kernels) -> None:
+        """``like`` is a digest in whose form that of the values is made."""
+        assert codec.plain is codec, codec.name
+        self._codec = codec
+        self._numel = numel
+        found, made = fast(), kernel_digest(4 * numel, like)
+        fits = found is not None and made is not None and found.fits(codec.layout, granule=SUM_BLOCK)
+        self._fast, self._made = (found, made) if fits else (None, None)
+        self._hasher = hasher(like)
+
+    def ranges(self) -> list[Range]:
+        """In which :meth:`read` wants the values."""
+        return ranges(self._numel, [self._codec], None if self._fast is None else READ_VALUES)
+
+    def read(
+        self, payload: bytes | memoryview, numel: int, start: int, count: int, against: Tensor | None = None
+    ) -> Sums:
+        """The next ``count`` values, which begin at ``start`` of a ``payload`` of ``numel``, and their sums."""
+        codec, layout = self._codec, self._codec.layout
+        if self._fast is None or self._made is None or layout is None:
+            values = torch.empty(count)
+            found = decode_and_sum(codec, payload, numel, values, start, against)
+            self._hasher.update(bytes_of(values))
+            return found
+        codec.opened(payload, numel)  # Refuses another length.
+        check_place(codec, count, start, numel)
+        if against is not None:
+            check_values(against)
+            assert against.shape == (count,), (against.shape, count)
+        job = MeasureJob(digest=self._made.address)
+        refuse(self._fast.measure(layout, numel, start, payload, count, against, job), codec.name, layout)
+        return Sums(job.largest, job.squares, job.products, job.against_squares)
+
+    def digest(self) -> str:
+        """That of the values, once all are read."""
+        return self._made.text() if self._made is not None else self._hasher.text()

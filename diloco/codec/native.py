@@ -2,6 +2,9 @@
 
 ``kernels/kernels.cpp`` computes what the plain torch versions compute, bit for bit, in one pass each and without the
 lock of Python.  ``kernel_library`` loads it and chooses the level of instructions that a call names.
+
+A :class:`KernelDigest` is made by a pass of the values that it has in the first cache anyway.  It is the digest that
+``base.hasher`` makes of the same bytes.  :class:`Kernels` has one method for each pass.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from diloco.codec.contract import Add, Carry, DecodeError, NonFinitePayload, Towards
+from diloco.codec.base import XXH3, Add, Carry, DecodeError, NonFinitePayload, Towards, is_sha256
 from diloco.codec.kernel_library import choice
 from diloco.codec.kernel_library import description as description
 from diloco.codec.structures import (
@@ -25,6 +28,7 @@ from diloco.codec.structures import (
     TILE_MAX,
     TILE_USUAL,
     DecodeJob,
+    DigestState,
     EncodeJob,
     Fold,
     FollowJob,
@@ -42,7 +46,32 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from diloco.codec.kernel_digest import KernelDigest
+BYTES_MIN = 241
+"""Shorter input has another form."""
+
+
+class KernelDigest:
+    """Of ``total`` bytes, which kernels take in order; every part but the last is whole blocks of ``SUM_BLOCK``."""
+
+    def __init__(self, total: int) -> None:
+        assert total >= BYTES_MIN, total
+        self._state = DigestState(total)
+
+    @property
+    def address(self) -> int:
+        """What a job of the kernels is told."""
+        return ctypes.addressof(self._state)
+
+    def text(self) -> str:
+        """The digest as it is written, once all bytes are in."""
+        assert self._state.done == self._state.total, (self._state.done, self._state.total)
+        return f"{XXH3}{self._state.high:016x}{self._state.low:016x}"
+
+
+def kernel_digest(total: int, like: str = "") -> KernelDigest | None:
+    """A new one in the form of ``like``; None where the kernels have no such form."""
+    return KernelDigest(total) if total >= BYTES_MIN and not is_sha256(like) else None
+
 
 MALFORMED: Mapping[Status, str] = MappingProxyType(
     {
@@ -128,7 +157,7 @@ class Kernels:
         against: Tensor | None,
         job: MeasureJob,
     ) -> Status:
-        """Decode ``count`` values, and go on with the sums of ``job`` in the order of ``sums``."""
+        """Decode ``count`` values, and go on with the sums of ``job`` in the order of ``merging``."""
         job.format, job.start, job.count = layout.format(numel), start, count
         job.tile = tile(layout.block, SUM_BLOCK)
         job.payload = address(payload)
@@ -136,7 +165,7 @@ class Kernels:
         return Status(self.library.diloco_measure(self.level, byref(job)))
 
     def sum_of_products(self, a: Tensor, b: Tensor) -> float:
-        """See ``sums``."""
+        """See ``merging.sum_of_products``."""
         return float(self.library.diloco_sum_products(self.level, a.data_ptr(), b.data_ptr(), a.numel(), 0.0))
 
     def outer(self, job: OuterJob) -> Status:

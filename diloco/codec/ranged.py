@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diloco.codec.contract import (
+from diloco.codec.base import (
     CHUNK_VALUES,
     Add,
     Carry,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from diloco.codec.contract import Codec
+    from diloco.codec.base import Codec
 
 
 class RangedCodec(ABC):
@@ -36,7 +36,7 @@ class RangedCodec(ABC):
 
     A subclass says how one chunk is encoded and decoded; a chunk starts at a multiple of ``granule`` and has
     ``CHUNK_VALUES`` values or the granule's, so that every temporary stays in the cache.  Everything else, see
-    :class:`~diloco.codec.contract.Codec`, follows from that.
+    :class:`~diloco.codec.base.Codec`, follows from that.
     """
 
     __slots__ = ()
@@ -87,13 +87,13 @@ class RangedCodec(ABC):
         return self.payload_bytes(numel)
 
     def encode(self, values: Tensor) -> bytes:
-        """See :class:`~diloco.codec.contract.Codec`."""
+        """See :class:`~diloco.codec.base.Codec`."""
         payload = torch.empty(self.payload_bytes(values.numel()), dtype=torch.uint8)
         self.encode_into(values, payload)
         return tensor_bytes(payload)
 
     def decode(self, payload: bytes | memoryview, numel: int) -> Tensor:
-        """See :class:`~diloco.codec.contract.Codec`."""
+        """See :class:`~diloco.codec.base.Codec`."""
         values = torch.empty(numel, dtype=torch.float32)
         self.decode_into(payload, numel, values)
         return values
@@ -107,7 +107,7 @@ class RangedCodec(ABC):
         start: int = 0,
         numel: int | None = None,
     ) -> int:
-        """See :class:`~diloco.codec.contract.Codec`."""
+        """See :class:`~diloco.codec.base.Codec`."""
         return self._encode((values,), None, payload, decoded, start, numel)
 
     def encode_difference(
@@ -122,7 +122,7 @@ class RangedCodec(ABC):
         start: int = 0,
         numel: int | None = None,
     ) -> int:
-        """See :class:`~diloco.codec.contract.Codec`."""
+        """See :class:`~diloco.codec.base.Codec`."""
         return self._encode((base, local, *in_flight), carry, payload, decoded, start, numel)
 
     def decode_into(
@@ -133,7 +133,7 @@ class RangedCodec(ABC):
         start: int = 0,
         accumulate: Add | Towards | None = None,
     ) -> None:
-        """See :class:`~diloco.codec.contract.Codec`."""
+        """See :class:`~diloco.codec.base.Codec`."""
         check_length(payload, self.payload_bytes(numel), self.name, numel)
         check_values(out)
         check_place(self, out.numel(), start, numel)

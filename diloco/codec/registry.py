@@ -1,32 +1,38 @@
-"""Codecs by name: a kind, then ``:<block>`` (``:<chunk>x<k>`` for topk), then ``+zstd<level>`` or ``+auto<level>``.
+"""Codecs by name, and values that are held as a codec's payload.
+
+A name is a kind, then ``:<block>`` (``:<chunk>x<k>`` for topk), then ``+zstd<level>`` or ``+auto<level>``.
 
 ``int4`` alone is ``int4:32`` (4.5 bits a value).  int4 needs small blocks, because one large value takes the resolution
 of its whole block: from 32 to 256 values the relative L2 error rises from .097 to .127 on Gaussian data and from .145
 to .278 on Student's t with 3 degrees of freedom.  ``int8`` alone is ``int8:128`` (8.125 bits): 256 would save 0.8 % of
 the bytes and raise the same errors from .0065 to .0070 and from .0138 to .0174.  ``e3m0`` alone is ``e3m0:128`` (4.0625
-bits), whose errors (.194 and .196) hang on no block's size; ``int2`` alone is ``int2:256`` (2.125), ``sign`` alone
-``sign:128`` (1.125), ``topk`` alone ``topk:4096x64`` (.227).  ``+zstd`` and ``+auto`` alone are level 1.
+bits), whose errors (.194 and .196) do not depend on the size of a block; ``int2`` alone is ``int2:256`` (2.125),
+``sign`` alone ``sign:128`` (1.125), ``topk`` alone ``topk:4096x64`` (.227).  ``+zstd`` and ``+auto`` alone are level 1.
+
+:class:`Coded` holds values as a payload, and decodes them where they are needed: with four bits each, they take an
+eighth of the memory.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from diloco.codec.base import Codec, DecodeError, NonFiniteError, bytes_of, digest
 from diloco.codec.blocks import BlockCodec
 from diloco.codec.casts import Bf16Codec, Fp32Codec
-from diloco.codec.contract import Codec, DecodeError, NonFiniteError, digest
 from diloco.codec.entropy import EntropyCodec
-from diloco.codec.gridded import GridCodec
-from diloco.codec.means import Int2Grid, SignGrid
-from diloco.codec.powers import PowerGrid
-from diloco.codec.sparse import TopKCodec
+from diloco.codec.grids import GridCodec, Int2Grid, PowerGrid, SignGrid
+from diloco.codec.topk import TopKCodec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from diloco.codec.gridded import Grid
+    from torch import Tensor
+
+    from diloco.codec.grids import Grid
 
 __all__ = ["CODEC_NAMES", "Codec", "DecodeError", "NonFiniteError", "digest", "make_codec", "usual_feedback"]
 
@@ -83,3 +89,26 @@ def _plain_codec(name: str, kind: str, block: str | None, k: str | None) -> Code
     if block is not None:
         raise ValueError(f"codec is {name!r}: {kind} has no blocks")
     return Fp32Codec() if kind == "fp32" else Bf16Codec()
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """``numel`` values, by what ``codec``, which has no entropy stage, made of them; ``payload`` never changes."""
+
+    codec: Codec
+    payload: bytes | memoryview
+    numel: int
+
+    def values(self) -> Tensor:
+        """New memory with all of them."""
+        return self.codec.decode(self.payload, self.numel)
+
+
+def values_of(held: Tensor | Coded) -> Tensor:
+    """The values, decoded where they are not there as they are."""
+    return held.values() if isinstance(held, Coded) else held
+
+
+def coded(held: Tensor | Coded) -> Coded:
+    """The same the other way round; flat fp32 on the CPU, finite, is a payload by itself."""
+    return held if isinstance(held, Coded) else Coded(make_codec("fp32"), bytes_of(held), held.numel())

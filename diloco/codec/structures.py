@@ -12,7 +12,7 @@ TILE_MAX = 4096
 """Values that the kernels handle at a time, at most."""
 TILE_USUAL = 2048
 SUM_BLOCK, LANES = 1024, 16
-"""The order of sums, see ``sums``."""
+"""The order of sums, see ``merging``."""
 
 
 class Kind(IntEnum):

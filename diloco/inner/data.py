@@ -1,8 +1,17 @@
 """Text as memory-mapped token shards with a manifest, and the batches that a site draws from them.
 
-``prepare_corpus`` writes ``<cache>/<key>/{manifest.json, train-00000.bin, validation-00000.bin, ...}``: uint16 little
-endian (uint32 where the tokenizer has more ids than that holds), documents in the order of their sha256.
-``TokenStream`` is a pure function from a cursor to a batch.
+Permutations.  A seeded permutation of 0 .. size-1 needs no memory: any single place can be asked for.  It is a balanced
+Feistel network over the next even number of bits, walked until it lands inside (Black and Rogaway, "Ciphers with
+arbitrary finite domains", 2002).  It gives good shuffling and no secrecy.
+
+Shards.  ``prepare_corpus`` writes ``<cache>/<key>/{manifest.json, train-00000.bin, validation-00000.bin, ...}``: uint16
+little endian (uint32 where the tokenizer has more ids than that holds), documents in the order of their sha256.
+
+Batches.  ``TokenStream`` is a pure function from a cursor to a batch.
+
+Leased units.  ``LeasedStream`` has the same cursor, over a list of units that are leased to the site; the list is kept
+elsewhere.  The text has one endless order, equal at all sites: each epoch is a permutation of all its windows.  A unit
+is a number of consecutive sequences of that order, and a site draws the units of its list one after the other.
 """
 
 from __future__ import annotations
@@ -26,25 +35,61 @@ from diloco.durable import lock
 from diloco.inner.checks import require
 from diloco.inner.corpus import (
     FIELD,
+    NOTES,
     SPLITS,
     Corpus,
     DataError,
     Document,
+    Notes,
+    Shard,
+    ShardWriter,
     check_kind,
     read_corpus,
     read_text,
     source_files,
 )
-from diloco.inner.permutation import permuted
-from diloco.inner.shards import NOTES, Notes, Shard, ShardWriter
-from diloco.inner.tokenizer import Tokenizer, check_name, make_tokenizer
-from diloco.inner.tokenizer_file import token_dtype
+from diloco.inner.tokenizer import Tokenizer, check_name, make_tokenizer, token_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
+
+    from diloco.inner.parallel import SiteGroup
+
+ROUNDS = 6
+
+
+def permuted(places: NDArray[np.int64], size: int, key: str) -> NDArray[np.int64]:
+    """Where the permutation of 0 .. ``size`` - 1 named by ``key`` puts each of ``places``, int64, same shape."""
+    assert size >= 1
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    keys = np.frombuffer(hashlib.shake_256(key.encode()).digest(8 * ROUNDS), dtype="<u8").astype(np.uint64)
+    values = places.astype(np.uint64)
+    outside = np.ones(values.shape, dtype=bool)
+    # The network permutes 0 .. 4^half_bits - 1 and every cycle of it comes back below size, so the walk ends; the
+    # domain is less than 4 times (for tiny sizes a few times more) too large, so it is short.
+    while outside.any():
+        values[outside] = _network(values[outside], np.uint64(half_bits), keys)
+        outside = values >= np.uint64(size)
+    return values.astype(np.int64)
+
+
+def _network(values: NDArray[np.uint64], half_bits: np.uint64, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    mask = (np.uint64(1) << half_bits) - np.uint64(1)
+    left, right = values >> half_bits, values & mask
+    for index in range(len(keys)):
+        left, right = right, left ^ (_mixed(right + keys[index]) & mask)
+    return (left << half_bits) | right
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), modulo 2^64."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
 
 FORMAT = 1
 ENCODE_BYTES = 4_000_000
@@ -61,8 +106,8 @@ class DataOptions:
 
     kind: str = "stdlib"
     """``stdlib``: this Python's standard library in source.  ``text``: files of UTF-8.  ``jsonl``: a field of every
-    line.  ``tokens``: ids that somebody else has made (``token_files``).  ``hf``: a data set of Hugging Face's
-    (``streamed``)."""
+    line.  ``tokens``: ids that exist already (``streamed.prepare_tokens``).  ``hf``: a data set of Hugging Face's
+    (``streamed.prepare_stream``)."""
     path: str = ""
     """A file or a folder, for all but ``stdlib``; for ``hf`` that, or a name on the hub."""
     pattern: str = ""
@@ -211,7 +256,7 @@ def prepare_corpus(
     process that dies leaves what it has written, and the next one goes on behind that.  ``told`` hears of each split
     how many bytes of its text are through, and of how many.  Raises DataError in words.
     """
-    assert options.kind not in ("tokens", "hf"), "token_files and streamed have these"
+    assert options.kind not in ("tokens", "hf"), "prepare_tokens and prepare_stream have these"
     tokenizer = make_tokenizer(options.tokenizer, options.end_of_file)
     files = source_files(options.kind, options.path, options.pattern_used)
     key = f"{options.kind}-{tokenizer.name}-{_source_key(options, tokenizer, files)[:16]}"
@@ -474,3 +519,96 @@ def validation_batches(
     wanted = min(num_batches * batch_sequences or windows.count, windows.count)
     chosen = np.arange(wanted, dtype=np.int64) * windows.count // wanted
     return [windows.read(chosen[at : at + batch_sequences]) for at in range(0, wanted, batch_sequences)]
+
+
+PIECES_MAX = 31
+"""That one broadcast to the ranks carries."""
+
+UnitSource = Callable[[int, int], list[tuple[int, int]]]
+"""(place, count) to the units at ``place`` and on, at least one and at most ``count``, as (first unit, how many)."""
+
+
+class UnitPlaces:
+    """Which units stand at the places of a site's list: rank 0 is told by ``source``, the others by rank 0."""
+
+    def __init__(self, unit_sequences: int, source: UnitSource, group: SiteGroup) -> None:
+        require(unit_sequences >= 1, "unit_sequences", unit_sequences, "at least 1")
+        self._unit, self._source, self._group = unit_sequences, source, group
+
+    def numbers(self, cursor: int, stop: int, drawn: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The numbers in the endless order of the sequences at the cursors ``drawn``, which lie before ``stop``.
+
+        A collective: all ranks ask for the same from ``cursor`` to ``stop``, and each for its own ``drawn`` of it.
+        """
+        first, last = cursor // self._unit, (stop - 1) // self._unit
+        places, within = np.divmod(drawn, self._unit)
+        units = np.array(self._units(first, last + 1 - first), dtype=np.int64)
+        found: NDArray[np.int64] = units[places - first] * self._unit + within
+        return found
+
+    def _units(self, first: int, count: int) -> list[int]:
+        """The units at ``count`` places from ``first`` on.
+
+        They are asked for by each batch, and nothing is remembered: when a run was restored the list is another.
+        """
+        found: list[int] = []
+        while len(found) < count:
+            told: list[int] = []
+            if self._group.is_first:
+                pieces = self._source(first + len(found), count - len(found))
+                told = [number for piece in pieces[:PIECES_MAX] for number in piece]
+            told = self._group.broadcast_small(told)
+            for start, number in zip(told[::2], told[1::2], strict=True):
+                found += range(start, start + number)
+        return found
+
+
+class LeasedSamples:
+    """The samples of data that are somebody's own, by index, in the order in which units of them are leased.
+
+    The order is that of the seed, equal at all sites; each epoch of it is a permutation of all ``samples``.
+    """
+
+    def __init__(self, samples: int, unit_samples: int, source: UnitSource, group: SiteGroup, seed: int = 0) -> None:
+        require(samples >= 1, "samples", samples, "at least 1")
+        self._samples, self._seed = samples, seed
+        self._places = UnitPlaces(unit_samples, source, group)
+
+    def indices(self, cursor: int, stop: int, drawn: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Those at the cursors ``drawn``; a collective, as ``UnitPlaces.numbers``."""
+        epochs, places = np.divmod(self._places.numbers(cursor, stop, drawn), self._samples)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            places[here] = permuted(places[here], self._samples, f"{self._seed}/samples/epoch/{epoch}")
+        return places
+
+
+class LeasedStream(TokenStream):
+    """``batch`` is a pure function of the seed, the cursor and the list, which ``source`` tells on rank 0.
+
+    The other ranks learn the units of a batch from rank 0, so ``batch`` is a collective; all ranks draw the same
+    cursors in the same order.
+    """
+
+    def __init__(
+        self,
+        manifest: CorpusManifest,
+        split: str,
+        sequence_length: int,
+        batch_sequences: int,
+        unit_sequences: int,
+        source: UnitSource,
+        group: SiteGroup,
+        seed: int = 0,
+        place: tuple[int, int] | None = None,
+    ) -> None:
+        """``place`` is this rank's among those that draw batches of their own, and how many of them there are; None:
+        every rank of ``group`` does."""
+        rank, world = place if place is not None else (group.rank, group.world)
+        super().__init__(manifest, split, sequence_length, batch_sequences, rank=rank, world=world, seed=seed)
+        self.identity = f"{manifest.identity}/{split}/{sequence_length}/units-of-{unit_sequences}/seed-{seed}"
+        self._places = UnitPlaces(unit_sequences, source, group)
+
+    def window_indices(self, cursor: int) -> NDArray[np.int64]:
+        """Which windows of the split ``batch`` reads, int64 [batch_sequences]; ValueError for a negative cursor."""
+        return self.windows_at(self._places.numbers(cursor, cursor + self.sequences_per_batch, self.drawn(cursor)))

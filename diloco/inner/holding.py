@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from diloco.inner.pieces import is_cut
+from diloco.inner.parallel import is_cut
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -1,7 +1,17 @@
-"""A decoder-only transformer in the field's usual form.
+"""A decoder-only transformer in the field's usual form, and how it is computed.
 
-Pre-norm blocks with RMSNorm (arXiv 1910.07467), rotary positions (arXiv 2104.09864), SwiGLU (arXiv 2002.05202),
-grouped-query attention (arXiv 2305.13245) and PyTorch's own scaled-dot-product attention.  No biases, no dropout.
+Kernels compute what is no product of matrices.  RMSNorm, rotary positions and SwiGLU are each some passes over memory
+when torch computes them, and one when a kernel does.  The fused loss is made with its gradients a part of the tokens at
+a time, and their logits never all exist.  The kernels are liger-kernel's, an extra, for accelerators.  The values are
+the same within rounding.
+
+``ComputeOptions`` say how a model is computed, which changes its speed and the room that it takes, but not what it
+learns.  They are set on a model of ours before its ranks take their parts of it, and leave its parameters and their
+names alone.
+
+The model has pre-norm blocks with RMSNorm (arXiv 1910.07467), rotary positions (arXiv 2104.09864), SwiGLU (arXiv
+2002.05202), grouped-query attention (arXiv 2305.13245) and PyTorch's own scaled-dot-product attention.  It has no
+biases and no dropout.
 """
 
 from __future__ import annotations
@@ -9,16 +19,178 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from diloco.inner.checks import require
-from diloco.inner.computing import contexts
-from diloco.inner.kernels import Kernels
-from diloco.inner.pieces import local, put
+from diloco.inner.parallel import local, put
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+KINDS = ("torch", "liger")
+
+
+class KernelsError(RuntimeError):
+    """The kernels that are asked for cannot be had here; the message says what to do."""
+
+
+class Kernels:
+    """By torch's own operations, on any device."""
+
+    fused_loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    """Mean cross-entropy of x [tokens, dim], the head's matrix and the targets [tokens]; None: the model's own ways."""
+
+    def normalised(self, norm: nn.RMSNorm, x: Tensor) -> Tensor:
+        """What ``norm`` makes of ``x``."""
+        found: Tensor = norm(x)
+        return found
+
+    def rotated(self, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
+        """Both turned by their positions, each [B, heads, T, head_dim]; what they held may be overwritten."""
+        return rotate(query, cosines, sines), rotate(key, cosines, sines)
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up; what they held may be overwritten in the backward pass."""
+        return functional.silu(gate) * up
+
+
+class LigerKernels(Kernels):
+    """By liger-kernel's; KernelsError where that is not installed."""
+
+    def __init__(self) -> None:
+        try:
+            from liger_kernel import ops
+        except ImportError as error:
+            raise KernelsError(f"liger-kernel is not there ({error}): pip install 'diloco[fused]'") from error
+        self._ops: Any = ops
+
+    def normalised(self, norm: nn.RMSNorm, x: Tensor) -> Tensor:
+        """In one pass; the sum of squares in fp32."""
+        found: Tensor = self._ops.LigerRMSNormFunction.apply(x, norm.weight, norm.eps)
+        return found
+
+    def rotated(self, query: Tensor, key: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
+        """Both in one pass, in place."""
+        # The tables have each angle once; of the kernel's arguments the last says how wide a turned head is.
+        width = query.shape[-1]
+        turned: tuple[Tensor, Tensor] = self._ops.LigerRopeFunction.apply(query, key, cosines, sines, None, 1, width)
+        return turned
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """In one pass; the backward one writes the gradients where gate and up were."""
+        found: Tensor = self._ops.LigerSiLUMulFunction.apply(gate, up)
+        return found
+
+    def fused_loss(self, x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+        """The gradients are made along with the loss, a part of the tokens at a time."""
+        found: Tensor = self._ops.LigerFusedLinearCrossEntropyFunction.apply(x, head, targets)[0]
+        return found
+
+
+def kernels_of(kind: str, device: torch.device) -> Kernels:
+    """Those that go by the name ``kind``; KernelsError where they cannot be had on ``device``."""
+    if kind == "torch":
+        return Kernels()
+    if device.type == "cpu":
+        raise KernelsError("its kernels are for accelerators, and this is a CPU: torch")
+    return LigerKernels()
+
+
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Turn each pair (i, i + head_dim / 2) of ``x`` [B, heads, T, head_dim] by its position's angle; dtype kept.
+
+    The fp32 tables promote the products, so the angles are never rounded to bf16.
+    """
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
+    return turned.to(x.dtype)
+
+
+KEPT = ("none", "full", "selective")
+
+
+@dataclass(kw_only=True, slots=True)
+class ComputeOptions:
+    """What is kept of a forward pass, what is compiled, and how much of the logits there is at once."""
+
+    activation_checkpoint: str = "none"
+    """``full``: of each block only its input is kept for the backward pass, and all of it computed again (arXiv
+    1604.06174).  ``selective``: what its matrices and its attention made is kept as well, and the rest computed again
+    (arXiv 2205.05198)."""
+    compile: bool = False
+    """Whether each block goes through ``torch.compile``."""
+    loss_chunk: int = 0
+    """Tokens of which the logits exist at the same time; 0: all of a micro-batch."""
+    kernels: str = "torch"
+    """What computes RMSNorm, rotary positions, SwiGLU and the loss: ``torch``, or ``liger``'s fused kernels."""
+
+    def __post_init__(self) -> None:
+        kept = self.activation_checkpoint
+        require(kept in KEPT, "activation_checkpoint", kept, f"one of {', '.join(KEPT)}")
+        require(
+            kept != "selective" or not self.compile,
+            "activation_checkpoint",
+            kept,
+            "full or none with compile=true, which decides by itself what of a block it keeps",
+        )
+        require(self.loss_chunk >= 0, "loss_chunk", self.loss_chunk, "0 (all at once) or more")
+        require(self.kernels in KINDS, "kernels", self.kernels, f"one of {', '.join(KINDS)}")
+        if self.kernels == "torch":
+            return
+        # A kernel of theirs turns queries where they lie, which selective would have kept as they were.
+        require(kept != "selective", "kernels", self.kernels, "torch with activation_checkpoint=selective")
+        require(not self.compile, "kernels", self.kernels, "torch with compile=true, which fuses the same by itself")
+        require(not self.loss_chunk, "kernels", self.kernels, "torch with loss_chunk: its loss is in parts in any case")
+
+
+class CompileError(RuntimeError):
+    """torch.compile does not work on this machine; the message says what it lacks."""
+
+
+def prepare(model: Transformer, options: ComputeOptions, device: torch.device) -> None:
+    """Set ``options`` on ``model``; CompileError and KernelsError where what is asked for cannot be had."""
+    model.loss_chunk = options.loss_chunk
+    model.compute_by(kernels_of(options.kernels, device))
+    if options.compile:
+        _try_compile(device)
+    for block in model.layers:
+        block.keeps = options.activation_checkpoint
+        if options.compile:
+            block.layer = torch.compile(block.layer)  # type: ignore[method-assign]
+
+
+def _try_compile(device: torch.device) -> None:
+    """Compile something small: whatever is missing is found now and not in the first step."""
+    try:
+        torch.compile(_small)(torch.ones(8, device=device))
+    except Exception as error:  # whatever a compiler, or the lack of one, may raise
+        why = " ".join(str(error).split())
+        raise CompileError(f"torch.compile does not work here on {device.type}: {why[:300]}") from error
+
+
+def _small(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.silu(x) * 2.0
+
+
+def contexts() -> Callable[[], Any]:
+    """For ``selective``: what is expensive to make and not large is kept."""
+    aten = torch.ops.aten
+    kept = [
+        aten.mm.default,
+        aten.bmm.default,
+        aten.addmm.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    ]
+    return partial(create_selective_checkpoint_contexts, kept)
+
 
 FFN_MULTIPLE = 32
 PLAIN_LENGTH_MAX = 512
@@ -186,7 +358,7 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(options.dim, eps=options.norm_eps)
         self.feed_forward = FeedForward(options)
         self.keeps = "none"
-        """What of a forward pass is not kept for the backward one (``computing``)."""
+        """What of a forward pass is not kept for the backward one (``ComputeOptions.activation_checkpoint``)."""
 
     def forward(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         """Map [B, T, dim] to [B, T, dim]."""

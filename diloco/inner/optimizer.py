@@ -1,28 +1,139 @@
-"""The inner optimizers, and the learning rate as a pure function of progress.
+"""The inner optimizers, the bound on the gradients' norm, and the learning rate as a pure function of progress.
 
-``muon`` gives the 2-D matrices of the blocks to Muon (``diloco.inner.muon``) and all else (embedding, head, norms) to
-AdamW (arXiv 1711.05101).
-``sgd`` is plain, without momentum or decay: for tests of equivalence.
+``clip`` bounds the norm of all gradients of a site, wherever their parts lie.
+
+Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon) takes whole matrices and sharded ones.  torch's own Muon
+makes its Newton-Schulz steps in bf16 everywhere, which a CPU without bf16 emulates at a fiftieth of the speed of fp32:
+here the caller chooses the format.  It also multiplies DTensors with 11 to 16 collectives for one matrix (torch 2.13),
+with other roundings in every layout, and with an error where there are more ranks than rows.  Here the momentum stays
+where its rows are.  The matrix that it makes is gathered, one at a time and once; every rank makes the same steps with
+it, as it would under ddp, and keeps its own part.
+
+The optimizers: ``muon`` gives the 2-D matrices of the blocks to Muon and all else (embedding, head, norms) to AdamW
+(arXiv 1711.05101).  ``sgd`` is plain, without momentum or decay: for tests of equivalence.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from diloco.inner import gradients
 from diloco.inner.checks import require
-from diloco.inner.muon import Muon
-from diloco.inner.precision import autocast_dtype
+from diloco.inner.parallel import box_of, is_cut, local, sides_cut
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from diloco.inner.parallel import SiteGroup
+
+STEADY = 1e-6
+"""What torch adds to a norm before it divides by it."""
+
+
+def clip(parameters: Sequence[Tensor], bound: float, group: SiteGroup | None) -> float:
+    """Scale the gradients to a global 2-norm of at most ``bound``, and return what it was; the same on every rank.
+
+    Where parameters are sharded every rank gives the squares of what it holds, each shared by as many ranks as hold
+    the same: one collective, whatever the layout.
+    """
+    if group is None or not any(is_cut(parameter) for parameter in parameters):
+        return float(clip_grad_norm_(parameters, bound))
+    by_holders: dict[int, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_holders.setdefault(_holders(parameter.grad, group.world), []).append(local(parameter.grad))
+    mine = sum(float(get_total_norm(parts)) ** 2 / holders for holders, parts in by_holders.items())
+    norm = math.sqrt(group.all_reduce_sum([mine])[0])
+    factor = min(1.0, bound / (norm + STEADY))
+    with torch.no_grad():
+        for parts in by_holders.values():
+            torch._foreach_mul_(parts, factor)
+    return norm
+
+
+def _holders(gradient: Tensor, world: int) -> int:
+    """How many ranks hold the same part of ``gradient``."""
+    if not is_cut(gradient):
+        return world
+    mesh, parts = gradient.device_mesh, 1
+    for side, placement in enumerate(gradient.placements):
+        assert not placement.is_partial(), "a gradient is summed by the time that it is clipped"
+        parts *= 1 if placement.is_replicate() else mesh.size(side)
+    return world // parts
+
+
+class Muon(torch.optim.Muon):
+    """Takes DTensors and plain matrices.  Its state is that of torch's Muon: ``momentum_buffer``, sharded alike."""
+
+    def __init__(self, matrices: Iterable[Tensor], *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
+        """``dtype`` is that of the Newton-Schulz steps; ``options`` are those of torch's Muon."""
+        super().__init__(matrices, **options)
+        self._dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step.  A collective of the ranks that share a matrix."""
+        assert closure is None, "the trainer has its gradients already"
+        for group in self.param_groups:
+            momentum = group["momentum"]
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                state = self.state[parameter]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(gradient)
+                buffer = state["momentum_buffer"]
+                buffer.lerp_(gradient, 1 - momentum)
+                update = whole(gradient.lerp(buffer, momentum) if group["nesterov"] else buffer)
+                moved = orthogonalize(update, self._dtype, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                lr = adjusted_lr(group["lr"], group["adjust_lr_fn"], *update.shape)
+                local(parameter).add_(moved[box_of(parameter).slices], alpha=-lr)
+
+
+def orthogonalize(
+    matrix: Tensor, dtype: torch.dtype, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> Tensor:
+    """Return U V^T of ``matrix`` = U S V^T, with singular values within about .5 and 1.5 of 1, in ``dtype``.
+
+    ``steps`` Newton-Schulz steps of the fifth order, those of Jordan's and torch's Muon.
+    """
+    a, b, c = coefficients
+    rows, columns = matrix.shape
+    x = matrix.to(dtype)
+    x = x.T if rows > columns else x
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if rows > columns else x
+
+
+def adjusted_lr(lr: float, rule: str | None, rows: int, columns: int) -> float:
+    """Return the learning rate of a [rows, columns] matrix under torch's ``adjust_lr_fn``."""
+    if rule == "match_rms_adamw":  # "Muon is Scalable for LLM Training", arXiv 2502.16982.
+        return lr * 0.2 * math.sqrt(max(rows, columns))
+    return lr * math.sqrt(max(1, rows / columns))
+
+
+def whole(value: Tensor) -> Tensor:
+    """All of ``value``, on every rank.  A collective."""
+    if not is_cut(value):
+        return value
+    from torch.distributed.tensor import Replicate  # 2 s, as in ``parallel.is_cut``.
+
+    placements = list(value.placements)
+    for side in reversed(sides_cut(value)):  # What was cut last is put together first.
+        placements[side] = Replicate()
+        value = value.redistribute(placements=placements)
+    return value.to_local()
+
 
 OPTIMIZERS = ("adamw", "muon", "sgd")
 SCHEDULES = ("wsd", "cosine", "constant")
@@ -126,7 +237,7 @@ class InnerOptimizers:
 
         A collective of ``group`` where parameters are sharded.
         """
-        return gradients.clip(self._parameters, self.options.clip or math.inf, group)
+        return clip(self._parameters, self.options.clip or math.inf, group)
 
     def step(self) -> None:
         """Apply the gradients."""
@@ -184,11 +295,13 @@ def _muon_takes(model: nn.Module) -> set[int]:
     }
 
 
-def build_optimizers(model: nn.Module, options: InnerOptions, precision: str = "auto") -> InnerOptimizers:
+def build_optimizers(model: nn.Module, options: InnerOptions, precision: str = "fp32") -> InnerOptimizers:
     """Optimizers over ``model`` (not its DDP wrapper; after it was spread), every parameter in exactly one of them.
 
-    Muon's own products are made in the format of ``precision``, which must be the same on all ranks of a site.
+    ``precision`` is the format of Muon's own products, "bf16" or "fp32": the same on all ranks of a site, so it is
+    resolved (``resolve_precision``) before.
     """
+    require(precision in ("bf16", "fp32"), "precision", precision, "bf16 or fp32")
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     parts: dict[str, tuple[torch.optim.Optimizer, list[str]]] = {}
     if options.optimizer == "muon":
@@ -198,7 +311,7 @@ def build_optimizers(model: nn.Module, options: InnerOptions, precision: str = "
         if hidden:
             muon = Muon(
                 list(hidden.values()),
-                dtype=autocast_dtype(precision, next(iter(hidden.values())).device) or torch.float32,
+                dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
                 lr=options.muon_lr,
                 momentum=options.muon_momentum,
                 weight_decay=options.muon_weight_decay,

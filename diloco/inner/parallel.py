@@ -1,6 +1,14 @@
 """The ranks of one site: lock-step data parallelism by torch.distributed, NCCL on CUDA and gloo on a CPU.
 
-Never used across sites.  The rendezvous is given as arguments; whoever started the ranks (torchrun) knows it.
+Boxes.  A ``Box`` says which part of a tensor this rank holds, from ``starts`` on and of ``sizes``.  A DTensor of the
+layouts that ``sharding`` makes is cut along one or more of its dimensions, and along one of them by several sides of
+the grid; either way what a rank holds is one box.
+
+``SiteGroup`` is never used across sites.  The rendezvous is given as arguments; the program that started the ranks
+(torchrun) knows it.
+
+``PresentGroup`` is for ranks that another program has started: it takes torch's own process group as it is there
+already.
 """
 
 from __future__ import annotations
@@ -10,8 +18,9 @@ import time
 import weakref
 from collections import deque
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -23,9 +32,114 @@ from torch.nn.parallel import DistributedDataParallel
 from diloco.inner.checks import require
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
+    from torch.distributed.tensor import DTensor
+
+
+def is_cut(value: Tensor) -> TypeGuard[DTensor]:
+    """Whether ``value`` is one of which ranks hold parts.
+
+    Its class is not imported: that is 2 s of a processor at every start, and most sites have none.
+    """
+    return hasattr(value, "placements")
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a tensor."""
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds nothing: there were more ranks than rows."""
+        return 0 in self.sizes
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index by which it is taken out of the whole."""
+        return tuple(slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True))
+
+    def within(self, other: Box) -> Box | None:
+        """What of this box lies in ``other``; None where they do not meet.  Counted as ``starts`` are."""
+        starts = tuple(max(here, there) for here, there in zip(self.starts, other.starts, strict=True))
+        stops = (
+            min(here + size, there + long)
+            for here, size, there, long in zip(self.starts, self.sizes, other.starts, other.sizes, strict=True)
+        )
+        sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        return Box(starts, sizes) if all(size > 0 for size in sizes) else None
+
+    def seen_from(self, other: Box) -> Box:
+        """The same box, counted from where ``other`` starts."""
+        return Box(tuple(here - there for here, there in zip(self.starts, other.starts, strict=True)), self.sizes)
+
+
+def box_of(value: Tensor) -> Box:
+    """What this rank holds of ``value``; of a plain tensor, all."""
+    starts, sizes = [0] * value.ndim, list(value.shape)
+    if not is_cut(value):
+        return Box(tuple(starts), tuple(sizes))
+    place = value.device_mesh.get_coordinate()
+    assert place is not None, "every rank of a site is in its grid"
+    for side in sides_cut(value):
+        dim = value.placements[side].dim  # type: ignore[attr-defined]
+        count = value.device_mesh.size(side)
+        # As torch.chunk cuts: parts of the same size, rounded up, so that the last ones may be shorter or empty.
+        part = -(-sizes[dim] // count)
+        begin = min(place[side] * part, sizes[dim])
+        starts[dim], sizes[dim] = starts[dim] + begin, min(part, sizes[dim] - begin)
+    box = Box(tuple(starts), tuple(sizes))
+    assert tuple(value.to_local().shape) == box.sizes, f"torch cut {value.placements} otherwise"
+    return box
+
+
+def is_keeper(value: Tensor, place: Mapping[str, int]) -> bool:
+    """Whether the rank at ``place`` of the grid is the one, of those that hold the same part, that speaks for it.
+
+    A tensor may be of a part of the grid only: along the other sides it is the same.
+    """
+    cut: set[str] = set()
+    if is_cut(value):
+        names = value.device_mesh.mesh_dim_names
+        assert names is not None, "the sides of a site's grid have names"
+        cut = {names[side] for side in sides_cut(value)}
+    return all(at == 0 for side, at in place.items() if side not in cut)
+
+
+def local(value: Tensor) -> Tensor:
+    """What this rank holds of ``value``, as a plain tensor on the same memory."""
+    detached = value.detach()
+    return detached.to_local() if is_cut(detached) else detached
+
+
+@torch.no_grad()
+def put(value: Tensor, whole: Tensor) -> None:
+    """Write into ``value``, in place, this rank's part of the plain tensor ``whole``."""
+    local(value).copy_(whole[box_of(value).slices])
+
+
+def alike(value: Tensor, part: Tensor) -> Tensor:
+    """``part``, of the size that this rank holds of ``value``, as a tensor that is sharded as ``value`` is."""
+    if not is_cut(value):
+        return part
+    made: Tensor = type(value).from_local(
+        part, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+    )
+    return made
+
+
+def sides_cut(value: DTensor) -> list[int]:
+    """The sides of the grid along which ``value`` is cut, in the order of the cuts.
+
+    Under tp+fsdp rows are cut for the products first and then for fully_shard, which torch marks as strided.
+    """
+    cut = [side for side, placement in enumerate(value.placements) if not placement.is_replicate()]
+    return sorted(cut, key=lambda side: "Strided" in type(value.placements[side]).__name__)
+
 
 DEVICES = ("auto", "cpu", "cuda")
 SMALL_MAX = 63
@@ -128,7 +242,7 @@ class SiteGroup:
     def without_sync(self, wrapped: nn.Module) -> AbstractContextManager[None]:
         """Inside, backward passes only add up gradients on each rank (all micro-batches of a step but the last)."""
         if isinstance(wrapped, DistributedDataParallel):
-            return cast(AbstractContextManager[None], wrapped.no_sync())
+            return cast("AbstractContextManager[None]", wrapped.no_sync())
         return nullcontext()
 
     def broadcast_(self, tensor: Tensor, src: int = 0) -> None:
@@ -239,3 +353,41 @@ class SiteGroup:
             raise GroupError(
                 f"rank {self.rank} of {self.world} failed in {what} (bound {self.timeout_s:g} s): {error}"
             ) from error
+
+
+class PresentGroup(SiteGroup):
+    """All ranks of the default process group, which remains its owner's: it is neither made nor ended here.  Without
+    one, this process alone.
+
+    How long a collective may take is what that group was made with.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(device="cpu")
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.backend = str(dist.get_backend())
+        if "nccl" in self.backend:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+            self.local_rank = torch.cuda.current_device()
+
+    def broadcast_bytes(self, told: bytes) -> bytes:
+        """The bytes of rank 0, of any length, on every rank."""
+        (size,) = self.broadcast_small([len(told)])
+        room = torch.zeros(size, dtype=torch.uint8)
+        if self.is_first:
+            room = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        self.broadcast_(room)
+        return bytes(room.numpy())
+
+    def close(self) -> None:
+        """Leave it to its owner."""
+
+    @contextmanager
+    def bounded(self, what: str) -> Iterator[None]:
+        """As ``SiteGroup``'s, but for the bound, which is not ours."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise GroupError(f"rank {self.rank} of {self.world} failed in {what}: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -31,26 +32,27 @@ PROBES = 6
 def bf16_speed(device: torch.device) -> float:
     """Return how fast ``device`` multiplies matrices in bf16, in units of its speed in fp32.
 
-    Measured, once in a process: a device may have the format, or emulate it at a fiftieth of the speed.
+    Measured, once in a process: a device may have the format, or emulate it at a fiftieth of the speed.  The formats
+    take turns, so that other work on the machine slows both.  The fastest product of each counts: the first one also
+    makes what torch keeps for the others.
     """
     fp32 = torch.ones(PROBE_SIZE[device.type], PROBE_SIZE[device.type], device=device)
-    fp32_s = _product_s(fp32, 0.0)
-    return fp32_s / _product_s(fp32.bfloat16(), 4 * fp32_s)
+    bf16 = fp32.bfloat16()
+    fp32_s = bf16_s = math.inf
+    for probe in range(PROBES):
+        fp32_s, bf16_s = min(fp32_s, _product_s(fp32)), min(bf16_s, _product_s(bf16))
+        if probe == 1 and bf16_s > 4 * fp32_s:  # Emulated: more of these would only take long.
+            break
+    return fp32_s / bf16_s
 
 
-def _product_s(matrix: Tensor, slow_s: float) -> float:
-    """Seconds of the fastest of a few products; of two where these took more than ``slow_s``, if that is not 0.
-
-    The first also makes what torch keeps for the others.
-    """
-    seconds: list[float] = []
-    while len(seconds) < PROBES and not (len(seconds) == 2 and min(seconds) > slow_s > 0):
-        began_s = time.perf_counter()
-        matrix @ matrix
-        if matrix.is_cuda:
-            torch.cuda.synchronize(matrix.device)
-        seconds.append(time.perf_counter() - began_s)
-    return min(seconds)
+def _product_s(matrix: Tensor) -> float:
+    """Seconds of one product."""
+    began_s = time.perf_counter()
+    matrix @ matrix
+    if matrix.is_cuda:
+        torch.cuda.synchronize(matrix.device)
+    return time.perf_counter() - began_s
 
 
 def resolve_precision(precision: str, device: torch.device, group: SiteGroup | None = None) -> str:
@@ -65,9 +67,12 @@ def resolve_precision(precision: str, device: torch.device, group: SiteGroup | N
     return "fp32" if (group.all_reduce_sum([slow])[0] if group else slow) else "bf16"
 
 
-def autocast_dtype(precision: str, device: torch.device) -> torch.dtype | None:
-    """The dtype of matrix products under ``precision`` on ``device``; None for plain fp32."""
-    return torch.bfloat16 if resolve_precision(precision, device) == "bf16" else None
+def autocast_dtype(precision: str, device: torch.device, group: SiteGroup | None = None) -> torch.dtype | None:
+    """The dtype of matrix products under ``precision`` on ``device``; None for plain fp32.
+
+    With ``group`` all ranks get the same answer: a collective.
+    """
+    return torch.bfloat16 if resolve_precision(precision, device, group) == "bf16" else None
 
 
 @contextmanager

@@ -1,12 +1,18 @@
-"""A data set of Hugging Face's, read once as a stream and written down as token shards.
+"""Tokens that come from elsewhere than a corpus of files: a data set of Hugging Face's, or files of token ids.
 
-A stream has no places, and units of text are told by number: so the tokens are what is kept, and the text is not.
-Documents stay in the order of the stream, and which of them are validation is told by their digests, or by the data
-set's own splits; so whoever reads the same data set with the same settings has the same tokens.  Now and then, when so
-many tokens as make a shard have come, all that is held is written and the notes say where the stream stood: a process
-that dies is gone on after from there.  Nothing looks for documents that come twice, which would ask for all of them.
+A data set (``prepare_stream``) is read once as a stream and written down as token shards.  A stream has no places, and
+units of text are told by number: so the tokens are kept, and the text is not.  Documents stay in the order of the
+stream.  Which of them are validation is told by their digests, or by the data set's own splits; so every reader of the
+same data set with the same settings has the same tokens.  When as many tokens as make a shard have come, all that is
+held is written, and the notes say where the stream stood: after a process that dies, the next one goes on from there.
+Documents that come twice are not looked for, because that would need all of them.
 
 The library ``datasets`` is an extra, and is imported when there is a stream to read.
+
+Token ids (``prepare_tokens``) are plain little-endian files that exist already, read where they lie.
+``prepare_tokens`` reads them once, to know their digests and that every id is one of the tokenizer's, and keeps a
+manifest; the files are mapped into memory as those that ``prepare_corpus`` writes are.  A file whose name begins with
+"val" is validation, every other one training.  A folder that ``prepare_corpus`` has written is taken as it is.
 """
 
 from __future__ import annotations
@@ -18,25 +24,29 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from diloco.inner.corpus import SPLITS, VALIDATION_FIRST_BYTE, DataError, source_files
+from diloco.inner.corpus import SPLITS, VALIDATION_FIRST_BYTE, DataError, Notes, Shard, ShardWriter, source_files
 from diloco.inner.data import (
     CorpusManifest,
     DataOptions,
     Progress,
     SplitManifest,
     key_of,
+    load_manifest,
     made_once,
     write_manifest,
 )
-from diloco.inner.shards import Notes, ShardWriter
-from diloco.inner.tokenizer import Tokenizer, make_tokenizer
-from diloco.inner.tokenizer_file import token_dtype
+from diloco.inner.tokenizer import Tokenizer, make_tokenizer, token_dtype
 
-FORMAT = 1
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+STREAM_FORMAT = 1
 BATCH_BYTES = 4_000_000
 """Text handed to the tokenizer at once.  Bounds memory, and shards end with a batch: another number, other shards."""
 TOLD_AS = "the stream"
@@ -55,7 +65,7 @@ def prepare_stream(
     tokenizer = make_tokenizer(options.tokenizer, options.end_of_file)
     here = _local(options.path)
     files = source_files(options.kind, options.path, options.pattern_used) if here is not None else []
-    how: list[object] = [FORMAT, BATCH_BYTES, tokenizer.digest, options.end_of_file, options.shard_tokens]
+    how: list[object] = [STREAM_FORMAT, BATCH_BYTES, tokenizer.digest, options.end_of_file, options.shard_tokens]
     how += [options.path if here is None else "", options.pattern, options.field, options.documents_max]
     how += [options.name, options.split, options.validation_split, options.revision]
 
@@ -264,3 +274,96 @@ def _utf8(text: str) -> bytes:
 def _line(error: Exception) -> str:
     """What a library says, in one line."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+READ_TOKENS = 1 << 22
+"""That are looked at in one piece; bounds memory."""
+FILES_FORMAT = 1
+
+
+def prepare_tokens(options: DataOptions, cache_dir: Path) -> CorpusManifest:
+    """The manifest of the files at ``options.path``; later calls find it by their names, sizes and times.
+
+    Raises DataError in words.
+    """
+    tokenizer = make_tokenizer(options.tokenizer, options.end_of_file)
+    if (Path(options.path).expanduser() / "manifest.json").is_file():
+        return _ours(Path(options.path).expanduser(), tokenizer)
+    files = source_files("tokens", options.path, options.pattern_used)
+    root = files[0].parent if Path(options.path).expanduser().is_file() else Path(options.path).expanduser()
+    how = [FILES_FORMAT, options.dtype, tokenizer.digest, options.end_of_file]
+    key = f"tokens-{options.dtype}-{key_of(how, files)[:16]}"
+    return made_once(
+        cache_dir,
+        key,
+        options.lock_wait_s,
+        lambda folder: write_manifest(_manifest(options, tokenizer, root, files), folder),
+    )
+
+
+def _ours(directory: Path, tokenizer: Tokenizer) -> CorpusManifest:
+    found = load_manifest(directory)
+    if found.tokenizer_sha256 != tokenizer.digest:
+        made = f"{directory} was made by the tokenizer {found.tokenizer}"
+        raise DataError(f"{made}, and data.tokenizer is {tokenizer.name}, or another of that name")
+    return found
+
+
+def _manifest(options: DataOptions, tokenizer: Tokenizer, root: Path, files: Sequence[Path]) -> CorpusManifest:
+    splits = {}
+    for name in SPLITS:
+        mine = [file for file in files if file.name.startswith("val") == (name == "validation")]
+        if not mine:
+            wanted = 'one whose name begins with "val"' if name == "validation" else "one that does not begin so"
+            raise DataError(f"path is {options.path!r}: no file of it is for {name}: {wanted} is wanted")
+        shards = tuple(_shard(file, root, options.dtype, tokenizer) for file in mine)
+        tokens = sum(shard.tokens for shard in shards)
+        text_bytes = _text_bytes(mine, options.dtype, tokenizer) if name == "validation" else 0
+        splits[name] = SplitManifest(0, text_bytes, tokens, shards)
+    digests = sorted(shard.sha256 for split in splits.values() for shard in split.shards)
+    return CorpusManifest(
+        directory=root.resolve(),
+        kind="tokens",
+        tokenizer=tokenizer.name,
+        tokenizer_sha256=tokenizer.digest,
+        end_of_file=options.end_of_file,
+        vocab_size=tokenizer.vocab_size,
+        corpus_sha256=hashlib.sha256("".join(digests).encode()).hexdigest(),
+        num_duplicates=0,
+        num_not_text=0,
+        train=splits["train"],
+        validation=splits["validation"],
+        dtype=options.dtype,
+        source=str(root.resolve()),
+    )
+
+
+def _shard(file: Path, root: Path, dtype: str, tokenizer: Tokenizer) -> Shard:
+    size, width = file.stat().st_size, np.dtype(dtype).itemsize
+    if size == 0 or size % width:
+        raise DataError(f"{file} has {size} bytes: a multiple of {width}, more than 0, is wanted (data.dtype={dtype})")
+    tokens, hashed = _tokens(file, dtype), hashlib.sha256()
+    for at in range(0, len(tokens), READ_TOKENS):
+        piece = tokens[at : at + READ_TOKENS]
+        hashed.update(piece.tobytes())
+        largest = int(piece.max())
+        if largest >= tokenizer.vocab_size:
+            raise DataError(
+                f"{file} has the id {largest}, and the tokenizer {tokenizer.name} has {tokenizer.vocab_size}: give the "
+                "tokenizer that made it (data.tokenizer), and the width of an id (data.dtype)"
+            )
+    return Shard(str(file.relative_to(root)), len(tokens), hashed.hexdigest())
+
+
+def _tokens(file: Path, dtype: str) -> NDArray[np.uint16 | np.uint32]:
+    return np.memmap(file, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
+
+
+def _text_bytes(files: Sequence[Path], dtype: str, tokenizer: Tokenizer) -> int:
+    """Bytes of UTF-8 that the files decode to; a letter that is cut where a piece ends counts as what stands for it."""
+    found = 0
+    for file in files:
+        tokens = _tokens(file, dtype)
+        for at in range(0, len(tokens), READ_TOKENS):
+            found += len(tokenizer.decode(tokens[at : at + READ_TOKENS].tolist()).encode())
+    return found

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from diloco.durable import PLAIN_DISK
-from diloco.inner import state
+from diloco.inner import saving
 from diloco.inner.checks import require
 from diloco.inner.memory import MemoryWriter
 from diloco.inner.model import Transformer, flops_per_token
@@ -186,7 +186,7 @@ class Trainer:
         self.nonfinite_steps = 0
         self._nonfinite_in_row = 0
         self.spread = spread or Spread(model, group)
-        self._dtype = autocast_dtype(options.precision, group.device)
+        self._dtype = autocast_dtype(options.precision, group.device, group)
         self._asked_progress = progress
         self.may_act: Callable[[], bool] = lambda: True
         """Asked on rank 0 at the end of each step: whether ``after_step`` may do anything with the model's values."""
@@ -263,13 +263,13 @@ class Trainer:
         CheckpointError when all are damaged or it is of another model.
         """
         began = time.perf_counter()
-        reads = lambda hot: state.files_read(hot, self.model, self.group)  # noqa: E731
+        reads = lambda hot: saving.files_read(hot, self.model, self.group)  # noqa: E731
         found, skipped = (found, found.skipped) if found else newest_of(self.saving, self._memory, reads)
         for words in skipped:
             self._log("note", {"note": "checkpoint skipped", "why": words})
         if found is None:
             return None
-        state.restore(found, self.model, self.optimizers, self.group, self.options.seed)
+        saving.restore(found, self.model, self.optimizers, self.group, self.options.seed)
         told = found.meta["trainer"]
         self.step, self.tokens, self.cursor = told["step"], told["tokens"], told["cursor"]
         self.nonfinite_steps, self._progress = told["nonfinite_steps"], told["progress"]
@@ -287,8 +287,8 @@ class Trainer:
     # One step.
 
     def _begin(self) -> None:
-        for saving in self._savings:
-            saving.begin()
+        for each in self._savings:
+            each.begin()
         if self._last is None:
             self.saving.refuse_leftovers()
             torch.manual_seed(self.options.seed + self.group.rank)
@@ -355,9 +355,9 @@ class Trainer:
             self._progress = progress
         mean = total / self.group.world
         applied = math.isfinite(mean) and math.isfinite(norm)
-        for saving, words in zip(self._savings, told, strict=True):
+        for each, words in zip(self._savings, told, strict=True):
             heard, sums = sums[: len(words)], sums[len(words) :]
-            saving.heard(self.step + 1, heard, applied)
+            each.heard(self.step + 1, heard, applied)
         return mean, applied, not acts
 
     def _until_finished(self, begin_ns: int) -> int:
@@ -410,11 +410,11 @@ class Trainer:
     def _capture(self, extra_state: ExtraState | None, in_parts: bool, after_step_done: bool) -> Captured | None:
         """The state as tensors (references) and plain values.  A collective; None on a rank that writes nothing."""
         assert self._last is not None
-        own = state.own_random(self.group) if in_parts else state.gather_random(self.group)
+        own = saving.own_random(self.group) if in_parts else saving.gather_random(self.group)
         if not in_parts and not self.group.is_first:
             return None
         extra_tensors, extra_meta = extra_state() if extra_state else ({}, {})
-        tensors, values = state.capture(self.model, self.optimizers)
+        tensors, values = saving.capture(self.model, self.optimizers)
         own |= {f"extra/{key}": tensor for key, tensor in extra_tensors.items()}
         told = {
             "step": self.step,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from diloco.codec.registry import make_codec
 from diloco.launch.errors import ConfigError
-from diloco.sync.adapting import AdaptOptions, Way
+from diloco.sync.link import AdaptOptions, Way
 from diloco.sync.options import ADOPT_KEEPS_UNSENT
 from diloco.wire.messages import STREAMS_MAX
 

@@ -78,7 +78,7 @@ def goes_on(config: RunConfig, path: Path, given: argparse.Namespace) -> RunConf
         return config
     config, kept = configs.keep_run_settings(config, path, named)
     if kept:
-        print(f"note: {' '.join(kept)}, as the run began", flush=True)
+        print(f"note: {' '.join(kept)}, as the run has it", flush=True)
     given.settings = [*given.settings, *kept]
     return config
 

@@ -9,18 +9,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diloco.launch.placing import BETWEEN, BY_PART
-from diloco.learner.outcome import JoinFailed
+from diloco.learner.options import JoinFailed
 from diloco.sync.agreement import PROTOCOL
-from diloco.wire.backoff import Backoff
+from diloco.wire.channel import Backoff, check_address, split_addresses
 from diloco.wire.checkup import Checkup
-from diloco.wire.lines import check_address, split_addresses
-from diloco.wire.messages import Refused, Status, Unreachable
+from diloco.wire.messages import ProbeAsk, Refused, Status, Unreachable
 from diloco.wire.options import ClientOptions
-from diloco.wire.probing import ProbeAsk
 
 if TYPE_CHECKING:
-    from diloco.wire.probing import ProbeAnswer
-    from diloco.wire.security import SecurityOptions
+    from diloco.wire.messages import ProbeAnswer
+    from diloco.wire.options import SecurityOptions
 
 EARLIER = "it is of an earlier release, which does not tell a site what the run is: install this one's there first"
 

@@ -12,40 +12,31 @@ from typing import TYPE_CHECKING
 import torch
 
 from diloco.durable import PLAIN_DISK
-from diloco.inner.data import CorpusManifest, DataOptions, TokenStream, prepare_corpus
-from diloco.inner.leased import LeasedStream
+from diloco.inner.data import CorpusManifest, DataOptions, LeasedStream, TokenStream, prepare_corpus
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.optimizer import InnerOptions, build_optimizers
 from diloco.inner.precision import resolve_precision
-from diloco.inner.streamed import prepare_stream
-from diloco.inner.token_files import prepare_tokens
+from diloco.inner.streamed import prepare_stream, prepare_tokens
 from diloco.inner.trainer import Trainer, TrainerOptions
 from diloco.launch import connecting, model_file
 from diloco.launch.adapting import adapt_options, up_codecs
 from diloco.launch.coding import check_codec, feedback
-from diloco.launch.config import shared_config, shared_digest
+from diloco.launch.config import shared_config
 from diloco.launch.errors import ConfigError
-from diloco.launch.placing import backup_of, has_several, placement_of, shared_by_part
+from diloco.launch.placing import has_several, placement_of, shared_by_part
 from diloco.launch.preparing import Preparing
 from diloco.launch.regional import is_region
-from diloco.launch.replicating import lease, replication_options
-from diloco.launch.run_dir import RunDir
 from diloco.launch.sections import quorum, section, to_ns, units_ahead
 from diloco.launch.spreading import check_spreading, compute_options, peak_tflops, spread, without_memory
 from diloco.launch.values import load_values
 from diloco.learner.options import AgentOptions
-from diloco.outer.adopt import MEASURE_FROM
-from diloco.outer.correction import CORRECTION_NUMBERS, Correction
-from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_layout
-from diloco.outer.merge import Gate, MergeOptions
+from diloco.outer.fragments import Layout, gather, named_parameters_once, part_of, plan_layout
+from diloco.outer.merge import CORRECTION_NUMBERS, Correction, Gate, MergeOptions
 from diloco.outer.optimizer import OuterOptimizerOptions
-from diloco.outer.own_part import ADDITIVE
-from diloco.outer.placement import part_of
+from diloco.outer.pseudo_gradient import ADDITIVE, MEASURE_FROM
 from diloco.outer.rule import OuterRule, outer_rule
 from diloco.sync.agreement import CORPUS, PROTOCOL, Agreement
 from diloco.sync.options import ADOPT_KEEPS_UNSENT, UNITS_AHEAD_MAX, HealthOptions, LearnerOptions, OuterOptions
-from diloco.syncer.backups import BackupOptions
-from diloco.syncer.options import RunPlan, SyncerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -53,7 +44,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from diloco.durable import Disk
-    from diloco.inner.leased import UnitSource
+    from diloco.inner.data import UnitSource
     from diloco.inner.parallel import SiteGroup
     from diloco.inner.saving import Log
     from diloco.inner.sharding import Spread
@@ -64,19 +55,25 @@ SLOWDOWN_MAX = 1e6
 
 
 def check(config: RunConfig) -> None:
-    """Build every set of options once, so that a value that cannot work is refused before anything starts."""
+    """Build every set of options once, so that a value that cannot work is refused before anything starts.
+
+    Those of the syncer's process are checked by ``build_syncer.check``, as well.
+    """
     is_region(config)
-    plan(config, layout_of(config))
+    layout = layout_of(config)
+    agreement(config, layout)
+    outer_options(config)
+    health_options(config)
+    rule(config, layout)
     if not model_file.is_meant(config):
         check_spreading(config, model_options(config))
+    up_codecs(config)
     compute_options(config)
     inner_options(config)
     trainer_options(config)
     learner_options(config)
     connecting.client_options(config)
     agent_options(config, Path())
-    syncer_options(config, RunDir(Path()))
-    lease(config)
     connecting.server_options(config)
     connecting.syncer_security(config)
     data_options(config)
@@ -317,27 +314,6 @@ def agent_options(config: RunConfig, folder: Path, whole: Layout | None = None) 
         )
 
 
-def syncer_options(config: RunConfig, run_dir: RunDir) -> SyncerOptions:
-    """The syncer's process."""
-    syncer = config.cluster.syncer
-    check_codec("codec.up", config.codec.up)
-    check_codec("codec.down", config.codec.down)
-    with section("cluster.syncer"):
-        return SyncerOptions(
-            folder=syncer.folder or str(run_dir.syncer),
-            up_codecs=up_codecs(config),
-            down_codec=config.codec.down,
-            snapshot_every=syncer.snapshot_every,
-            downlinks_kept=syncer.downlinks_kept,
-            heartbeat_s=syncer.heartbeat_s,
-            linger_s=syncer.linger_s,
-            threads=syncer.threads,
-            memory_check_s=syncer.memory_check_s,
-            backup=BackupOptions(url=backup_of(config), every_s=syncer.backup_every_s, keep=syncer.backup_keep),
-            replication=replication_options(config),
-        )
-
-
 # --- objects --------------------------------------------------------------------------------------------------------
 
 
@@ -387,19 +363,6 @@ def site_agreement(config: RunConfig, layout: Layout, whole: Layout | None = Non
     if not config.data.leased:
         return found
     return replace(found, shared={**found.shared, CORPUS: data or corpus(config).identity})
-
-
-def plan(config: RunConfig, layout: Layout) -> RunPlan:
-    """The run as the syncer knows it."""
-    return RunPlan(
-        agreement=agreement(config, layout),
-        layout=layout,
-        shared_digest=shared_digest(config),
-        outer=outer_options(config),
-        health=health_options(config),
-        rule=rule(config, layout),
-        held=held_of(config),
-    )
 
 
 def check_version_zero(config: RunConfig) -> None:

@@ -73,16 +73,17 @@ def _init(given: argparse.Namespace) -> ExitCode:
     _check_free(files, given.force)
     authority = make_authority(given.trust_domain or "diloco", _now())
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _write(files[1], authority.key, 0o600)
-    _write(files[0], authority.certificate, 0o644)
+    write_file(files[1], authority.key, 0o600)
+    write_file(files[0], authority.certificate, 0o644)
     _write_revoked(folder, [], [])
-    _write(files[3], b"", 0o644)
+    write_file(files[3], b"", 0o644)
     print(f"{folder}/ca.pem signs, with {folder}/ca.key, which stays with you")
     return ExitCode.OK
 
 
 def _issue(given: argparse.Namespace) -> ExitCode:
     from diloco.launch import certificates
+    from diloco.wire.options import check_private
 
     who = _who(given)
     _only(given, "site", *ROLES, "host", "days", "force")
@@ -95,6 +96,10 @@ def _issue(given: argparse.Namespace) -> ExitCode:
         raise ConfigError(f"--host is {given.host[0]!r}: only a syncer or a standby serves")
     folder = Path(given.target)
     authority = certificates.Pair(_read(folder / "ca.pem"), _read(folder / "ca.key"))
+    try:
+        check_private("ca.key", str(folder / "ca.key"))
+    except ValueError as error:
+        raise VerbError(ExitCode.FAILED, str(error)) from error
     cert, key = folder / f"{_file(who)}.pem", folder / f"{_file(who)}.key"
     _check_free([cert, key], given.force)
     pair = certificates.issue(authority, who, given.host, days, _now())
@@ -107,8 +112,8 @@ def _issue(given: argparse.Namespace) -> ExitCode:
         issued.write(f"\n{line}\n" if torn else f"{line}\n")
         issued.flush()
         os.fsync(issued.fileno())
-    _write(key, pair.key, 0o600)
-    _write(cert, pair.certificate, 0o644)
+    write_file(key, pair.key, 0o600)
+    write_file(cert, pair.certificate, 0o644)
     print(f"{cert} is {facts.ids[0]}, good until {facts.ends:%Y-%m-%d}; the settings that use it:")
     print(" ".join(_settings(folder, who, cert, key)))
     return ExitCode.OK
@@ -249,17 +254,6 @@ def _read(file: Path) -> bytes:
 def _write_revoked(folder: Path, fingerprints: Sequence[str], ids: Sequence[str]) -> None:
     table = {"certificates": list(fingerprints), "ids": list(ids)}
     write_file(folder / "revoked.json", json.dumps(table, indent=1).encode())
-
-
-def _write(file: Path, data: bytes, mode: int) -> None:
-    """Put ``data`` in place of what is there; never for an instant with more rights than ``mode``."""
-    beside = file.with_name(f".{file.name}.tmp")
-    beside.unlink(missing_ok=True)
-    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as out:
-        out.write(data)
-        out.flush()
-        os.fsync(out.fileno())
-    beside.replace(file)
 
 
 def _now() -> datetime.datetime:

@@ -19,6 +19,7 @@ from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.rank_exit import end_process
 from diloco.launch.systems import LINUX_ONLY, refusal
 from diloco.launch.tether import PARENT_VARIABLE, die_with_parent
+from diloco.open_files import leave_no_core
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,6 +84,7 @@ HELP = frozenset({"-h", "--help"})
 
 def command() -> NoReturn:
     """What the shell calls: ``main``, and the end of the process."""
+    leave_no_core()
     end_process(main())
 
 

@@ -22,6 +22,7 @@ from diloco.durable import write_file
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.keys import nearest, plain_type, type_of, wanted
 from diloco.launch.schema import RunConfig
+from diloco.sync.agreement import MAY_CHANGE
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -44,7 +45,7 @@ ALWAYS_SHARED = """
 """What was shared when runs first had a card: part of it at any value."""
 SHARED_SECTIONS = ("model", "outer", "codec")
 NOTHING_TOLD: Mapping[str, str] = MappingProxyType({})
-LISTS = frozenset({"site.syncer"})
+LISTS = frozenset({"site.syncer", "upstream.endpoint"})
 """Text in which commas are meant; elsewhere Hydra's several values would be several runs."""
 
 
@@ -224,12 +225,14 @@ def keep_run_settings(config: RunConfig, path: Path, named: Collection[str]) -> 
 
     A setting of the outer rule or the codecs that came after the first release, and is none of the keys ``named``, is
     as the run has it, or at its default, which makes a run what it was before there was the setting.  So the presets of
-    this release may have such settings otherwise, and the run goes on with the same command.  Nothing is kept of a file
-    that is of another run already by what the first release knew, as that of a start with the wrong preset.
+    this release may have such settings otherwise, and the run goes on with the same command.  One that may change
+    (``MAY_CHANGE``) and is not named is as the run has it, too.  Nothing is kept of a file that is of another run
+    already by what the first release knew, as that of a start with the wrong preset.
     """
     there, changed = read(path), []
     before, now = shared_config(there), shared_config(config)
-    if any(before.get(key) != now.get(key) for key in ALWAYS_SHARED.split()):
+    fixed = set(ALWAYS_SHARED.split()) - MAY_CHANGE
+    if any(before.get(key) != now.get(key) for key in fixed):
         return config, []
     for section, names in {"outer": None, "codec": None, "upstream": ("counted_from",)}.items():
         now, before = getattr(config, section), getattr(there, section)
@@ -237,7 +240,7 @@ def keep_run_settings(config: RunConfig, path: Path, named: Collection[str]) -> 
         later = {
             name: getattr(before, name)
             for key, name in keys.items()
-            if key not in named and key not in ALWAYS_SHARED.split() and getattr(now, name) != getattr(before, name)
+            if key not in named and key not in fixed and getattr(now, name) != getattr(before, name)
         }
         config = replace(config, **{section: replace(now, **later)})
         changed += [f"{section}.{name}={_text(value)}" for name, value in later.items()]
@@ -245,10 +248,10 @@ def keep_run_settings(config: RunConfig, path: Path, named: Collection[str]) -> 
 
 
 def require_same(config: RunConfig, path: Path) -> None:
-    """VerbError where ``config`` is another run than the one that left the file ``path``."""
+    """VerbError where ``config`` is another run than the one that left the file ``path``: by no ``MAY_CHANGE``."""
     there = read(path)
     before, now, known = shared_config(there), shared_config(config), as_text(there)
-    for key in sorted(before.keys() | now.keys()):
+    for key in sorted((before.keys() | now.keys()) - MAY_CHANGE):
         if before.get(key) != now.get(key):
             go_on = f"give {key}={known[key]} to go on, or " if key in known else ""
             differ = f"{key} is {now.get(key, 'not set')} now and {before.get(key, 'not set')} in {path}"
@@ -256,8 +259,21 @@ def require_same(config: RunConfig, path: Path) -> None:
 
 
 def shared_digest(config: RunConfig) -> str:
-    """Sha256 hex of :func:`shared_config`: equal where two configurations mean the same run."""
-    return hashlib.sha256(json.dumps(shared_config(config), sort_keys=True).encode()).hexdigest()
+    """Sha256 hex of :func:`shared_config`: equal where two configurations mean the same run.
+
+    What may change is at its default there, so that a run at that default has the digest of earlier releases.
+    """
+    usual = as_text(RunConfig())
+    return _digest(shared_config(config) | {key: usual[key] for key in MAY_CHANGE})
+
+
+def earlier_digest(config: RunConfig) -> str:
+    """The same in releases in which no shared setting might change."""
+    return _digest(shared_config(config))
+
+
+def _digest(shared: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()
 
 
 def differences(before: RunConfig, now: RunConfig) -> dict[str, tuple[str, str]]:

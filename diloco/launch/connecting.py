@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from diloco.launch.errors import ConfigError
 from diloco.launch.sections import section
 from diloco.wan.link import LinkOptions
-from diloco.wire.options import ClientOptions, ServerOptions
-from diloco.wire.security import SecurityOptions, check_own_files
+from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions, check_own_files
 
 if TYPE_CHECKING:
     from diloco.launch.schema import RunConfig

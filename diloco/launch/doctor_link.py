@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diloco.launch.findings import Finding, Level, fail, ok, warn
-from diloco.wire.knocking import speaks_tls
-from diloco.wire.reaching import Greeting, Heard, greet, resolve
-from diloco.wire.security import SYSTEM_ROOTS
+from diloco.wire.checkup import Greeting, Heard, greet, resolve, speaks_tls
+from diloco.wire.options import SYSTEM_ROOTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from diloco.launch.certificates import Facts
-    from diloco.wire.security import SecurityOptions
+    from diloco.wire.options import SecurityOptions
 
 GREET_S = 3.0
 ENDS_SOON_DAYS = 10

@@ -18,7 +18,7 @@ import diloco
 from diloco import open_files
 from diloco.codec import kernel_library
 from diloco.launch.findings import Finding, fail, ok, warn
-from diloco.sync.links import WINDOW_SHARE_PERCENT, channels_for
+from diloco.sync.link import WINDOW_SHARE_PERCENT, channels_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from diloco.launch.doctor_machine import LinkFigures
     from diloco.launch.doctor_syncer import Visit, Visitor
     from diloco.launch.schema import RunConfig
-    from diloco.wire.security import SecurityOptions
+    from diloco.wire.options import SecurityOptions
 
 DOES = """What is wrong between this machine and a syncer, and what to change.
 
@@ -82,11 +82,11 @@ def _own_words(settings: Sequence[str]) -> tuple[str | None, list[str]]:
 def _config(file: object, settings: list[str]) -> RunConfig:
     from pathlib import Path
 
-    from diloco.launch import build
+    from diloco.launch import build_syncer
     from diloco.launch import config as configs
 
     config = configs.read(file, settings) if isinstance(file, Path) else configs.compose(settings)
-    build.check(config)
+    build_syncer.check(config)
     return config
 
 
@@ -142,7 +142,7 @@ class Examination:
         """Whether anybody said anything, and the figures of the link to the first syncer that answered."""
         from diloco.launch.doctor_link import own_files
         from diloco.launch.doctor_machine import LinkFigures
-        from diloco.wire.lines import split_addresses
+        from diloco.wire.channel import split_addresses
 
         try:
             addresses = split_addresses(server)
@@ -165,7 +165,7 @@ class Examination:
     def _security(self, addresses: Sequence[str]) -> SecurityOptions | None:
         """What this end shows; None, and a finding, where it cannot be shown."""
         from diloco.launch import connecting
-        from diloco.wire.lines import check_address
+        from diloco.wire.channel import check_address
 
         try:
             security = connecting.site_security(self._config)
@@ -211,7 +211,7 @@ class Examination:
         from diloco.launch import build
         from diloco.launch.doctor_syncer import Visitor
         from diloco.sync.agreement import PROTOCOL
-        from diloco.wire.probing import ProbeAsk
+        from diloco.wire.messages import ProbeAsk
 
         config = self._config
         ask = ProbeAsk(PROTOCOL)

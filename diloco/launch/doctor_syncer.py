@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 
 from diloco.launch.doctor_machine import megabits
 from diloco.launch.findings import Finding, fail, ok, warn
-from diloco.wire.messages import Refused, Status, Unreachable
-from diloco.wire.probing import PROBE_BYTES_MAX, ProbeAsk
+from diloco.wire.messages import PROBE_BYTES_MAX, ProbeAsk, Refused, Status, Unreachable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from diloco.wire.checkup import Checkup, Probed
-    from diloco.wire.probing import ProbeAnswer
+    from diloco.wire.messages import ProbeAnswer
 
 ROUND_TRIPS = 20
 ROUND_TRIPS_S = 5.0

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from diloco.inner.checks import require
-from diloco.inner.leased import LeasedSamples
+from diloco.inner.data import LeasedSamples
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from diloco.inner.leased import UnitSource
+    from diloco.inner.data import UnitSource
     from diloco.inner.parallel import SiteGroup
 
 NAME_CHARS_MAX = 256

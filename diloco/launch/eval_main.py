@@ -86,11 +86,11 @@ def _of_file(given: argparse.Namespace, folders: Sequence[str], settings: Sequen
         raise VerbError(ExitCode.USAGE, f"{folders[0]} is evaluated as it lies: no --syncer, no --follow")
     taken = taken_from(given, folders, settings, threads=0)
 
-    from diloco.launch import build
+    from diloco.launch import build, build_syncer
     from diloco.launch.evaluation import Evaluator
     from diloco.launch.site_rank import in_words
 
-    build.check(taken.config)
+    build_syncer.check(taken.config)
     with in_words():
         score = Evaluator(taken.config, build.corpus(taken.config)).score(taken.model(), whole=True)
     facts: dict[str, object] = {"versions": list(taken.versions), "whole": True, **asdict(score)}
@@ -116,7 +116,7 @@ class _Evaluation:
     def __init__(self, config: RunConfig, run_dir: RunDir | None, stack: ExitStack, *, as_json: bool) -> None:
         import torch
 
-        from diloco.launch import build
+        from diloco.launch import build, build_syncer
         from diloco.launch.evaluation import Evaluator
 
         self._stop: list[bool] = []
@@ -128,7 +128,7 @@ class _Evaluation:
         if run_dir is not None:
             self._log = EventLog(run_dir.events, "eval")
             stack.callback(self._log.close)
-        build.check(config)
+        build_syncer.check(config)
         self._evaluator: Evaluator = Evaluator(config, build.corpus(config))
         self._model: Transformer = build.build_model(config)
         self._run_tokens = 0

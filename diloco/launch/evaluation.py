@@ -6,16 +6,16 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from diloco.codec.feedback import follow
 from diloco.codec.registry import digest, make_codec
+from diloco.codec.site_pass import follow
 from diloco.inner.data import validation_batches
-from diloco.inner.evaluating import bits_per_byte, evaluate
+from diloco.inner.evaluate import bits_per_byte, evaluate
 from diloco.launch import build
 from diloco.launch.errors import ExitCode, VerbError
 from diloco.launch.values import load_values
 from diloco.outer.fragments import named_parameters_once, scatter
 from diloco.wire.messages import PullAsk
-from diloco.wire.pulled import PullSink
+from diloco.wire.pulling import PullSink
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from diloco.launch.schema import RunConfig
     from diloco.outer.fragments import Layout
     from diloco.wire.client import SyncClient
-    from diloco.wire.pulled import PulledVersion
+    from diloco.wire.pulling import PulledVersion
 
 BATCH_SEQUENCES = 16
 

@@ -4,6 +4,9 @@ Every line is ``{"at": unix seconds, "who": "site-a", "what": "step", ...}``.  A
 the kernel appends as a whole, so that processes which share the file never mix their lines.
 
 A full disk costs the lines that it refuses, and no other: one that it cut short stands by itself.
+
+A file that has grown to ``FILE_BYTES_MAX`` becomes ``events.jsonl.1``, in the place of the one before, and another
+begins.  A program that moves the file away, such as logrotate, has the same effect.
 """
 
 from __future__ import annotations
@@ -16,17 +19,21 @@ import os
 import queue
 import threading
 import time
-from functools import partial
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from diloco.durable import lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 Event = dict[str, object]
 BEGIN = b'{"at": '
 """Of every line."""
 CLOSE_WAIT_S = 5.0
+FILE_BYTES_MAX = 1 << 28
+"""Of a file of lines; there are two, this one and the one before."""
 WAITING_MAX = 100_000
 """Events that wait for a disk that stands, or for a follower; those beyond are left out, and counted."""
 
@@ -43,23 +50,26 @@ class LineWriter:
         self._write, self._missing = write, missing
         self._why = ""
         self._is_cut = False
-        self._file: int | None = None
+        self._path, self._file = Path(), -1
+        self._bytes_max = FILE_BYTES_MAX
 
     @classmethod
-    def appending(cls, path: Path, missing: Callable[[int, str], str]) -> LineWriter:
-        """One that appends to ``path`` until ``close``; behind a line there that was cut short."""
+    def appending(cls, path: Path, missing: Callable[[int, str], str], bytes_max: int = FILE_BYTES_MAX) -> LineWriter:
+        """One that appends to ``path`` until ``close``, behind a line there that was cut short.
+
+        A file of ``bytes_max`` becomes ``path``.1, and another begins.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        lines = cls(partial(os.write, file), missing)
-        lines._file = file
-        if size := os.fstat(file).st_size:
-            with path.open("rb") as before:
-                before.seek(size - 1)
-                lines._is_cut = before.read(1) != b"\n"
+        lines = cls(lambda data: os.write(lines._file, data), missing)
+        lines._path, lines._bytes_max = path, bytes_max
+        lines._open()
         return lines
 
     def write(self, line: str) -> None:
         """Write ``line``, which ends as a line does."""
+        if self._file >= 0:
+            with suppress(OSError):  # What cannot be moved, or made anew, goes on growing.
+                self._turn_over()
         self._catch_up()
         if self.left_out or not self._put(line):
             self.left_out += 1
@@ -67,8 +77,29 @@ class LineWriter:
     def close(self) -> None:
         """Say what was left out last, if the disk takes that now, and let the file go."""
         self._catch_up()
-        if self._file is not None:
+        if self._file >= 0:
             os.close(self._file)
+
+    def _open(self) -> None:
+        before = self._file
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if before >= 0:
+            os.close(before)
+        self._is_cut = False
+        if size := os.fstat(self._file).st_size:
+            with self._path.open("rb") as there:
+                there.seek(size - 1)
+                self._is_cut = there.read(1) != b"\n"
+
+    def _turn_over(self) -> None:
+        """Go to another file where this one is long enough, or where another process went."""
+        here = os.fstat(self._file)
+        if here.st_size >= self._bytes_max:
+            lock(self._file)  # Of those who share the file one moves it.
+            if _is_at(here, self._path):
+                self._path.replace(older(self._path))
+        if not _is_at(here, self._path):
+            self._open()
 
     def _catch_up(self) -> None:
         if self.left_out and self._put(self._missing(self.left_out, self._why)):
@@ -174,20 +205,40 @@ def finite(value: object) -> object:
     return value
 
 
-def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
+def older(path: Path) -> Path:
+    """Where the file of lines ``path`` is moved when it is long enough."""
+    return path.with_name(f"{path.name}.1")
+
+
+def _is_at(here: os.stat_result, path: Path) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samestat(here, path.stat())
+    return False
+
+
+def read_events(path: Path, offset: int | None = None) -> tuple[list[Event], int]:
     """The whole lines of ``path`` from byte ``offset`` on, and the offset to go on from; none where there is no file.
 
-    A line that is no event is passed over; of one that a full disk has cut short, and that another process has gone on
-    with, only what was cut is.
+    Without ``offset`` all, those of the file before as well; where another file has begun since ``offset`` was told,
+    the rest of the file before, and then all of this one.  A line that is no event is passed over; of one that a full
+    disk has cut short, and that another process has gone on with, only what was cut is.
     """
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            data = file.read()
-    except FileNotFoundError:
-        return [], offset
+    before, turned_over = b"", False
+    with suppress(FileNotFoundError):  # As between two files.
+        turned_over = offset is not None and path.stat().st_size < offset
+    if offset is None or turned_over:
+        before, offset = _from(older(path), offset or 0), 0
+    data = _from(path, offset)
     whole = data[: data.rfind(b"\n") + 1]
-    return [event for line in whole.splitlines() if (event := _parsed(line)) is not None], offset + len(whole)
+    lines = [*before.splitlines(), *whole.splitlines()]
+    return [event for line in lines if (event := _parsed(line)) is not None], offset + len(whole)
+
+
+def _from(path: Path, offset: int) -> bytes:
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        file.seek(offset)
+        return file.read()
+    return b""
 
 
 def _parsed(line: bytes) -> Event | None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from diloco.codec.digests import is_sha256, shorter
+from diloco.codec.base import is_sha256, shorter
 from diloco.launch.errors import ConfigError
 from diloco.launch.eventlog import read_events
 from diloco.launch.warm_site import ColdError, read_site
 from diloco.sync.events import LineageBegan, OuterStepDone, SyncerStarted
 from diloco.syncer.images import Held
-from diloco.syncer.kept import Kept, KeptError
+from diloco.syncer.restoring import Kept, KeptError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,7 +21,6 @@ from diloco.durable import PLAIN_DISK, Step
 from diloco.inner.llama import config_of, difference, from_llama, options_of, to_llama
 from diloco.launch.errors import ConfigError
 from diloco.sync.plain import parse_json
-from diloco.syncer.tensor_files import tensor_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -56,6 +55,8 @@ def write_folder(
 
     A file holds no more than ``shard_bytes`` of values, or a single parameter that has more.
     """
+    from diloco.syncer.snapshots import tensor_file  # A site, which only reads such folders, does without.
+
     disk, step = PLAIN_DISK, Step.FILE
     beside = folder.with_name(f".{folder.name}.tmp")
     disk.remove(beside, step)

@@ -8,11 +8,12 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from diloco.codec.registry import make_codec
-from diloco.launch import build, connecting, regional
+from diloco.launch import build, build_syncer, connecting, regional
 from diloco.launch import config as configs
 from diloco.launch.errors import ConfigError
 from diloco.launch.scenario import Step, late_sites
 from diloco.launch.schema import UpstreamSection
+from diloco.launch.told import OF_THE_MODEL
 from diloco.launch.up_main import scenario_of
 from diloco.sim.fleet_plan import YEAR_S, FleetFault, FleetPlan, FleetSite, Region, RegionPlan
 
@@ -160,8 +161,8 @@ def tree_of(config: RunConfig, above: RunConfig, told: Told) -> FleetPlan:
     _check_own(config)
     if config.scenario is not None:
         raise ConfigError(f"scenario is {config.scenario!r}: what happens at its time is not simulated with --above")
-    region = replace(config, upstream=replace(config.upstream, endpoint="above:1", site_id="region"))
-    build.check(region)
+    region = replace(_of_one(config), upstream=replace(config.upstream, endpoint="above:1", site_id="region"))
+    build_syncer.check(region)
     whole, names, count = _plan(above, told), list(config.cluster.sites), len(above.cluster.sites)
     below = replace(_plan(region, told, ends=False), regions=_failing_together(names, told))
 
@@ -184,18 +185,20 @@ def above_of(config: RunConfig, settings: Sequence[str], count: int | None = Non
         above = configs.compose(settings)
         said = {text.partition("=")[0]: text for text in settings}
         for key, text in said.items():
-            if not key.startswith(ABOVE) or key == "outer.num_fragments":
+            if not key.startswith(ABOVE) or key.startswith(OF_THE_MODEL):
                 raise ConfigError(f"{text}: the region's counts; of the one above {', '.join(ABOVE)}")
         run = config.run
         if {"run.seconds", "run.tokens"} & said.keys():
             run = replace(run, seconds=above.run.seconds, tokens=above.run.tokens)
-        outer = replace(above.outer, num_fragments=config.outer.num_fragments)
+        own = config.outer
+        outer = replace(above.outer, num_fragments=own.num_fragments, num_syncers=own.num_syncers)
+        outer.syncer_mbps = own.syncer_mbps
         above = replace(above, model=config.model, data=config.data, inner=config.inner, run=run, outer=outer)
         above.upstream = UpstreamSection()
         if why := regional.not_above(above):
             raise ConfigError(f"{why}: not built for regions")
         above = above if count is None else with_sites(above, count, "--regions")
-        build.check(above)
+        build_syncer.check(above)
     except ConfigError as error:
         raise ConfigError(f"--above: {error}") from error
     return above
@@ -211,9 +214,8 @@ def _plan(config: RunConfig, told: Told, *, ends: bool = True) -> FleetPlan:
     """All but the sites and what happens to them; without ``ends``, of a run that is over when another is."""
     if not config.cluster.sites:
         raise ConfigError("cluster.sites is empty: a simulation needs at least one site")
-    # Leases of data say who draws what, which is nothing here; and several syncers are as one that is fast enough.
-    whole = replace(config.outer, num_syncers=1, syncer_mbps=[])
-    config = replace(config, outer=whole, data=replace(config.data, leased=False))
+    # Leases of data say who draws what, which is nothing here.
+    config = replace(_of_one(config), data=replace(config.data, leased=False))
     outer = build.outer_options(config)
     if told.seconds is not None or not ends:
         outer = replace(outer, run_ns=0, token_budget=0)
@@ -235,6 +237,11 @@ def _plan(config: RunConfig, told: Told, *, ends: bool = True) -> FleetPlan:
         seconds=told.seconds if ends else None,
         seed=config.run.seed,
     )
+
+
+def _of_one(config: RunConfig) -> RunConfig:
+    """``config`` with one syncer: several are as one that is fast enough."""
+    return replace(config, outer=replace(config.outer, num_syncers=1, syncer_mbps=[]))
 
 
 def _site(config: RunConfig, told: Told, place: int, count: int, *, late: bool) -> FleetSite:

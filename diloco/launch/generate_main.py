@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Iterator, Sequence
 
-    from diloco.inner.generating import SamplingOptions
+    from diloco.inner.evaluate import SamplingOptions
     from diloco.inner.tokenizer import Tokenizer
     from diloco.launch.taken import Taken
 
@@ -64,7 +64,7 @@ def _parted(given: argparse.Namespace) -> tuple[list[str], str, list[str]]:
 
 
 def _options(given: argparse.Namespace) -> SamplingOptions:
-    from diloco.inner.generating import SamplingOptions
+    from diloco.inner.evaluate import SamplingOptions
 
     try:
         return SamplingOptions(tokens=given.tokens, temperature=given.temperature, top_k=given.top_k, seed=given.seed)
@@ -73,7 +73,7 @@ def _options(given: argparse.Namespace) -> SamplingOptions:
 
 
 def _speak(taken: Taken, prompt: str, options: SamplingOptions) -> None:
-    from diloco.inner.generating import generate
+    from diloco.inner.evaluate import generate
 
     tokenizer, model = configs.tokenizer_of(taken.config), taken.model()
     sys.stdout.write(prompt)

@@ -15,8 +15,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from diloco.inner.generating import SamplingOptions, generate
-from diloco.inner.scoring import likelihoods
+from diloco.inner.evaluate import SamplingOptions, generate, likelihoods
 from diloco.launch import config as configs
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.keys import nearest
@@ -24,8 +23,8 @@ from diloco.launch.keys import nearest
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from diloco.inner.evaluate import Pair
     from diloco.inner.model import Transformer
-    from diloco.inner.scoring import Pair
     from diloco.inner.tokenizer import Tokenizer
     from diloco.launch.taken import Taken
     from diloco.launch.tasks import Asked

@@ -17,8 +17,8 @@ from diloco.launch.errors import VerbError
 from diloco.launch.eventlog import EventLog
 from diloco.launch.run_dir import held
 from diloco.launch.site_agent import agent_of, follower_of, join_text
-from diloco.learner.orders import Orders
-from diloco.learner.outcome import JoinFailed
+from diloco.learner.channel import Orders
+from diloco.learner.options import JoinFailed
 from diloco.sync.progress import combined
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     import torch
 
     from diloco.inner.holding import Holding
-    from diloco.inner.present_group import PresentGroup
+    from diloco.inner.parallel import PresentGroup
     from diloco.launch.drawing import OwnData
     from diloco.launch.run_dir import SiteDir
     from diloco.launch.schema import RunConfig
     from diloco.learner.agent import Agent, Finished
-    from diloco.learner.agents import Agents
-    from diloco.learner.follower import Follower
+    from diloco.learner.owner import Follower
+    from diloco.learner.several_syncers import Agents
 
     Log = Callable[[str, dict[str, object]], None]
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from diloco.codec import kernel_library
 from diloco.inner.holding import Holding, HoldingError
-from diloco.inner.present_group import PresentGroup
+from diloco.inner.parallel import PresentGroup
 from diloco.launch import asking, build, connecting
 from diloco.launch import config as configs
 from diloco.launch.drawing import OwnData
@@ -33,7 +33,7 @@ from diloco.launch.run_dir import RunDir, SiteDir
 from diloco.launch.schema import SiteSection
 from diloco.launch.site_agent import join_text, whole_layout
 from diloco.launch.systems import refusal
-from diloco.learner.outcome import JoinFailed
+from diloco.learner.options import JoinFailed
 from diloco.outer.fragments import named_parameters_once
 
 if TYPE_CHECKING:

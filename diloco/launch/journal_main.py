@@ -49,7 +49,7 @@ def _verify(target: str) -> ExitCode:
     from diloco.sync.journal import JournalError
     from diloco.syncer.snapshots import SnapshotError
     from diloco.syncer.spool import SpoolError
-    from diloco.syncer.verifying import verify
+    from diloco.syncer.store import verify
 
     folder = data_folder(target)
     try:

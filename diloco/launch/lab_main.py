@@ -81,11 +81,11 @@ def _check(cells: Sequence[Cell]) -> None:
     """Refuse what no cell could be trained with before any is, once for each row."""
     if not cells:
         return
-    from diloco.launch import build
+    from diloco.launch import build_syncer
 
     for cell in {cell.name: cell for cell in cells if not cell.row.control}.values():
         try:
-            build.check(cell.config)
+            build_syncer.check(cell.config)
         except ConfigError as error:
             raise ConfigError(f"row {cell.name}: {error}") from error
 

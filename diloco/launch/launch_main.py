@@ -73,10 +73,10 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 def prepared(kind: str, config: RunConfig) -> Launch:
     """What launches the run of ``config``; ConfigError for what cannot be launched."""
-    from diloco.launch import build, render_docker, render_kubernetes, render_skypilot, render_slurm
+    from diloco.launch import build_syncer, render_docker, render_kubernetes, render_skypilot, render_slurm
     from diloco.launch.rendering import has_syncer
 
-    build.check(config)
+    build_syncer.check(config)
     enough_sites(config)
     if kind == "docker":
         return Launch(render_docker.files(config), [render_docker.call(config)])

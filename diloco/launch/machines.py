@@ -126,7 +126,7 @@ class Machines:
         self._came = 0
 
     def __enter__(self) -> Machines:
-        from diloco.wire.security import is_loopback
+        from diloco.wire.options import is_loopback
 
         _, port = rendezvous_of(self._config)
         key = secrets.token_bytes(KEY_BYTES)
@@ -135,7 +135,7 @@ class Machines:
         except OSError as error:
             raise ConfigError(f"site.rendezvous is {self._config.site.rendezvous!r}: {error.strerror}") from error
         told = {"port": self._door.port, "key": key.hex()}
-        write_file(self._folder.meeting, json.dumps(told).encode())
+        write_file(self._folder.meeting, json.dumps(told).encode(), 0o600)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -33,9 +33,9 @@ from prometheus_client.registry import Collector
 from diloco import __version__
 from diloco.launch.errors import ConfigError
 from diloco.sync.agreement import PROTOCOL
-from diloco.wire.gates import Gate, TurnedAway, WaitingRoom
+from diloco.wire.channel import StallWatch
+from diloco.wire.door import Gate, TurnedAway, WaitingRoom
 from diloco.wire.messages import Refusal
-from diloco.wire.stall import StallWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

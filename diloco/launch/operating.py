@@ -71,7 +71,7 @@ def _ask(address: str, settings: list[str], words: list[str], say: Callable[[Adm
     from diloco.launch.unanswered import unanswered
     from diloco.wire.client import AdminClient
     from diloco.wire.messages import MalformedMessage, Refused, Unreachable
-    from diloco.wire.security import SecurityOptions
+    from diloco.wire.options import SecurityOptions
 
     security = connecting.site_security(configs.compose(settings)) if settings else SecurityOptions()
     try:

@@ -14,7 +14,7 @@ from diloco.launch.run_dir import RunDir, existing_run
 from diloco.launch.schema import RunConfig
 
 if TYPE_CHECKING:
-    from diloco.syncer.kept import Rules
+    from diloco.syncer.restoring import Rules
 
 CARD = "run.json"
 """The file in a data folder that says of which run it is."""
@@ -31,7 +31,7 @@ class Past:
     def rules(self) -> Rules:
         """What the outer steps of the run were made by."""
         from diloco.launch import build
-        from diloco.syncer.kept import Rules
+        from diloco.syncer.restoring import Rules
 
         rule = build.rule(self.config, build.layout_of(self.config))
         return Rules(build.outer_options(self.config), rule, self.config.codec.down)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from diloco.outer.fragments import Layout
 
 BETWEEN = "/"
-"""Between the addresses of two syncers in ``site.syncer``; a comma is between those of a syncer and its standby."""
+"""Between the addresses of two syncers in ``site.syncer`` and ``upstream.endpoint``; a comma is between those of a
+syncer and its standby."""
 SYNCERS = "syncers"
 BY_PART = frozenset({"cluster.syncer.index", "placement"})
 """What ``shared_by_part`` adds to what is shared."""
@@ -52,7 +53,7 @@ def number_of(config: RunConfig) -> int | None:
 
 def placement_of(config: RunConfig, whole: Layout) -> tuple[tuple[int, ...], ...]:
     """The fragments of ``whole`` that each syncer holds."""
-    from diloco.outer.placement import place  # Not above: the verbs' help does without torch.
+    from diloco.outer.fragments import place  # Not above: the verbs' help does without torch.
 
     if not has_several(config):
         return (tuple(range(len(whole.fragments))),)
@@ -65,7 +66,7 @@ def placement_of(config: RunConfig, whole: Layout) -> tuple[tuple[int, ...], ...
 
 def shared_by_part(config: RunConfig, whole: Layout) -> dict[str, str]:
     """What a site and one of several syncers must agree on beside the run: which one it is, and who holds what."""
-    from diloco.outer.placement import described
+    from diloco.outer.fragments import described
 
     if not has_several(config):
         return {}
@@ -85,17 +86,22 @@ def each(config: RunConfig) -> list[RunConfig]:
 
 def towards(config: RunConfig) -> list[RunConfig]:
     """A site's ``config`` towards each syncer: with its number, and its address in ``site.syncer``."""
-    addresses = config.site.syncer.split(BETWEEN)
-    found = each(config)
-    if len(addresses) != len(found):
-        wanted = f"one address, since outer.num_syncers={len(found)}"
-        if len(found) > 1:
-            wanted = f"{len(found)} addresses with {BETWEEN} between, one for each of outer.num_syncers"
-        raise ConfigError(f"site.syncer is {config.site.syncer!r}: {wanted}")
+    addresses = address_of_each(config, "site.syncer", config.site.syncer)
     return [
-        replace(part, site=replace(config.site, syncer=address.strip()))
-        for part, address in zip(found, addresses, strict=True)
+        replace(part, site=replace(config.site, syncer=address))
+        for part, address in zip(each(config), addresses, strict=True)
     ]
+
+
+def address_of_each(config: RunConfig, name: str, text: str) -> list[str]:
+    """The address of each of so many syncers as ``config`` has, in the ``text`` of the setting ``name``."""
+    found, count = [address.strip() for address in text.split(BETWEEN)], len(each(config))
+    if len(found) != count:
+        wanted = f"one address, since outer.num_syncers={count}"
+        if count > 1:
+            wanted = f"{count} addresses with {BETWEEN} between, one for each of outer.num_syncers"
+        raise ConfigError(f"{name} is {text!r}: {wanted}")
+    return found
 
 
 def syncer_name(index: int) -> str:

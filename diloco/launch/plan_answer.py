@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from diloco.launch.schema import RunConfig
 from diloco.outer.optimizer import OUTER_KINDS
 from diloco.sim import planning
-from diloco.sim.expected import expected
-from diloco.syncer.footprint import state_bytes_max
+from diloco.sim.studies import expected
+from diloco.syncer.options import state_bytes_max
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,7 +1,8 @@
 """A region: ``diloco syncer`` with ``upstream.endpoint``, a syncer to its sites and a site of another.
 
 The run above is its syncer's to tell, as it is to ``diloco.join``: outer rules, codecs and length may be others there.
-What it told is kept with the region's data, so that a region also starts while that one is away.
+What it told is kept with the region's data, so that a region also starts while that one is away.  Where the run above
+has several syncers a region has as many, with the same fragments each, and each is a site of the one of its number.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from diloco.durable import PLAIN_DISK, write_file
 from diloco.launch import config as configs
 from diloco.launch import connecting
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
-from diloco.launch.placing import BETWEEN, has_several
+from diloco.launch.placing import BY_PART, address_of_each
 from diloco.launch.sections import section
-from diloco.learner.outcome import JoinFailed
-from diloco.learner.upward import Upward, UpwardOptions
+from diloco.launch.told import OF_THE_MODEL
+from diloco.learner.options import JoinFailed
+from diloco.learner.region import Upward, UpwardOptions
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.wire.client import SyncClient
 
@@ -29,12 +31,10 @@ if TYPE_CHECKING:
     from diloco.durable import Disk
     from diloco.launch.asking import Told
     from diloco.launch.schema import RunConfig
-    from diloco.outer.fragments import Layout
+    from diloco.syncer.options import RunPlan
 
 FOLDER = "above"
 """In the syncer's data folder: what the one above told, and the updates for it."""
-ALIKE = ("model.", "data.tokenizer", "data.end_of_file", "outer.num_fragments")
-"""What must be equal on both levels, of all that sites and a syncer agree on."""
 COUNTED_FROM = ("start", "blend")
 AVERAGED = ("schedule_free", "gpa")
 CODES = MappingProxyType(
@@ -51,16 +51,11 @@ def is_region(config: RunConfig) -> bool:
         return False
     if upstream.site_id is None or not configs.is_name(upstream.site_id):
         raise ConfigError(f"upstream.site_id is {upstream.site_id!r}: letters, digits, '.', '_' and '-', at most 64")
-    if BETWEEN in upstream.endpoint:
-        raise ConfigError(f"upstream.endpoint is {upstream.endpoint!r}: a run of one syncer, host:port")
+    address_of_each(config, "upstream.endpoint", upstream.endpoint)
     upward_options(config, Path(), "fp32", 1)
-    cluster, outer = config.cluster, config.outer
+    outer = config.outer
     impossible = (
-        (has_several(config), "outer.num_syncers", outer.num_syncers),
         (outer.lock_step, "outer.lock_step", outer.lock_step),
-        (cluster.replication.mode != "off", "cluster.replication.mode", cluster.replication.mode),
-        (cluster.lease.kind != "none", "cluster.lease.kind", cluster.lease.kind),
-        (cluster.standby.primary, "cluster.standby.primary", cluster.standby.primary),
         (config.data.leased, "data.leased", config.data.leased),
         (outer.kind in AVERAGED, "outer.kind", outer.kind),
     )
@@ -91,7 +86,7 @@ def upward_options(config: RunConfig, folder: Path, up_codec: str, in_flight_max
 def above_of(
     config: RunConfig,
     data: Path,
-    layout: Layout,
+    plan: RunPlan,
     emit: Callable[[str, dict[str, object]], None],
     disk: Disk = PLAIN_DISK,
 ) -> Callable[[], Upward] | None:
@@ -101,26 +96,42 @@ def above_of(
     """
     if not is_region(config):
         return None
-    told = _told(config, data / FOLDER / "run.json")
-    theirs = _understood(config, told)
-    _keep(config, data / FOLDER / "run.json", told)
-    options = upward_options(config, data / FOLDER, theirs.codec.up, theirs.outer.updates_in_flight_max)
-    agreement = Agreement(PROTOCOL, told.run_id, 0, layout.fingerprint, told.shared)
+    told, theirs = run_above(config, data)
+    options = upward_options(config, data, theirs.codec.up, theirs.outer.updates_in_flight_max)
+    layout, ours = plan.layout, plan.agreement.shared
+    shared = {**told.shared, **{name: ours[name] for name in BY_PART & ours.keys()}}
+    agreement = Agreement(PROTOCOL, told.run_id, 0, layout.fingerprint, shared)
     security, ends = connecting.site_security(config), connecting.client_options(config)
-    assert config.upstream.endpoint is not None
     try:
-        client = SyncClient(config.upstream.endpoint, options.site, told.run_id, security, ends)
+        client = SyncClient(_endpoint(config), options.site, told.run_id, security, ends)
     except (ValueError, OSError) as error:
         raise ConfigError(f"upstream: {str(error).replace('address is', 'endpoint is', 1)}") from error
     return lambda: Upward(options, layout, agreement, client, emit, disk)
+
+
+def run_above(config: RunConfig, data: Path) -> tuple[Told, RunConfig]:
+    """What the syncer above tells of its run, and how this release understands that; kept in the ``data`` folder.
+
+    A standby asks before it is needed, because that one may be away when it takes over.
+    """
+    path = data / FOLDER / "run.json"
+    told = _told(config, path)
+    theirs = _understood(config, told)
+    _keep(config, path, told)
+    return told, theirs
+
+
+def _endpoint(config: RunConfig) -> str:
+    """Of the syncer above that this one is a site of."""
+    assert config.upstream.endpoint is not None
+    return address_of_each(config, "upstream.endpoint", config.upstream.endpoint)[config.cluster.syncer.index]
 
 
 def _told(config: RunConfig, path: Path) -> Told:
     """What the syncer above says of its run, or said when it was asked first; VerbError where it is another run's."""
     from diloco.launch.asking import Told, ask
 
-    endpoint = config.upstream.endpoint
-    assert endpoint is not None
+    endpoint = _endpoint(config)
     try:
         known = json.loads(path.read_bytes()) if path.is_file() else None
         if known is not None and known["endpoint"] == endpoint:
@@ -143,7 +154,7 @@ def _told(config: RunConfig, path: Path) -> Told:
 
 def _keep(config: RunConfig, path: Path, told: Told) -> None:
     """For a start while that one is away; only what the region can be part of, so that a mistake is not kept."""
-    kept = {"endpoint": config.upstream.endpoint, "run": told.run_id, "shared": dict(told.shared)}
+    kept = {"endpoint": _endpoint(config), "run": told.run_id, "shared": dict(told.shared)}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, json.dumps(kept, indent=1, sort_keys=True).encode())
 
@@ -154,11 +165,13 @@ def _understood(config: RunConfig, told: Told) -> RunConfig:
         theirs = configs.from_shared(told.shared, {"run.name": told.run_id})
     except ConfigError as error:
         raise VerbError(ExitCode.MISMATCH, f"the run above: {error}") from error
-    ours = configs.shared_config(config)
-    for name in sorted(ours.keys() | told.shared.keys()):
-        here, there = ours.get(name, "not set"), told.shared.get(name, "not set")
-        if name.startswith(ALIKE) and here != there:
-            raise VerbError(ExitCode.MISMATCH, f"{name} is {here} in this region and {there} in the run above")
+    # What is not shared of these is at its default.
+    ours = configs.as_text(config) | configs.shared_config(config)
+    others = configs.as_text(theirs) | dict(told.shared)
+    for name in sorted(ours):
+        if name.startswith(OF_THE_MODEL) and ours[name] != others[name]:
+            text = f"{name} is {ours[name]} in this region and {others[name]} in the run above"
+            raise VerbError(ExitCode.MISMATCH, text)
     if why := not_above(theirs):
         raise VerbError(ExitCode.MISMATCH, f"{why} in the run above: not built for regions")
     return theirs
@@ -169,7 +182,6 @@ def not_above(theirs: RunConfig) -> str:
     impossible = (
         (theirs.outer.lock_step, "outer.lock_step", theirs.outer.lock_step),
         (theirs.data.leased, "data.leased", theirs.data.leased),
-        (theirs.outer.num_syncers > 1, "outer.num_syncers", theirs.outer.num_syncers),
         # What it rounds off would be lost with the next version above, where a site has it go out again.
         (usual_feedback(theirs.codec.up) > 0, "codec.up", theirs.codec.up),
         (bool(theirs.codec.feedback), "codec.feedback", theirs.codec.feedback),

@@ -9,7 +9,7 @@ from diloco.launch.errors import ConfigError, ExitCode
 from diloco.launch.placing import BETWEEN
 from diloco.launch.render_docker import STATE, USER
 from diloco.launch.rendering import File, Process, check_reachable, documents, label, processes
-from diloco.wire.security import is_loopback
+from diloco.wire.options import is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

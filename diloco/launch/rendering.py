@@ -155,7 +155,7 @@ def check(config: RunConfig) -> None:
 def check_reachable(config: RunConfig) -> None:
     """ConfigError where sites on other machines would look for the syncer on their own."""
     from diloco.launch import connecting
-    from diloco.wire.security import check_bind, is_loopback
+    from diloco.wire.options import check_bind, is_loopback
 
     for address in config.site.syncer.replace("/", ",").split(","):
         if is_loopback(address.strip()):
@@ -171,7 +171,7 @@ def check_reachable(config: RunConfig) -> None:
 
 def has_syncer(config: RunConfig) -> bool:
     """Whether the syncer is to be launched as well."""
-    from diloco.wire.security import is_loopback
+    from diloco.wire.options import is_loopback
 
     return not is_loopback(config.cluster.syncer.listen)
 

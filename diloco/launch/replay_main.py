@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from diloco.launch.past import Past
-    from diloco.sync.selection import Selection
-    from diloco.syncer.kept import Rebuilt, Rules
+    from diloco.sync.rounds import Selection
+    from diloco.syncer.restoring import Rebuilt, Rules
 
 DOES = """Computes a run's outer steps again from its syncer's own data, which is only read, also while the syncer runs.
 
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> ExitCode:
 
 
 def _selections(texts: Sequence[str]) -> list[Selection]:
-    from diloco.sync.selection import parse_selection
+    from diloco.sync.rounds import parse_selection
 
     try:
         return [parse_selection(text) for text in texts]
@@ -68,9 +68,8 @@ def _selections(texts: Sequence[str]) -> list[Selection]:
 def _replay(past: Past, rules: Rules, selections: Sequence[Selection], given: argparse.Namespace) -> dict[str, object]:
     """Do it; prints what people read unless JSON is wanted, and returns what the JSON says."""
     from diloco.launch import build
-    from diloco.syncer.exporting import full_parameters
-    from diloco.syncer.images import Image, ImageError, write_image
-    from diloco.syncer.kept import Kept, KeptError
+    from diloco.syncer.images import Image, ImageError, full_parameters, write_image
+    from diloco.syncer.restoring import Kept, KeptError
 
     notes: list[str] = []
     try:
@@ -82,7 +81,7 @@ def _replay(past: Past, rules: Rules, selections: Sequence[Selection], given: ar
     if given.out is not None:
         parameters = full_parameters(build.layout_of(past.config), [values.evaluated for values in rebuilt.values])
         try:
-            write_image(given.out, Image(asdict(kept.card), tuple(rebuilt.values), rebuilt.held, facts), parameters)
+            write_image(given.out, Image(kept.card.facts(), tuple(rebuilt.values), rebuilt.held, facts), parameters)
         except ImageError as error:
             raise VerbError(ExitCode.FAILED, str(error)) from error
         facts["out"] = str(given.out)

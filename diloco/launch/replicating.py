@@ -9,10 +9,10 @@ from diloco.durable import PLAIN_DISK
 from diloco.launch.config import is_name
 from diloco.launch.errors import ConfigError
 from diloco.launch.placing import has_several, syncer_name
-from diloco.syncer.lease_etcd import EtcdLease
+from diloco.syncer.lease_etcd import EtcdAccess, EtcdLease
 from diloco.syncer.lease_file import FileLease
 from diloco.syncer.replicator import ReplicationOptions
-from diloco.wire.lines import split_addresses
+from diloco.wire.channel import split_addresses
 
 if TYPE_CHECKING:
     from diloco.durable import Disk
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from diloco.syncer.lease import Lease
 
 LEASES = ("none", "file", "etcd")
+OF_ETCD = ("tls_ca", "tls_cert", "tls_key", "user", "password_file")
+"""That it may have beside its endpoints."""
 TTL_S_MIN = 1.0
 TTL_S_MAX = 3600.0
 TIMEOUT_S_MIN = 0.5
@@ -49,11 +51,12 @@ def lease(config: RunConfig, disk: Disk = PLAIN_DISK) -> Lease | None:
         run_id += f".{syncer_name(config.cluster.syncer.index)}"
     if section.kind not in LEASES:
         raise ConfigError(f"cluster.lease.kind is {section.kind!r}: one of {', '.join(LEASES)}")
-    for name, kind in (("path", "file"), ("endpoints", "etcd")):
+    for name, kind in (("path", "file"), ("endpoints", "etcd"), *((each, "etcd") for each in OF_ETCD)):
         value = getattr(section, name)
-        if bool(value) != (section.kind == kind):
-            wanted = f"it is for kind={kind}" if value else f"kind={kind} needs it"
-            raise ConfigError(f"cluster.lease.{name} is {value!r}: {wanted}")
+        if value and section.kind != kind:
+            raise ConfigError(f"cluster.lease.{name} is given, and is for kind={kind}")  # It may hold a password.
+        if not value and section.kind == kind and name not in OF_ETCD:
+            raise ConfigError(f"cluster.lease.{name} is {value!r}: kind={kind} needs it")
     if section.kind == "none":
         return None
     if not TTL_S_MIN <= section.ttl_s <= TTL_S_MAX:
@@ -63,8 +66,9 @@ def lease(config: RunConfig, disk: Disk = PLAIN_DISK) -> Lease | None:
         if not path.is_absolute():
             raise ConfigError(f"cluster.lease.path is {section.path!r}: an absolute path, of the same file everywhere")
         return FileLease(path, run_id, section.ttl_s, disk)
+    access = EtcdAccess(section.tls_ca, section.tls_cert, section.tls_key, section.user, section.password_file)
     try:
-        return EtcdLease(section.endpoints, run_id, section.ttl_s)
+        return EtcdLease(section.endpoints, run_id, section.ttl_s, access)
     except ValueError as error:
         raise ConfigError(f"cluster.lease.{error}") from error
 

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from diloco.launch.evidence import Evidence
     from diloco.launch.past import Past
+    from diloco.syncer.backups import BackupError, BackupFacts, Vault
     from diloco.syncer.restoring import Known, Restored
     from diloco.syncer.store import RunCard
-    from diloco.syncer.vault import BackupError, BackupFacts, Vault
 
 DOES = """Takes a run up again whose syncer is stopped.  What it is restored to becomes each fragment's next version, in
 a new lineage; sites come back by themselves, drop what they had in flight, and count what is lost.
@@ -81,15 +81,14 @@ def main(arguments: Sequence[str]) -> ExitCode:
 def _restore(past: Past, given: argparse.Namespace) -> tuple[Restored, list[str]]:
     """Do it under the folder's lock; what came of it, and what is to be said of the source."""
     from diloco.durable import LockedError, locked
-    from diloco.launch import build
+    from diloco.launch import build, build_syncer
     from diloco.launch.warm_site import ColdError
+    from diloco.syncer.backups import BackupError
     from diloco.syncer.images import ImageError
     from diloco.syncer.restoring import RestoreError
-    from diloco.syncer.store import RunCard, StoreError
-    from diloco.syncer.vault import BackupError
+    from diloco.syncer.store import StoreError
 
-    plan = build.plan(past.config, build.layout_of(past.config))
-    card = RunCard(plan.agreement.run_id, plan.agreement.layout_fingerprint, plan.shared_digest)
+    card = build_syncer.plan(past.config, build.layout_of(past.config)).card
     try:
         with ExitStack() as stack:
             stack.enter_context(locked(past.data))
@@ -155,8 +154,8 @@ def _unfinished(past: Past, restored: Restored) -> list[str]:
 
 
 def _from_backup(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Restored, list[str]]:
+    from diloco.syncer.backups import BackupError
     from diloco.syncer.restoring import restore_backup
-    from diloco.syncer.vault import BackupError
 
     vault, name = _backup(given.source, card.run_id)
     facts = vault.facts(card.run_id, name)
@@ -174,7 +173,7 @@ def _from_backup(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[
 
 def _backup(source: str, run_id: str) -> tuple[Vault, str]:
     """The backup that ``source`` names: itself, or the newest of the run below it."""
-    from diloco.syncer.vault import BackupError, Vault
+    from diloco.syncer.backups import BackupError, Vault
 
     vault = Vault(source)
     if names := vault.names(run_id):
@@ -192,8 +191,7 @@ def _backup(source: str, run_id: str) -> tuple[Vault, str]:
 
 
 def _from_site(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Restored, list[str]]:
-    from diloco.codec.contract import digest
-    from diloco.codec.digests import shorter
+    from diloco.codec.base import digest, shorter
     from diloco.launch.warm_site import ColdError, read_site
     from diloco.outer.optimizer import NOTHING
     from diloco.sync.state import Line
@@ -232,7 +230,8 @@ def _from_site(past: Past, card: RunCard, given: argparse.Namespace) -> tuple[Re
     why = given.why or f"restored from what site {site.site} held at its step {site.step}"
     numbers = _known(given, evidence, site.lineage, site.epoch)
     disk = disk_from_environment()
-    restored = restore_values(past.data, card, past.rules(), values, lines, why, numbers, disk, site.units_begun)
+    above = past.config.upstream.site_id or ""
+    restored = restore_values(past.data, card, past.rules(), values, lines, why, numbers, disk, site.units_begun, above)
     said = [f"from site {site.site}, step {site.step}; the outer optimizer's momentum is lost"]
     said += [f"nothing else knows its version of fragment {index}" for index in alone]
     if site.units_begun:
@@ -260,7 +259,7 @@ def _evidence(past: Past, given: argparse.Namespace) -> Evidence:
 
 
 def _list(past: Past, given: argparse.Namespace) -> ExitCode:
-    from diloco.syncer.vault import BackupError, Vault
+    from diloco.syncer.backups import BackupError, Vault
 
     url = given.source or backup_of(past.config)
     if not url:
@@ -296,6 +295,11 @@ def _say(past: Past, given: argparse.Namespace, restored: Restored, said: list[s
     if past.data.resolve() != data_of(past.run_dir).resolve():
         past.run_dir.move_to(past.data)
         said = [*said, f"the run goes on in {past.data} from now on"]
+    if past.config.upstream.site_id:
+        said = [
+            *said,
+            "a region takes the values of the run above: what its sites had brought and is not there is lost",
+        ]
     facts = {**asdict(restored), "said": said}
     log = EventLog(past.run_dir.events, "restore")
     log.emit("restored", facts)

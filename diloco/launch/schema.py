@@ -355,7 +355,16 @@ class LeaseSection:
     path: str = ""
     """For file: a file on a file system that both machines reach (NFS from version 4 on); its folder must be there."""
     endpoints: list[str] = field(default_factory=list)
-    """Of etcd: http://host:2379, any number."""
+    """Of etcd: http://host:2379, or https, any number."""
+    tls_ca: str = ""
+    """Who signed etcd's certificate, PEM; empty: one of the machine's roots."""
+    tls_cert: str = ""
+    """This end's certificate, where etcd asks for one, and its key, mode 0600; read again for each question."""
+    tls_key: str = ""
+    user: str = ""
+    """Of etcd, with the right to read and write /diloco/RUN/; over https, or on a loopback address."""
+    password_file: str = ""
+    """The user's, mode 0600."""
     ttl_s: float = 10.0
     """How long it is held without being renewed: after that the standby takes over."""
 
@@ -402,7 +411,8 @@ class UpstreamSection:
     certificate, token and link."""
 
     endpoint: str | None = None
-    """host:port of the syncer above; with a standby both addresses, host:port,host:port; null: there is none."""
+    """host:port of the syncer above; with a standby both addresses, host:port,host:port; of several syncers those of
+    each, with / between, and this syncer is a site of the one of its own number; null: there is none."""
     site_id: str | None = None
     """What the region is called there."""
     updates: int = 32

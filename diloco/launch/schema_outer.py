@@ -114,7 +114,8 @@ class OuterSection:
     final_wait_s: float = 20.0
     """How long the last round waits."""
     sites_max: int = 16
-    """Sites that are in the run at once; one that has left, or was put out, leaves its place to another."""
+    """Sites that are in the run at once; one that has left, or was put out, leaves its place to another.  It
+    may change when the syncer starts again."""
     num_syncers: int = 1
     """Processes over which the fragments are placed, by their bytes and syncer_mbps; each is a whole syncer."""
     syncer_mbps: list[float] = field(default_factory=list)

@@ -124,7 +124,7 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
     config = load_config(given)
     if not 1 <= given.seeds <= SEEDS_MAX:
         raise ConfigError(f"--seeds is {given.seeds}: must be from 1 to {SEEDS_MAX}")
-    from diloco.launch import build
+    from diloco.launch import build_syncer
     from diloco.launch.fleeting import Told, above_of, fleet_of, not_simulated, tree_of, with_sites
     from diloco.launch.likening import as_made, read_made, simulated
     from diloco.launch.run_dir import RunDir
@@ -152,7 +152,7 @@ def _fleet(given: argparse.Namespace) -> ExitCode:
     if given.above or given.regions is not None:
         above = above_of(config, given.above, given.regions)
     if given.like is None:  # What was a run may be one.
-        build.check(config)
+        build_syncer.check(config)
     plan = fleet_of(config, told) if above is None else tree_of(config, above, told)
     made = None if given.like is None else read_made(RunDir(given.like))
     plan = plan if made is None else as_made(plan, names, made)

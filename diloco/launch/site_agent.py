@@ -10,12 +10,10 @@ from diloco.launch.errors import ConfigError
 from diloco.launch.placing import BETWEEN, placement_of, towards
 from diloco.launch.unanswered import unanswered
 from diloco.learner.agent import Agent
-from diloco.learner.agents import Agents, part_restored
-from diloco.learner.follower import Follower
-from diloco.learner.one_voice import OneVoice
-from diloco.learner.orders import Orders
-from diloco.learner.owner import Owner
-from diloco.learner.owners import Dealt, all_mine, deal
+from diloco.learner.channel import Dealt, Orders, all_mine, deal
+from diloco.learner.meter import OneVoice
+from diloco.learner.owner import Follower, Owner
+from diloco.learner.several_syncers import Agents, part_restored
 from diloco.outer.fragments import Layout
 from diloco.wire.client import SyncClient
 from diloco.wire.options import MBPS_MIN

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from diloco.launch.run_dir import SiteDir
     from diloco.launch.schema import RunConfig
     from diloco.learner.agent import Agent, Finished
-    from diloco.learner.agents import Agents
-    from diloco.learner.follower import Follower
+    from diloco.learner.owner import Follower
+    from diloco.learner.several_syncers import Agents
 
 Emit = Any
 RANKS_WAIT_S = 120.0

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from diloco.inner.computing import CompileError, ComputeOptions, prepare
-from diloco.inner.kernels import KernelsError, kernels_of
+from diloco.inner.model import CompileError, ComputeOptions, KernelsError, kernels_of, prepare
 from diloco.inner.parallel import device_of
 from diloco.inner.sharding import ParallelOptions, Spread, check_cut
 from diloco.launch.errors import ConfigError

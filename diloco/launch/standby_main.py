@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from diloco.launch.run_dir import RunDir
     from diloco.launch.schema import RunConfig
     from diloco.syncer.standby import Warm
-    from diloco.syncer.standing_by import StandingBy
+    from diloco.syncer.succession import StandingBy
     from diloco.wire.client import AdminClient
 
 DOES = """A second syncer that follows the first, and takes its place when it is told to.
@@ -146,12 +146,14 @@ def _follow(given: argparse.Namespace) -> ExitCode:
     run_dir = syncer_dir(config)
     config = goes_on(config, run_dir.config, given)
 
-    from diloco.launch import build, replicating
+    from diloco.launch import build_syncer, regional, replicating
 
-    build.check(config)
+    build_syncer.check(config)
     replicating.standby_primary(config)
     write_config(config, run_dir, given, over=False)
     config.cluster.syncer.folder = config.cluster.syncer.folder or str(run_dir.root / config.cluster.standby.name)
+    if regional.is_region(config):
+        regional.run_above(config, Path(config.cluster.syncer.folder))
     warm = _followed(config, run_dir)
     if isinstance(warm, ExitCode):
         return warm
@@ -170,6 +172,7 @@ def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
     from diloco.durable import LockedError
     from diloco.launch.metrics import page_at
     from diloco.launch.standby_metrics import StandbyMetrics
+    from diloco.syncer.region import check_site
     from diloco.syncer.standby import StandbyError, StoreError
 
     log = EventLog(
@@ -192,6 +195,8 @@ def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
             if page:
                 print(f"metrics at {page}, and those of the syncer once it has taken over", flush=True)
             while not stopping.asked and not standing.ended:
+                if (state := standing.standby.state()) is not None:
+                    check_site(state, config.upstream.site_id or "")
                 began = time.monotonic()
                 warm = standing.wait(WAIT_S)
                 if warm is not None:
@@ -218,10 +223,10 @@ def _followed(config: RunConfig, run_dir: RunDir) -> Warm | ExitCode:
 
 
 def _standing_by(config: RunConfig, log: EventLog) -> StandingBy:
-    from diloco.launch import build, connecting, replicating
+    from diloco.launch import build, build_syncer, connecting, replicating
     from diloco.syncer.standby import Standby
-    from diloco.syncer.standing_by import StandingBy
-    from diloco.wire.following import FollowClient
+    from diloco.syncer.succession import StandingBy
+    from diloco.wire.replication import FollowClient
 
     primary = config.cluster.standby.primary
     try:
@@ -231,8 +236,8 @@ def _standing_by(config: RunConfig, log: EventLog) -> StandingBy:
     run_dir, disk = syncer_dir(config), disk_from_environment()
     standby = Standby(
         config.cluster.standby.name,
-        build.syncer_options(config, run_dir),
-        build.plan(config, build.layout_of(config)),
+        build_syncer.syncer_options(config, run_dir),
+        build_syncer.plan(config, build.layout_of(config)),
         client,
         log.emit,
         disk,

@@ -115,7 +115,7 @@ def _asker(address: str, settings: list[str]) -> Any:
     from diloco.launch.unanswered import unanswered
     from diloco.wire.client import AdminClient
     from diloco.wire.messages import Refused, Unreachable
-    from diloco.wire.security import SecurityOptions
+    from diloco.wire.options import SecurityOptions
 
     security = SecurityOptions()
     if settings:

@@ -11,7 +11,7 @@ from diloco.wire.messages import Refused, Unreachable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from diloco.wire.security import SecurityOptions
+    from diloco.wire.options import SecurityOptions
 
 Status = dict[str, object]
 EVERY_S = 1.0

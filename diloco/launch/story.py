@@ -61,7 +61,7 @@ def sentence(event: Event) -> str | None:
             return f"{event['note']}: {why}"
         case "standstill":
             return f"no version of fragment {_whole(event, 'fragment')} for {_whole(event, 'seconds')} s: {why}"
-        case "round_shrunk" | "last_round" | "outrun" | "update_discarded":
+        case "settings_changed" | "round_shrunk" | "last_round" | "outrun" | "update_discarded":
             return f"{what.replace('_', ' ')}: {why}"
     return _of_the_whole(what, event, why)
 

@@ -11,8 +11,8 @@ bytes x parameters.
 
 A site's ``products`` is the number format of its matrix products, "bf16" or "fp32"; "" where it never said.
 
-``units`` is where the units of the data are (``sync/units.py``); null where none are leased, and where the syncer was
-never heard.  leased = merged + partly + in_hand + given_back.
+``units`` is where the units of the data are (``sync/data_units.py``); null where none are leased, and where the
+syncer was never heard.  leased = merged + partly + in_hand + given_back.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from diloco.launch.console import identity_lines, lines_to
 from diloco.launch.eventlog import EventLog
 from diloco.launch.placing import has_several, syncer_dir, syncer_name
 from diloco.launch.run_dir import run_dir_of
-from diloco.learner.one_voice import in_whole
+from diloco.learner.meter import in_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable

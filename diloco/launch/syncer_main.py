@@ -65,9 +65,9 @@ def main(arguments: Sequence[str]) -> ExitCode:
     _check_resume(config, run_dir)
     config = goes_on(config, run_dir.config, given)
 
-    from diloco.launch import build
+    from diloco.launch import build, build_syncer
 
-    build.check(config)
+    build_syncer.check(config)
     if not _data(config, run_dir).is_dir():
         build.check_version_zero(config)
     write_config(config, run_dir, given)
@@ -123,7 +123,7 @@ def serve(
     """Start (on what a standby hands over), wait for the last version, linger, stop; the run's ending."""
     import torch
 
-    from diloco.launch import build, connecting, replicating
+    from diloco.launch import build, build_syncer, connecting, replicating
     from diloco.launch.metrics import page_at
     from diloco.launch.regional import above_of
     from diloco.launch.syncer_metrics import SyncerMetrics
@@ -134,16 +134,17 @@ def serve(
     torch.set_num_threads(1)
     keep_what_is_loaded()
     layout, disk = build.layout_of(config), disk_from_environment()
+    plan = build_syncer.plan(config, layout)
     syncer = Syncer(
-        build.syncer_options(config, run_dir),
-        build.plan(config, layout),
+        build_syncer.syncer_options(config, run_dir),
+        plan,
         lambda: build.version_zero(config, layout),
         connecting.server_options(config),
         connecting.syncer_security(config),
         log.emit,
         disk,
         replicating.lease(config, disk),
-        above_of(config, _data(config, run_dir), layout, log.emit, disk),
+        above_of(config, _data(config, run_dir), plan, log.emit, disk),
     )
     metrics = SyncerMetrics(config, syncer.status)
     log.follow(metrics.take)
@@ -178,8 +179,8 @@ def serve(
 
 
 def _wait(syncer: Syncer, stopping: Stopping) -> Ending | None:
+    from diloco.syncer.keeping import MemoryDamaged
     from diloco.syncer.lease import LeaseLostError
-    from diloco.syncer.memory import MemoryDamaged
     from diloco.syncer.region import UpstreamRefusedError
 
     asked = False

@@ -30,7 +30,7 @@ PRESENT = (
 )
 """What is so now, and so of no site that is gone: what it said last would be told for ever."""
 STAGES = ("receive", "read", "fused", "digest", "publish")
-"""Of a round, as ``syncer.costs`` has them."""
+"""Of a round, as ``syncer.outer_step.RoundCosts`` has them."""
 SITE_COUNTERS = (
     ("site_tokens", "tokens_processed", "Tokens that the site has trained on."),
     ("site_tokens_merged", "tokens_merged", "Tokens of the site that are in the published model."),
@@ -130,7 +130,11 @@ def _of_run(status: Standing) -> Iterator[Metric]:
     yield gauge("outer_version", "Outer steps published, over all fragments.", {(): versions})
     ready = float(not status["not_ready"])
     yield gauge("syncer_ready", "1 while updates are taken in; diloco status says why not.", {(): ready})
-    yield gauge("syncer_epoch", "Rises with every start; a promoted standby's is a Unix time.", {(): status["epoch"]})
+    yield gauge(
+        "syncer_epoch",
+        "Rises with every start, and by a million or more when a standby is promoted.",
+        {(): status["epoch"]},
+    )
     lineage = status["lineage"]
     yield gauge("run_lineage", "1; of a run that was restored a Unix time, or one more than before.", {(): lineage})
     if lineage > 1:

@@ -20,8 +20,8 @@ from diloco.launch.sources import Kind, kind_of
 from diloco.launch.values import put_values, values_in
 from diloco.launch.warm_site import ColdError, read_site
 from diloco.outer.fragments import named_parameters_once
-from diloco.syncer.exporting import full_parameters
-from diloco.syncer.kept import Kept, KeptError
+from diloco.syncer.images import full_parameters
+from diloco.syncer.restoring import Kept, KeptError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

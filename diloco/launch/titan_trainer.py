@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from diloco.inner.present_group import PresentGroup
+from diloco.inner.parallel import PresentGroup
 from diloco.launch.joining import join
 from diloco.launch.model_file import save_version0
 

@@ -11,16 +11,15 @@ from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.placing import BETWEEN
 from diloco.sync.agreement import PROTOCOL
 from diloco.wire.checkup import Checkup
-from diloco.wire.messages import Refused, Status, Unreachable
+from diloco.wire.messages import ProbeAnswer, ProbeAsk, Refused, Status, Unreachable
 from diloco.wire.options import ClientOptions
-from diloco.wire.probing import ProbeAnswer, ProbeAsk
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from diloco.launch.schema import RunConfig
 
-WANTED = (
+OF_THE_MODEL = (
     "model.",
     "data.tokenizer",
     "data.end_of_file",
@@ -28,7 +27,7 @@ WANTED = (
     "outer.num_syncers",
     "outer.syncer_mbps",
 )
-"""What of a run's settings makes bytes a model, and tokens a text."""
+"""What of a run's settings makes bytes a model, and tokens a text: equal at a region and the run above."""
 OF_A_FILE = "file-"
 
 
@@ -39,7 +38,7 @@ def told_by(address: str, settings: Sequence[str]) -> RunConfig:
     """
     given = configs.compose(settings)
     answer = _asked(address, given)
-    theirs = {key: value for key, value in answer.shared_config.items() if key.startswith(WANTED)}
+    theirs = {key: value for key, value in answer.shared_config.items() if key.startswith(OF_THE_MODEL)}
     said = {text.partition("=")[0].lstrip("+") for text in settings}
     if theirs.get("data.tokenizer", "").startswith(OF_A_FILE) and "data.tokenizer" not in said:
         raise ConfigError(

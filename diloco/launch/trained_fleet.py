@@ -16,8 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from diloco.codec.fused import State, outer_pass
-from diloco.codec.merging import Merging
+from diloco.codec.merging import Merging, State, outer_pass
 from diloco.codec.registry import make_codec
 from diloco.durable import write_file
 from diloco.inner.holding import Holding
@@ -25,8 +24,8 @@ from diloco.inner.parallel import SiteGroup
 from diloco.launch import build
 from diloco.launch.coding import feedback
 from diloco.launch.evaluation import Evaluator
-from diloco.learner.encoding import encoders
-from diloco.learner.site_tensors import SiteTensors
+from diloco.learner.seal import encoders
+from diloco.learner.tensors import SiteTensors
 from diloco.outer.fragments import gather, named_parameters_once, scatter
 from diloco.outer.optimizer import NOTHING, evaluated
 

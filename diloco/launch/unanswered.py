@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from diloco.wire.knocking import speaks_tls
+from diloco.wire.checkup import speaks_tls
 
 if TYPE_CHECKING:
-    from diloco.wire.security import SecurityOptions
+    from diloco.wire.options import SecurityOptions
 
 
 def unanswered(addresses: str, security: SecurityOptions, why: str) -> str:

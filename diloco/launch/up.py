@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from diloco.wan.process import RelayProcess
 
 EVAL = "eval"
-EVAL_EVERY_S = "5"
+EVAL_EVERY_S = "10"
 TICK_S = 0.1
 LINKS_EVERY_S = 1.0
 DEATHS_MAX = 5

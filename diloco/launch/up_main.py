@@ -59,10 +59,10 @@ def main(arguments: Sequence[str]) -> ExitCode:
     check(config)
     steps = scenario_of(config)
 
-    from diloco.launch import build
+    from diloco.launch import build_syncer
     from diloco.launch.spreading import check_kernels
 
-    build.check(config)
+    build_syncer.check(config)
     check_kernels(config)
     check_memory_folder(config)
     with ExitStack() as stack:
@@ -192,7 +192,7 @@ def _settled(config: RunConfig, run_dir: RunDir, named: Keys) -> RunDir:
     if run_dir.config.is_file():
         there, kept = _as_in(config, run_dir, named)
         if kept:
-            print(f"note: {' '.join(kept)}, as the run began", flush=True)
+            print(f"note: {' '.join(kept)}, as the run has it", flush=True)
         config.data.leased, config.outer, config.codec = there.data.leased, there.outer, there.codec
     elif config.data.leased is None:  # All sites have this machine's text.
         config.data.leased = not (config.inner.deterministic or config.outer.lock_step)

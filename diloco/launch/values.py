@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from diloco.inner import checkpoint
-from diloco.inner.pieces import put
+from diloco.inner.parallel import put
 from diloco.launch import field_folder
 from diloco.launch.errors import ConfigError
 from diloco.outer.fragments import named_parameters_once

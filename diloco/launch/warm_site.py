@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from diloco.codec.contract import digest
-from diloco.codec.digests import shorter
+from diloco.codec.base import digest, shorter
 from diloco.inner import checkpoint
 from diloco.sync.plain import PlainError, from_plain
 from diloco.sync.progress import FragmentProgress, LearnerState

@@ -1,12 +1,14 @@
 """Between a training loop and the syncer: the one object that a site's loop talks to.
 
-``after_step`` is called by the training thread between two inner steps.  It lets the machine decide, copies tensors,
-and returns; it waits for no socket and no file.  Encoding, disk and network are the work of the threads in
-``exchange`` and ``couriers``.  The lock is held for decisions and copies only, never while waiting.
+``restored_machine`` makes the machine of a new process from a checkpoint, an outbox and an odometer.
 
-With several ranks, rank 0 has the ``Agent`` and the others a ``Follower``; rank 0 tells them what it does
-at a boundary, over the site's own process group, so that all ranks change at the same inner step (``orders``).  They
-know before a step ends whether it may do anything after it (``may_act``): where it may not, nobody is told or asked.
+The training thread calls ``after_step`` between two inner steps.  It lets the machine decide, copies tensors, and
+returns; it waits for no socket and no file.  The threads in ``exchange`` and ``transfer`` encode, write and send.  The
+lock is held for decisions and copies only, never while waiting.
+
+With several ranks, rank 0 has the ``Agent`` and the others a ``Follower``.  Rank 0 tells them what it does at a
+boundary, over the site's own process group, so that all ranks change at the same inner step (``channel.Orders``).  All
+ranks know before a step ends whether anything may be done after it (``may_act``): where not, no rank is told or asked.
 """
 
 from __future__ import annotations
@@ -18,22 +20,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.durable import PLAIN_DISK
+from diloco.inner.checkpoint import CheckpointError
 from diloco.inner.parallel import GroupError
 from diloco.inner.trainer import StepInfo, Verdict
-from diloco.learner.couriers import Listener
-from diloco.learner.exchange import Exchange, Machine
-from diloco.learner.exchanges import Exchanges, Heard
-from diloco.learner.joining import Joiner
-from diloco.learner.link_use import LinkUse
+from diloco.learner.channel import all_mine
+from diloco.learner.exchange import Exchange, Exchanges, Heard, Machine, Standstill
+from diloco.learner.heartbeat import Touch
 from diloco.learner.meter import Meter
-from diloco.learner.odometer import Odometer
-from diloco.learner.outbox import Outbox
-from diloco.learner.outcome import Finished, JoinFailed
-from diloco.learner.owners import all_mine
-from diloco.learner.restoring import restored_machine
-from diloco.learner.site_tensors import SiteTensors
-from diloco.learner.standstill import Standstill
-from diloco.learner.touch import Touch
+from diloco.learner.options import Finished, JoinFailed
+from diloco.learner.outbox import Odometer, Outbox
+from diloco.learner.tensors import SiteTensors
+from diloco.learner.transfer import Joiner, LinkUse, Listener
 from diloco.sync.effects import (
     Adopt,
     Fetch,
@@ -51,8 +48,11 @@ from diloco.sync.effects import (
     StopTraining,
 )
 from diloco.sync.events import BoundaryReached, FetchFailed, LeaveAsked, StepDone, TurnElsewhere, VersionFetched
+from diloco.sync.learner import LearnerSync
+from diloco.sync.plain import PlainError
 from diloco.sync.progress import SentState, ledger_of, site_ledger
 from diloco.sync.site_units import units_from
+from diloco.wire.messages import Refused, Unreachable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -61,10 +61,11 @@ if TYPE_CHECKING:
 
     from diloco.durable import Disk
     from diloco.inner.holding import Holding
+
+    pass
+    from diloco.learner.channel import Dealt, Orders
     from diloco.learner.exchange import Source
     from diloco.learner.options import AgentOptions
-    from diloco.learner.orders import Orders
-    from diloco.learner.owners import Dealt
     from diloco.outer.fragments import Layout
     from diloco.sync.agreement import Agreement
     from diloco.sync.events import Ending, LearnerEvent
@@ -72,6 +73,65 @@ if TYPE_CHECKING:
     from diloco.sync.progress import Ledger
     from diloco.wire.client import SyncClient
     from diloco.wire.messages import JoinReply
+
+
+def restored_machine(
+    options: LearnerOptions,
+    restored: tuple[Mapping[str, Tensor], Mapping[str, object]] | None,
+    redo: StepInfo | None,
+    outbox: Outbox,
+    odometer: Odometer,
+    site_tensors: SiteTensors,
+) -> LearnerSync:
+    """The machine, and the tensors that it lists in ``site_tensors``; the outbox keeps what it lists and nothing else.
+
+    ``redo`` is the step that the checkpoint holds and that its machine had not heard of.  It is told before the first
+    join: if the syncer has later work, what this step learned is thrown away with the rest and counts as lost.
+    """
+    odometer_step, tokens = odometer.read()
+    if restored is None:
+        outbox.clear(set())
+        machine = LearnerSync(options)
+        machine.state.tokens_processed = tokens
+        return machine
+    tensors, meta = restored
+    if redo is not None and odometer_step >= redo.step:
+        tokens -= redo.tokens  # It is counted when the machine hears of it.
+    machine = _restored(options, meta, outbox, tokens)
+    site_tensors.restore(tensors, [part.base_version for part in machine.state.fragments], _told(meta))
+    listed = {(index, sent.sequence) for index, part in enumerate(machine.state.fragments) for sent in part.in_flight}
+    for fragment, sequence in [key for key in site_tensors.sent if key not in listed]:
+        site_tensors.release(fragment, sequence)
+    # A process that died between an ack and the removal has left bytes that nobody asks for again.
+    parts = enumerate(machine.state.fragments)
+    outbox.clear({(index, sent.sequence) for index, part in parts for sent in part.in_flight if sent.bytes_wanted})
+    if redo is not None:
+        step = StepDone(redo.step, redo.tokens, redo.step_ns, redo.cursor, redo.sequences)
+        effects = machine.handle(step, time.monotonic_ns())
+        assert not effects, "before it has joined, a machine decides nothing"
+    return machine
+
+
+def _told(meta: Mapping[str, object]) -> list[str] | None:
+    """The digests that were told with the bases; None in a checkpoint of an earlier version, which does not say."""
+    published = meta.get("published")
+    return [str(each) for each in published["digests"]] if isinstance(published, dict) else None
+
+
+def _restored(options: LearnerOptions, meta: Mapping[str, object], outbox: Outbox, tokens: int) -> LearnerSync:
+    """The machine that ``meta`` holds; CheckpointError in words when it is of another run or another version."""
+    plain = meta.get("machine")
+    parts = plain.get("fragments") if isinstance(plain, dict) else None
+    if not isinstance(parts, list):
+        raise CheckpointError("the checkpoint is not one of a site: it says nothing about what was sent")
+    if len(parts) != options.num_fragments:
+        raise CheckpointError(
+            f"num_fragments is {options.num_fragments}, and the checkpoint has {len(parts)} fragments"
+        )
+    try:
+        return LearnerSync.restore(options, plain, outbox.digests(), tokens)
+    except PlainError as error:
+        raise CheckpointError(f"the checkpoint is of another version: {error}") from error
 
 
 __all__ = ["Agent", "Finished", "JoinFailed"]
@@ -296,7 +356,7 @@ class Agent:
         return self._machine.state.progress_ppm / 1e6
 
     def units(self, place: int, count: int) -> list[tuple[int, int]]:
-        """The units that the site draws at ``place`` of its list and on, as ``inner.leased`` asks for them."""
+        """The units that the site draws at ``place`` of its list and on, as ``inner.data`` asks for them."""
         with self._changed:
             found, again = units_from(self._machine.state, place, count)
         if again and not self._draws_again:
@@ -361,6 +421,15 @@ class Agent:
         )
         self.close()
         return Finished(name, stop.why, found)
+
+    def withdraw(self) -> None:
+        """Say goodbye where the site does not begin, so that no round waits for it; one attempt."""
+        if not self.has_joined or self._stopping.is_set():
+            return
+        with self._changed:
+            self._touch.left = True  # The listener joins no more.
+        with contextlib.suppress(Unreachable, Refused):
+            self._client.leave(self._incarnation())
 
     def close(self) -> None:
         """End the threads."""

@@ -1,14 +1,13 @@
-"""What a site's agent is told before it starts."""
+"""What a site's agent is told before it starts, and how its part in the run begins badly or ends."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from diloco.codec.registry import make_codec
-from diloco.outer.adopt import MEASURE_FROM
 from diloco.outer.optimizer import OuterOptimizerOptions
-from diloco.outer.own_part import ADDITIVE
-from diloco.sync.adapting import AdaptOptions, Way
+from diloco.outer.pseudo_gradient import ADDITIVE, MEASURE_FROM
+from diloco.sync.link import AdaptOptions, Way
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,3 +57,21 @@ class AgentOptions:
     def choices(self) -> AdaptOptions:
         """What an update may be sent by."""
         return self.adapt or AdaptOptions(ways=(Way(self.up_codec, 0),))
+
+
+class JoinFailed(RuntimeError):
+    """The site was not taken in.  ``kind`` is ``unreachable``, ``mismatch`` or ``refused``."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+        self.text = text
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How the site's part ended: ``finished``, ``drained``, ``left`` or ``failed``, and where its tokens are."""
+
+    ending: str
+    why: str
+    ledger: dict[str, int]

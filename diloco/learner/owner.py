@@ -1,9 +1,12 @@
-"""A rank above 0 that owns fragments: their tensors, and the threads that encode, send and fetch, are here.
+"""The ranks of a site above 0: they follow rank 0, and own fragments where the fragments are dealt to the ranks.
 
-The machine is rank 0's.  What it orders comes over the channel and is done in that order, one thing after the other:
-what belongs to a boundary by the training thread, with all ranks, and what comes behind it waits until it is done.
-What is done here beside training is told over the channel, and changes the tensors when rank 0 has said that the
-machine knows it.  So tensors and machine never differ in what they know, as little as where both are in one process.
+Owner.  It holds the tensors of its fragments, and the threads that encode, send and fetch.  The machine is rank 0's.
+The machine's orders come over the channel and are done in that order, one after the other: the training thread does
+those that belong to a boundary, with all ranks, and later orders wait until that is done.  What the owner does beside
+training it tells over the channel, and it changes its tensors when rank 0 has said that the machine knows of it.  So
+tensors and machine never differ in what they know, as little as where both are in one process.
+
+Follower.  It takes part at each boundary, and does not speak to the syncer.
 """
 
 from __future__ import annotations
@@ -17,25 +20,24 @@ from typing import TYPE_CHECKING, Any
 
 from diloco.durable import PLAIN_DISK
 from diloco.inner.parallel import GroupError, SiteGroup
-from diloco.learner.echo import Echo
-from diloco.learner.exchange import Exchange, Machine, Source
-from diloco.learner.link_use import LinkUse
-from diloco.learner.orders import Orders
+from diloco.inner.trainer import StepInfo, Verdict
+from diloco.learner.channel import Orders, take_part
+from diloco.learner.exchange import Exchange, Machine, Source, Standstill
+from diloco.learner.heartbeat import Echo
 from diloco.learner.outbox import Outbox
-from diloco.learner.site_tensors import SiteTensors
-from diloco.learner.standstill import Standstill
+from diloco.learner.tensors import SiteTensors
+from diloco.learner.transfer import LinkUse
 from diloco.sync.effects import Adopt, Retake, Seal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
     from diloco.durable import Disk
     from diloco.inner.holding import Holding
-    from diloco.learner.channel import Words
+    from diloco.learner.channel import Dealt, Words
     from diloco.learner.options import AgentOptions
-    from diloco.learner.owners import Dealt
     from diloco.outer.fragments import Layout
     from diloco.sync.events import LearnerEvent
     from diloco.wire.client import SyncClient
@@ -245,3 +247,47 @@ class Owner:
                 self._emit("note", {"note": "thread_died", "why": repr(error)})
                 self._post("give_up", f"a thread of a rank failed: {error!r}")
                 raise
+
+
+class Follower:
+    """Ranks above 0 of a site: they take part at each boundary in what rank 0 does, for each of the site's agents."""
+
+    def __init__(
+        self, layouts: Sequence[Layout], holding: Holding, adopt: str, owned: Sequence[Owner | None] = ()
+    ) -> None:
+        """``layouts`` are those of rank 0's agents in their order, ``adopt`` the rule by which they adopt.
+
+        ``owned`` is what this rank owns of the fragments of each agent, in the same order; None where ranks above 0 own
+        none of an agent's, and empty where they own none at all.
+        """
+        self._layouts, self._holding, self._adopt, self._owned = layouts, holding, adopt, owned
+
+    def start(self) -> bool:
+        """Take the first versions; returns whether rank 0 stops instead, because it could not begin."""
+        return self._follow()
+
+    def after_step(self, info: StepInfo) -> Verdict:
+        """Take part in what this boundary brings."""
+        return Verdict(not info.passes and self._follow(), "rank 0 stops")
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
+        """What a checkpoint must hold of this rank's fragments, when rank 0 is asked for its own part of it."""
+        parts = [owner.state() if owner is not None else {} for owner in self._owned]
+        if len(self._layouts) == 1:
+            return {name: value for part in parts for name, value in part.items()}, {}
+        return {f"{at}.{name}": value for at, part in enumerate(parts) for name, value in part.items()}, {}
+
+    def finish(self) -> None:
+        """After the loop: as long as rank 0 sends what is unsent, it may need what is held here."""
+        while not self._follow():
+            continue
+        self.close()
+
+    def close(self) -> None:
+        """End the threads."""
+        for owner in self._owned:
+            if owner is not None:
+                owner.close()
+
+    def _follow(self) -> bool:
+        return take_part(self._holding, self._layouts, self._adopt, self._owned)

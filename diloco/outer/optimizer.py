@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from diloco.sync.options import require
+
 TENSORS_KEPT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "sgd": (),
@@ -68,25 +70,25 @@ class OuterOptimizerOptions:
     """μ_y of gpa: where between the fast values (0) and their average (1) the sites train from."""
 
     def __post_init__(self) -> None:
-        _require(self.kind in OUTER_KINDS, "kind", self.kind, f"one of {', '.join(OUTER_KINDS)}")
-        _require(isfinite(self.lr) and self.lr > 0, "lr", self.lr, "must be above 0")
-        _require(isfinite(self.momentum) and 0 <= self.momentum < 1, "momentum", self.momentum, "from 0 to below 1")
+        require(self.kind in OUTER_KINDS, "kind", self.kind, f"one of {', '.join(OUTER_KINDS)}")
+        require(isfinite(self.lr) and self.lr > 0, "lr", self.lr, "must be above 0")
+        require(isfinite(self.momentum) and 0 <= self.momentum < 1, "momentum", self.momentum, "from 0 to below 1")
         if self.kind == "sgd":
-            _require(self.momentum == 0, "momentum", self.momentum, 'kind "sgd" has none, kind "heavy_ball" does')
+            require(self.momentum == 0, "momentum", self.momentum, 'kind "sgd" has none, kind "heavy_ball" does')
         elif self.kind != "adamw":
-            _require(self.momentum > 0, "momentum", self.momentum, f'kind "{self.kind}" needs some, kind "sgd" none')
-        _require(self.window >= 1, "window", self.window, "at least 1")
+            require(self.momentum > 0, "momentum", self.momentum, f'kind "{self.kind}" needs some, kind "sgd" none')
+        require(self.window >= 1, "window", self.window, "at least 1")
         most = 1 / self.window
-        _require(0 <= self.share_ahead <= most, "share_ahead", self.share_ahead, f"from 0 to 1/window, {most:g}")
+        require(0 <= self.share_ahead <= most, "share_ahead", self.share_ahead, f"from 0 to 1/window, {most:g}")
         for name, value in (("momentum_squares", self.momentum_squares), ("momentum_ahead", self.momentum_ahead)):
-            _require(isfinite(value) and 0 <= value < 1, name, value, "from 0 to below 1")
-        _require(isfinite(self.epsilon) and self.epsilon > 0, "epsilon", self.epsilon, "must be above 0")
+            require(isfinite(value) and 0 <= value < 1, name, value, "from 0 to below 1")
+        require(isfinite(self.epsilon) and self.epsilon > 0, "epsilon", self.epsilon, "must be above 0")
         decays = isfinite(self.weight_decay) and self.weight_decay >= 0
-        _require(decays, "weight_decay", self.weight_decay, "must not be negative")
-        _require(self.lr * self.weight_decay < 1, "weight_decay", self.weight_decay, "lr x weight_decay is below 1")
+        require(decays, "weight_decay", self.weight_decay, "must not be negative")
+        require(self.lr * self.weight_decay < 1, "weight_decay", self.weight_decay, "lr x weight_decay is below 1")
         for each in fields(self):
             kinds, value = ONLY_OF.get(each.name, OUTER_KINDS), getattr(self, each.name)
-            _require(self.kind in kinds or value == each.default, each.name, value, f"only for {' and '.join(kinds)}")
+            require(self.kind in kinds or value == each.default, each.name, value, f"only for {' and '.join(kinds)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,8 +283,3 @@ def _filled(stays: float, share: float) -> float:
 def evaluated(theta: Tensor, state: OuterState) -> Tensor:
     """The parameters that stand for the model: theta itself, or the average where the optimizer keeps one."""
     return state.tensors.get("average", theta)
-
-
-def _require(condition: bool, field: str, value: object, wanted: str) -> None:
-    if not condition:
-        raise ValueError(f"{field} is {value!r}: {wanted}")

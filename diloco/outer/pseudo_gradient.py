@@ -1,10 +1,34 @@
-"""What a site has learned and not yet sent, as a gradient points: uphill."""
+"""A site's side of the mathematics: what it has learned and not yet sent, and how it takes a new version.
+
+All tensors are flat fp32 of the fragment's size; the results are new tensors.
+
+:func:`pseudo_gradient` is what a site has learned and not yet sent, as a gradient points: uphill.
+
+A site takes a new version of a fragment in one of four ways: it keeps its progress (:func:`rebase`), overwrites it
+(:func:`overwrite`), blends (:func:`blend`), or looks ahead by its own part (:func:`eager`, :class:`OwnPart`).
+
+:class:`OwnPart` is what the outer step will make of a site's own updates: eager updates (arXiv 2502.12996) as the paper
+has them.  In the paper each of M replicas steps its own outer optimizer with the last round's mean, in which its own
+share of that round is replaced by its own share of this one::
+
+    g_m(t) = mean(t - 1) + (d_m(t) - d_m(t - 1)) / M
+
+Where the step is linear in the updates the sum over t is a version and a step of the same optimizer beside it, that has
+only ever seen the site's own updates.  With Nesterov, S the momentum of these::
+
+    S(t) = mu S(t - 1) + d_m(t);    replica(t) = version(t - 1) - lr / M (d_m(t) + mu S(t))
+
+which is lr (1 + mu) / M of the site's own update and a tail of mu^2 of those before it.  So a site takes the run's own
+outer step on what is under way, from the version that it has and from the state of its own part.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
+
+from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterState, outer_step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,3 +55,120 @@ def is_finite(values: Tensor) -> bool:
         return True
     low, high = torch.aminmax(values)  # NaN is passed on by both
     return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+MEASURE_FROM = ("adopted", "published")
+"""Where the next update is measured from under :func:`blend`: from what it returned, or from the version."""
+
+
+def rebase(local: Tensor, old_base: Tensor, new_base: Tensor, merged: Sequence[Tensor]) -> Tensor:
+    """Return ``new_base + r`` with ``r = (local - old_base) + merged[0] + merged[1] + ...``, in this order.
+
+    ``merged`` holds the site's own updates that the new version merged, in sequence order: their progress is in
+    ``new_base`` already, the rest of what the site learned is r and is kept (the form of LOSCAR-SGD, arXiv
+    2605.20866).  With no codec and nothing trained since the update, r is exactly 0 and the result is ``new_base``
+    bit for bit, because rounding is symmetric: fl(local - base) = -fl(base - local).
+
+    For the same reason -r is the pseudo-gradient of what is left.  Subtracting that gives the same bits as adding r,
+    and keeps the sign of a zero in ``new_base`` besides (-0 - 0 is -0, -0 + 0 is +0).
+    """
+    unsent = pseudo_gradient(old_base, local, merged)
+    return new_base.sub(unsent)
+
+
+def overwrite(new_base: Tensor) -> Tensor:
+    """Return ``new_base``: what the site trained since its last update is given up (Decoupled DiLoCo, 2604.21428)."""
+    return new_base.clone()
+
+
+def blend(local: Tensor, new_base: Tensor, alpha: float) -> Tensor:
+    """Return ``alpha local + (1 - alpha) new_base`` (Streaming DiLoCo, arXiv 2501.18512).
+
+    In the paper's algorithm the next update is measured from ``new_base``, so that it brings again what is left of the
+    site's own way.  Measured from the result it brings what was trained since, and what is left is never sent.
+
+    ``alpha`` 0 is :func:`overwrite`, 1 is no communication; both ends, and equal inputs, are exact.  ``ValueError``
+    outside of 0 to 1.
+    """
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"adopt_alpha is {alpha!r}: must be from 0 to 1")
+    if alpha == 0:
+        return overwrite(new_base)
+    if alpha == 1:
+        return local.clone()
+    return new_base.sub(new_base.sub(local).mul_(alpha))
+
+
+def eager(new_base: Tensor, unsent: Tensor, under_way: Sequence[Tensor], share: float) -> tuple[Tensor, Tensor]:
+    """Return (values, reference): ``new_base`` with ``share`` of the site's own updates that it lacks, and with what
+    the site has not sent yet.
+
+    Eager updates (arXiv 2502.12996, section 3) apply a site's own part of a round at once and the others' part a round
+    later: with a plain outer step of rate lr over M sites the values are those of the last version that everybody has
+    part in, less lr/M of the site's own update since.  That is ``share``; with 0 a site's own updates come back to it
+    with the version as the others' do (the delay that the paper finds worse), with 1 it is :func:`rebase`, to rounding.
+
+    ``unsent`` is the pseudo-gradient of what was trained and is in no update, and ``under_way`` are the decoded updates
+    that the version lacks, in sequence order.  The next update is measured from ``reference``.
+    """
+    reference = new_base.clone()
+    for sent in under_way:
+        reference.sub_(sent, alpha=share)
+    return reference.sub(unsent), reference
+
+
+ADDITIVE = ("sgd", "heavy_ball", "nesterov", "nesterov_ema")
+"""The kinds whose step on a mean is the sum of the steps on each site's part, from any version on."""
+
+
+class OwnPart:
+    """The outer optimizer's state of one fragment, as if the site's own parts of the means were all there is.
+
+    All tensors are flat fp32 of the fragment's length, on one device; none is written to.  A part is the M-th of an
+    update, as in a mean of M sites of equal weight.
+    """
+
+    def __init__(self, options: OuterOptimizerOptions) -> None:
+        assert options.kind in ADDITIVE, options.kind
+        self._options = options
+        self._state = NOTHING
+
+    @property
+    def momentum(self) -> Tensor | None:
+        """What a checkpoint must hold; None before the first own update was merged, and for sgd."""
+        return self._state.momentum
+
+    def restore(self, momentum: Tensor) -> None:
+        """Take back what ``momentum`` gave."""
+        self._state = OuterState(1, {"momentum": momentum})
+
+    def forget(self) -> None:
+        """The fragment begins anew."""
+        self._state = NOTHING
+
+    def merged(self, updates: Sequence[Tensor], steps: int, sites: int) -> None:
+        """So many outer ``steps`` were made, and the means of the last of them held ``updates`` of the site, one each
+        and in this order.  Where there were fewer steps the first one held all that are left over.
+        """
+        if not sites:
+            return
+        momentum = self._state.momentum
+        if momentum is not None and steps > len(updates):
+            faded = momentum.mul(self._options.momentum ** (steps - len(updates)))
+            self._state = OuterState(self._state.steps, {"momentum": faded})
+        first = max(1, len(updates) - steps + 1)
+        together = list(updates[:first])
+        while len(together) > 1:
+            together[:2] = [together[0] + together[1]]
+        for part in (*together, *updates[first:]):
+            mine = part / sites
+            _, self._state = outer_step(mine, mine, self._state, self._options)
+
+    def ahead(self, version: Tensor, under_way: Sequence[Tensor], sites: int) -> Tensor:
+        """Return ``version`` after one outer step for each of the site's own updates that it lacks, in sequence order,
+        with nobody else's part in them.  With 0 ``sites`` (not told yet) nothing is ahead.
+        """
+        found, state = version, self._state
+        for update in under_way if sites else ():
+            found, state = outer_step(found, update / sites, state, self._options)
+        return version.clone() if found is version else found

@@ -8,8 +8,7 @@ from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from diloco.outer.correction import UNCORRECTED, Correction
-from diloco.outer.merge import BY_TENSOR, MEAN, OPEN, Gate, MergeOptions, Segment
+from diloco.outer.merge import BY_TENSOR, MEAN, OPEN, UNCORRECTED, Correction, Gate, MergeOptions, Segment
 from diloco.outer.optimizer import TENSORS_KEPT, OuterOptimizerOptions
 
 if TYPE_CHECKING:

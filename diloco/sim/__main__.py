@@ -23,11 +23,13 @@ def main(arguments: list[str] | None = None) -> int:
     started_ns = time.perf_counter_ns()
     faults: Counter[str] = Counter()
     fates: Counter[str] = Counter()
+    apart: Counter[str] = Counter()
     failures, events, simulated_ns, restarts, versions, staleness_worst = [], 0, 0, 0, 0, 0
     for seed in range(asked.first, asked.first + asked.seeds):
         outcome = run_several(seed) if asked.several else run_seed(seed)
         faults += outcome.faults
         fates += outcome.fates
+        apart += outcome.apart()
         events += outcome.events
         simulated_ns += outcome.simulated_ns
         restarts += outcome.restarts
@@ -52,6 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         "updates": dict(sorted(fates.items())),
         "staleness_worst": staleness_worst,
         "faults": dict(sorted(faults.items())),
+        **apart,
     }
     if asked.json:
         sys.stdout.write(json.dumps(summary) + "\n")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
-from diloco.sync.schedule import due, offsets
+from diloco.sync.options import due, even_offsets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -109,7 +109,7 @@ def least(grid: Sequence[float], enough: Callable[[float], bool]) -> float | Non
 def _due(exchange: Exchange, layers: range, step: int) -> list[int]:
     """The layers that are exchanged after ``step``."""
     found: list[int] = []
-    for fragment in due(offsets(exchange.fragments, exchange.inner_steps), exchange.inner_steps, step):
+    for fragment in due(even_offsets(exchange.fragments, exchange.inner_steps), exchange.inner_steps, step):
         found += layers[fragment :: exchange.fragments]
     return found
 
@@ -163,7 +163,7 @@ def star_utilisation(star: Star, load: Load, up_gbps: float, down_gbps: float) -
     share_up, share_down = 1e-9 / (up_gbps * star.fragments), 1e-9 / (down_gbps * star.fragments)
     updates_s = (load.updates_up * share_up, load.updates_down * share_down)
     versions_s = (load.versions_up * share_up, load.versions_down * share_down)
-    due = set(offsets(star.fragments, star.inner_steps))
+    due = set(even_offsets(star.fragments, star.inner_steps))
     free_s, here_s = [0.0, 0.0], dict[int, float]()
     waiting: deque[tuple[float, int]] = deque()  # Merged versions: since when, and the step that will use them.
     now_s = settled_s = 0.0

@@ -46,7 +46,7 @@ class FleetSite:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionPlan:
-    """What is below a region's syncer, and how that speaks to the one above (``sync.upstream_events``).  Its run ends
+    """What is below a region's syncer, and how that speaks to the one above (``sync.region``).  Its run ends
     with the one above, so that ``plan`` has no end of its own; its seed follows from that of the fleet above."""
 
     plan: FleetPlan

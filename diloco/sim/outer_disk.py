@@ -1,6 +1,11 @@
-"""What of the simulated syncer outlives its process: journal, snapshots and spool, in the order of the real one.
+"""Records become the state that they led to: the machine decides again, and every outer step is computed again.
 
-The frames, marks and records are the product's own (``sync/frames.py``); the rest is ``syncer/store`` in short: a
+Recovery does so with what it finds, a standby with what it is sent; who leads uses the same arithmetic.
+
+
+What of the simulated syncer outlives its process: journal, snapshots and spool, in the order of the real one.
+
+The frames, marks and records are the product's own (``sync/journal.py``); the rest is ``syncer/store`` in short: a
 payload is safe before its record, a record before its effects, a snapshot before anything older goes.  Recovery is the
 newest snapshot that verifies, and every outer step since then computed again from the spool.
 """
@@ -12,22 +17,127 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from diloco.sim.replaying import ZERO, Kept, Replayer, Versions
-from diloco.sim.storage import Damaged, Storage, sealed, unsealed
-from diloco.sync.events import UpdateArrived
-from diloco.sync.frames import CHAIN_START, MARK, encode_frame, encode_header, encode_mark, read_segment, units
-from diloco.sync.journal import JournalError, Record, decode_records, encode_records
+from diloco.sim import values
+from diloco.sim.values import Value
+from diloco.sim.world import Damaged, Storage, sealed, unsealed
+from diloco.sync.effects import StartOuterStep
+from diloco.sync.events import LineageBegan, OuterStepDone, OuterStepFailed, UpdateArrived
+from diloco.sync.journal import (
+    CHAIN_START,
+    MARK,
+    JournalError,
+    Record,
+    decide_again,
+    decode_records,
+    encode_frame,
+    encode_header,
+    encode_mark,
+    encode_records,
+    read_segment,
+    units,
+)
 from diloco.sync.plain import canonical
 from diloco.sync.syncer import OuterSync
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from diloco.sim.values import OuterRule, Value
+    from diloco.sim.values import OuterRule
+    from diloco.sync.effects import OuterEffect
     from diloco.sync.events import Fate
-    from diloco.sync.frames import Frame, Segment
+    from diloco.sync.journal import Frame, Segment
     from diloco.sync.options import OuterOptions
     from diloco.sync.state import FragmentState
+
+VERSIONS_KEPT = 4
+"""Of each fragment, in memory: so far may a site be behind and still follow the down-links."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One version.  ``link`` is the decoded down-link from the version before."""
+
+    theta: Value
+    momentum: Value
+    published: Value
+    link: Value
+
+
+ZERO = Kept(values.ZERO, values.ZERO, values.ZERO, values.ZERO)
+Versions = list[dict[int, Kept]]
+
+
+class Replayer:
+    """A machine with its versions.  ``payload`` reads an update's values, or raises ``Damaged``."""
+
+    def __init__(
+        self, machine: OuterSync, versions: Versions, payload: Callable[[str], Value], rule: OuterRule
+    ) -> None:
+        self.machine, self.versions = machine, versions
+        self._payload, self._rule = payload, rule
+        self._under_way = {
+            index: machine.outer_step(index)
+            for index, fragment in enumerate(machine.state.fragments)
+            if fragment.merging_since_ns is not None
+        }
+        self._records = 0
+
+    def apply(self, record: Record) -> list[OuterEffect]:
+        """What the machine says to the next record; ``Damaged`` when it is not what it said when that was written."""
+        try:
+            effects = decide_again(self.machine, record, self._records)
+        except JournalError as error:
+            raise Damaged(str(error)) from error
+        self._records += 1
+        event = record.event
+        if isinstance(event, OuterStepDone):
+            made = self.made_again(self._under_way.pop(event.fragment))
+            if (digest(made.published), digest(made.link)) != (event.digest, event.downlink_digest):
+                raise Damaged(f"version {event.version} of fragment {event.fragment} is another one now")
+            self.store(event.fragment, event.version, made)
+        elif isinstance(event, OuterStepFailed):
+            del self._under_way[event.fragment]
+        elif isinstance(event, LineageBegan):
+            self.versions, self._under_way = restored(self.versions), {}
+        self._under_way |= {effect.fragment: effect for effect in effects if isinstance(effect, StartOuterStep)}
+        return effects
+
+    def made_again(self, command: StartOuterStep) -> Kept:
+        """The outer step ``command``, also long after it was computed for the first time."""
+        contributions = [
+            (part.weight, [self._payload(update.payload) for update in part.updates]) for part in command.contributions
+        ]
+        before = self.versions[command.fragment][command.version - 1]
+        return self.made(before, contributions, command.share)
+
+    def made(self, before: Kept, contributions: list[tuple[float, list[Value]]], share: float = 1) -> Kept:
+        """The version after ``before``."""
+        rule, merged = self._rule, values.merged(contributions)
+        theta, momentum = values.outer_step(before.theta, before.momentum, merged, rule, share)
+        if rule.published_quantum == 1:
+            return Kept(theta, momentum, theta, values.minus(theta, before.published))
+        link = values.quantised(values.minus(theta, before.published), rule.published_quantum)
+        return Kept(theta, momentum, values.plus(before.published, link), link)
+
+    def store(self, fragment: int, version: int, made: Kept) -> None:
+        """``made`` is the newest version; the oldest one of too many goes."""
+        self.versions[fragment][version] = made
+        self.versions[fragment].pop(version - VERSIONS_KEPT, None)
+
+
+def restored(versions: Versions) -> Versions:
+    """The first versions of a new lineage: the newest values again, and nothing of the momentum.
+
+    No site can follow a down-link to them: whoever has the version before has it from another lineage.
+    """
+    newest = [(max(kept), kept[max(kept)]) for kept in versions]
+    return [{version + 1: Kept(kept.theta, values.ZERO, kept.published, values.ZERO)} for version, kept in newest]
+
+
+def digest(value: Value) -> str:
+    """What stands for the digest of a tensor."""
+    return f"{value[0]}:{value[1]}:{value[2]}"
+
 
 SNAPSHOTS_KEPT = 2
 Place = tuple[int, int]

@@ -1,4 +1,10 @@
-"""What must hold at every site at every event (DESIGN section 6), and the list of all checkers."""
+"""What must hold of updates that look like no other: nothing of them is merged without somebody's word.
+
+What must hold where two machines may lead: one at a time, and never without what the other has told.
+
+What must hold where units of the data are leased: each counts once, and each is in one place.
+
+What must hold at every site at every event (DESIGN section 6), and the list of all checkers."""
 
 from __future__ import annotations
 
@@ -6,10 +12,10 @@ import hashlib
 from typing import TYPE_CHECKING
 
 from diloco.sim import values
-from diloco.sim.admission_checkers import Admission
 from diloco.sim.checkers import (
     Acknowledged,
     Bounds,
+    Checker,
     ExactlyOnce,
     Grace,
     Lineages,
@@ -18,11 +24,25 @@ from diloco.sim.checkers import (
     Staleness,
     Versions,
     Weights,
+    accepted,
+    ids_of,
 )
-from diloco.sim.checking import Checker
-from diloco.sim.leader_checkers import OneLeader, Replicated
-from diloco.sim.unit_checkers import Balanced, CountedOnce
-from diloco.sync.effects import Leave, Release, Retake, Seal, StartOuterStep, StopTraining, TellFate
+from diloco.sync.admission import judge
+from diloco.sync.data_units import SKIPPED, common, size
+from diloco.sync.effects import (
+    AnswerDone,
+    AnswerPush,
+    AnswerUnits,
+    Leave,
+    Note,
+    PublishVersion,
+    Release,
+    Retake,
+    Seal,
+    StartOuterStep,
+    StopTraining,
+    TellFate,
+)
 from diloco.sync.events import (
     JoinAnswered,
     OuterStepDone,
@@ -30,19 +50,314 @@ from diloco.sync.events import (
     PushAnswered,
     Reason,
     Sealed,
+    StandbyAttached,
+    StandbyDetached,
     StepDone,
+    SyncerStarted,
+    UnitsAsked,
+    UpdateAdmitted,
+    UpdateArrived,
 )
+from diloco.sync.fates import columns_of, in_hand
+from diloco.sync.journal import MARK, units
 from diloco.sync.progress import ledger_of, site_ledger
+from diloco.sync.state import Vital
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from diloco.sim.checkers import Id
     from diloco.sim.outer_process import OuterPlan
-    from diloco.sim.site_process import SiteProcess
+    from diloco.sim.site_process import Drawn, SiteProcess
+    from diloco.sim.standby_process import Unit
     from diloco.sim.values import Value
+    from diloco.sim.world import Storage
     from diloco.sync.effects import LearnerEffect, OuterEffect
-    from diloco.sync.events import LearnerEvent, OuterEvent
+    from diloco.sync.events import Fate, LearnerEvent, OuterEvent
     from diloco.sync.syncer import OuterSync
+
+
+class Admission(Checker):
+    """A flagged update is refused, or noted, or held and merged by an operator's word only; nothing of it is silent.
+
+    One that was refused is never taken afterwards.  What the sites say of their updates is believed: they do not lie.
+    """
+
+    name = "admission"
+    mutation = "a held update is merged with those that wait"
+    of_the_disk = ("usual", "held", "refused")
+
+    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
+        super().__init__(plan, conserving=conserving)
+        self.usual: dict[tuple[str, int], list[Vital]] = {}
+        self.held: dict[Id, Vital] = {}
+        self.refused: set[tuple[str, int, int, str]] = set()
+
+    def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
+        """Judge every update again, by a book of one's own."""
+        del now_ns, machine
+        if isinstance(event, UpdateArrived):
+            self._arrived(event, effects)
+        if isinstance(event, UpdateAdmitted) and any(isinstance(e, AnswerDone) and e.reason is None for e in effects):
+            vital = self.held.pop((event.site, event.fragment, event.sequence), None)
+            if vital is not None:
+                self._remember(event.site, event.fragment, vital)
+        for effect in effects:
+            if isinstance(effect, TellFate):
+                key = (effect.site, effect.fate.fragment, effect.fate.sequence)
+                self.require(not effect.fate.merged or key not in self.held, key, "is merged and was held")
+                self.held.pop(key, None)
+            elif isinstance(effect, StartOuterStep):
+                merged = ids_of(effect) & set(self.held)
+                self.require(not merged, "held, and merged without a word:", sorted(merged))
+                behind = [key for key in ids_of(effect) if self._overtakes(key)]
+                self.require(not behind, "overtakes one that is held:", behind)
+
+    def _arrived(self, event: UpdateArrived, effects: Sequence[OuterEffect]) -> None:
+        answer = next(effect for effect in effects if isinstance(effect, AnswerPush))
+        notes = [effect.what for effect in effects if isinstance(effect, Note)]
+        taken = accepted(event, effects) is not None
+        key = (event.site, event.fragment, event.sequence, event.digest)
+        self.require(not taken or key not in self.refused, event, "was refused as an outlier and is taken")
+        if "outlier_again" in notes:
+            self.require(key in self.refused, event, "was never refused as an outlier")
+            return
+        self.require(answer.reason is not Reason.IMPLAUSIBLE, event, "is no lie, and refused as one")
+        self.require(answer.reason is not Reason.OUTLIER or "outlier_refused" in notes, event, "is refused silently")
+        if answer.reason is Reason.OUTLIER:
+            self.refused.add(key)
+        if not taken and answer.reason is not Reason.OUTLIER:
+            return
+        vital = Vital(event.steps, event.norm, event.cosine)
+        own = self.usual.get((event.site, event.fragment), [])
+        others = [
+            each
+            for (site, fragment), window in sorted(self.usual.items())
+            if fragment == event.fragment and site != event.site
+            for each in window
+        ]
+        flagged = bool(judge(self.plan.health, vital, own, others).why)
+        self.require(flagged or taken, event, "is like the others and refused as an outlier")
+        policy = self.plan.health.policy_of(event.site)
+        self.require(not flagged or taken == (policy != "refuse"), event, "is an outlier under", policy, "and", answer)
+        self.require(not flagged or not {"update_held", "outlier_refused", "outlier_admitted"}.isdisjoint(notes), event)
+        if flagged and policy == "hold":
+            self.held[event.site, event.fragment, event.sequence] = vital
+        elif taken:
+            self._remember(event.site, event.fragment, vital)
+
+    def _remember(self, site: str, fragment: int, vital: Vital) -> None:
+        window = self.usual.setdefault((site, fragment), [])
+        window.append(vital)
+        del window[: -self.plan.health.history]
+
+    def _overtakes(self, key: Id) -> bool:
+        site, fragment, sequence = key
+        return any(held[:2] == (site, fragment) and held[2] < sequence for held in self.held)
+
+
+class OneLeader(Checker):
+    """Epochs rise, who tells anything has the largest that has told anything, and a version has one digest."""
+
+    name = "one_leader"
+    mutation = "a process does not ask for its lease before it tells anything"
+
+    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
+        super().__init__(plan, conserving=conserving)
+        self.started = self.spoke = (1, 0)
+        self.published: dict[tuple[int, int, int], str] = {}
+
+    def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
+        """Each start has a larger epoch."""
+        del now_ns, effects
+        if isinstance(event, SyncerStarted):
+            started = (machine.state.lineage, event.epoch)
+            self.require(started > self.started, "a start of (lineage, epoch)", started, "came after", self.started)
+            self.started = started
+
+    def told(self, machine: OuterSync, chain: bytes | None, effects: Sequence[OuterEffect]) -> None:
+        """Nobody speaks after who came later has spoken."""
+        del chain
+        speaks = (machine.state.lineage, machine.state.epoch)
+        self.require(speaks >= self.spoke, "(lineage, epoch)", speaks, "tells something after", self.spoke)
+        self.spoke = speaks
+        for effect in effects:
+            if isinstance(effect, PublishVersion):
+                key = (machine.state.lineage, effect.fragment, effect.version)
+                before = self.published.setdefault(key, effect.digest)
+                self.require(before == effect.digest, key, "was published as", before, "and now as", effect.digest)
+
+
+class Replicated(Checker):
+    """Replication "sync": what anybody is told is in the standby's journal, unless an operator has detached that."""
+
+    name = "replicated"
+    mutation = "the syncer tells what the standby does not have yet"
+
+    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
+        super().__init__(plan, conserving=conserving)
+        self.there: set[bytes] = set()
+        self.alone = self.will_be_alone = plan.replication is None
+
+    def replicated(self, storage: Storage, journal: str, unit: Unit) -> None:
+        """What a standby acknowledges would survive a power cut there."""
+        self.require(
+            storage.is_safe(journal, unit.raw), "the standby acknowledges a frame that is not durable in", journal
+        )
+        for name, data in unit.payloads:
+            self.require(storage.is_safe(f"spool/{name}", data), "the standby acknowledges a frame without", name)
+        self.there.add(unit.chain)
+
+    def resumed(self, storage: Storage, journal: str, chain: bytes) -> None:
+        """What a standby has read again when it was started counts as acknowledged when it says where it is."""
+        at, data = 0, storage.read(journal)
+        for unit in units(data):
+            if unit.kind != MARK and unit.chain == chain:
+                durable = storage.is_safe(journal, data[at : unit.end])
+                self.require(durable, "the standby goes on from a frame that is not durable in", journal)
+                self.there.add(chain)
+            at = unit.end
+
+    def stands_alone(self) -> None:
+        """Told by who knows, before it is in any journal."""
+        self.alone = self.will_be_alone = True
+
+    def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
+        """Follow whether a standby is waited for."""
+        del now_ns, effects, machine
+        if isinstance(event, StandbyAttached | StandbyDetached):
+            self.will_be_alone = isinstance(event, StandbyDetached)
+
+    def recovered(self, machine: OuterSync) -> None:
+        """A word that did not reach the journal is forgotten."""
+        self.alone = self.will_be_alone = self.plan.replication is None or machine.state.detached
+
+    def told(self, machine: OuterSync, chain: bytes | None, effects: Sequence[OuterEffect]) -> None:
+        """Look for the turn in the standby's book."""
+        del machine
+        if chain is not None and not self.alone and self.plan.replication and self.plan.replication.mode == "sync":
+            self.require(chain in self.there, "told without the standby:", list(effects)[:3])
+        self.alone = self.will_be_alone  # From the turn after the one that says so on.
+
+
+Place = tuple[str, int, int]
+"""A site, a unit, and which of its sequences."""
+
+
+class CountedOnce(Checker):
+    """A unit is merged when every sequence of it is, in every fragment, and a second time only as a repeat.
+
+    The book is made of what each site has really trained on, which the syncer is never told.
+    """
+
+    name = "counted_once"
+    mutation = "a unit counts as soon as one fragment has it"
+    of_the_disk = ("times", "listed")
+
+    def __init__(self, plan: OuterPlan, *, conserving: bool = False) -> None:
+        super().__init__(plan, conserving=conserving)
+        self.drawn: dict[tuple[str, int, int], list[Drawn | None]] = {}
+        self.carried: dict[tuple[int, int, str], list[tuple[int, Drawn]]] = {}
+        self.at: dict[tuple[str, int, int], list[int]] = {}
+        self.times: list[dict[Place, int]] = [{} for _ in range(plan.options.num_fragments)]
+        self.listed: dict[str, set[int]] = {}
+
+    def sealed(self, site: SiteProcess, seal: Seal, gradient: Value) -> None:
+        """What the update was trained on."""
+        del gradient
+        if self.plan.options.unit_sequences:
+            key = (site.name, seal.fragment, seal.sequence)
+            self.at[key] = [at for start, stop in seal.spans for at in range(start, stop)]
+            self.drawn[key] = [site.drawn.get(at) for at in self.at[key]]
+
+    def learner(self, site: SiteProcess, event: LearnerEvent, effects: Sequence[LearnerEffect]) -> None:
+        """The update has a digest now."""
+        del effects
+        key = (site.name, event.fragment, event.sequence) if isinstance(event, Sealed) else None
+        if isinstance(event, Sealed) and key in self.at:
+            pairs = list(zip(self.at.pop(key), self.drawn.pop(key), strict=True))
+            named = all(drawn and not drawn[1] for _, drawn in pairs)
+            self.require(named, key, "names what was not drawn, or was drawn over again:", pairs)
+            self.carried[event.fragment, event.sequence, event.digest] = [(at, drawn) for at, drawn in pairs if drawn]
+
+    def outer(self, now_ns: int, event: OuterEvent, effects: Sequence[OuterEffect], machine: OuterSync) -> None:
+        """Count what is merged, and look at what is leased."""
+        del now_ns
+        if machine.state.units is None:
+            return
+        for effect in effects:
+            if isinstance(effect, TellFate) and effect.fate.merged:
+                self._merged(effect.site, effect.fate)
+            elif isinstance(effect, AnswerUnits) and isinstance(event, UnitsAsked):
+                self._leased(event.site, effect)
+
+    def told(self, machine: OuterSync, chain: bytes | None, effects: Sequence[OuterEffect]) -> None:
+        """What the machine has counted is in the book."""
+        units = machine.state.units
+        if units is None or chain is None or not effects:
+            return
+        found = self._complete()
+        counted = {unit for start, stop in units.over for unit in range(start, stop)}
+        wrong = counted - set(found)
+        self.require(len(wrong) <= units.partly, "counted as merged, and not merged:", sorted(wrong))
+        again = sum(times - 1 for times in found.values())
+        self.require(again <= units.repeated, again, "were merged again and", units.repeated, "are shown")
+
+    def _merged(self, site: str, fate: Fate) -> None:
+        times, unit = self.times[fate.fragment], self.plan.options.unit_sequences
+        for at, (number, _) in self.carried[fate.fragment, fate.sequence, fate.digest]:
+            key = (site, number, at % unit)
+            times[key] = times.get(key, 0) + 1
+
+    def _complete(self) -> dict[int, int]:
+        """How often each unit was merged as a whole by one site; every site may have merged a part of it besides."""
+        offsets, found = range(self.plan.options.unit_sequences), dict[int, int]()
+        for site, number in {(site, number) for site, number, _ in self.times[0]}:
+            least = min(times.get((site, number, at), 0) for times in self.times for at in offsets)
+            found[number] = found.get(number, 0) + least
+        return {number: times for number, times in found.items() if times}
+
+    def _leased(self, site: str, told: AnswerUnits) -> None:
+        """Nothing of a unit is merged when a site is leased it."""
+        before = self.listed.setdefault(site, set())
+        begun = {number for times in self.times for _, number, _ in times}
+        for start, count in told.pieces:
+            new = set(range(start, start + count)) - before if start != SKIPPED else set()
+            self.require(not new & begun, site, "is leased", sorted(new & begun), "of which something is merged")
+            before |= new
+
+
+class Balanced(Checker):
+    """Every unit that was ever leased is merged, partly, in hand or given back: in one of them."""
+
+    name = "balanced"
+    mutation = "what is given back stays in the list of who comes back"
+
+    def told(self, machine: OuterSync, chain: bytes | None, effects: Sequence[OuterEffect]) -> None:
+        """Look at each pair of places."""
+        units, options = machine.state.units, self.plan.options
+        if units is None or chain is None or not effects:
+            return
+        found = columns_of(options, machine.state)
+        self.require(found.balanced(), "after", effects, found)
+        held = in_hand(options, machine.state)
+        for name, pair in {
+            "merged and given back": (units.over, units.free),
+            "merged and in hand": (units.over, held),
+            "given back and in hand": (units.free, held),
+            "begun and given back": (units.begun, units.free),
+            "begun and merged": (units.begun, units.over),
+        }.items():
+            self.require(not common(*pair), "after", effects, name, common(*pair))
+        self.require(size(units.begun) <= sum(h.end - h.first for h in units.holders.values()), "begun:", units.begun)
+
+    def at_end(self, machine: OuterSync, sites: Sequence[SiteProcess]) -> None:
+        """When everybody has left nothing is in hand."""
+        del sites
+        if machine.state.units is not None and all(site.status != "live" for site in machine.state.sites.values()):
+            found = columns_of(self.plan.options, machine.state)
+            silent = any(site.status == "silent" for site in machine.state.sites.values())
+            self.require(silent or found.in_hand == 0, "the run has ended, and in hand are", found)
 
 
 class Ledger(Checker):

@@ -1,9 +1,15 @@
-"""What papers have published of goodput and of bandwidth, and the same found by this simulator."""
+"""The goodput that a planned run can expect, where chips fail: by a formula, and by a fleet of the real machines.
+
+A site whose chips are interrupted so often in a second goes on after R seconds, so that 1 / (1 + rate R) of its time is
+left.  With all chips in one job, and where sites wait for each other (no overlap), the rate is that of them all.
+
+
+What papers have published of goodput and of bandwidth, and the same found by this simulator."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -11,10 +17,185 @@ from typing import TYPE_CHECKING
 from diloco.sim.bandwidth import GRID_GBPS, Exchange, Model, gbps_needed
 from diloco.sim.fleet import simulate
 from diloco.sim.fleet_plan import YEAR_S, FleetPlan, FleetSite
-from diloco.sync.options import SECOND_NS, LearnerOptions, OuterOptions
+from diloco.sim.planning import loads_of, merging_share, sizes, star_of, utilisation_found
+from diloco.sync.options import SECOND_NS, LearnerOptions, OuterOptions, even_offsets
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from diloco.sim.bandwidth import Load, Star
+    from diloco.sim.planning import Question
+
+ROUNDS_MIN = 4
+SITE_ROUNDS = 800
+"""That are simulated, where so many make more than ``ROUNDS_MIN`` rounds."""
+INTERRUPTIONS = 300
+"""That are simulated of sites; each takes about two milliseconds."""
+INTERRUPTIONS_OF_JOB = 600
+"""Of one job they take half of that, and most may come while it is stopped."""
+FRAGMENTS_MAX = 8
+"""That the fleet has; more of them change when something is exchanged, not how much."""
+WHOLE_TIMES = 8
+"""As much as a version, in another's differences, is the whole of it in fp32."""
+JOB = "one job of all chips"
+LAYOUTS: Mapping[str, str] = MappingProxyType(
+    {
+        "central": "sites, the syncer at one of them",
+        "sharded": "sites, a part of the syncer at each",
+        "apart": "sites, the syncer apart",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Shares: of the time, that which is spent training; of the updates that were due, those that were merged."""
+
+    syncer: str
+    """Where it is; "": there is none, because all chips are one job."""
+    layout: str
+    goodput: float | None
+    """None: where sites wait for each other failures are not simulated, because a fleet's sites wait for ever."""
+    goodput_formula: float
+    merged: float
+    merged_formula: float
+    interruptions: int
+    """That came to pass in what was simulated."""
+
+
+def expected(question: Question) -> list[Expected]:
+    """All chips as one job; as sites, with the syncer at one of them, in parts at each, or as it was asked for."""
+    asked = {question.syncer, "central"} | ({"sharded"} if 1 < question.sites <= question.fragments else set())
+    rate, waits = rate_per_s(question), _waits(question)
+    share, interruptions = (1.0, 0) if waits else _failing(question, question.sites, rate, INTERRUPTIONS)
+    found = [_one_job(question)]
+    for syncer in LAYOUTS:
+        if syncer in asked:
+            placed = replace(question, syncer=syncer)
+            kept, merged = _on_links(placed)
+            formula, in_time = _by_formula(placed)
+            goodput = None if waits and rate else kept * share
+            found.append(Expected(syncer, LAYOUTS[syncer], goodput, formula, merged, in_time, interruptions))
+    return found
+
+
+def rate_per_s(question: Question) -> float:
+    """Interruptions of one site."""
+    return question.chips * question.interruptions_per_chip_year / YEAR_S
+
+
+def _waits(question: Question) -> bool:
+    return question.overlap_steps == 0
+
+
+def _one_job(question: Question) -> Expected:
+    """The same chips with nothing to wait for but each other, which go on without what was lost."""
+    rate = question.sites * rate_per_s(question)
+    goodput, interruptions = _failing(question, 1, rate, INTERRUPTIONS_OF_JOB)
+    return Expected("", JOB, goodput, 1 / (1 + rate * question.away_s), 1.0, 1.0, interruptions)
+
+
+def _by_formula(question: Question) -> tuple[float, float]:
+    """Goodput; and of the updates that are due the share that links and syncer have room for: all, where sites wait."""
+    trained, away = utilisation_found(question).formula, rate_per_s(question) * question.away_s
+    assert trained is not None
+    if _waits(question):
+        return 1 / (1 / trained + question.sites * away), 1.0
+    period_s, (up, down) = star_of(question).period_s, question.link_gbps
+    busy = (max(load.up / up, load.down / down) * 1e-9 / period_s for load in loads_of(question))
+    return 1 / (1 + away), 1 / max(1.0, merging_share(question), *busy)
+
+
+def _on_links(question: Question) -> tuple[float, float]:
+    """Where nothing fails: the share of the time spent training, and of the updates that were due, those merged."""
+    star, of = star_of(question), loads_of(question)
+    count = max(1, min(question.fragments, FRAGMENTS_MAX, SITE_ROUNDS // (ROUNDS_MIN * question.sites)))
+    few = replace(question, fragments=count, syncer="apart")
+    size, rounds = sizes(few), max(ROUNDS_MIN, SITE_ROUNDS // (few.sites * few.fragments))
+    sites = tuple(_site(question, star, of, index) for index in range(question.sites))
+    plan = _plan(few, sites, size.update_bytes, size.version_bytes, rounds * star.period_s)
+    # Where sites wait they do so for every fragment's merge; else it is a fragment's that a version is later.
+    merge_s = (star.fragments / few.fragments if _waits(question) else 1) * star.merge_s
+    found = simulate(replace(plan, merge_s=merge_s))
+    due = sum(_due(few, site.steps) for site in found.sites)
+    return found.goodput, min(1.0, found.site_rounds / due) if due else 0.0
+
+
+def _failing(question: Question, sites: int, rate: float, interruptions: int) -> tuple[float, int]:
+    """The share of the time that is left where ``sites`` fail and wait for nothing, and how often they did.
+
+    In as long a time as that takes they exchange no more than ``ROUNDS_MIN`` times.
+    """
+    if not rate:
+        return 1.0, 0
+    seconds = interruptions / (rate * sites)
+    site = FleetSite(step_s=question.inner_step_s, interruptions_per_s=rate, away_s=question.away_s)
+    alone = replace(question, fragments=1, syncer="apart", overlap_steps=1, inner_steps=max(2, question.inner_steps))
+    plan = _plan(alone, (site,) * sites, (1,), (1,), seconds)
+    rare = max(1, round(seconds / question.inner_step_s / ROUNDS_MIN))
+    found = simulate(replace(plan, learner=replace(plan.learner, inner_steps=rare)))
+    return found.goodput, sum(each.interruptions for each in found.sites)
+
+
+def _due(question: Question, steps: int) -> int:
+    """Updates of a site that must have been merged by now: due a period or more ago, or, where sites wait, an inner
+    step ago."""
+    by = steps - (1 if _waits(question) else question.inner_steps)
+    firsts = even_offsets(question.fragments, question.inner_steps)
+    return sum((by - first) // question.inner_steps + (first > 0) for first in firsts if by >= first)
+
+
+def _site(question: Question, star: Star, of: list[Load], index: int) -> FleetSite:
+    """A site whose link has what is left of it beside what it carries for others; a fleet knows of no others."""
+    ups, downs = question.up_gbps, question.down_gbps or question.up_gbps
+    up, down = ups[index % len(ups)], downs[index % len(downs)]
+    size = sizes(question)
+    if _waits(question):  # All send, and then all fetch.
+        up_s = max(max(load.updates_up / up, load.updates_down / down) for load in of)
+        down_s = max(max(load.versions_up / up, load.versions_down / down) for load in of)
+    else:
+        up_s = down_s = max(max(load.up / up, load.down / down) for load in of)
+        up_s = max(up_s, 1e9 * merging_share(question) * star.period_s)  # A syncer takes in no more than it adds up.
+    return FleetSite(
+        step_s=star.step_s,
+        up_mbps=8e3 * size.up / up_s if up_s else 0.0,
+        down_mbps=8e3 * size.down / down_s if down_s else 0.0,
+        rtt_s=star.rtt_s,
+    )
+
+
+def _plan(
+    question: Question, sites: tuple[FleetSite, ...], up: tuple[int, ...], down: tuple[int, ...], seconds: float
+) -> FleetPlan:
+    """Quorum 1 and adaptive grace; or, where sites wait, all of them.  Version 0 lies at each site."""
+    waits = _waits(question)
+    in_flight = 1 if waits else 2
+    outer = OuterOptions(
+        num_fragments=question.fragments,
+        quorum="all" if waits else 1,
+        grace_ns=SECOND_NS,
+        sites_max=len(sites),
+        updates_in_flight_max=in_flight,
+    )
+    learner = LearnerOptions(
+        num_fragments=question.fragments,
+        inner_steps=question.inner_steps,
+        updates_in_flight_max=in_flight,
+        adopt="overwrite",
+        lock_step=waits,
+    )
+    return FleetPlan(
+        sites=sites,
+        outer=outer,
+        learner=learner,
+        update_bytes=up,
+        version_bytes=down,
+        whole_bytes=tuple(WHOLE_TIMES * each for each in down),
+        is_joined=True,
+        seconds=seconds,
+        seed=question.seed,
+    )
+
 
 SHARES = (0.5, 0.8, 0.9, 0.95, 0.99)
 MODELS: Mapping[str, tuple[Model, int]] = MappingProxyType(

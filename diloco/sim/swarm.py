@@ -8,21 +8,19 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
-from diloco.sim.checkers import Staleness
-from diloco.sim.checking import Checker, Checkers, Violation
+from diloco.sim.checkers import Checker, Checkers, Staleness, Violation
 from diloco.sim.cluster import Cluster
-from diloco.sim.network import MILLISECOND_NS, Direction, Weather
 from diloco.sim.outer_process import CrashPoint
-from diloco.sim.pair_faults import PAIR, PairFaults
-from diloco.sim.plan import SwarmPlan, draw_plan
+from diloco.sim.plan import PAIR, PairFaults, SwarmPlan, draw_plan
 from diloco.sim.site_checkers import CHECKERS, History
+from diloco.sim.world import MILLISECOND_NS, Direction, Weather
 from diloco.sync.events import Ending, UpdateAdmitted, UpdateWithdrawn
 from diloco.sync.options import SECOND_NS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from diloco.sim.syncers import Seat
+    from diloco.sim.cluster import Seat
 
 RISE_NS = 30 * SECOND_NS
 """Within this, after the heal, every fragment gets a new version."""
@@ -30,6 +28,8 @@ END_NS = 60 * SECOND_NS
 """Within this, after the operator's word, the run has ended and every site has left."""
 EVENTS_MAX = 60_000
 LINEAGES_MAX = 4
+ERRORS = (Violation, ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
+"""That end a run: what must not happen, or a mistake in the product or here."""
 
 
 @dataclass(slots=True)
@@ -48,8 +48,18 @@ class Outcome:
     damage_found: int = 0
     staleness_worst: int = 0
     versions: int = 0
+    pairs_cut: int = 0
+    """Of several syncers: how often a site was cut off from one while it reached another."""
+    partly_reached: int = 0
+    """Of several: sites that reached only some of them when they started."""
+    undone: int = 0
+    """Of several: updates that lay after the backup to which their syncer was set back."""
     faults: Counter[str] = field(default_factory=Counter)
     fates: Counter[str] = field(default_factory=Counter)
+
+    def apart(self) -> Counter[str]:
+        """The figures that runs with several syncers have besides."""
+        return Counter(pairs_cut=self.pairs_cut, partly_reached=self.partly_reached, undone=self.undone)
 
 
 def run_seed(seed: int, only: Sequence[type[Checker]] = CHECKERS) -> Outcome:
@@ -82,10 +92,8 @@ class Swarm:
         try:
             self._safety()
             self._liveness()
-        except Violation as violation:
-            outcome.failure, outcome.checker = str(violation), violation.checker
-        except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
-            outcome.failure, outcome.checker = f"error: {error!r} {_place(error)}", "error"
+        except ERRORS as error:
+            outcome.failure, outcome.checker = in_words(error)
         if outcome.failure:
             outcome.failure = f"{outcome.failure} (at {heap.now_ns / 1e9:.3f} s)"
         outcome.digest = self.history.hexdigest()
@@ -343,6 +351,13 @@ class Swarm:
             for name, site in cluster.sites.items():
                 if site.lives:
                     cluster.come_back(name)
+
+
+def in_words(error: Exception) -> tuple[str, str]:
+    """What went wrong, and which checker saw it."""
+    if isinstance(error, Violation):
+        return str(error), error.checker
+    return f"error: {error!r} {_place(error)}", "error"
 
 
 def _place(error: BaseException) -> str:

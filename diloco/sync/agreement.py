@@ -12,7 +12,15 @@ CORPUS = "data.corpus"
 """In what a site shares: the text that it draws from where units of it are leased.  No configuration knows that; the
 run's is that of the first site, so the machine compares it."""
 
-OF_THE_SYNCER = frozenset({"outer.share_weighted", "outer.grace_period_percent"})
+MAY_CHANGE = frozenset({"outer.sites_max"})
+"""The shared settings that a syncer may have otherwise when it starts again on a run: how many it has room for.
+
+The journal says each of them anew at every start, and sites do not go by them.  No other shared setting is like that.
+Sites train, encode, send or stop by their own value of it (``outer.discards_max``, ``outer.updates_in_flight_max``,
+``outer.site_timeout_s``, which they are told), or the machine decides by it and the journal does not say it, so that a
+replay would decide otherwise (``outer.quorum``, ``outer.final_wait_s``, ``run.tokens``).
+"""
+OF_THE_SYNCER = MAY_CHANGE | {"outer.share_weighted", "outer.grace_period_percent"}
 """What the syncer alone goes by: a site whose release or preset has these otherwise takes part."""
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diloco.sync.data_units import Span
 from diloco.sync.events import Ending, Fate, FragmentStanding, Outcome, Reason
-from diloco.sync.spans import Span
 
 # --- effects of the outer machine ------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class Note:
 @dataclass(frozen=True, slots=True)
 class TakeVersion:
     """Make ``version`` of ``fragment``, without an update: ``share`` of a version of the syncer above, and the rest of
-    what is here (``outer.adopt.blend``).
+    what is here (``outer.pseudo_gradient.blend``).
 
     The values above are durable at ``payload``, as fp32 with that ``digest``.  What the outer optimizer remembers stays
     as it is, and the next update for the one above is measured from what comes out.
@@ -312,7 +312,7 @@ LearnerEffect = (
 
 Upward = Seal | Send | Release | Fetch | StartOver | Join | Leave | StopTraining
 RegionEffect = TakeVersion | LetGo | Upward
-"""What the machine of a region asks for towards the syncer above (``upstream.py``)."""
+"""What the machine of a region asks for towards the syncer above (``region.py``)."""
 
 OuterEffect = (
     RegionEffect

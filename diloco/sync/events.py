@@ -1,6 +1,7 @@
 """What may happen to a machine.  Past facts, frozen, made of plain values, so that a journal can hold them.
 
-``call`` numbers are chosen by the shell: the answer to a request is an effect that carries the same number.
+A region hears of the syncer above it what a site hears, and the ``Upstream`` events beside.  ``call`` numbers are
+chosen by the shell: the answer to a request is an effect that carries the same number.
 """
 
 from __future__ import annotations
@@ -8,9 +9,47 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from diloco.sync.data_units import Span
 from diloco.sync.options import HealthOptions
-from diloco.sync.spans import Span
-from diloco.sync.upstream_events import UpstreamFetched, UpstreamStarted
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamStarted:
+    """A process speaks for the region above from now on, as ``site`` there, by rules that may be others than before.
+
+    An update goes up for every ``updates`` that are merged of a fragment; of what comes back a share ``alpha`` goes
+    into the region's values; ``in_flight_max`` of its updates may be undecided above.  ``outbox`` has (fragment,
+    sequence, digest) of those whose bytes are here.  With ``from_blend`` the ``updates`` count from the last version
+    that was taken from above, and nothing more goes up until then.
+    """
+
+    site: str
+    updates: int
+    alpha: float
+    in_flight_max: int
+    outbox: tuple[tuple[int, int, str], ...]
+    from_blend: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamAsked:
+    """A process of a region that has finished is about to start.  The run above may go on, restored: it is asked again
+    whether it is over, and until it answers the region goes on as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamFetched:
+    """The values of a version above are here, verified, and durable at ``payload``, as fp32 with that ``digest``.
+
+    It was asked for in ``lineage``, and given by the syncer of ``epoch``.
+    """
+
+    fragment: int
+    version: int
+    payload: str
+    digest: str
+    lineage: int
+    epoch: int
 
 
 class Reason(StrEnum):
@@ -91,12 +130,14 @@ class SyncerStarted:
     """A process took over the state with a larger ``epoch``; work that was under way is issued again.
 
     ``health`` are the rules of admission from now on; None leaves them as they are.  ``away_ns`` is how long no process
-    had the state, None where that is not known: the sites trained on.
+    had the state, None where that is not known: the sites trained on.  ``sites_max`` sites may be in the run from now
+    on; None leaves that as it is.
     """
 
     epoch: int
     health: HealthOptions | None = None
     away_ns: int | None = None
+    sites_max: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,7 +492,7 @@ class FetchFailed:
 
 @dataclass(frozen=True, slots=True)
 class UnitsTold:
-    """The syncer told the site's list of units from place ``first`` on, in ``pieces`` (``sync/units.py``)."""
+    """The syncer told the site's list of units from place ``first`` on, in ``pieces`` (``sync/data_units.py``)."""
 
     first: int
     pieces: tuple[tuple[int, int], ...]
@@ -490,8 +531,8 @@ LearnerEvent = (
 
 Told = JoinAnswered | FateTold | VersionPublished | FinalAnnounced
 Done = Sealed | SealFailed | PushAnswered | FetchFailed
-RegionEvent = UpstreamStarted | UpstreamFetched | Told | Done
-"""What the machine of a region hears of the syncer above it, to which it is a site (``upstream.py``)."""
+RegionEvent = UpstreamAsked | UpstreamStarted | UpstreamFetched | Told | Done
+"""What the machine of a region hears of the syncer above it, to which it is a site (``region.py``)."""
 
 OuterEvent = (
     RegionEvent

@@ -4,8 +4,31 @@ A record is canonical JSON {"at_ns": instant, "effects": digest, "event": name, 
 digest of what the machine answered, so that a replay by other code that decides otherwise is noticed at the first
 record that differs.  Payloads are in the spool; an event names them.
 
-How records become a file that shows its damage is in ``frames.py``.  Format 1, which is still read, framed each record
-by itself, all integers little-endian: u32 length of the body | u32 CRC-32 of the body | body
+Format 2 is frames in segments, chained, each with a mark that tells a torn end from damage.  A segment is a row of
+units, each of them
+
+    4 bytes kind | u32 length of the body | u32 CRC-32 of all but itself | 32 bytes chain | body
+
+- a *header*, first and only there.  Body: canonical JSON {"before": chain, "format": 2, "run": {}, "segment": number}
+- a *frame* for each turn of the decision loop.  Body: its records, canonical JSON, one on a line
+- a *mark* after each header and frame, without a body: the same chain value again.  It is written when what it marks is
+  durable and before anything is told that follows from it; it is made durable by whatever is synced next.
+
+chain_n = SHA-256(chain_n-1 || body_n) over headers and frames, across segments: a header's chain goes on from
+``before``, the last chain value of the segment before it (32 zero bytes for the first of all).  So each value stands
+for everything that was ever written before it, and an edit anywhere shows at the next unit.  All integers are
+little-endian.
+
+What is not whole at the end of the last segment was being written when its process died; it was never acknowledged and
+is cut off.  But where its mark or any other whole unit follows, it *was* acknowledged, and has been damaged since:
+``JournalError``.  One thing may follow and be cut off with it: a last frame without a mark, behind the hole of the mark
+before it.  The two are made durable by one sync, and a power cut before that may have kept the second alone.
+
+Two things cannot be told here from an end that was never acknowledged: damage to the very last frame after a power cut
+that took its mark along, and a last segment that somebody cut off between two units (``syncer/journal_files`` can).
+
+Format 1, which is still read, framed each record by itself, all integers little-endian: u32 length of the body | u32
+CRC-32 of the body | body
 """
 
 from __future__ import annotations
@@ -15,18 +38,198 @@ import struct
 import typing
 import zlib
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from diloco.sync.effects import Note
 from diloco.sync.events import OuterEvent
-from diloco.sync.plain import PlainError, canonical, from_plain, parse_json, to_plain
+from diloco.sync.plain import PlainError, canonical, from_plain, parse_json, stored_name, to_plain
 
-if typing.TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from diloco.sync.effects import OuterEffect
     from diloco.sync.syncer import OuterSync
 
-FRAME = struct.Struct("<II")
+FORMAT = 2
+"""Of segments that have a header.  Those of format 1 have none (``journal.read_records``)."""
+UNIT = struct.Struct("<4sII32s")
+# No text inside a body, which is ASCII, looks like a kind; nor does the length that a segment of format 1 begins with.
+HEADER, FRAME, MARK = b"\xd1JH\x02", b"\xd1JF\x02", b"\xd1JM\x02"
+FRAME_BYTES_MAX = 64 << 20
+"""A turn takes some hundreds of events, and each came in a message of at most 64 KiB."""
+CHAIN_START = bytes(32)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a segment says of itself.  ``before`` is hexadecimal; ``run`` is for who mixes folders."""
+
+    before: str
+    format: int
+    run: dict[str, str | int]
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A turn: ``body`` has its records, ``offset`` is where its first byte lies, ``chain`` stands for all up to it."""
+
+    offset: int
+    body: bytes
+    chain: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What is whole in a segment.  ``header`` is None where not even that is: then nothing was ever acknowledged here.
+
+    ``end`` is where the whole units end, and ``chain`` is the value there; ``marked`` is whether the last of them is a
+    mark.
+    """
+
+    header: Header | None
+    frames: tuple[Frame, ...]
+    end: int
+    chain: bytes
+    marked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A header, a frame or a mark; ``end`` is where the next one begins."""
+
+    kind: bytes
+    chain: bytes
+    body: bytes
+    end: int
+
+
+def encode_header(segment: int, before: bytes, run: Mapping[str, str | int]) -> tuple[bytes, bytes]:
+    """The first unit of a segment, and its chain value."""
+    return _chained(HEADER, canonical(Header(before.hex(), FORMAT, dict(run), segment)), before)
+
+
+def encode_frame(body: bytes, before: bytes) -> tuple[bytes, bytes]:
+    """A frame that follows the chain value ``before``, and its own chain value."""
+    return _chained(FRAME, body, before)
+
+
+def encode_mark(chain: bytes) -> bytes:
+    """What is written when the unit with this chain value is durable."""
+    return _unit(MARK, chain, b"")
+
+
+def _chained(kind: bytes, body: bytes, before: bytes) -> tuple[bytes, bytes]:
+    assert 0 < len(body) <= FRAME_BYTES_MAX, len(body)
+    chain = chain_after(before, body)
+    return _unit(kind, chain, body), chain
+
+
+def chain_after(before: bytes, body: bytes) -> bytes:
+    """The value that stands for everything up to and with ``body``."""
+    return hashlib.sha256(before + body).digest()
+
+
+def _unit(kind: bytes, chain: bytes, body: bytes) -> bytes:
+    return UNIT.pack(kind, len(body), _checksum(kind, chain, body), chain) + body
+
+
+def _checksum(kind: bytes, chain: bytes, body: bytes | memoryview) -> int:
+    return zlib.crc32(body, zlib.crc32(chain, zlib.crc32(kind + len(body).to_bytes(4, "little"))))
+
+
+def is_framed(data: bytes) -> bool:
+    """Whether this is a segment of format 2, damaged or not; one of format 1 has no unit anywhere.
+
+    One of which nothing has reached the disk, or zeros only, may be of either; nothing is lost by calling it this.
+    """
+    return HEADER.startswith(data[:4]) or not data.strip(b"\0") or _later_unit(data, 0) is not None
+
+
+def read_segment(data: bytes) -> Segment:
+    """Everything whole in ``data``; ``JournalError`` with the offset where something is damaged, edited or unknown."""
+    header: Header | None = None
+    frames: list[Frame] = []
+    at, chain, marked = 0, CHAIN_START, False
+    while (unit := _whole_unit(data, at)) is not None:
+        if (unit.kind == HEADER) != (at == 0):
+            raise JournalError(f"unit at byte {at} is damaged: a segment has one header, at its beginning")
+        if header is None:
+            header = _parse_header(unit.body)
+            chain = bytes.fromhex(header.before)
+        marked = unit.kind == MARK
+        expected = chain if marked else chain_after(chain, unit.body)
+        if unit.chain != expected:
+            raise JournalError(f"unit at byte {at} does not go on from what is before it: one of them was changed")
+        if unit.kind == FRAME:
+            frames.append(Frame(at, unit.body, unit.chain))
+        at, chain = unit.end, unit.chain
+    later = _later_unit(data, at + 1)
+    if later is not None and (marked or not _was_beyond_its_mark(data, at, later)):
+        raise JournalError(f"unit at byte {at} is damaged: the one at byte {later} after it is whole")
+    if len(data) - at > UNIT.size + FRAME_BYTES_MAX:
+        raise JournalError(f"unit at byte {at} is damaged: {len(data) - at} bytes from there on are none")
+    return Segment(header, tuple(frames), at, chain, marked)
+
+
+def units(data: bytes, at: int = 0) -> Iterator[Unit]:
+    """The whole units one after the other from ``at`` on; whether they are chained is not looked at."""
+    while (unit := _whole_unit(data, at)) is not None:
+        yield unit
+        at = unit.end
+
+
+def _whole_unit(data: bytes, at: int) -> Unit | None:
+    """The unit at ``at``, if what is there is one."""
+    if at + UNIT.size > len(data):
+        return None
+    kind, length, checksum, chain = UNIT.unpack_from(data, at)
+    end = at + UNIT.size + int(length)
+    if kind not in (HEADER, FRAME, MARK) or length > FRAME_BYTES_MAX or end > len(data):
+        return None
+    body = data[at + UNIT.size : end]
+    return Unit(kind, chain, body, end) if _checksum(kind, chain, body) == checksum else None
+
+
+def _was_beyond_its_mark(data: bytes, at: int, later: int) -> bool:
+    """Whether all that follows the hole at ``at`` is one frame, where it would be had a mark stood in the hole.
+
+    A mark and the frame after it are made durable by one sync, and a power cut before that may keep the second alone.
+    """
+    unit = _whole_unit(data, later)
+    assert unit is not None
+    return later == at + UNIT.size and unit.kind == FRAME and _later_unit(data, unit.end) is None
+
+
+def _later_unit(data: bytes, start: int) -> int | None:
+    """Where the first whole unit from byte ``start`` on begins."""
+    places = [data.find(kind, start) for kind in (HEADER, FRAME, MARK)]
+    while any(place >= 0 for place in places):
+        first = min(place for place in places if place >= 0)
+        if _whole_unit(data, first) is not None:
+            return first
+        places = [data.find(kind, first + 1) for kind in (HEADER, FRAME, MARK)]
+    return None
+
+
+def _parse_header(body: bytes) -> Header:
+    try:
+        plain = parse_json(body)
+        found = plain["format"]
+        if type(found) is int and found > FORMAT:
+            raise JournalError(f"unit at byte 0 has format {found}, of a newer version; this one reads up to {FORMAT}")
+        header = from_plain(Header, plain, "header")
+        if header.format != FORMAT or len(bytes.fromhex(header.before)) != len(CHAIN_START):
+            raise ValueError(f"format {header.format!r}, before {header.before!r}")
+    except JournalError:
+        raise
+    except (ValueError, KeyError, TypeError, PlainError) as error:
+        raise JournalError(f"unit at byte 0 is not a segment's header of this version: {str(error)[:200]}") from error
+    assert isinstance(header, Header)
+    return header
+
+
+FRAME_1 = struct.Struct("<II")
 RECORD_BYTES_MAX = 1 << 20
 BODY_START = b'{"at_ns":'
 """No text inside a body looks like a frame and this: the length would be four printable characters, over the bound."""
@@ -56,7 +259,7 @@ def digest_effects(effects: Sequence[OuterEffect]) -> str:
 
 def _digest(effects: Sequence[OuterEffect]) -> str:
     """The share of a whole step is left out, as in the journals from before there were shares."""
-    named = [[type(effect).__name__, to_plain(effect)] for effect in effects]
+    named = [[stored_name(type(effect)), to_plain(effect)] for effect in effects]
     for _, fields in named:
         if isinstance(fields, dict) and fields.get("share") == 1:
             del fields["share"]
@@ -79,7 +282,7 @@ def encode_record(record: Record) -> bytes:
     """``record`` in the frame of format 1."""
     body = _encode(record)
     assert len(body) <= RECORD_BYTES_MAX, len(body)
-    return FRAME.pack(len(body), zlib.crc32(body)) + body
+    return FRAME_1.pack(len(body), zlib.crc32(body)) + body
 
 
 def _encode(record: Record) -> bytes:
@@ -87,7 +290,7 @@ def _encode(record: Record) -> bytes:
         {
             "at_ns": record.at_ns,
             "effects": record.effects_digest,
-            "event": type(record.event).__name__,
+            "event": stored_name(type(record.event)),
             "is": record.event,
         }
     )
@@ -102,7 +305,7 @@ def read_records(data: bytes) -> tuple[list[Record], int]:
     records: list[Record] = []
     at = 0
     while (end := _end_of_record(data, at)) is not None:
-        records.append(_parse(data[at + FRAME.size : end], at))
+        records.append(_parse(data[at + FRAME_1.size : end], at))
         at = end
     _check_tail(data, at)
     return records, at
@@ -110,31 +313,31 @@ def read_records(data: bytes) -> tuple[list[Record], int]:
 
 def _end_of_record(data: bytes, at: int) -> int | None:
     """Where the whole record at ``at`` ends; None if there is none."""
-    if at + FRAME.size > len(data):
+    if at + FRAME_1.size > len(data):
         return None
-    length, checksum = FRAME.unpack_from(data, at)
-    end = at + FRAME.size + int(length)
+    length, checksum = FRAME_1.unpack_from(data, at)
+    end = at + FRAME_1.size + int(length)
     if not 0 < length <= RECORD_BYTES_MAX or end > len(data):
         return None
-    return end if zlib.crc32(memoryview(data)[at + FRAME.size : end]) == checksum else None
+    return end if zlib.crc32(memoryview(data)[at + FRAME_1.size : end]) == checksum else None
 
 
 def _check_tail(data: bytes, at: int) -> None:
-    later = data.find(BODY_START, at + FRAME.size + 1)
+    later = data.find(BODY_START, at + FRAME_1.size + 1)
     while later >= 0:
-        if _end_of_record(data, later - FRAME.size) is not None:
+        if _end_of_record(data, later - FRAME_1.size) is not None:
             raise JournalError(
-                f"journal record at byte {at} is damaged: the one at byte {later - FRAME.size} after it is whole"
+                f"journal record at byte {at} is damaged: the one at byte {later - FRAME_1.size} after it is whole"
             )
         later = data.find(BODY_START, later + 1)
-    if len(data) - at > FRAME.size + RECORD_BYTES_MAX:
+    if len(data) - at > FRAME_1.size + RECORD_BYTES_MAX:
         raise JournalError(f"journal has {len(data) - at} bytes from byte {at} on that are no record")
 
 
 def _parse(body: bytes, at: int) -> Record:
     try:
         plain = parse_json(body)
-        kinds = {kind.__name__: kind for kind in EVENT_KINDS}
+        kinds = {stored_name(kind): kind for kind in EVENT_KINDS}
         event = from_plain(kinds[plain["event"]], plain["is"], plain["event"])
         at_ns, effects = from_plain(int, plain["at_ns"], "at_ns"), from_plain(str, plain["effects"], "effects")
         return Record(at_ns, event, effects)

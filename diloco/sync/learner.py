@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from diloco.sync.boundary import boundary, comes_first, in_turn, may_act, next_turn, step_done, steps_to_act
 from diloco.sync.effects import LearnerEffect, Leave
 from diloco.sync.events import (
     BaseDiffers,
@@ -43,13 +42,25 @@ from diloco.sync.events import (
     VersionFetched,
     VersionPublished,
 )
-from diloco.sync.following import differs, fetched, published
-from diloco.sync.joining import joined, settle
 from diloco.sync.plain import from_plain, to_plain
-from diloco.sync.progress import FragmentProgress, LearnerState, SentState
-from diloco.sync.sending import fate_told, push_answered, seal_failed, sealed, unsend, write_off
-from diloco.sync.site_turn import SiteTurn
+from diloco.sync.progress import FragmentProgress, LearnerState, SentState, SiteTurn
 from diloco.sync.site_units import told
+from diloco.sync.updates import (
+    boundary,
+    comes_first,
+    fate_told,
+    in_turn,
+    may_act,
+    next_turn,
+    push_answered,
+    seal_failed,
+    sealed,
+    step_done,
+    steps_to_act,
+    unsend,
+    write_off,
+)
+from diloco.sync.versions import differs, fetched, joined, published, settle
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

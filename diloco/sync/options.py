@@ -1,15 +1,60 @@
-"""What can be set on the two machines, checked where it is written down.
+"""What can be set on the two machines, checked where it is written down; and the schedule by which fragments are due.
 
-Every field carries its unit as the last word of its name.  A value that cannot work raises ``ValueError`` with
-the field and the value, so that the launcher can show one line instead of a traceback.
+Every field carries its unit as the last word of its name.  A value that cannot work raises ``ValueError`` with the
+field and the value, so that the launcher can show one line instead of a traceback.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import inf
 
-from diloco.sync import schedule
+
+@lru_cache(maxsize=64)
+def even_offsets(num_fragments: int, inner_steps: int) -> tuple[int, ...]:
+    """The inner step, modulo ``inner_steps``, at which each fragment is due.
+
+    Fragments are spread evenly over the period, so that the link carries a flat load instead of a burst (Streaming
+    DiLoCo, arXiv 2501.18512, section 2.2).  The last fragment is due at 0, which with one fragment is DiLoCo's H.
+    """
+    assert 0 < num_fragments <= inner_steps, (num_fragments, inner_steps)
+    return tuple(place * inner_steps // num_fragments % inner_steps for place in range(1, num_fragments + 1))
+
+
+def local_steps(inner_steps: int, fastest_ns: int, own_ns: int, rounding: str = "down") -> int:
+    """The inner steps that a site makes while the fastest makes ``inner_steps``: dynamic local updates, with which all
+    come at about the same time, whatever their speed (arXiv 2401.09135, section 4.2).
+
+    ``fastest_ns`` and ``own_ns`` are what an inner step takes; 0: not known yet, and then the site is as fast as any.
+    ``rounding`` is ``down``, as there, or ``up``, as in HALoS' code (arXiv 2506.04531); at least one step either way.
+    """
+    if not (fastest_ns and own_ns):
+        return inner_steps
+    steps, rest = divmod(inner_steps * fastest_ns, own_ns)
+    return min(inner_steps, max(1, steps + (rounding == "up" and rest > 0)))
+
+
+def due(offsets: tuple[int, ...], inner_steps: int, step: int, steps: int = 1) -> tuple[int, ...]:
+    """The fragments, of which these are the offsets, that are due right after inner step number ``step`` (counted from
+    1), or after one of the ``steps`` that end with it."""
+    return _due(offsets, inner_steps, step % inner_steps, min(steps, step))
+
+
+def steps_to_due(offsets: tuple[int, ...], inner_steps: int, step: int) -> int:
+    """The inner steps from ``step`` to the next after which any fragment is due; at least 1."""
+    return _steps_to_due(offsets, inner_steps, step % inner_steps)
+
+
+@lru_cache(maxsize=4096)
+def _steps_to_due(offsets: tuple[int, ...], inner_steps: int, place: int) -> int:
+    return min(inner_steps - (place - at) % inner_steps for at in offsets)
+
+
+@lru_cache(maxsize=4096)
+def _due(offsets: tuple[int, ...], inner_steps: int, place: int, steps: int) -> tuple[int, ...]:
+    return tuple(each for each, at in enumerate(offsets) if (place - at) % inner_steps < steps)
+
 
 SECOND_NS = 1_000_000_000
 
@@ -27,6 +72,11 @@ FATES_KEPT_LIMIT = 1024
 """Of ``fates_kept_max``: what one message to a site may carry."""
 
 
+def smoothed(previous_ns: int, sample_ns: int) -> int:
+    """An exponential mean with factor one half, in integers so that a replay gives the same value."""
+    return sample_ns if previous_ns == 0 else (previous_ns + sample_ns) // 2
+
+
 def require(condition: bool, field: str, value: object, wanted: str) -> None:
     """Raise ``ValueError`` naming ``field``, the ``value`` it has and what was ``wanted``."""
     if not condition:
@@ -35,7 +85,7 @@ def require(condition: bool, field: str, value: object, wanted: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HealthOptions:
-    """What becomes of an update that looks like no other (``sync/health.py``).
+    """What becomes of an update that looks like no other (``sync/admission.py``).
 
     They are an operator's, not the run's: ``SyncerStarted`` journals them, so that the next process may have others.
     """
@@ -96,7 +146,7 @@ class OuterOptions:
     """What one contribution is: ``site``, all that a site has in the round, added up; ``update``, each of its updates
     (FedBuff, arXiv 2106.06639)."""
     share_weighted: bool = False
-    """An outer step of some of the live sites is that share of a step, and not a whole one (``sync/weights.share``)."""
+    """An outer step of some of the live sites is that share of a step, and not a whole one (``rounds.share``)."""
     staleness_max: int = 8
     staleness_power: float = 0.0
     """How much less an old contribution counts beside a new one: (1 + staleness)^-power."""
@@ -110,7 +160,8 @@ class OuterOptions:
     fates_kept_max: int = 64
     """Of each site and fragment, for who missed one: at least those of the updates that can still be asked for."""
     sites_max: int = 256
-    """Sites that are in the run; not those that have left, or that an operator has put out."""
+    """Sites that are in the run; not those that have left, or that an operator has put out.  ``SyncerStarted``
+    journals it, so that the next process may have another."""
     unit_sequences: int = 0
     """Sequences in a unit of the data; 0: none are leased, because each site has a share of its own."""
     lease_ns: int = 300 * SECOND_NS
@@ -166,7 +217,7 @@ class LearnerOptions:
     dynamic_steps: bool = False
     """H is for the fastest site, and a slower one makes as many fewer as it is slower."""
     dynamic_rounding: str = "down"
-    """Where that is no whole number of steps (``schedule.local_steps``)."""
+    """Where that is no whole number of steps (:func:`local_steps`)."""
     adopt: str = "rebase"
     """``rebase`` keeps progress, ``overwrite`` is Decoupled DiLoCo, ``blend`` is Streaming DiLoCo with α, ``eager``
     keeps what is not sent and a share of what is not merged."""
@@ -214,4 +265,4 @@ class LearnerOptions:
     @property
     def due_at(self) -> tuple[int, ...]:
         """The inner step, modulo ``inner_steps``, at which each fragment is due."""
-        return self.offsets or schedule.offsets(self.num_fragments, self.inner_steps)
+        return self.offsets or even_offsets(self.num_fragments, self.inner_steps)

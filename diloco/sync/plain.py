@@ -1,4 +1,9 @@
-"""Records of this floor to and from plain values (dict, list, str, int, float, bool, None) and canonical JSON."""
+"""Records of this floor to and from plain values (dict, list, str, int, float, bool, None) and canonical JSON.
+
+The names that a journal, a snapshot or a checkpoint stores are a format (``tests/fixtures/stored.json`` has all).  A
+class or a field is stored under its own name, or under the one that it had first: ``STORED = "OldName"`` in the class,
+``metadata={"stored": "old_name"}`` at the field.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +37,12 @@ def to_plain(value: object) -> object:
         return [item if type(item) in SCALARS else to_plain(item) for item in value]  # type: ignore[attr-defined]
     if isinstance(value, StrEnum):
         return value.value
-    names = _field_names(kind)
+    names = stored_fields(kind)
     if names is not None:
-        return {name: item if type(item := getattr(value, name)) in SCALARS else to_plain(item) for name in names}
+        return {
+            stored: item if type(item := getattr(value, name)) in SCALARS else to_plain(item)
+            for stored, name in names.items()
+        }
     if isinstance(value, Mapping):
         return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -43,9 +51,16 @@ def to_plain(value: object) -> object:
 
 
 @functools.cache
-def _field_names(kind: type) -> tuple[str, ...] | None:
-    """The fields of a dataclass; None for any other type."""
-    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
+def stored_fields(kind: type) -> dict[str, str] | None:
+    """The fields of a dataclass by the names under which they are stored; None for any other type."""
+    if not dataclasses.is_dataclass(kind):
+        return None
+    return {field.metadata.get("stored", field.name): field.name for field in dataclasses.fields(kind)}
+
+
+def stored_name(kind: type) -> str:
+    """The name under which records of ``kind`` are stored."""
+    return str(getattr(kind, "STORED", kind.__name__))
 
 
 def canonical(value: object) -> bytes:
@@ -93,9 +108,9 @@ def _hints(kind: type) -> dict[str, object]:
 
 @functools.cache
 def _required(kind: type) -> frozenset[str]:
-    """The fields of a dataclass that have no default."""
+    """The stored names of a dataclass' fields that have no default."""
     return frozenset(
-        field.name
+        field.metadata.get("stored", field.name)
         for field in dataclasses.fields(kind)
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     )
@@ -127,14 +142,16 @@ def from_plain(kind: object, value: object, where: str = "") -> typing.Any:
 
 
 def _record(kind: type, value: object, where: str) -> typing.Any:
-    given, hints = _mapped(value, where), _hints(kind)
-    unknown = given.keys() - hints.keys()
+    given, hints, names = _mapped(value, where), _hints(kind), stored_fields(kind) or {}
+    unknown = given.keys() - names.keys()
     if unknown:
         raise PlainError(f"{where or kind.__name__} has unknown fields: {', '.join(sorted(unknown))[:80]}")
     missing = _required(kind) - given.keys()
     if missing:
         raise PlainError(f"{where or kind.__name__} lacks fields: {', '.join(sorted(missing))}")
-    return kind(**{name: from_plain(hints[name], item, f"{where}.{name}") for name, item in given.items()})
+    return kind(
+        **{names[stored]: from_plain(hints[names[stored]], item, f"{where}.{stored}") for stored, item in given.items()}
+    )
 
 
 def _union(kinds: tuple[object, ...], value: object, where: str) -> typing.Any:

@@ -1,4 +1,7 @@
-"""What a site's machine remembers: its place in every fragment, and where each token it read has gone."""
+"""What a site's machine remembers: its place in every fragment, and where each token it read has gone.
+
+``SiteTurn`` is one handling of an event: the memory, the rules, and what the site must do so far.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,37 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from diloco.sync.data_units import Piece, Span, units_at
+from diloco.sync.effects import Fetch, LearnerEffect, Note, StopTraining
 from diloco.sync.events import Ending, Fate
-from diloco.sync.site_units import SiteUnits
-from diloco.sync.spans import Span
+from diloco.sync.options import LearnerOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+
+@dataclass(slots=True)
+class SiteUnits:
+    """A list from place ``first`` on; the syncer has told of the places before ``known``.
+
+    ``again`` counts the places at which there was no unit to draw but those that were drawn before.
+    """
+
+    first: int = 0
+    pieces: list[Piece] = field(default_factory=list)
+    known: int = 0
+    again: int = 0
+    spare: list[Span] = field(default_factory=list)
+    """Some units that it has drawn, for when there is no other in the list."""
+
+    @property
+    def end(self) -> int:
+        """The first place that has no unit yet."""
+        return self.first + sum(count for _, count in self.pieces)
+
+    def real(self) -> list[Span]:
+        """The units that can be drawn over again."""
+        return units_at(self.first, self.pieces, [(self.first, self.end)]) or self.spare
 
 
 class SentState(StrEnum):
@@ -247,3 +275,43 @@ def combined(ledgers: Sequence[Ledger]) -> Ledger:
         replace(ledger, processed=processed, unsent=ledger.unsent + processed - ledger.processed) for ledger in ledgers
     ]
     return mean_ledger(whole)
+
+
+@dataclass(slots=True)
+class SiteTurn:
+    """What the rules of a site's machine read and write; the mirror of ``Turn``."""
+
+    options: LearnerOptions
+    state: LearnerState
+    effects: list[LearnerEffect] = field(default_factory=list)
+
+    def note(self, what: str, why: str, fragment: int | None = None) -> None:
+        """Say a decision and its reason."""
+        self.effects.append(Note(what, why, fragment=fragment))
+
+    def find(self, index: int, sequence: int) -> Sent | None:
+        """The update of the in-flight list with that number."""
+        for sent in self.state.fragments[index].in_flight:
+            if sent.sequence == sequence:
+                return sent
+        return None
+
+    def want(self, index: int) -> None:
+        """Fetch the newest version unless it is here or on its way."""
+        part = self.state.fragments[index]
+        have = max(part.fetched, part.base_version)
+        if part.published > have and not part.fetching:
+            part.fetching = True
+            self.effects.append(Fetch(index, have))
+
+    def end(self, ending: Ending | None, why: str) -> None:
+        """Stop training in good order: what is unsent still goes out."""
+        self.state.ending = self.state.ending or ending
+        if not self.state.stopping:
+            self.state.stopping = True
+            self.effects.append(StopTraining(ending, why))
+
+    def stop(self, why: str) -> None:
+        """Give up: this process must not, or cannot, go on."""
+        self.state.stopping = self.state.left = True
+        self.effects.append(StopTraining(None, why, failed=True))

@@ -1,26 +1,253 @@
-"""The rounds of a fragment: opened by an update, closed into one outer step, which gives the next version."""
+"""The rounds of a fragment: opened by an update, closed into one outer step, which gives the next version.
+
+A round closes when its quorum is met and its grace is over, or when every live site is there (``standing``,
+``grace_ns``).  What a site's contribution counts in the merge is its weight (``raw_weight``), and what the merge counts
+of a whole step is its share (``share``).
+
+An update that arrives enters the fragment's round or is answered at once.  A refusal changes nothing, so that no caller
+can make the syncer remember what it refuses, but for one: what is refused as an outlier is remembered by its digest,
+and counted.  Every other reason holds for ever once it holds, or is found again in the same bytes.  What is usual
+moves, and the same update that comes twice, or again after a crash, must not be refused to its site, which throws it
+away, and then be merged.
+
+A ``Selection`` names the updates that an operator means, in words that a person can type.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from diloco.sync import ending, upstream
-from diloco.sync.claims import period_ns, seen_ns
-from diloco.sync.effects import Contribution, PublishVersion, StartOuterStep, UpdateRef
-from diloco.sync.events import Reason
+from diloco.sync import ending, members, region
+from diloco.sync.admission import (
+    NOTHING_WRONG,
+    Finding,
+    Verdict,
+    admit,
+    arrived,
+    held_from,
+    implausible,
+    looked_at,
+    period_ns,
+    remember,
+    seen_ns,
+    vital_of,
+)
+from diloco.sync.effects import AnswerPush, Contribution, PublishVersion, StartOuterStep, UpdateRef
+from diloco.sync.events import Outcome, Reason, UpdateArrived
 from diloco.sync.fates import decide, refuse, refuse_stale
-from diloco.sync.quorum import grace_ns, smoothed, standing
+from diloco.sync.options import smoothed
 from diloco.sync.state import Line, OuterState, Pending, Phase, Round
-from diloco.sync.weights import normalised, of_its_age, raw_weight, share
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from diloco.sync.events import OuterStepDone, OuterStepFailed
     from diloco.sync.options import OuterOptions
+
+    pass
     from diloco.sync.turn import Turn
+
+
+class QuorumStanding(NamedTuple):
+    """``met``: enough distinct sites arrived.  ``complete``: every member did, so waiting for more is pointless."""
+
+    met: bool
+    complete: bool
+    why: Callable[[], str]
+    """In words, which take longer than to judge."""
+
+
+def standing(
+    options: OuterOptions,
+    members: Sequence[str],
+    live: AbstractSet[str],
+    arrived: AbstractSet[str],
+    waiting: int,
+) -> QuorumStanding:
+    """Judge a round.
+
+    ``members`` are the sites of the round (live when it opened and not lost since), ``live`` those live now,
+    ``arrived`` those with at least one update waiting: an update counts even when its site has died meanwhile.
+    ``waiting`` is how many updates wait.
+    """
+    here = len(arrived)
+    if options.round_updates:
+        # More than the live sites may send without a fate cannot be waited for.
+        wanted = min(options.round_updates, max(1, len(live)) * options.updates_in_flight_max)
+        enough = waiting >= wanted
+        return QuorumStanding(enough, enough, lambda: f"{waiting} updates are here, {wanted} make a round")
+    complete = live <= arrived
+    if here < options.quorum_min:
+        least = options.quorum_min
+        return QuorumStanding(False, False, lambda: f"{here} of at least quorum_min={least} sites arrived")
+    if options.quorum == "all":
+        if len(members) > here or not arrived >= set(members):
+            return QuorumStanding(False, False, lambda: _absent(members, arrived))
+        return QuorumStanding(True, complete, lambda: f"all {len(members)} members arrived")
+    quorum = options.quorum
+    assert isinstance(quorum, int)
+    if here < quorum:
+        return QuorumStanding(False, False, lambda: f"{here} of quorum={quorum} sites arrived")
+    return QuorumStanding(True, complete, lambda: f"quorum={quorum} met by {', '.join(sorted(arrived))}")
+
+
+def _absent(members: Sequence[str], arrived: AbstractSet[str]) -> str:
+    absent = sorted(set(members) - arrived)
+    return f"waiting for {', '.join(absent)} of all {len(members)} members"
+
+
+def grace_ns(options: OuterOptions, step_ns: int, quorum_ns: int, sync_ns: int, period_ns: int = 0) -> int:
+    """How long to wait for more sites once the quorum is met.
+
+    Adaptive grace takes a share of the slack that the overlap leaves (Decoupled DiLoCo, arXiv 2604.21428:
+    slack = τ·ξ_step − (ξ_quorum + ξ_sync)), at most ``options.grace_ns``, but no less than ``grace_period_percent`` of
+    a period, which is what it takes to bring equal sites into one round.  ``step_ns`` is the slowest live site's usual
+    step, ``quorum_ns`` the usual time to the quorum, ``sync_ns`` that of an outer step, ``period_ns`` the fastest live
+    site's usual time between two updates.
+    """
+    if options.grace == "fixed":
+        return options.grace_ns
+    slack_ns = options.overlap_steps * step_ns - (quorum_ns + sync_ns)
+    wanted_ns = max(0, slack_ns) * options.grace_share_percent // 100
+    return max(min(options.grace_ns, wanted_ns), period_ns * options.grace_period_percent // 100)
+
+
+SHARE_LEAST = 1e-6
+"""Of a round, for a site beside which others claim to be a million times as much: its step is still one."""
+
+
+def raw_weight(rule: str, tokens: int, steps: int) -> float:
+    """The weight before normalising: ``tokens`` and ``steps`` since the fragment's previous update, both positive.
+
+    ``tokens2_per_step`` is Decoupled DiLoCo's tokens times tokens per step (arXiv 2604.21428): a site counts by how
+    much it read and by how large its batches were.  ``uniform`` is DiLoCo's plain mean (arXiv 2311.08105, alg. 1).
+    """
+    assert tokens > 0, tokens
+    assert steps > 0, steps
+    if rule == "tokens2_per_step":
+        return tokens * tokens / steps
+    if rule == "tokens":
+        return float(tokens)
+    assert rule == "uniform", rule
+    return 1.0
+
+
+def of_its_age(staleness: int, power: float) -> float:
+    """What a contribution so many versions old counts of its weight: (1 + staleness)^-power (arXiv 1903.03934,
+    polynomial).
+
+    The weights of a merge still sum to 1: this takes from the old what it gives to the new, and makes no step smaller.
+    """
+    assert staleness >= 0, staleness
+    return float((1 + staleness) ** -power)
+
+
+def normalised(weights: Sequence[float]) -> tuple[float, ...]:
+    """``weights`` divided by their sum, so that they sum to 1 to within 1e-12."""
+    total = sum(weights)
+    assert total > 0 or not weights, weights
+    return tuple(weight / total for weight in weights)
+
+
+def share(merged: Collection[str], full_round: Mapping[str, float]) -> float:
+    """Which part of a full round the sites ``merged`` are, above 0 and at most 1; exactly 1 for all of them.
+
+    ``full_round`` has the usual weight of an update of each site that the round could have had.  A step that is taken
+    by this share moves the model by each site's pseudo-gradient as far as a step of all of them does, so the result
+    does not depend on which sites arrive together, as long as their updates are of the usual length.  Weights and not
+    only tokens, because that is what a site counts in a merge with others; the usual ones, because an update of two
+    periods is as much longer already.
+    """
+    if not full_round:
+        return 1.0
+    part = sum(weight for name, weight in full_round.items() if name in merged) / sum(full_round.values())
+    return max(SHARE_LEAST, part)
+
+
+OUTLIERS_REMEMBERED_MAX = 16
+"""Of one number: a site whose updates are discarded in a row stops in words long before it has sent so many."""
+
+
+def update_arrived(turn: Turn, event: UpdateArrived) -> None:
+    """Judge an update that is whole and durable, and answer."""
+    assert event.tokens > 0, event
+    assert event.steps > 0, event
+    state = turn.state
+    verdict, finding = _judged(turn, event)
+    known = 0 <= event.fragment < len(state.fragments)
+    version = state.fragments[event.fragment].version if known else 0
+    turn.effects.append(AnswerPush(event.call, verdict.outcome, version, verdict.reason, verdict.fate))
+    if verdict.outcome is not Outcome.ACCEPTED:
+        if finding.why and verdict.reason is not None:
+            _refused(state.sites[event.site].lines[event.fragment], event.digest, verdict.reason)
+        return
+    members.came_back(turn, event.site)
+    site, fragment = state.sites[event.site], state.fragments[event.fragment]
+    site.step_ns = smoothed(site.step_ns, event.step_ns)
+    line, vital = site.lines[event.fragment], vital_of(state, turn.options, event)
+    arrived(state, turn.options, event)
+    line.watermark, line.cursor, line.final = event.sequence, max(line.cursor, event.cursor), event.final
+    line.outliers = []  # Whatever comes under this number again is a duplicate or a conflict.
+    fragment.arrivals += 1
+    pending = Pending(
+        event.sequence,
+        event.base_version,
+        event.tokens,
+        event.steps,
+        event.digest,
+        event.payload,
+        event.encoding,
+        spans=list(event.spans),
+        arrival=fragment.arrivals,
+    )
+    line.undecided.append(pending)
+    is_held = bool(finding.why) and state.health.policy_of(event.site) == "hold"
+    pending.held = held_from(state, event, finding) if is_held else None
+    turn.attendance.line_changed(event.site, event.fragment)
+    if is_held:
+        turn.note("update_held", _words(event, finding), site=event.site, fragment=event.fragment)
+        return
+    if finding.why:
+        turn.note("outlier_admitted", _words(event, finding), site=event.site, fragment=event.fragment)
+    if event.norm > 0:  # Somebody has measured it.
+        remember(state, event.site, event.fragment, vital)
+    if fragment.round is None:
+        open_round(turn, event.fragment)
+
+
+def _judged(turn: Turn, event: UpdateArrived) -> tuple[Verdict, Finding]:
+    """By the header first: what may not enter is answered whatever it holds."""
+    header = (event.site, event.incarnation, event.fragment, event.sequence, event.base_version, event.digest)
+    verdict = admit(turn.state, turn.options, *header)
+    if verdict.outcome is not Outcome.ACCEPTED:
+        if verdict.reason is Reason.OUTLIER:
+            why = f"sequence {event.sequence}: it was refused before"
+            turn.note("outlier_again", why, site=event.site, fragment=event.fragment)
+        return verdict, NOTHING_WRONG
+    if not event.intact:
+        return Verdict(Outcome.REFUSED, Reason.CORRUPT), NOTHING_WRONG
+    if not event.finite:
+        return Verdict(Outcome.REFUSED, Reason.NON_FINITE), NOTHING_WRONG
+    state, reason = turn.state, Reason.IMPLAUSIBLE
+    finding = Finding(None, None, implausible(state, turn.options, event))
+    if not finding.why:
+        finding, reason = looked_at(state, event, vital_of(state, turn.options, event)), Reason.OUTLIER
+    if finding.why and state.health.policy_of(event.site) == "refuse":
+        turn.note(f"{reason.value}_refused", _words(event, finding), site=event.site, fragment=event.fragment)
+        return Verdict(Outcome.REFUSED, reason), finding
+    return verdict, finding
+
+
+def _refused(line: Line, digest: str, reason: Reason) -> None:
+    line.outliers = [*line.outliers, digest][-OUTLIERS_REMEMBERED_MAX:]
+    line.updates_refused[reason.value] = line.updates_refused.get(reason.value, 0) + 1
+
+
+def _words(event: UpdateArrived, finding: Finding) -> str:
+    return f"sequence {event.sequence}: {finding.why}"
 
 
 def open_round(turn: Turn, index: int) -> Round:
@@ -44,7 +271,7 @@ def consider(turn: Turn, index: int) -> None:
         return
     collecting = fragment.round or open_round(turn, index)
     shrunk = _shrink(turn, index, collecting)
-    merging = fragment.merging_since_ns is not None or upstream.waits_for_base(state, index)
+    merging = fragment.merging_since_ns is not None or region.waits_for_base(state, index)
     if not merging and ending.all_final(turn, index):
         _close(turn, index, "the last round is complete")
         return
@@ -240,14 +467,14 @@ def outer_step_done(turn: Turn, event: OuterStepDone) -> None:
     fates = [decide(turn, name, event.fragment, pending, event.version, None) for name, pending in merged]
     turn.effects += [PublishVersion(event.fragment, event.version, event.digest), *fates]
     refuse_stale(turn, event.fragment)
-    upstream.stepped(turn, event.fragment, [pending for _, pending in merged])
+    region.stepped(turn, event.fragment, [pending for _, pending in merged])
 
 
 def outer_step_failed(turn: Turn, event: OuterStepFailed) -> None:
     """There is no finite version: what would have been in it is refused."""
     fragment = turn.state.fragments[event.fragment]
     assert fragment.merging_since_ns is not None, event
-    if upstream.cannot_take(turn, event.fragment):
+    if region.cannot_take(turn, event.fragment):
         return
     fragment.merging_since_ns, fragment.full_round = None, {}
     for name, pending in under_merge(turn.state, event.fragment):
@@ -262,3 +489,63 @@ def under_merge(state: OuterState, index: int, among: Iterable[str] | None = Non
     sites = state.sites
     names = sorted(sites if among is None else among)
     return [(name, p) for name in names for p in list(sites[name].lines[index].undecided) if p.merging]
+
+
+KINDS = ("versions", "sequences")
+WANTED = "site=NAME:versions=FIRST..LAST or site=NAME:sequences=FIRST..LAST, and :fragment=NUMBER for one alone"
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Updates of one site.
+
+    ``kind`` "versions": those merged into the versions ``first`` to ``last``; "sequences": those with these numbers.
+    ``fragment`` None means every fragment.
+    """
+
+    site: str
+    kind: str
+    first: int
+    last: int
+    fragment: int | None = None
+
+    def takes(self, site: str, fragment: int, sequence: int, version: int) -> bool:
+        """Whether the update ``sequence`` of (``site``, ``fragment``), merged into ``version``, is meant."""
+        number = version if self.kind == "versions" else sequence
+        return self.of(site, fragment) and self.first <= number <= self.last
+
+    def of(self, site: str, fragment: int) -> bool:
+        """Whether any update of (``site``, ``fragment``) can be meant."""
+        return site == self.site and self.fragment in (None, fragment)
+
+    def __str__(self) -> str:
+        where = "" if self.fragment is None else f":fragment={self.fragment}"
+        return f"site={self.site}:{self.kind}={self.first}..{self.last}{where}"
+
+
+def parse_selection(text: str) -> Selection:
+    """The selection that ``text`` describes; ``ValueError`` says what is wrong with it."""
+    fields: dict[str, str] = {}
+    for part in text.split(":"):
+        name, equals, value = part.partition("=")
+        if not equals or not value or name not in ("site", "fragment", *KINDS):
+            raise ValueError(f"{text!r} has {part!r}: {WANTED}")
+        if name in fields:
+            raise ValueError(f"{text!r} says {name} twice")
+        fields[name] = value
+    kinds = [kind for kind in KINDS if kind in fields]
+    if "site" not in fields or len(kinds) != 1:
+        raise ValueError(f"{text!r} selects nothing: {WANTED}")
+    kind = kinds[0]
+    first, dots, last = fields[kind].partition("..")
+    least, most = _number(text, kind, first), _number(text, kind, last if dots else first)
+    if least < 1 or most < least:
+        raise ValueError(f"{text!r} has {kind}={fields[kind]}: from 1 on, and the first is not above the last")
+    fragment = _number(text, "fragment", fields["fragment"]) if "fragment" in fields else None
+    return Selection(fields["site"], kind, least, most, fragment)
+
+
+def _number(text: str, name: str, value: str) -> int:
+    if not value.isascii() or not value.isdecimal():
+        raise ValueError(f"{text!r} has {name}={value}: a whole number")
+    return int(value)

@@ -7,18 +7,29 @@ not name these, so that nobody takes them for others, and the next ask says how 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from diloco.sync.spans import Span, added, common, first_of, size
-from diloco.sync.units import SKIPPED, Piece, joined, leased_places, pieces_before, pieces_from, units_at
+from diloco.sync.data_units import (
+    SKIPPED,
+    Piece,
+    Span,
+    added,
+    common,
+    first_of,
+    joined,
+    leased_places,
+    pieces_before,
+    pieces_from,
+    size,
+    units_at,
+)
 
 if TYPE_CHECKING:
     from diloco.sync.events import StepDone, UnitsTold
     from diloco.sync.options import LearnerOptions
-    from diloco.sync.progress import LearnerState
-    from diloco.sync.site_turn import SiteTurn
+    from diloco.sync.progress import LearnerState, SiteTurn
 
 REMEMBERED = 64
 """Places before the present one that a site keeps, to draw them over again."""
@@ -35,30 +46,6 @@ class UnitAsk:
     upto: int
     floor: int
     again: int
-
-
-@dataclass(slots=True)
-class SiteUnits:
-    """A list from place ``first`` on; the syncer has told of the places before ``known``.
-
-    ``again`` counts the places at which there was no unit to draw but those that were drawn before.
-    """
-
-    first: int = 0
-    pieces: list[Piece] = field(default_factory=list)
-    known: int = 0
-    again: int = 0
-    spare: list[Span] = field(default_factory=list)
-    """Some units that it has drawn, for when there is no other in the list."""
-
-    @property
-    def end(self) -> int:
-        """The first place that has no unit yet."""
-        return self.first + sum(count for _, count in self.pieces)
-
-    def real(self) -> list[Span]:
-        """The units that can be drawn over again."""
-        return units_at(self.first, self.pieces, [(self.first, self.end)]) or self.spare
 
 
 def ask_of(options: LearnerOptions, state: LearnerState) -> UnitAsk:

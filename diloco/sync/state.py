@@ -1,16 +1,72 @@
-"""What the outer machine remembers: plain records that a snapshot can hold and a stranger can read."""
+"""What the outer machine remembers: plain records that a snapshot can hold and a stranger can read.
+
+A region remembers its place at the syncer above it as well (``Upstream``).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from diloco.sync.data_units import Span, Units
 from diloco.sync.events import Ending, Fate
-from diloco.sync.health import Vital
 from diloco.sync.options import HealthOptions
-from diloco.sync.spans import Span
-from diloco.sync.units import Units
-from diloco.sync.upstream_state import Upstream
+from diloco.sync.progress import FragmentProgress, LearnerState
+
+
+@dataclass(slots=True)
+class VersionAbove:
+    """A version of the syncer above, and where its values lie."""
+
+    version: int
+    payload: str
+    digest: str
+
+
+@dataclass(slots=True)
+class Part:
+    """One fragment.  Towards the one above it is a site with that fragment alone, whose inner step is an update merged
+    here.
+
+    ``base`` is the version that its values were last blended with, ``arrived`` one that waits for that, ``taking`` the
+    one that is being blended now, of which ``share`` is taken.
+    """
+
+    learner: LearnerState = field(default_factory=lambda: LearnerState([FragmentProgress()]))
+    base: VersionAbove | None = None
+    arrived: VersionAbove | None = None
+    taking: VersionAbove | None = None
+    share: float = 0.0
+
+    @property
+    def progress(self) -> FragmentProgress:
+        """Its place in the fragment."""
+        return self.learner.fragments[0]
+
+    def needs(self, payload: str) -> bool:
+        """Whether these are the values of a version that is not done with."""
+        return any(each is not None and each.payload == payload for each in (self.base, self.arrived, self.taking))
+
+
+@dataclass(slots=True)
+class Upstream:
+    """All of it; but for the parts as ``UpstreamStarted`` has it."""
+
+    parts: list[Part]
+    site: str = ""
+    updates: int = 1
+    alpha: float = 0.0
+    in_flight_max: int = 1
+    from_blend: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Vital:
+    """The vital signs of one update: ``steps`` is how many inner steps are in it; ``cosine`` None without momentum."""
+
+    steps: int
+    norm: float
+    cosine: float | None
 
 
 class Status(StrEnum):
@@ -171,6 +227,8 @@ class OuterState:
     detached: bool = False
     """Where acknowledgements wait for a standby: an operator has said that they do not, for now."""
     health: HealthOptions = field(default_factory=HealthOptions)
+    sites_max: int | None = None
+    """What the last process that said it had room for; None: none has, and the options' holds."""
     units: Units | None = None
     """Where units of the data are leased to the sites."""
     upstream: Upstream | None = None

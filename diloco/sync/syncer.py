@@ -2,7 +2,7 @@
 
 Theory of operation.  Every fragment is a small machine of its own.  Updates that were accepted and have no fate yet
 *wait*.  The first one opens the fragment's round; its members are the sites live at that instant.  When enough
-distinct sites have arrived (``sync/quorum.py``) the grace begins; when it is over, or every live site has arrived,
+distinct sites have arrived (``sync/rounds.py``) the grace begins; when it is over, or every live site has arrived,
 the round closes into exactly one ``StartOuterStep`` with everything that waits.  The shell computes the step and says
 ``OuterStepDone``; the version rises by one, the fates of its updates are told, what has become too stale is
 refused, and if anything still waits the next round opens at once.
@@ -11,7 +11,7 @@ refused, and if anything still waits the next round opens at once.
                                                               merging --OuterStepFailed-> no round (updates refused)
 
 A fragment can collect and merge at the same time: an update that arrives during a merge waits for the next round.
-A region makes versions of another kind between its rounds, out of those of the syncer above it (``sync/upstream.py``).
+A region makes versions of another kind between its rounds, out of those of the syncer above it (``sync/region.py``).
 
 The end is one last round per fragment: every live site marks its last update ``final`` or leaves, and whatever has
 arrived by then, or by ``final_deadline_ns``, is merged whatever the quorum.
@@ -24,11 +24,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from diloco.sync import ending, unit_leases, upstream
-from diloco.sync.admission import Verdict, admit
-from diloco.sync.arrivals import update_arrived
-from diloco.sync.attendance import Attendance
-from diloco.sync.claims import AWAY_UNKNOWN_NS
+from diloco.sync import ending, fates, region
+from diloco.sync.admission import AWAY_UNKNOWN_NS, Verdict, admit, admitted, deadline_ns, expire, withdrawn
+from diloco.sync.data_units import Units
 from diloco.sync.effects import AnnounceFinal, AnswerDone, OuterEffect, StartOuterStep, TakeVersion
 from diloco.sync.events import (
     DeadlinePassed,
@@ -54,14 +52,11 @@ from diloco.sync.events import (
     UpdateWithdrawn,
 )
 from diloco.sync.fates import refuse_stale
-from diloco.sync.holding import admitted, deadline_ns, expire, withdrawn
-from diloco.sync.lineage import lineage_began
-from diloco.sync.membership import back, evicted, join, left, presence, readmitted, standings
+from diloco.sync.members import came_back, evicted, join, left, lineage_began, presence, readmitted, standings
 from diloco.sync.plain import from_plain, to_plain
-from diloco.sync.rounds import consider, outer_step, outer_step_done, outer_step_failed
+from diloco.sync.rounds import consider, outer_step, outer_step_done, outer_step_failed, update_arrived
 from diloco.sync.state import FragmentState, OuterState, Phase
-from diloco.sync.turn import Turn
-from diloco.sync.units import Units
+from diloco.sync.turn import Attendance, Turn
 
 if TYPE_CHECKING:
     from diloco.sync.options import OuterOptions
@@ -109,9 +104,9 @@ class OuterSync:
             case OuterStepFailed():
                 outer_step_failed(turn, event)
             case UnitsAsked():
-                if unit_leases.refusal(self.state, event) is None:
-                    back(turn, event.site)  # Or what it is told would be that of a site that is gone.
-                unit_leases.asked(turn, event)
+                if fates.refusal(self.state, event) is None:
+                    came_back(turn, event.site)  # Or what it is told would be that of a site that is gone.
+                fates.asked(turn, event)
             case SiteSilent() | SiteHeard():
                 presence(turn, event)
             case SiteLeft():
@@ -130,7 +125,7 @@ class OuterSync:
             case StandbyDetached() | StandbyAttached():
                 _standby(turn, event)
             case _:
-                upstream.heard(turn, event)
+                region.heard(turn, event)
         _sweep(turn)
         return turn.effects
 
@@ -139,7 +134,7 @@ class OuterSync:
         state, now_ns = self.state, self.state.now_ns
         wanted = [fragment.round.deadline_ns for fragment in state.fragments if fragment.round]
         wanted.append(deadline_ns(state, self.attendance))
-        wanted.append(unit_leases.deadline_ns(self.options, state))
+        wanted.append(fates.deadline_ns(self.options, state))
         if state.phase is Phase.ENDING:
             wanted.append(state.final_deadline_ns)
         elif state.phase is Phase.RUNNING:
@@ -156,7 +151,7 @@ class OuterSync:
     def progress_ppm(self) -> int:
         """The run's progress in millionths: by tokens or by time, whichever is further."""
         options, state = self.options, self.state
-        shares = [upstream.progress_ppm(state)]
+        shares = [region.progress_ppm(state)]
         if options.token_budget:
             shares.append(self.attendance.run_tokens() * 1_000_000 // options.token_budget)
         if options.run_ns and state.started_ns is not None:
@@ -173,7 +168,7 @@ class OuterSync:
 
     def under_way(self, index: int) -> StartOuterStep | TakeVersion:
         """What makes the next version of fragment ``index`` at this moment."""
-        return upstream.taking(self.state, index) or self.outer_step(index)
+        return region.taking(self.state, index) or self.outer_step(index)
 
 
 def _started(turn: Turn, event: SyncerStarted) -> None:
@@ -182,13 +177,17 @@ def _started(turn: Turn, event: SyncerStarted) -> None:
     state.epoch = event.epoch
     state.away_ns += AWAY_UNKNOWN_NS if event.away_ns is None else event.away_ns
     state.health = event.health or state.health
-    upstream.nobody_speaks(state)
+    if event.sites_max is not None:
+        if state.sites_max not in (None, event.sites_max):
+            turn.note("settings_changed", f"outer.sites_max is {event.sites_max} and was {state.sites_max}")
+        state.sites_max = event.sites_max
+    region.nobody_speaks(state)
     if state.phase is Phase.ENDED and state.ending is Ending.DRAINED:
         ending.resume(state)
         turn.note("resumed", "the run had been drained")
     for index, fragment in enumerate(state.fragments):
         if fragment.merging_since_ns is not None:
-            turn.effects.append(upstream.taking(state, index) or outer_step(turn.options, state, index))
+            turn.effects.append(region.taking(state, index) or outer_step(turn.options, state, index))
             turn.note("outer_step_again", "it was under way when the last process ended", fragment=index)
         refuse_stale(turn, index)  # The bound may be a smaller one in this process.
     if state.ending is not None:  # The last process may have ended between the record and the word.
@@ -210,12 +209,12 @@ def _sweep(turn: Turn) -> None:
     """After every event: begin the end if it is time, close what may close, finish when all is final."""
     ending.begin_when_due(turn)
     expire(turn)
-    unit_leases.expire(turn)
+    fates.expire(turn)
     arrived, is_region = turn.attendance.arrived, turn.state.upstream is not None
     for index, fragment in enumerate(turn.state.fragments):
         if is_region:
-            upstream.act(turn, index)
+            region.act(turn, index)
         if fragment.round is not None or arrived[index]:
             consider(turn, index)
     ending.finish_when_final(turn)
-    upstream.end(turn)
+    region.end(turn)

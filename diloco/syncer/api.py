@@ -1,4 +1,10 @@
-"""What the network may ask of the syncer (``wire.service.SyncerApi``), answered through the decision loop."""
+"""What the network may ask of the syncer (``wire.service.SyncerApi``), answered through the decision loop.
+
+Agreement.  ``difference`` says whether a caller means the run that is served here, in words that name the first thing
+in which it does not.
+
+Units.  Requests for units of the data come with the heartbeat.  Most change nothing, and are answered without a record.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +15,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from diloco.codec import native
+from diloco.codec.base import is_sha256
 from diloco.codec.buffers import Buffers
-from diloco.codec.digests import is_sha256
 from diloco.codec.registry import make_codec
+from diloco.outer.fragments import Layout
 from diloco.sync.admission import Verdict
-from diloco.sync.agreement import CORPUS, PROTOCOL, Agreement
-from diloco.sync.effects import AnswerDone, AnswerJoin, AskToConfirm
+from diloco.sync.agreement import CORPUS, PROTOCOL, PROTOCOL_OLDEST, Agreement, disagreement
+from diloco.sync.effects import AnswerDone, AnswerJoin, AnswerUnits, AskToConfirm
 from diloco.sync.events import (
     DrainRequested,
     FateTold,
@@ -26,22 +33,24 @@ from diloco.sync.events import (
     SiteLeft,
     SiteReadmitted,
     StandbyDetached,
+    UnitsAsked,
+    UnitsTold,
     UpdateAdmitted,
     UpdateWithdrawn,
 )
+from diloco.sync.fates import known_already
 from diloco.sync.state import Status as SiteStatus
-from diloco.syncer import protocols
-from diloco.syncer.agreeing import difference, other_data, probed
+from diloco.syncer import publish
 from diloco.syncer.core import NotHandedIn
-from diloco.syncer.facts import standstill_facts
+from diloco.syncer.outer_step import standstill_facts
 from diloco.syncer.receive import Reception
-from diloco.syncer.status import describe
-from diloco.syncer.tally import Tally
-from diloco.syncer.unit_asks import answered
+from diloco.syncer.status import Tally, describe
 from diloco.wire.messages import (
+    TEXT_CHARS_MAX,
     JoinAsk,
     JoinReply,
     LearnerSettings,
+    ProbeAnswer,
     PullAsk,
     PushHeader,
     PushResult,
@@ -53,13 +62,70 @@ from diloco.wire.messages import (
 
 if TYPE_CHECKING:
     from diloco.sync.syncer import OuterSync
-    from diloco.syncer.feeds import Feed
+    from diloco.syncer.core import Core
     from diloco.syncer.holdings import Choice
+    from diloco.syncer.options import RunPlan
+    from diloco.syncer.publish import Feed
     from diloco.syncer.server import Syncer
     from diloco.syncer.snapshots import FragmentValues
     from diloco.wire.identity import Identity
-    from diloco.wire.probing import ProbeAnswer, ProbeAsk
+    from diloco.wire.messages import ProbeAsk
     from diloco.wire.service import PullSource
+
+
+def difference(plan: RunPlan, lineage: int, theirs: Agreement, layout_json: bytes) -> str | None:
+    """The first difference of ``theirs`` to ``plan`` in its ``lineage``; None where there is none.
+
+    Refuses with INVALID_ARGUMENT a ``layout_json`` that describes no layout.
+    """
+    ours = replace(plan.agreement, lineage=lineage)
+    text = disagreement(ours, theirs)
+    if text is None or theirs.layout_fingerprint == ours.layout_fingerprint or "layout" not in text or not layout_json:
+        return text
+    try:
+        layout = Layout.from_json(layout_json.decode())
+    except ValueError as error:
+        raise Refusal(Status.INVALID_ARGUMENT, f"layout_json describes no layout: {error}") from error
+    first = layout.first_difference(plan.layout)
+    return f"{first} (here: at the site, there: at the syncer)" if first else text
+
+
+def other_data(machine: OuterSync, corpus: str) -> str:
+    """In words that ``corpus``, which a site draws from, is not the run's."""
+    units = machine.state.units
+    there = units.corpus if units is not None else ""
+    return (
+        f"{CORPUS} is {corpus[:12]} at the site and {there[:12]} at the syncer: the run leases units of one text "
+        "(data.leased), and this site has prepared another"
+    )
+
+
+def probed(plan: RunPlan, ask: ProbeAsk) -> ProbeAnswer:
+    """The answer to a probe, but for who asks and when; what the ask leaves empty is not compared."""
+    text = None
+    if ask.run_id:
+        fingerprint = ask.layout_fingerprint or plan.agreement.layout_fingerprint
+        theirs = Agreement(ask.protocol, ask.run_id, 0, fingerprint, ask.shared_config)
+        text = difference(plan, 0, theirs, ask.layout_json)
+    ours = plan.agreement
+    told = (text or "")[:TEXT_CHARS_MAX]
+    return ProbeAnswer(PROTOCOL, PROTOCOL_OLDEST, ours.run_id, difference=told, shared_config=ours.shared)
+
+
+def answered(core: Core, report: ReportInfo) -> UnitsTold | None:
+    """The list of the site, as far as it did not know it; None where it asks for none, or none is leased to it."""
+    ask = report.units
+    if ask is None:
+        return None
+    event = UnitsAsked(0, report.site_id, report.incarnation, ask.known, ask.begin, ask.upto, ask.floor, ask.again)
+
+    def look(machine: OuterSync) -> AnswerUnits | None:
+        return known_already(machine.options, machine.state, event)
+
+    told = core.ask(look) or core.call(lambda call: replace(event, call=call))
+    assert isinstance(told, AnswerUnits), told
+    return UnitsTold(told.first, told.pieces) if told.reason is None else None
+
 
 JOIN_REFUSALS = MappingProxyType(
     {
@@ -67,7 +133,8 @@ JOIN_REFUSALS = MappingProxyType(
         Reason.SUPERSEDED: (Status.ALREADY_EXISTS, "a newer process speaks for site {site}: is it started twice?"),
         Reason.FULL: (
             Status.RESOURCE_EXHAUSTED,
-            "the run has no room for site {site}: outer.sites_max is reached until a site leaves, or is evicted",
+            "the run has no room for site {site}: outer.sites_max is reached until a site leaves or is evicted, or the "
+            "syncer starts again with a larger one",
         ),
     }
 )
@@ -92,7 +159,7 @@ class Api:
         self._syncer = syncer
         self.tally = Tally()
         self._protocols: dict[str, int] = {}
-        self._earlier = protocols.EarlierDigests(len(syncer.plan.layout.fragments))
+        self._earlier = publish.EarlierDigests(len(syncer.plan.layout.fragments))
         self._checks = threading.BoundedSemaphore(syncer.network.checks_max)
         self._buffers = Buffers(syncer.network.checks_max)  # What is looked at lies there, one update's range in each.
 
@@ -121,7 +188,7 @@ class Api:
             unanswered = JoinReply(
                 epoch, 0, lineage, (), run_tokens, progress_ppm, None, settings, ticket=answer.ticket
             )
-            return protocols.join_reply(unanswered, request.protocol)
+            return publish.join_reply(unanswered, request.protocol)
         self._protocols[request.site_id] = request.protocol
         reply = JoinReply(
             epoch=epoch,
@@ -133,7 +200,7 @@ class Api:
             ending=answer.ending,
             settings=settings,
         )
-        return protocols.join_reply(reply, request.protocol)
+        return publish.join_reply(reply, request.protocol)
 
     def _protocol(self, site: str) -> int:
         """What ``site`` speaks; until it has joined this process, as every site does when it comes back, the newest.
@@ -184,7 +251,7 @@ class Api:
             if verdict.reason is not None:
                 self.tally.refused(verdict.reason.value)
             result = PushResult(verdict.outcome, version, verdict.reason, verdict.fate, epoch=epoch)
-            return protocols.push_result(result, self._protocol(header.site_id))
+            return publish.push_result(result, self._protocol(header.site_id))
         self._check_shape(header)
         if (wanting := self._syncer.room.wanting(header.payload_bytes)) is not None:
             self.tally.refused("disk_full")
@@ -274,7 +341,7 @@ class Api:
                     raise _refusal(Reason.EVICTED, name)
             site = machine.state.sites.get(ask.site_id)
             told = site.lines[ask.fragment].fates if site else ()
-            choice = syncer.holdings.choose(ask, protocols.fates(told, ask.protocol))
+            choice = syncer.holdings.choose(ask, publish.fates(told, ask.protocol))
             sites = syncer.holdings.sites_in(ask.fragment, choice.version, machine.state)
             return choice, syncer.holdings.values[ask.fragment], site is not None, machine.state.epoch, sites
 

@@ -34,7 +34,7 @@ from diloco.sync.events import (
     UpdateArrived,
 )
 from diloco.sync.journal import Record, digest_effects
-from diloco.sync.leases import Leases
+from diloco.sync.members import Leases
 from diloco.sync.state import Status
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.readiness import Unready, Want

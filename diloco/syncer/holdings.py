@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from diloco.sync.agreement import PROTOCOL
 from diloco.sync.events import Fate
-from diloco.syncer.facts import merged_into
+from diloco.syncer.outer_step import merged_into
 from diloco.wire.chunks import checksum
 from diloco.wire.messages import PullAsk, PullHeader, Refusal, Status, short_digest
 from diloco.wire.service import PullSource
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from diloco.sync.state import OuterState
-    from diloco.syncer.executor import Downlink, OuterResult
+    from diloco.syncer.outer_step import Downlink, OuterResult
     from diloco.syncer.snapshots import FragmentValues
 
 DIGESTS_KEPT = 256

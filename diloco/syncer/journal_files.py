@@ -1,12 +1,21 @@
-"""The journal on disk: segments ``journal-000001.log`` and on, their bytes as in ``sync/frames.py``.
+"""The journal on disk: segments ``journal-000001.log`` and on, their bytes as in ``sync/journal.py``.
 
-What is made durable when (each line is a call here, in the order in which a process makes them):
+The end.  ``JournalEnd`` notes beside the journal where its durable end was, so that a journal that was cut off is
+noticed.  The journal itself cannot say it: cut off between two units it is a whole, shorter journal.  So after each
+frame that is durable, and before anything is told of it, the end is noted in a file of two slots, in turn:
+
+    u32 CRC-32 of the rest | u64 count | u32 segment | u64 end of its last durable unit
+
+Nothing is synced.  A process that is killed loses none of it; a power cut may leave an older note or none, which names
+an end that the journal has reached and passed, and so raises no false alarm.
+
+Segments.  What is made durable when (each line is a call here, in the order in which a process makes them):
 
 - ``take_over`` (a start): what a crash left half written is cut off, the segment synced, its last mark written if it
   has none.  From then on all of it counts as acknowledged.
 - ``append``: one frame, written.  Nothing is synced.  ``flush``: the segment is synced (fdatasync); then the frame's
-  mark is written and *not* synced, and the end of the frame is noted (``journal_end.py``), not synced either.  Only
-  after that may anything be told that follows from the frame.
+  mark is written and *not* synced, and the end of the frame is noted (``JournalEnd``), not synced either.  Only after
+  that may anything be told that follows from the frame.
 - ``rotate``: the old segment is synced, its last mark with it.  The new one gets its header and is synced, then the
   folder is synced, then the header's mark is written.  Only after that may a snapshot name the new segment.
 - ``prune``: segments that nothing needs are removed, oldest first.  Nothing is synced: one that a power cut brings back
@@ -15,7 +24,7 @@ What is made durable when (each line is a call here, in the order in which a pro
 What a power cut leaves when it comes ...
 
 - in ``append`` or before the sync of ``flush`` is done: nothing, a part, or all of the frame.  A part is cut off.  A
-  whole one is taken as it is: nobody has heard of it, and those who sent its events will send them again.
+  whole one is taken as it is: no site has heard of it, and those that sent its events will send them again.
 - between that sync and the next one: the frame, with its mark, with a part of it, or without.
 - in ``rotate``: no new segment, an empty one, a part of a header, or a header.  A segment without a header is removed,
   and its number given again; one with nothing but a header is gone on with.
@@ -27,21 +36,26 @@ of format 1, which a process of an earlier version has left, are read and never 
 from __future__ import annotations
 
 import contextlib
+import struct
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diloco.durable import PLAIN_DISK, DiskFullError, Step, is_full
-from diloco.sync.frames import (
+from diloco.sync.journal import (
     CHAIN_START,
+    JournalError,
+    Record,
     Segment,
+    decode_records,
     encode_frame,
     encode_header,
     encode_mark,
+    encode_records,
     is_framed,
+    read_records,
     read_segment,
 )
-from diloco.sync.journal import JournalError, Record, decode_records, encode_records, read_records
-from diloco.syncer.journal_end import JournalEnd
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -49,6 +63,69 @@ if TYPE_CHECKING:
     from typing import BinaryIO
 
     from diloco.durable import Disk
+
+REST = struct.Struct("<QIQ")
+CHECKSUM = struct.Struct("<I")
+SLOT_BYTES = 512
+"""Each slot has a sector of its own, so that a write that is torn spoils one of the two."""
+
+
+class JournalEnd:
+    """The note at ``path``.  One writer."""
+
+    def __init__(self, path: Path, disk: Disk) -> None:
+        self.path = path
+        self._disk = disk
+        self._file: BinaryIO | None = None
+        self._count = 0
+
+    def read(self) -> tuple[int, int] | None:
+        """Segment and end, as last noted; None when there is no note that is whole."""
+        try:
+            data = self.path.read_bytes()
+        except FileNotFoundError:
+            return None
+        found = [slot for slot in (self._slot(data, at) for at in (0, SLOT_BYTES)) if slot is not None]
+        if not found:
+            return None
+        self._count, segment, end = max(found)
+        return segment, end
+
+    def damage(self) -> list[str]:
+        """Which slots are not as they were written.  Nothing rests on one: the other has the note before it."""
+        data = self.path.read_bytes() if self.path.exists() else b""
+        places = [at for at in (0, SLOT_BYTES) if data[at : at + CHECKSUM.size + REST.size].strip(b"\0")]
+        return [f"the note at byte {at} is not whole" for at in places if self._slot(data, at) is None]
+
+    def _slot(self, data: bytes, at: int) -> tuple[int, int, int] | None:
+        rest = data[at + CHECKSUM.size : at + CHECKSUM.size + REST.size]
+        if len(rest) < REST.size or CHECKSUM.unpack_from(data, at)[0] != zlib.crc32(rest):
+            return None
+        count, segment, end = REST.unpack(rest)
+        return count, segment, end
+
+    def write(self, segment: int, end: int) -> None:
+        """Everything up to ``end`` of ``segment`` is durable.  The room for it is taken once, at the first note."""
+        if self._file is None:
+            self.read()  # To count on from there.
+            is_new = not self.path.exists()
+            self._file = self._disk.open(self.path, "w+b" if is_new else "r+b", Step.JOURNAL_END, buffering=0)
+        self._count += 1
+        rest = REST.pack(self._count, segment, end)
+        self._file.seek(SLOT_BYTES * (self._count % 2))
+        self._disk.write(self._file, CHECKSUM.pack(zlib.crc32(rest)) + rest, Step.JOURNAL_END)
+
+    def clear(self) -> None:
+        """The journal begins anew."""
+        self.close()
+        self._count = 0
+        self._disk.remove(self.path, Step.JOURNAL_END)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,17 +7,23 @@ Every change is one transaction that compares both as they were read.  Time is c
 renewal from when it arrived, which is later than when it was sent, from where the holder counts.
 
 Endpoints are asked one after another, each a bounded time.  What did not answer may have been done all the same: the
-next question tells.  Names and passwords are not spoken; who may reach etcd may change the lease.
+next question tells.  Without a user everyone who reaches etcd may change the lease.  With users etcd refuses
+a question whose certificate has a common name: this end's must have none.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import http.client
 import json
+import ssl
 import urllib.request
 from dataclasses import dataclass, replace
+from http import HTTPStatus
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 from diloco.syncer.lease import (
@@ -30,11 +36,14 @@ from diloco.syncer.lease import (
     refusal,
     standing_of,
 )
+from diloco.wire.options import check_private, is_loopback
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 TTL_MIN_S = 2
+NO_TOKEN = (HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+"""What etcd answers to a token that it does not know, as after its restart, or that is older than its users."""
 ANSWER_BYTES_MAX = 64 * 1024
 
 
@@ -48,12 +57,71 @@ class _Found:
     held_changed: int
 
 
+@dataclass(frozen=True, slots=True)
+class EtcdAccess:
+    """By which files etcd knows this end, and this end etcd, each read again when it is asked; "" for none."""
+
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    user: str = ""
+    password_file: str = ""
+
+    def check(self, endpoints: Sequence[str]) -> None:
+        """``ValueError`` or ``OSError`` in words where it cannot work."""
+        for one, other in (("tls_cert", "tls_key"), ("user", "password_file")):
+            if bool(getattr(self, one)) != bool(getattr(self, other)):
+                raise ValueError(
+                    f"{one} is {getattr(self, one)!r} and {other} {getattr(self, other)!r}: both or neither"
+                )
+        for endpoint in endpoints:
+            parts = urlsplit(endpoint)
+            if parts.scheme == "http" and (self.tls_ca or self.tls_cert):
+                raise ValueError(f"endpoints has {endpoint!r}, and tls_ca or tls_cert is given: https://host:2379")
+            if parts.scheme == "http" and self.user and not is_loopback(f"{parts.hostname}:0"):
+                raise ValueError(
+                    f"endpoints has {endpoint!r}: a password goes over https alone, or to a loopback address"
+                )
+        self.context()
+        self.password()
+
+    def context(self) -> ssl.SSLContext:
+        """What an https connection is made with."""
+        try:
+            context = ssl.create_default_context(cafile=self.tls_ca or None)
+        except OSError as error:
+            raise ValueError(f"tls_ca {self.tls_ca}: {error.strerror or error}") from error
+        if self.tls_cert:
+            try:
+                check_private("tls_key", self.tls_key)
+                context.load_cert_chain(self.tls_cert, self.tls_key)
+            except OSError as error:
+                raise ValueError(f"tls_cert {self.tls_cert} with tls_key {self.tls_key}: {error.strerror}") from error
+        return context
+
+    def password(self) -> str:
+        """The user's; "" without one."""
+        if not self.user:
+            return ""
+        try:
+            check_private("password_file", self.password_file)
+            return Path(self.password_file).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"password_file {self.password_file}: {error}") from error
+
+
+UNKNOWN = EtcdAccess()
+"""For an etcd that asks nobody who they are."""
+
+
 class EtcdLease:
     """Satisfies ``lease.Lease``."""
 
-    def __init__(self, endpoints: Sequence[str], run_id: str, ttl_s: float) -> None:
+    def __init__(self, endpoints: Sequence[str], run_id: str, ttl_s: float, access: EtcdAccess = UNKNOWN) -> None:
         for endpoint in endpoints:
             parts = urlsplit(endpoint)
+            if "@" in parts.netloc:
+                raise ValueError("endpoints has one with a name or password, which etcd is not told: http://host:2379")
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
                 raise ValueError(f"endpoints has {endpoint!r}: like http://host:2379")
         if not endpoints:
@@ -62,7 +130,8 @@ class EtcdLease:
             raise ValueError(f"ttl_s is {ttl_s!r}: whole seconds, at least {TTL_MIN_S}")
         self.endpoints = [endpoint.rstrip("/") for endpoint in endpoints]
         self.ttl_s = float(ttl_s)
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        access.check(endpoints)
+        self._access, self._token = access, ""
         self._prefix = f"/diloco/{run_id}"
         self._timeout_s = max(0.3, self.ttl_s / 6 / len(self.endpoints))
 
@@ -128,18 +197,39 @@ class EtcdLease:
         """One question to the first endpoint that answers; ``LeaseError`` names what each of them did instead."""
         troubles = []
         for endpoint in self.endpoints:
-            asked = urllib.request.Request(
-                f"{endpoint}/v3/{what}", json.dumps(request).encode(), {"Content-Type": "application/json"}
-            )
             try:
-                with self._opener.open(asked, timeout=self._timeout_s) as answer:
-                    plain = json.loads(answer.read(ANSWER_BYTES_MAX))
+                plain = self._answer(endpoint, what, request)
                 if isinstance(plain, dict):
                     return plain
                 troubles.append(f"{endpoint}: no object")
             except (OSError, ValueError, http.client.HTTPException) as error:
-                troubles.append(f"{endpoint}: {error}")
+                troubles.append(f"{endpoint}: {_said(error) or error}")
         raise LeaseError(f"{self.place}: {'; '.join(troubles)}")
+
+    def _answer(self, endpoint: str, what: str, request: dict[str, Any]) -> object:
+        """As the user, if there is one, whose token is made when there is none and when etcd does not take it."""
+        if not self._access.user:
+            return self._post(endpoint, what, request)
+        if self._token:
+            try:
+                return self._post(endpoint, what, request)
+            except HTTPError as error:
+                if error.code not in NO_TOKEN:
+                    raise
+        self._token = ""
+        known = {"name": self._access.user, "password": self._access.password()}
+        told = self._post(endpoint, "auth/authenticate", known)
+        self._token = str(told.get("token", "")) if isinstance(told, dict) else ""
+        return self._post(endpoint, what, request)
+
+    def _post(self, endpoint: str, what: str, request: dict[str, Any]) -> object:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": self._token} if self._token else {})
+        asked = urllib.request.Request(f"{endpoint}/v3/{what}", json.dumps(request).encode(), headers)
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
+        if endpoint.startswith("https:"):
+            handlers.append(urllib.request.HTTPSHandler(context=self._access.context()))
+        with urllib.request.build_opener(*handlers).open(asked, timeout=self._timeout_s) as answer:
+            return json.loads(answer.read(ANSWER_BYTES_MAX))
 
 
 class HeldEtcd:
@@ -184,6 +274,17 @@ class HeldEtcd:
             raise LeaseError(f"{self._lease.place} is gone: the lease that this process holds was removed")
         ours = (standing.epoch, standing.holder, standing.released) == (self.epoch, self._standing.holder, False)
         return found if ours and found.held_epoch == str(self.epoch) else None
+
+
+def _said(error: Exception) -> str:
+    """What etcd says of its refusal; "" where it says nothing."""
+    try:
+        text = error.read(ANSWER_BYTES_MAX).decode() if isinstance(error, HTTPError) else ""
+    except (OSError, ValueError, http.client.HTTPException):
+        return ""
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        text = str(json.loads(text)["message"])
+    return text.strip()[:200]
 
 
 def _text(text: str) -> str:

@@ -6,10 +6,10 @@ synced, renamed, the folder synced.  A crash leaves the old content or the new o
 No two machines' clocks are compared.  The holder counts its renewals up; whoever wants the lease takes it when the
 count has stood still for the holder's own ``ttl_s`` by the taker's clock, and is compared once more under the lock.
 
-What the file system must give: ``flock`` and renames that all machines agree on at once.  A local disk does, for
-processes of one machine, and so does NFS from version 4 on; NFS 3 with its cache of names does not.  A process that is
-frozen in the instants in which it has the lock keeps everybody from the lease until it goes on or ends: that costs a
-take-over, never two leaders.
+What the file system must give: ``flock``, which is tried before the lease is taken, and renames that all machines agree
+on at once.  A local disk does, for processes of one machine, and so does NFS from version 4 on; NFS 3 with its cache of
+names does not.  A process that is frozen in the instants in which it has the lock keeps everybody from the lease until
+it goes on or ends: that costs a take-over, never two leaders.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import hashlib
 import json
 import time
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from diloco.durable import PLAIN_DISK, Step, lock
 from diloco.sync.plain import parse_json
@@ -91,7 +91,8 @@ class FileLease:
         """Take it; asked again and again, it is taken once the holder has been silent for long enough."""
         if not self._free(self._watched(), claim):
             return None
-        with self._locked():
+        with self._locked() as file:
+            self._probe(file)
             content = self._watched()
             if not self._free(content, claim):
                 return None
@@ -134,8 +135,14 @@ class FileLease:
 
     # --- the file ----------------------------------------------------------------------------------------------------
 
+    def _probe(self, locked: IO[str]) -> None:
+        """``LeaseError`` where the file system lets two have the lock at once: some say yes to all who ask."""
+        with open(locked.name, "a") as file, contextlib.suppress(BlockingIOError):
+            lock(file)
+            raise LeaseError(f"{self.path} lies on a file system without locks (flock): take another, or kind=etcd")
+
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[IO[str]]:
         try:
             with self.path.with_name(f"{self.path.name}.lock").open("a") as file:
                 until_s = time.monotonic() + self.ttl_s / 4
@@ -147,7 +154,7 @@ class FileLease:
                         if time.monotonic() > until_s:
                             raise LeaseError(f"{file.name} is locked by another process, for too long") from None
                         time.sleep(LOCK_TRIES_S)
-                yield
+                yield file
         except OSError as error:
             raise LeaseError(f"{self.path}: {error.strerror or error}") from error
 

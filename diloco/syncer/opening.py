@@ -8,14 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.codec.contract import digest
+from diloco.codec.base import digest
 from diloco.outer.optimizer import NOTHING
 from diloco.outer.pseudo_gradient import is_finite
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.holdings import Holdings
-from diloco.syncer.retention import Retention
-from diloco.syncer.snapshots import FragmentValues
-from diloco.syncer.store import Recovered, RunCard, Store, StoreError
+from diloco.syncer.snapshots import FragmentValues, Retention
+from diloco.syncer.store import Recovered, Store, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,14 +29,12 @@ def open_store(
     options: SyncerOptions, plan: RunPlan, disk: Disk, emit: Callable[[str, dict[str, object]], None]
 ) -> Store:
     """The folder of ``options``, checked to be that of the run; ``emit`` hears where less of the past can be kept."""
-    agreement = plan.agreement
-    card = RunCard(agreement.run_id, agreement.layout_fingerprint, plan.shared_digest)
     retention = Retention(options.retain_steps, options.retain_mb * 1_000_000)
 
     def past_cut(why: str) -> None:
         emit("note", {"note": "retention", "why": why})
 
-    return Store(Path(options.folder), card, disk, retention, past_cut)
+    return Store(Path(options.folder), plan.card, disk, retention, past_cut)
 
 
 def recovered(

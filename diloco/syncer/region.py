@@ -1,15 +1,17 @@
 """A syncer that is a site of another: what the one who speaks for it there asks of it, and what it orders of that one.
 
-Which of the two shells does what is in ``sync/upstream.py``; neither imports the other.
+Which of the two shells does what is in ``sync/region.py``; neither imports the other.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 from diloco.sync.effects import LetGo, Seal, StopTraining, TakeVersion
-from diloco.sync.upstream import Standing, standing
-from diloco.sync.upstream_state import Part
+from diloco.sync.events import VersionPublished
+from diloco.sync.region import Standing, standing
+from diloco.sync.state import Part
 from diloco.syncer.store import StoreError
 from diloco.wire.messages import Refusal
 
@@ -19,11 +21,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from diloco.sync.effects import RegionEffect
-    from diloco.sync.events import RegionEvent
+    from diloco.sync.events import RegionEvent, UpstreamStarted
+    from diloco.sync.region import Above
     from diloco.sync.state import OuterState
     from diloco.sync.syncer import OuterSync
-    from diloco.sync.upstream import Above
-    from diloco.sync.upstream_events import UpstreamStarted
     from diloco.syncer.core import Core
     from diloco.syncer.holdings import Holdings
     from diloco.syncer.store import Store
@@ -45,6 +46,8 @@ class Region:
         fail: Callable[[BaseException], None],
     ) -> None:
         self._above, self._core, self._store, self._holdings, self._fail = above, core, store, holdings, fail
+        self._published: dict[int, VersionPublished] = {}
+        self._published_lock = threading.Lock()
         self.updates_max = 0  # Until it has begun.
 
     def begin(self, machine: OuterSync) -> UpstreamStarted:
@@ -59,8 +62,24 @@ class Region:
     # --- as the one who speaks for the region knows it; any thread ---------------------------------------------------
 
     def tell(self, event: RegionEvent) -> None:
-        """Hand an event to the machine."""
-        self._core.post(event)
+        """Hand an event to the machine.
+
+        While the loop waits for room on the disk, versions go on being published above.  So those that it has not heard
+        of take one place for each fragment, which the newest has.
+        """
+        if not isinstance(event, VersionPublished):
+            self._core.post(event)
+            return
+        with self._published_lock:
+            waits = event.fragment in self._published
+            self._published[event.fragment] = event
+        if not waits:
+            self._core.do_soon(lambda machine: self._post_newest(event.fragment))
+
+    def _post_newest(self, fragment: int) -> None:
+        with self._published_lock:
+            newest = self._published.pop(fragment)
+        self._core.post(newest)
 
     def keep(self, fragment: int, values: memoryview, digest: str) -> str:
         """Make the values of a version above durable."""

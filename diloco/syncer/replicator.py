@@ -1,8 +1,9 @@
 """The syncer's end of replication: what a standby gets, and what waits for it.
 
 A standby gets what is durable here, read from the disk again: the journal's units byte for byte, before each of them
-the payloads that it names, and for a standby that has nothing a snapshot first.  So there is one way for the one that
-is far behind and for the one that is not, and nothing is buffered for either.
+the payloads that it names, and for a standby that has nothing a snapshot first.  A region's payloads are also the
+versions above that it has fetched, and its updates for there, which the heir may have to send again.  So there is one
+way for the one that is far behind and for the one that is not, and nothing is buffered for either.
 
 ``sync``: nothing that follows from a turn is told before the standby has the turn.  While it is away nothing is told at
 all, in words, until it has caught up or an operator detaches it (``StandbyDetached``, journalled).
@@ -22,15 +23,15 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from diloco.sync.events import LineageBegan, StandbyAttached, UpdateArrived
-from diloco.sync.frames import FRAME, HEADER, MARK, chain_after, units
-from diloco.sync.journal import JournalError, decode_records
+from diloco.sync.events import LineageBegan, Sealed, StandbyAttached, UpdateArrived, UpstreamFetched
+from diloco.sync.journal import FRAME, HEADER, MARK, JournalError, chain_after, decode_records, units
+from diloco.sync.region import OUTBOX, outbox_file
 from diloco.syncer.snapshots import SnapshotError
-from diloco.syncer.store import Pin
-from diloco.syncer.verifying import payloads_in
+from diloco.syncer.store import Pin, payloads_in
 from diloco.wire.chunks import cut
 from diloco.wire.messages import Alive, Chunk, Refusal, Status
 from diloco.wire.replication import FollowAck, Follows, Item
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
     from diloco.syncer.core import Core
     from diloco.syncer.journal_files import Turn
-    from diloco.syncer.leadership import Leadership
+    from diloco.syncer.lease import Leadership
     from diloco.syncer.store import Store
     from diloco.wire.replication import FollowPart, FollowStart
 
@@ -73,7 +74,7 @@ class ReplicationOptions:
 
 
 class Replicator:
-    """Satisfies ``wire.following.Following``.
+    """Satisfies ``wire.replication.Following``.
 
     ``replicated`` is the decision loop's question about each turn (``Core``); the other methods are for any thread.
     ``on_change`` hears when a standby has caught up (True) or is away (False).
@@ -83,14 +84,14 @@ class Replicator:
         self,
         options: ReplicationOptions,
         store: Store,
-        identity: tuple[str, str, Callable[[], int]],
+        lineage: Callable[[], int],
         emit: Callable[[str, dict[str, object]], None],
         leadership: Leadership | None = None,
     ) -> None:
-        """``identity``: layout fingerprint and digest of the shared configuration, and the lineage when asked."""
+        """``lineage`` is the run's when it is asked."""
         self.options = options
         self.store = store
-        self.fingerprint, self.shared_digest, self.lineage = identity
+        self.lineage = lineage
         self._emit = emit
         self._leadership = leadership
         self.changed = threading.Condition()
@@ -209,10 +210,10 @@ class Replicator:
 
     def follow(self, start: FollowStart) -> Follower:
         """Serve a standby from where it is."""
-        for name, ours in (("layout_fingerprint", self.fingerprint), ("shared_digest", self.shared_digest)):
-            if getattr(start, name) != ours:
-                text = f"{name} is {getattr(start, name)[:12]} at the standby and {ours[:12]} here: another run"
-                raise Refusal(Status.FAILED_PRECONDITION, text)
+        card = self.store.card
+        if (name := card.difference(asdict(start))) is not None:
+            theirs, ours = getattr(start, name)[:12], getattr(card, name)[:12]
+            raise Refusal(Status.FAILED_PRECONDITION, f"{name} is {theirs} at the standby and {ours} here: another run")
         follower = Follower(self, start)
         with self.changed:
             self._follower = follower
@@ -261,7 +262,7 @@ class Replicator:
 
 
 class Follower:
-    """One standby being served; satisfies ``wire.following.Followed``."""
+    """One standby being served; satisfies ``wire.replication.Followed``."""
 
     def __init__(self, replicator: Replicator, start: FollowStart) -> None:
         self.name = start.standby
@@ -352,13 +353,15 @@ class Follower:
             yield from self._file(f"snapshots/{folder.name}/{path.name}", path)
         for payload in self._waiting:
             yield from self._file(f"spool/{payload}", self._store.spool.folder / payload)
+        for path in sorted((self._store.folder / OUTBOX).glob("*.update")):
+            yield from self._update_for_above(f"{OUTBOX}/{path.name}")
 
     def _file(self, name: str, path: Path) -> Iterator[FollowPart]:
         try:
             data = path.read_bytes()
         except FileNotFoundError:
             raise self._too_slow(name) from None
-        yield from _item(Item(name, 0, 0, len(data), hashlib.sha256(data).hexdigest()), data)
+        yield from _named(name, data)
 
     def _too_slow(self, name: str) -> Refusal:
         """``name`` went although it was pinned: the disk is full, or what the standby has kept here is too much."""
@@ -419,8 +422,10 @@ class Follower:
         for record in records:
             if isinstance(record.event, LineageBegan):
                 yield from self._beginning(record.event.lineage)
-            if isinstance(record.event, UpdateArrived) and record.event.payload:
+            if isinstance(record.event, UpdateArrived | UpstreamFetched) and record.event.payload:
                 yield from self._payload(record.event.payload)
+            if isinstance(record.event, Sealed):
+                yield from self._update_for_above(outbox_file(record.event.fragment, record.event.sequence))
 
     def _beginning(self, lineage: int) -> Iterator[FollowPart]:
         """The values that a lineage began with, before its record is sent: who has that cannot go back."""
@@ -439,6 +444,16 @@ class Follower:
         elif reference in self._replicator.waiting():
             text = f"{name} is missing on the syncer's disk, and its update has no fate yet: nothing can follow it"
             raise Refusal(Status.FAILED_PRECONDITION, text)
+
+    def _update_for_above(self, name: str) -> Iterator[FollowPart]:
+        """A sealed update; one that is not there any more is in flight no more."""
+        with suppress(FileNotFoundError):
+            data = (self._store.folder / name).read_bytes()
+            yield from _named(name, data)
+
+
+def _named(name: str, data: bytes) -> Iterator[FollowPart]:
+    yield from _item(Item(name, 0, 0, len(data), hashlib.sha256(data).hexdigest()), data)
 
 
 def _item(item: Item, data: bytes) -> Iterator[FollowPart]:

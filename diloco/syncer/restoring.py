@@ -1,9 +1,14 @@
-"""A run begins again from restored values: what is written in which order, so that no crash leaves half of it.
+"""The past of a data folder, for reading, and a run that begins again from restored values.
 
-What a restore does in the data folder of a run that is stopped, whose lock the caller holds:
+Reading.  ``Kept`` reads what a syncer's data folder keeps of the past; it never writes, makes or cuts anything there.
+The folder may be that of a running syncer.  Its journal then grows while it is read, and a snapshot, a segment or a
+payload may go when its time has come: ``Kept.replay`` looks again when that happens, a bounded number of times.
 
-1. the values, as each fragment's next version, into ``lineages/``: durable, and nobody looks for them yet;
-2. the record ``LineageBegan`` into the journal, durable: from here on the restore has happened, and whoever recovers
+Restoring.  What is written in which order, so that no crash leaves half of it, in the data folder of a run that is
+stopped, whose lock the caller holds:
+
+1. the values, as each fragment's next version, into ``lineages/``: durable, and nothing looks for them yet;
+2. the record ``LineageBegan`` into the journal, durable: from here on the restore has happened, and every recovery of
    the folder finds the values of 1;
 3. a snapshot right behind it, so that no recovery needs 1 any more; 4. the number into ``run.json``, for people.
 
@@ -15,20 +20,27 @@ restore begins anew there.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from diloco.durable import LOCK, PLAIN_DISK, Step
-from diloco.sync.effects import TellFate
+from diloco.codec.base import shorter
+from diloco.durable import LOCK, PLAIN_DISK, ReadingDisk, Step
+from diloco.outer.rule import OuterRule
+from diloco.sync.data_units import begun_before
+from diloco.sync.effects import LetGo, TellFate
 from diloco.sync.events import LineageBegan
-from diloco.sync.journal import Record, digest_effects
-from diloco.sync.lineage import next_lineage
-from diloco.sync.state import FragmentState, OuterState, Site, Status
+from diloco.sync.journal import JournalError, Record, digest_effects
+from diloco.sync.members import next_lineage
+from diloco.sync.options import OuterOptions
+from diloco.sync.plain import PlainError, from_plain, parse_json
+from diloco.sync.rounds import Selection
+from diloco.sync.state import FragmentState, OuterState, Part, Site, Status, Upstream
 from diloco.sync.syncer import OuterSync
-from diloco.sync.units import begun_before
-from diloco.syncer.images import Held, Image
-from diloco.syncer.leaving_out import held_of
-from diloco.syncer.retention import Retention
+from diloco.syncer.images import Held, Image, Lineages
+from diloco.syncer.journal_files import JournalFiles, SegmentRead
+from diloco.syncer.replaying import LeaveOutError, LeftOut, ReplayerWithout, held_of
+from diloco.syncer.snapshots import FragmentValues, Retention, Snapshot, SnapshotError, Snapshots, same_values
+from diloco.syncer.spool import Spool, SpoolError
 from diloco.syncer.store import STAGING, RunCard, Store
 
 if TYPE_CHECKING:
@@ -37,8 +49,253 @@ if TYPE_CHECKING:
 
     from diloco.durable import Disk
     from diloco.sync.state import Line
-    from diloco.syncer.kept import Rules
-    from diloco.syncer.snapshots import FragmentValues
+
+ATTEMPTS = 5
+"""Times that a folder which changes while it is read is looked at before that is an error."""
+
+
+class KeptError(ValueError):
+    """What is asked for is not in the folder, or is damaged there; the text says what is, or names the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a replay needs to know of the run, beside what lies in the folder."""
+
+    outer: OuterOptions
+    rule: OuterRule
+    down_codec: str
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A snapshot from which a replay may start."""
+
+    number: int
+    state: OuterState
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What ``Kept.replay`` was asked for."""
+
+    selections: tuple[Selection, ...]
+    last: int | None
+    and_later: bool
+    verify: bool
+    shortest: bool
+
+
+@dataclass(slots=True)
+class Rebuilt:
+    """What a replay gave.  ``values`` are at the versions of ``machine``, or at the last version asked for.
+
+    ``compared`` versions had their digest compared with the journal's, ``snapshots`` kept ones their every value; both
+    are the same.  ``on_old_base`` counts, by site, the updates merged after one that was left out and measured from a
+    base with it inside; ``old_base_waiting`` those without a fate.  ``held`` is what the values hold of each site.
+    """
+
+    machine: OuterSync
+    values: list[FragmentValues]
+    began_at: list[int]
+    records: int = 0
+    compared: int = 0
+    snapshots: int = 0
+    left_out: list[LeftOut] = field(default_factory=list)
+    skipped: list[tuple[int, int]] = field(default_factory=list)
+    on_old_base: dict[str, int] = field(default_factory=dict)
+    old_base_waiting: int = 0
+    held: Held = field(default_factory=dict)
+
+
+class Kept:
+    """The folder.  ``note`` is told in words of what was passed over."""
+
+    def __init__(self, folder: Path, note: Callable[[str], None] = lambda why: None) -> None:
+        self.folder = folder
+        self._note = note
+        self.card = _card(folder / "run.json")
+        self.spool = Spool(folder / "spool", ReadingDisk())
+        self.snapshots = Snapshots(folder / "snapshots", disk=ReadingDisk())
+        self.lineages = Lineages(folder / "lineages", ReadingDisk())
+
+    def points(self) -> list[Point]:
+        """The whole snapshots, oldest first."""
+        found: list[Point] = []
+        for number in self.snapshots.numbers():
+            try:
+                state, segment = self.snapshots.peek(number)
+                found.append(Point(number, from_plain(OuterState, state, "state"), segment))
+            except SnapshotError as error:
+                self._note(f"{error}; it is passed over")
+            except PlainError as error:
+                raise KeptError(f"snapshot {number} in {self.folder} is of another version: {error}") from error
+        if not found:
+            raise KeptError(f"{self.folder / 'snapshots'} has no whole snapshot: there is nothing to start from")
+        return found
+
+    def segments(self, first: int, chain: str = "") -> list[SegmentRead]:
+        """The journal from a snapshot's segment on; a record that is being written is not there yet."""
+        journal = JournalFiles(self.folder / "journal", {"run_id": self.card.run_id}, ReadingDisk())
+        try:
+            found = list(journal.walk(first, chain))
+        except JournalError as error:
+            raise KeptError(str(error)) from error
+        if not found:
+            raise KeptError(f"{journal.path(first)} is missing: the journal is needed from there on")
+        return found
+
+    def replay(
+        self,
+        rules: Rules,
+        selections: Sequence[Selection] = (),
+        last: int | None = None,
+        *,
+        and_later: bool = False,
+        verify: bool = False,
+        shortest: bool = False,
+    ) -> Rebuilt:
+        """The state that the journal gives without the updates that ``selections`` mean, each fragment up to ``last``.
+
+        Starts from the newest snapshot that is old enough; from the oldest when nothing is left out, unless the
+        ``shortest`` way is wanted, or with ``verify``, which also compares every kept snapshot on the way.
+        ``KeptError`` in words.
+        """
+        for attempt in range(ATTEMPTS):
+            before = self.snapshots.numbers()
+            try:
+                return self._replay(rules, _Wanted(tuple(selections), last, and_later, verify, shortest))
+            except (KeptError, FileNotFoundError) as error:
+                if self.snapshots.numbers() == before:
+                    raise _in_words(error) from error
+                if attempt == ATTEMPTS - 1:
+                    raise KeptError(f"{self.folder} changed {ATTEMPTS} times while it was read: {error}") from error
+        raise AssertionError("every attempt returns or raises")
+
+    def _replay(self, rules: Rules, wanted: _Wanted) -> Rebuilt:
+        points, selections, last = self.points(), wanted.selections, wanted.last
+        fit = [point for point in points if _old_enough(point, selections, last)]
+        if not fit:
+            _check_sites(points[-1].state, selections)
+            asked = " and ".join([*map(str, selections), *([] if last is None else [f"version {last}"])])
+            raise KeptError(f"{asked}: outside what is kept; {_kept_words(points)}")
+        from_oldest = wanted.verify or not (selections or wanted.shortest)
+        for point in fit if from_oldest else reversed(fit):
+            try:
+                snapshot = self.snapshots.load(point.number)
+                break
+            except SnapshotError as error:
+                self._note(f"{error}; it is passed over")
+        else:
+            raise KeptError(f"{self.folder / 'snapshots'} has no whole snapshot that is old enough")
+        try:
+            return self._replayed(rules, snapshot, wanted, points if wanted.verify else [])
+        except (JournalError, SpoolError, SnapshotError, LeaveOutError, PlainError) as error:
+            raise KeptError(str(error)) from error
+
+    def _replayed(self, rules: Rules, snapshot: Snapshot, wanted: _Wanted, compare: Sequence[Point]) -> Rebuilt:
+        selections, last = wanted.selections, wanted.last
+        machine = OuterSync.restore(rules.outer, snapshot.state)
+        replayer = ReplayerWithout(
+            machine,
+            snapshot.fragments,
+            self.spool,
+            rules.rule,
+            rules.down_codec,
+            selections,
+            last,
+            self.lineages,
+            and_later=wanted.and_later,
+        )
+        rebuilt = Rebuilt(machine, [], [values.version for values in snapshot.fragments])
+        for read in self.segments(snapshot.journal_segment, snapshot.journal_chain):
+            for point in compare:
+                if point.segment == read.index > snapshot.journal_segment and not replayer.left_out and last is None:
+                    self._compare(point, replayer)
+                    rebuilt.snapshots += 1
+            for record in read.records:
+                replayer.apply(record)
+        _check_sites(machine.state, selections)
+        for chosen in selections:
+            if not any(chosen.takes(out.site, out.fragment, out.sequence, out.version) for out in replayer.left_out):
+                newest = " ".join(str(fragment.version) for fragment in machine.state.fragments)
+                raise KeptError(f"{chosen}: no such update was merged; the newest versions are {newest}")
+        rebuilt.values = [
+            values if last is None else replace(values, version=min(last, values.version)) for values in replayer.values
+        ]
+        rebuilt.records, rebuilt.compared = replayer.records, replayer.compared
+        rebuilt.left_out, rebuilt.skipped = replayer.left_out, replayer.skipped
+        rebuilt.on_old_base = dict(sorted(replayer.on_old_base.items()))
+        rebuilt.old_base_waiting = replayer.old_base_waiting()
+        rebuilt.held = replayer.held
+        return rebuilt
+
+    def _compare(self, point: Point, replayer: ReplayerWithout) -> None:
+        """The values here against those of a snapshot taken at this instant."""
+        for index, (mine, kept) in enumerate(
+            zip(replayer.values, self.snapshots.load(point.number).fragments, strict=True)
+        ):
+            if not same_values(mine, kept):
+                raise KeptError(
+                    f"fragment {index} in snapshot {point.number} of {self.folder} is not what the journal gives: "
+                    f"version {kept.version}, {shorter(kept.digest)} there, {shorter(mine.digest)} computed again"
+                )
+
+
+def _card(path: Path) -> RunCard:
+    try:
+        facts = parse_json(path.read_bytes())
+        return RunCard(facts["run_id"], facts["layout_fingerprint"], facts["shared_digest"])
+    except FileNotFoundError:
+        if any(path.parent.glob("snapshots/[0-9]*")):
+            raise KeptError(f"{path} is missing: a start of the run's syncer writes it anew") from None
+        raise KeptError(f"{path.parent} is no syncer's data folder: it has no {path.name}") from None
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise KeptError(f"{path} is damaged: {error}") from error
+
+
+def _in_words(error: KeptError | FileNotFoundError) -> KeptError:
+    return error if isinstance(error, KeptError) else KeptError(f"{error.filename} is missing")
+
+
+def _check_sites(known: OuterState, selections: Sequence[Selection]) -> None:
+    for chosen in selections:
+        if chosen.site not in known.sites:
+            raise KeptError(f"{chosen}: the run has no site {chosen.site}; it has {', '.join(sorted(known.sites))}")
+        if chosen.fragment is not None and chosen.fragment >= len(known.fragments):
+            raise KeptError(f"{chosen}: the run has no fragment {chosen.fragment}, only {len(known.fragments)}")
+
+
+def _old_enough(point: Point, selections: Sequence[Selection], last: int | None) -> bool:
+    """Whether nothing that ``selections`` mean was merged before ``point``, and no fragment is beyond ``last``."""
+    if last is not None and any(fragment.version > last for fragment in point.state.fragments):
+        return False
+    return not any(_merged_before(point.state, chosen) for chosen in selections)
+
+
+def _merged_before(state: OuterState, chosen: Selection) -> bool:
+    for index, fragment in enumerate(state.fragments):
+        if not chosen.of(chosen.site, index):
+            continue
+        if chosen.kind == "versions":
+            if fragment.version >= chosen.first:
+                return True
+        elif (site := state.sites.get(chosen.site)) is not None:
+            waiting = {pending.sequence for pending in site.lines[index].undecided}
+            accepted = range(chosen.first, min(chosen.last, site.lines[index].watermark) + 1)
+            if not waiting.issuperset(accepted):
+                return True
+    return False
+
+
+def _kept_words(points: Sequence[Point]) -> str:
+    oldest, newest = points[0].state.fragments, points[-1].state.fragments
+    parts = [f"{old.version + 1} (snapshot up to {new.version})" for old, new in zip(oldest, newest, strict=True)]
+    return "a replay can begin at version " + ", ".join(
+        f"{part} of fragment {index}" for index, part in enumerate(parts)
+    )
+
 
 KEEP_PAST = Retention(steps=1 << 40, bytes_max=1 << 60)
 """A restore lets nothing go of what can be replayed; the syncer that goes on does what its settings say."""
@@ -88,7 +345,7 @@ def begin_lineage(
     published = [
         replace(each, version=fragment.version + 1) for each, fragment in zip(values, state.fragments, strict=True)
     ]
-    image = Image(asdict(store.card), tuple(published), held or {}, {"why": why})
+    image = Image(store.card.facts(), tuple(published), held or {}, {"why": why})
     store.lineages.keep(lineage, image)
     listed = None if held is None else tuple((name, index, *counts) for (name, index), counts in sorted(held.items()))
     event = LineageBegan(lineage, tuple(each.digest for each in published), why, listed)
@@ -98,6 +355,9 @@ def begin_lineage(
     fates = [effect for effect in effects if isinstance(effect, TellFate)]
     for told in fates:
         store.decided(told.site, told.fate)
+    for effect in effects:
+        if isinstance(effect, LetGo):
+            store.release(effect.payload)
     store.snapshot_writer(machine, published)()
     store.write_lineage(lineage)
     versions = tuple(fragment.version for fragment in state.fragments)
@@ -109,10 +369,9 @@ def restore_in_place(
     folder: Path, card: RunCard, rules: Rules, image: Image, why: str, known: Known, disk: Disk = PLAIN_DISK
 ) -> Restored:
     """Take the run in ``folder`` up from ``image``.  ``RestoreError``; ``StoreError`` when the folder is not whole."""
-    for name, ours in asdict(card).items():
-        theirs = image.card.get(name)
-        if theirs != ours:
-            raise RestoreError(f"the image is of another run: its {name} is {theirs!r}, and here it is {ours!r}")
+    if (name := card.difference(image.card)) is not None:
+        theirs, ours = image.card.get(name), getattr(card, name)
+        raise RestoreError(f"the image is of another run: its {name} is {theirs!r}, and here it is {ours!r}")
     with _opened(folder, card, disk) as store:
         if store.is_new():
             raise RestoreError(f"{folder} holds no run: an image says what the values are, and not who was in the run")
@@ -152,11 +411,13 @@ def restore_values(
     known: Known,
     disk: Disk = PLAIN_DISK,
     units_begun: int = 0,
+    site_above: str = "",
 ) -> Restored:
     """Make an empty ``folder`` the run that has ``values``, and begin a lineage there.
 
     ``lines`` is what is known of each site, and all that will count as merged.  Of units of the data, where they are
-    leased, none before ``units_begun`` is leased again.
+    leased, none before ``units_begun`` is leased again.  A region is the site ``site_above`` of the run above, of which
+    it knows nothing more: when it joins, it takes the values above.
     """
     with _staged(folder, disk) as staging, _opened(staging, card, disk) as store:
         state = OuterState([FragmentState(version=each.version, digest=each.digest) for each in values])
@@ -165,6 +426,8 @@ def restore_values(
             state.sites[name] = Site(1, "", Status.LEFT, list(each))
         if rules.outer.unit_sequences:
             state.units = begun_before(units_begun)
+        if site_above:
+            state.upstream = Upstream([Part() for _ in values], site=site_above)
         machine = OuterSync(rules.outer, state)
         store.begin(machine, values)
         return begin_lineage(store, machine, values, None, why, known.next_lineage(state.lineage))

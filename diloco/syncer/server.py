@@ -1,7 +1,7 @@
 """The syncer's process: store, decision loop and network put together, from start to last version.
 
-``Api`` (``api.py``) answers the network; this module owns the life of the process and carries out the machine's
-effects.
+``Api`` (``api.py``) answers the network; ``Syncer`` owns the life of the process and carries out the machine's effects.
+At its end the process lingers (``linger``): it stays until its sites know what became of their work.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import errno
 import threading
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco.codec import native
 from diloco.codec.buffers import Buffers
 from diloco.durable import PLAIN_DISK, DiskFullError, Step, locked
-from diloco.sync.claims import fastest_step_ns
+from diloco.sync.admission import fastest_step_ns
 from diloco.sync.effects import (
     AnnounceFinal,
     DropSite,
@@ -38,26 +38,33 @@ from diloco.sync.events import (
     OuterStepFailed,
     StandbyDetached,
     SyncerStarted,
+    UpstreamAsked,
 )
+from diloco.sync.members import places_taken
+from diloco.sync.region import has_joined
+from diloco.sync.state import Phase, Status
 from diloco.syncer.api import Api
 from diloco.syncer.backups import Backups
 from diloco.syncer.core import Core, CoreHeld, CoreStopped
-from diloco.syncer.costs import RoundCosts
-from diloco.syncer.executor import OuterResult, run_outer_step
-from diloco.syncer.exporting import export, full_parameters, when_there_is_room
-from diloco.syncer.facts import merged_into, outer_step_facts, refusal_facts, standstill_facts, start_facts
-from diloco.syncer.feeds import Feeds, Made
-from diloco.syncer.footprint import VERSIONS_MAX, memory_bytes_max, spare_max
-from diloco.syncer.keeping import Keeper
-from diloco.syncer.leadership import lead
-from diloco.syncer.lease import LeaseError
-from diloco.syncer.lingering import linger, not_told
-from diloco.syncer.memory import MemoryCheck
+from diloco.syncer.images import export, full_parameters, when_there_is_room
+from diloco.syncer.keeping import Keeper, MemoryCheck
+from diloco.syncer.lease import LeaseError, lead
 from diloco.syncer.opening import begun, open_store, recovered
-from diloco.syncer.readiness import Readiness, Unready, Want
+from diloco.syncer.options import VERSIONS_MAX, memory_bytes_max, spare_max
+from diloco.syncer.outer_step import (
+    OuterResult,
+    RoundCosts,
+    merged_into,
+    outer_step_facts,
+    refusal_facts,
+    run_outer_step,
+    standstill_facts,
+    start_facts,
+)
+from diloco.syncer.publish import Feeds, Made
+from diloco.syncer.readiness import LOOK_EVERY_S, Readiness, Room, Unready, Want
 from diloco.syncer.region import Region, check_site
 from diloco.syncer.replicator import Replicator
-from diloco.syncer.room import LOOK_EVERY_S, Room
 from diloco.wire.messages import Published
 from diloco.wire.server import RunningServer, serve
 
@@ -68,19 +75,53 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from diloco.durable import Disk
+    from diloco.sync.region import Above
     from diloco.sync.state import OuterState
     from diloco.sync.syncer import OuterSync
-    from diloco.sync.upstream import Above
-    from diloco.syncer.leadership import Leadership
-    from diloco.syncer.lease import Lease
+    from diloco.syncer.lease import Leadership, Lease
     from diloco.syncer.options import RunPlan, SyncerOptions
     from diloco.syncer.snapshots import FragmentValues
     from diloco.syncer.standby import Warm
-    from diloco.wire.options import ServerOptions
-    from diloco.wire.security import SecurityOptions
+    from diloco.wire.options import SecurityOptions, ServerOptions
+
+LOOK_S = 0.05
+
+
+def linger(core: Core, feeds: Feeds, linger_s: float) -> None:
+    """Wait until every live site has said goodbye, and every one that has said so has heard its fates and gone."""
+
+    def wanted(machine: OuterSync) -> bool:
+        streams, unheard = feeds.standing()
+        waited_for = (
+            site.status is Status.LIVE or (site.status is Status.LEFT and name in unheard)
+            for name, site in machine.state.sites.items()
+        )
+        return streams > 0 or any(waited_for)
+
+    until = time.monotonic() + linger_s
+    while time.monotonic() < until and _asked(core, wanted):
+        time.sleep(LOOK_S)
+
+
+def _asked(core: Core, wanted: Callable[[OuterSync], bool]) -> bool:
+    try:
+        return core.ask(wanted)
+    except CoreHeld:
+        return True  # Nobody can say goodbye while nothing is decided.
+
+
+def not_told(state: OuterState, *, crashed: bool) -> list[str]:
+    """The sites that may be on their way back for fates which the process before had decided.
+
+    One that was stopped in order had lingered for them.  And where the run goes on, they have all the time they need.
+    """
+    over = crashed and state.ending is not None
+    return [name for name, site in state.sites.items() if over and site.status is Status.LEFT]
+
 
 START_WAIT_S = 10.0
-"""For room on the disk, at a start; a process that never served need not wait for it."""
+"""For room on the disk, at a start; a process that never served need not wait for it.  And for a word from the syncer
+above, where the region had finished."""
 
 
 class Syncer:
@@ -149,10 +190,11 @@ class Syncer:
         machine, records = self._open() if warm is None else self._take(warm)
         self._begin_memory_check()
         self.room = Room(Path(self.options.folder), self.options.disk_reserve_mb * 1_000_000, self._room_changed)
-        agreement = self.plan.agreement
-        run = (agreement.layout_fingerprint, self.plan.shared_digest, lambda: machine.state.lineage)
+        self.network = _with_places(self.network, machine.state)
         epoch = self._lead(machine.state, warm)
-        self.replicator = Replicator(self.options.replication, self.store, run, self._emit, self.leadership)
+        self.replicator = Replicator(
+            self.options.replication, self.store, lambda: machine.state.lineage, self._emit, self.leadership
+        )
         self.core = Core(
             machine,
             self.store,
@@ -170,8 +212,12 @@ class Syncer:
         )
         self.api = Api(self)
         self.feeds.miss(not_told(machine.state, crashed=records > 0 or warm is not None))
+        is_region, was = self._make_above is not None, machine.state
+        had_finished = is_region and was.phase is Phase.ENDED and was.ending is Ending.FINISHED
+        if had_finished:
+            self.core.post(UpstreamAsked())
         # Before the loop begins: a deadline that has passed would be acted on first, and its step issued twice.
-        self.core.post(SyncerStarted(epoch, self.plan.health, away_ns))
+        self.core.post(SyncerStarted(epoch, self.plan.health, away_ns, self.plan.outer.sites_max))
         self._begin_region(machine)
         if alone and not machine.state.detached and self.options.replication.mode != "off":
             self.core.post(StandbyDetached(0))
@@ -179,7 +225,6 @@ class Syncer:
         self._taken.callback(self._stop_core)
         if self._above is not None:
             self._taken.callback(self._above.close)
-            self._above.start()
         facts, ended = self._first_answer()
         updates_above = self.region.updates_max if self.region is not None else 0
         self.memory_bytes_max = memory_bytes_max(self.options, self.plan, self.network, updates_above)
@@ -199,10 +244,14 @@ class Syncer:
         )
         self._in_thread("room", lambda stopping: self.room.run(stopping, self._fail))
         self._in_thread("standstill", self._say_standstill)
+        if had_finished:
+            self._in_thread("word-above", self._await_word)
         self.readiness.told_to(self._server.ready)
         self.readiness.ends(Unready.STARTING)
         if self.options.backup.url:
-            self.backups = Backups(self.options.backup, self.store.folder, agreement.run_id, self._emit, self._disk)
+            self.backups = Backups(
+                self.options.backup, self.store.folder, self.plan.agreement.run_id, self._emit, self._disk
+            )
             self.backups.start()
             self._taken.callback(self.backups.stop)
         return self._server.address
@@ -243,9 +292,11 @@ class Syncer:
         if self._make_above is None:
             check_site(machine.state, "")
             return
-        self._above = self._make_above()
-        self.region = Region(self._above, self.core, self.store, lambda: self.holdings, self._fail)
+        self._above = above = self._make_above()
+        self.region = Region(above, self.core, self.store, lambda: self.holdings, self._fail)
         self.core.post(self.region.begin(machine))
+        # Once that is safe, also at a standby: a syncer whose place another has taken must not speak for it above.
+        self.core.do_soon(lambda machine: above.start())
 
     def _first_answer(self) -> tuple[dict[str, object], Ending | None]:
         """How the run stands once the start is in the journal; ``DiskFullError`` or ``LeaseError`` if never."""
@@ -261,6 +312,17 @@ class Syncer:
                 if time.monotonic() > until:
                     raise DiskFullError(errno.ENOSPC, held.text, self.options.folder) from held
                 time.sleep(LOOK_EVERY_S / 10)
+
+    def _await_word(self, stopping: threading.Event) -> None:
+        """The thread of a region that had finished: so it stays where the syncer above does not answer."""
+        while not stopping.wait(START_WAIT_S):
+            with suppress(CoreHeld, CoreStopped):
+                if not self.core.ask(lambda machine: has_joined(machine.state)):
+                    why = f"the syncer above gave no answer in {START_WAIT_S:g} s"
+                    why += ": if the run above goes on, start its syncer, then this one again"
+                    self._emit("note", {"note": "stays_finished", "why": why})
+                    self.core.post(FinalAnnounced(Ending.FINISHED))
+                return
 
     def _begin_memory_check(self) -> None:
         self._memory = MemoryCheck(self.holdings.values, self.options.memory_check_s)
@@ -493,6 +555,11 @@ class Syncer:
     def parameters(self) -> dict[str, torch.Tensor]:
         """The published values as full parameters, fp32."""
         return full_parameters(self.plan.layout, [values.evaluated for values in self.holdings.values])
+
+
+def _with_places(network: ServerOptions, state: OuterState) -> ServerOptions:
+    """``network`` with room for each site that is there, also where fewer may join than before."""
+    return replace(network, sites_max=max(network.sites_max, places_taken(state)))
 
 
 def _since_last_record_ns(folder: Path) -> int | None:

@@ -2,9 +2,23 @@
 
     snapshots/00000012/  fragment-0.safetensors ...  state.json  manifest.json (size and SHA-256 of each, its own too)
 
-Written into a temporary folder, every file made durable, then renamed: a folder with that name is whole.  On reading
-every file is verified; a damaged snapshot is named, set aside as ``00000012.damaged``, and the one before it is used,
-with the longer journal.
+A snapshot is written into a temporary folder, every file made durable, then renamed: a folder with that name is whole.
+On reading every file is verified; a damaged snapshot is named, set aside as ``00000012.damaged``, and the one before it
+is used, with the longer journal.
+
+Retention.  How much of the past a data folder keeps: which snapshots may go, and with them the journal and payloads
+behind them.  Whatever happens, the newest two snapshots stay: recovery needs one, and another if that is damaged.
+Beyond those, the past is kept from one snapshot on, the *anchor*: everything from it to now can be replayed.  The
+anchor is the newest snapshot that is at least ``steps`` outer steps old; of those behind it only so many stay that the
+next anchor is never far.  Where all that takes more than ``bytes_max``, the oldest goes first.
+
+Writing.  Safetensors files are written from where the values lie: no copy of them is made, whatever their size.  The
+library's own writer joins all tensors to one string first, which at a billion parameters is as much memory as the model
+takes.  The format is its own, and every reader of safetensors reads what is written here.
+
+Reading.  Large files are read once, into the memory that they stay in, and hashed on the way; several of them at a
+time.  A restart is as fast as this is: reading and SHA-256 each take about as long as the other, so that one piece is
+read while the one before it is hashed, both without the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -12,27 +26,177 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import typing
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from diloco.codec.contract import bytes_of
+from diloco.codec.base import bytes_of
 from diloco.durable import PLAIN_DISK, DiskFullError, Step, is_full
 from diloco.outer.optimizer import OuterState, evaluated
 from diloco.sync.plain import canonical, from_plain, parse_json, shown
-from diloco.syncer.reading import NotAsWritten, read_verified
-from diloco.syncer.retention import Choice, Point, choose
-from diloco.syncer.tensor_files import Written, tensor_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
+    from typing import BinaryIO
 
     from diloco.durable import Disk
-    from diloco.syncer.retention import Retention
+
+NEWEST = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """``steps`` outer steps over all fragments, 0 for what recovery needs; ``bytes_max`` bounds what is beyond that."""
+
+    steps: int = 0
+    bytes_max: int = 0
+
+
+RECOVERY_ONLY = Retention()
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A snapshot: the outer steps made before it, the first journal segment behind it, and its size."""
+
+    number: int
+    steps: int
+    segment: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The snapshots that stay, oldest first; ``cut`` is whether the bound took one that retention would have kept."""
+
+    kept: tuple[Point, ...]
+    cut: bool
+
+    def reaches(self, retention: Retention) -> bool:
+        """Whether all that ``retention`` asks for can be replayed, or all that ever was."""
+        oldest, newest = self.kept[0], self.kept[-1]
+        return oldest.steps == 0 or newest.steps - oldest.steps >= retention.steps
+
+
+def choose(points: Sequence[Point], retention: Retention, behind_bytes: Callable[[Point, Point], int]) -> Choice:
+    """Which of ``points``, oldest first, stay; ``behind_bytes`` are the journal and payloads between two of them."""
+    newest = list(points[-NEWEST:])
+    past = list(points[:-NEWEST]) if retention.steps else []
+    if not past:
+        return Choice(tuple(newest), cut=False)
+    now = points[-1].steps
+    old_enough = [point for point in [*past, *newest] if now - point.steps >= retention.steps]
+    anchor = old_enough[-1] if old_enough else past[0]
+    kept: list[Point] = []
+    for point in past:
+        # Half of what is kept at most lies between two of them, so that the anchor is never twice as old as it must be.
+        if point.steps >= anchor.steps and (not kept or point.steps - kept[-1].steps >= retention.steps / 2):
+            kept.append(point)
+    cut = False
+    while kept and sum(point.size for point in kept) + behind_bytes(kept[0], newest[0]) > retention.bytes_max:
+        kept.pop(0)
+        cut = True
+    return Choice((*kept, *newest), cut)
+
+
+PIECE_BYTES = 16 << 20
+"""Written, and hashed, at a time."""
+ALIGNMENT = 8
+"""Of the first value in the file."""
+DTYPES = MappingProxyType({torch.float32: "F32", torch.bfloat16: "BF16"})
+"""What is written, as the format calls it."""
+
+
+def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[memoryview]:
+    """The file of ``tensors`` (fp32 or bf16, contiguous), in order of their names, in pieces: views of them."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for name, tensor in sorted(tensors.items()):
+        assert tensor.dtype in DTYPES, f"{name} is {tensor.dtype}"
+        size = tensor.element_size() * tensor.numel()
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for _, tensor in sorted(tensors.items()):
+        values = bytes_of(tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor)
+        for start in range(0, len(values), PIECE_BYTES):
+            yield values[start : start + PIECE_BYTES]
+
+
+class Written:
+    """Hands pieces on, and says at the end how many bytes they had and their SHA-256."""
+
+    def __init__(self, parts: Iterable[bytes | memoryview]) -> None:
+        self._parts = parts
+        self._hash = hashlib.sha256()
+        self.size = 0
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        for part in self._parts:
+            self._hash.update(part)
+            self.size += len(part)
+            yield part
+
+    def facts(self) -> dict[str, object]:
+        """As a manifest has them."""
+        return {"bytes": self.size, "sha256": self._hash.hexdigest()}
+
+
+FILES_MAX = 4
+"""Read at the same time, at most: more of them only take turns at the disk."""
+
+
+class NotAsWritten(ValueError):
+    """A file has another length or another digest than what was written."""
+
+
+def read_verified(files: Sequence[tuple[Path, int, str]]) -> list[Tensor]:
+    """The content of each (path, length, SHA-256), as bytes in a tensor of its own; ``NotAsWritten`` names the file."""
+    with ThreadPoolExecutor(max_workers=min(FILES_MAX, os.cpu_count() or 1, len(files) or 1)) as pool:
+        return list(pool.map(_read_one, files))
+
+
+def _read_one(file: tuple[Path, int, str]) -> Tensor:
+    path, size, wanted = file
+    with path.open("rb", buffering=0) as source, ThreadPoolExecutor(max_workers=1) as reader:
+        if os.fstat(source.fileno()).st_size != size:
+            raise NotAsWritten(f"{path} is damaged: it is not what was written")
+        data = torch.empty(size, dtype=torch.uint8)
+        pieces = [
+            data[start : start + PIECE_BYTES].numpy().data.cast("B") if size else memoryview(b"")
+            for start in range(0, size, PIECE_BYTES)
+        ]
+        found = hashlib.sha256()
+        read = [reader.submit(_fill, source, piece) for piece in pieces[:2]]
+        for index, piece in enumerate(pieces):
+            whole = read[index].result()
+            if index + 2 < len(pieces):
+                read.append(reader.submit(_fill, source, pieces[index + 2]))
+            if not whole:
+                break  # Cut short while it was read: the digest will say so.
+            found.update(piece)
+    if found.hexdigest() != wanted:
+        raise NotAsWritten(f"{path} is damaged: it is not what was written")
+    return data
+
+
+def _fill(source: BinaryIO, piece: memoryview) -> bool:
+    at = 0
+    while at < len(piece):
+        count = source.readinto(piece[at:])  # type: ignore[attr-defined]
+        if not count:
+            return False
+        at += count
+    return True
 
 
 FORMAT = 2
@@ -132,7 +296,7 @@ class Snapshots:
             files[name] = written.facts()
             size += written.size
         manifest: dict[str, object] = {"format": FORMAT, "files": files}
-        manifest["sha256"] = _digest_of(manifest)
+        manifest["sha256"] = digest_of(manifest)
         text = json.dumps(manifest, sort_keys=True, indent=1).encode()
         self._disk.write_file(beside / "manifest.json", text, Step.SNAPSHOT_FILE)
         self._disk.rename(beside, self._path(number), Step.SNAPSHOT_RENAME)
@@ -254,7 +418,7 @@ def _read_manifest(folder: Path) -> dict[str, typing.Any]:
         if found == 1 and "sha256" not in manifest:
             return manifest
         told = {name: value for name, value in manifest.items() if name != "sha256"}
-        is_whole = manifest["sha256"] == _digest_of(told)
+        is_whole = manifest["sha256"] == digest_of(told)
         is_whole = is_whole and json.dumps(manifest, sort_keys=True, indent=1).encode() == text
     except (LookupError, TypeError, ValueError) as error:
         raise SnapshotError(f"{path} is damaged: {type(error).__name__}: {error}") from error
@@ -267,7 +431,8 @@ def _read_manifest(folder: Path) -> dict[str, typing.Any]:
     return manifest
 
 
-def _digest_of(manifest: dict[str, object]) -> str:
+def digest_of(manifest: Mapping[str, object]) -> str:
+    """The digest that a manifest has of itself."""
     return hashlib.sha256(canonical(manifest)).hexdigest()
 
 

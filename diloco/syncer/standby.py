@@ -1,9 +1,10 @@
 """A standby: a second data folder that follows the first, and a machine that is warm when it is needed.
 
-One thread takes what the syncer sends and lays it down as the syncer did: a payload before the frame that names it,
-the frame synced and marked before it is acknowledged.  A second one carries the records out, as a recovery would, so
-that every version here is computed and compared; it writes a snapshot where the syncer's journal was cut for one.  The
-folder is a syncer's folder at every instant: whoever starts on it goes on from there.
+One thread takes what the syncer sends and lays it down as the syncer did: a payload before the frame that names it, the
+frame synced and marked before it is acknowledged.  ``Incoming`` takes each item: a file beside its place, or a unit of
+the journal in memory.  A second thread carries the records out, as a recovery would, so that every version is computed
+and compared here; it writes a snapshot where the syncer's journal was cut for one.  The folder is a syncer's folder at
+every instant: a process that starts on it goes on from there.
 
 A full disk ends no standby.  It lets go of the past that only a replay wants, stops following and so acknowledging, in
 words, and goes on from where its journal ends when there is room.
@@ -11,6 +12,8 @@ words, and goes on from where its journal ends when there is room.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import queue
 import threading
 import time
@@ -19,36 +22,114 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco.durable import PLAIN_DISK, DiskFullError, Step, locked
-from diloco.sync.effects import TellFate
-from diloco.sync.events import Ending
-from diloco.sync.frames import FRAME, HEADER, chain_after, units
-from diloco.sync.journal import JournalError, decode_records
-from diloco.sync.lineage import promoted_epoch
+from diloco.durable import PLAIN_DISK, DiskFullError, Step, is_full, locked
+from diloco.sync.effects import LetGo, TellFate
+from diloco.sync.events import Ending, Sealed
+from diloco.sync.journal import FRAME, HEADER, JournalError, chain_after, decode_records, units
+from diloco.sync.members import promoted_epoch
+from diloco.sync.region import OUTBOX
 from diloco.sync.state import Phase
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.holdings import Holdings
-from diloco.syncer.incoming import Incoming
 from diloco.syncer.journal_files import Position
-from diloco.syncer.leadership import Leadership, remembered
+from diloco.syncer.lease import Leadership, remembered
 from diloco.syncer.opening import open_store, recovered
+from diloco.syncer.readiness import LOOK_EVERY_S, Room
 from diloco.syncer.replaying import Replayer
-from diloco.syncer.room import LOOK_EVERY_S, Room
 from diloco.syncer.spool import SpoolError
 from diloco.syncer.store import Store, StoreError
-from diloco.wire.following import STOPS
+from diloco.wire.chunks import Assembler, ChunkError
 from diloco.wire.messages import Alive, Chunk, Refused, Unreachable
-from diloco.wire.replication import FollowAck, Follows, FollowStart, Item
+from diloco.wire.replication import STOPS, FollowAck, Follows, FollowStart, Item
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from typing import BinaryIO
 
     from diloco.durable import Disk
     from diloco.sync.journal import Record
     from diloco.sync.state import OuterState
     from diloco.syncer.options import RunPlan, SyncerOptions
-    from diloco.wire.following import FollowClient, FollowStream
-    from diloco.wire.replication import FollowPart
+    from diloco.wire.replication import FollowClient, FollowPart, FollowStream
+
+
+class Incoming:
+    """One item.  ``DiskFullError`` when a file finds no room: ``discard`` it, it will be sent again."""
+
+    def __init__(self, store: Store, item: Item, disk: Disk) -> None:
+        self.item = item
+        self._disk = disk
+        self._hash = hashlib.sha256()
+        self._held = bytearray()
+        self._path: Path | None = None
+        self._file: BinaryIO | None = None
+        if item.name:
+            kind, folder, name = item.name.split("/")
+            rooms = {"spool": store.spool.folder, "lineages": store.lineages.folder, "above": store.folder / "above"}
+            above = rooms.get(kind, store.snapshots.folder)
+            target = above / (f".incoming-{folder}" if kind == "snapshots" else folder)
+            self._path = target / name
+            with _full_in_words():
+                disk.make_folder(target, Step.STANDBY_FILE)
+                disk.sync_folder(above.parent, Step.STANDBY_FILE)  # The first lineage makes the folder of them.
+                self._file = disk.open(self._beside(self._path), "wb", Step.STANDBY_FILE, buffering=0)
+        self._assembler = Assembler(item.item_bytes, self._write)
+
+    def _beside(self, path: Path) -> Path:
+        return path.with_name(f".{path.name}.tmp")
+
+    def _write(self, offset: int, data: memoryview) -> None:
+        del offset
+        self._hash.update(data)
+        if self._file is None:
+            self._held += data
+            return
+        with _full_in_words():
+            self._disk.write(self._file, data, Step.STANDBY_FILE)
+
+    def accept(self, chunk: Chunk) -> None:
+        """Take one chunk."""
+        try:
+            self._assembler.accept(chunk.offset, chunk.data, chunk.crc32, chunk.xxh3)
+        except ChunkError as error:
+            raise Unreachable(f"Follow: {error}") from error
+
+    @property
+    def complete(self) -> bool:
+        """Whether every byte is here."""
+        return self._assembler.offset == self.item.item_bytes
+
+    def finish(self) -> bytes:
+        """Check the whole; a file is durable under its name when this returns, a unit is returned."""
+        if self._hash.hexdigest() != self.item.digest:
+            raise Unreachable(f"Follow: {self.item.name or 'a unit'} is not what was declared")
+        if self._file is None or self._path is None:
+            return bytes(self._held)
+        self._disk.sync(self._file, Step.STANDBY_FILE)
+        self._file.close()
+        with _full_in_words():
+            self._disk.rename(self._beside(self._path), self._path, Step.STANDBY_FILE)
+        self._disk.sync_folder(self._path.parent, Step.STANDBY_FILE)
+        self._disk.sync_folder(self._path.parent.parent, Step.STANDBY_FILE)
+        return b""
+
+    def discard(self) -> None:
+        """The rest will not come: nothing of it is left."""
+        if self._file is not None and self._path is not None:
+            self._file.close()
+            self._disk.remove(self._beside(self._path), Step.STANDBY_FILE)
+
+
+@contextlib.contextmanager
+def _full_in_words() -> Iterator[None]:
+    """A failed sync is not among these: it is final, whatever it failed for."""
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise DiskFullError(error.errno, error.strerror) from error
+
 
 BEHIND_MAX = 1024
 """Turns that are durable here and not carried out yet; then nothing more is taken, and the syncer waits."""
@@ -102,6 +183,8 @@ class Standby:
         self._began_at: Position | None = None
         self.connected = False
         self._waits = options.replication.mode == "sync"  # Until the syncer says how it is there.
+        self._at_earlier = False
+        """Whether it goes by the digest of an earlier release, because the present one was refused."""
         self._left = False
         """Whether the syncer said that it stops, the last time that it said anything."""
         self._trouble: str | None = None
@@ -250,6 +333,9 @@ class Standby:
                 except DiskFullError as error:
                     self._wait_for_room(error)
                 except Refused as error:
+                    self._at_earlier = not self._at_earlier and self._is_of_earlier(error)
+                    if self._at_earlier:
+                        continue
                     if self._replayer is None or "empty folder" not in error.text:
                         self._lost(error.text)
                         continue
@@ -257,6 +343,10 @@ class Standby:
         finally:
             self._orders.put(None)
             self._let_go()
+
+    def _is_of_earlier(self, error: Refused) -> bool:
+        """Whether the syncer may be of an earlier release, which has another digest for the same run."""
+        return "shared_digest" in error.text and bool(self.plan.earlier_digest)
 
     def _lost(self, why: str) -> None:
         if self.connected:
@@ -293,9 +383,9 @@ class Standby:
         segment, chain = (
             (0, "") if self._replayer is None else (self.store.journal.index, self.store.journal.chain.hex())
         )
-        agreement = self.plan.agreement
-        fingerprint, shared = agreement.layout_fingerprint, self.plan.shared_digest
-        start = FollowStart(agreement.run_id, self.identity, fingerprint, shared, segment, chain)
+        card = self.store.card
+        shared = card.earlier_digest if self._at_earlier else card.shared_digest
+        start = FollowStart(card.run_id, self.identity, card.layout_fingerprint, shared, segment, chain)
         with self._client.follow(start) as stream:
             self._stream = stream
             for part in stream:
@@ -389,11 +479,29 @@ class Standby:
                     for effect in replayer.apply(record):
                         if isinstance(effect, TellFate):
                             self.store.decided(effect.site, effect.fate)
+                        elif isinstance(effect, LetGo):
+                            self.store.release(effect.payload)
+                    if isinstance(record.event, Sealed):
+                        self._clear_outbox(replayer.machine.state, record.event)
             except (JournalError, SpoolError) as error:
                 # It is durable here all the same; but whoever computes other bits than the syncer must not go on.
                 self.fail(StandbyError(str(error)))
             except Exception as error:
                 self.fail(error)
+
+    def _clear_outbox(self, state: OuterState, sealed: Sealed) -> None:
+        """Drop a region's updates for above that are in flight no more.
+
+        Only those before ``sealed``: their numbers do not come again, and one that does may lie here anew already, laid
+        down by the other thread.
+        """
+        assert state.upstream is not None, sealed
+        listed = state.upstream.parts[sealed.fragment].progress.in_flight
+        kept = {sent.sequence for sent in listed}
+        for path in (self.folder / OUTBOX).glob(f"{sealed.fragment}-*.update"):
+            sequence = int(path.stem.partition("-")[2])
+            if sequence < sealed.sequence and sequence not in kept:
+                self.disk.remove(path, Step.OUTBOX_DROP)
 
     def _snapshot(self, replayer: Replayer, place: Position) -> None:
         began = time.monotonic()

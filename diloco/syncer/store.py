@@ -3,13 +3,17 @@
 What is durable when:
 
 - an update: its file, then (before its ack) the journal record ``UpdateArrived`` that names it;
-- a version: the journal record ``OuterStepDone`` with its digests, before anybody hears of it;
+- a version: the journal record ``OuterStepDone`` with its digests, before any site hears of it;
 - a fate: by the record that decided it, before it is told;
 - values: by a snapshot, or by the snapshot before it and the journal, from which they are computed again.
 
 Recovery = the newest snapshot that verifies + the journal from the segment it names, through the same machine and the
 same arithmetic; every recomputed version is compared with the digest that was journalled, and every payload that is
 still to be merged with the digest that was acknowledged.
+
+Verification.  ``verify`` looks at everything that lies in a data folder, and touches nothing: is it what was written?
+It checks three things that a start does not need: the journal behind older snapshots, those snapshots' tensors, and
+payloads that are merged already.
 """
 
 from __future__ import annotations
@@ -18,32 +22,57 @@ import json
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from diloco.durable import PLAIN_DISK, Step
+from diloco.durable import PLAIN_DISK, ReadingDisk, Step
+from diloco.sync.events import UpdateArrived, UpstreamFetched
 from diloco.sync.journal import JournalError
 from diloco.sync.plain import PlainError, parse_json, shown
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.holdings import Holdings
-from diloco.syncer.journal_files import JournalFiles, Position
-from diloco.syncer.lineages import Lineages
-from diloco.syncer.reading import FILES_MAX
+from diloco.syncer.images import Lineages
+from diloco.syncer.journal_files import JournalEnd, JournalFiles, Position
 from diloco.syncer.replaying import Replayer
-from diloco.syncer.retention import RECOVERY_ONLY, Retention
-from diloco.syncer.snapshots import FragmentValues, NewerSnapshotError, Snapshot, SnapshotError, Snapshots
+from diloco.syncer.snapshots import (
+    FILES_MAX,
+    RECOVERY_ONLY,
+    FragmentValues,
+    NewerSnapshotError,
+    Retention,
+    Snapshot,
+    SnapshotError,
+    Snapshots,
+)
 from diloco.syncer.spool import Spool, SpoolError
-from diloco.syncer.verifying import payloads_in, payloads_named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from diloco.durable import Disk
     from diloco.outer.rule import OuterRule
     from diloco.sync.events import Fate
+    from diloco.sync.journal import Record
     from diloco.sync.options import OuterOptions
-    from diloco.syncer.retention import Choice, Point
+    from diloco.syncer.snapshots import Choice, Point
+
+
+def payloads_in(state: object) -> dict[str, str]:
+    """The payloads of the undecided updates in a machine's snapshot, with their digests; of a region also those of the
+    versions above that it is not done with."""
+    assert isinstance(state, dict)
+    waiting = [pending for site in state["sites"].values() for line in site["lines"] for pending in line["undecided"]]
+    parts = (state.get("upstream") or {}).get("parts", ())
+    waiting += [part[name] for part in parts for name in ("base", "arrived", "taking") if part[name] is not None]
+    return {each["payload"]: each["digest"] for each in waiting}
+
+
+def payloads_named(records: Sequence[Record]) -> dict[str, str]:
+    """The payloads that arrived in ``records``, with their digests."""
+    events = [record.event for record in records if isinstance(record.event, UpdateArrived | UpstreamFetched)]
+    return {event.payload: event.digest for event in events if event.payload}
+
 
 FORMAT = 2
 """Of ``run.json``, and so of the folder: an earlier version refuses a folder of a later one.  1 is still read."""
@@ -73,6 +102,20 @@ class RunCard:
     run_id: str
     layout_fingerprint: str
     shared_digest: str
+    earlier_digest: str = ""
+    """What an earlier release says for ``shared_digest``; no card says both."""
+
+    def facts(self) -> dict[str, str]:
+        """What the file says of the run, and what a standby says."""
+        return {name: getattr(self, name) for name in ("run_id", "layout_fingerprint", "shared_digest")}
+
+    def difference(self, theirs: Mapping[str, object]) -> str | None:
+        """The first of the ``facts`` by which ``theirs`` are of another run."""
+        for name, ours in self.facts().items():
+            accepted = (ours, self.earlier_digest) if name == "shared_digest" else (ours,)
+            if theirs.get(name) not in accepted:
+                return name
+        return None
 
 
 @dataclass(slots=True)
@@ -148,7 +191,7 @@ class Store:
 
     def _check_card(self, card: RunCard) -> None:
         path = self.folder / "run.json"
-        ours = {"format": FORMAT, **asdict(card)}
+        ours = {"format": FORMAT, **card.facts()}
         if not path.exists():
             # Nothing else is here before it: where something is, it was lost, and the recovery says so.
             if not any(any((self.folder / name).glob("*")) for name in ("snapshots", "journal")):
@@ -161,12 +204,12 @@ class Store:
         found = theirs.get("format")
         if type(found) is not int or not 1 <= found <= FORMAT:
             raise StoreError(f"{path} has format {shown(found)}, and this version reads up to {FORMAT}")
-        for name, value in asdict(card).items():
-            if theirs.get(name) != value:
-                raise StoreError(
-                    f"{path} has {name} {shown(theirs.get(name))} and this run has {value!r}: another folder, please"
-                )
-        if found < FORMAT:
+        if (name := card.difference(theirs)) is not None:
+            raise StoreError(
+                f"{path} has {name} {shown(theirs.get(name))} and this run has {getattr(card, name)!r}: "
+                "another folder, please"
+            )
+        if {**theirs, **ours} != theirs:  # An earlier release has written it.
             self._write_card({"lineage": 1, **theirs, **ours})
 
     def _write_card(self, card: dict[str, object], step: Step = Step.CARD) -> None:
@@ -175,7 +218,7 @@ class Store:
 
     def write_lineage(self, lineage: int) -> None:
         """Say in ``run.json`` which lineage the run is in now."""
-        self._write_card({"format": FORMAT, **asdict(self.card), "lineage": lineage}, Step.LINEAGE_CARD)
+        self._write_card({"format": FORMAT, **self.card.facts(), "lineage": lineage}, Step.LINEAGE_CARD)
 
     def _mend_card(self, lineage: int) -> list[str]:
         """Have ``run.json`` say the lineage that journal and snapshots give; what it said instead, if it did."""
@@ -374,3 +417,55 @@ class Store:
         self.spool.sweep(needed)
         for reference in sorted(needed - waiting):
             self.release(reference)
+
+
+@dataclass(slots=True)
+class Verified:
+    """What was found whole; ``torn_bytes`` at the end of the journal were being written when their process died."""
+
+    segments: int = 0
+    records: int = 0
+    snapshots: int = 0
+    payloads: int = 0
+    torn_bytes: int = 0
+
+
+def verify(folder: Path) -> Verified:
+    """Check the data folder; the first damage raises ``JournalError``, ``SnapshotError`` or ``SpoolError``.
+
+    May be called beside a syncer that runs: what it is writing at that moment counts as torn.
+    """
+    found = Verified()
+    if not any((folder / "journal").glob("journal-*.log")):
+        raise JournalError(f"{folder / 'journal'} holds no journal")
+    disk = ReadingDisk()
+    noted = JournalEnd(folder / "journal" / "journal.end", disk)
+    for why in noted.damage():
+        raise JournalError(f"{noted.path} is damaged: {why}")
+    journal, snapshots = JournalFiles(folder / "journal", disk=disk), Snapshots(folder / "snapshots", disk=disk)
+    numbers, segments = snapshots.numbers(), journal.segments()
+    chains: dict[int, str] = {}
+    wanted: dict[str, str] = {}
+    for read in journal.walk(segments[0]):
+        found.segments += 1
+        found.records += len(read.records)
+        found.torn_bytes += read.size - read.end
+        if read.found is not None and read.found.header is not None:
+            chains[read.index] = read.found.header.before
+        wanted |= payloads_named(read.records)
+    for number in numbers:
+        snapshot = snapshots.load(number)
+        found.snapshots += 1
+        begins = f"snapshot {number:08d} goes on with segment {snapshot.journal_segment}"
+        if snapshot.journal_segment not in segments:
+            raise JournalError(f"{journal.path(snapshot.journal_segment)} is missing: {begins}")
+        if snapshot.journal_chain and chains.get(snapshot.journal_segment) != snapshot.journal_chain:
+            raise JournalError(
+                f"{journal.path(snapshot.journal_segment)}: unit at byte 0 is of another chain: {begins}"
+            )
+        wanted |= payloads_in(snapshot.state)
+    spool = Spool(folder / "spool", disk)
+    for reference, digest in sorted(wanted.items()):
+        spool.check(reference, digest)
+        found.payloads += 1
+    return found

@@ -1,13 +1,18 @@
-"""How a standby comes to lead: by itself when it is the heir and the lease has run out, or by an operator's word.
+"""A standby on the network, and how it comes to lead: by itself as the heir of a lease that ran out, or by an operator.
 
-With a lease a thread looks at it all the time.  An heir has everything that anybody was told; so it takes the lease as
-soon as the holder has let it run out, without being asked.  Whoever is not the heir takes over by an operator's word
-only (``lossy``), once nobody holds the lease; what it lacks is given up, and so a new lineage begins with what it has.
+Succession.  With a lease a thread looks at it all the time.  An heir has everything that any site was told, so it takes
+the lease as soon as the holder has let it run out, without being asked.  Any other standby takes over by an operator's
+word only (``lossy``), once no process holds the lease; what it lacks is given up, and so a new lineage begins with what
+it has.
 
-Without a lease the word alone decides, and the standby says what it knows against it: that the syncer is still there,
-or may have told what the standby lacks.  ``lossy`` is the answer to both, because a new lineage fences either.
+Without a lease the operator's word alone decides, and the standby says what it knows against it: that the syncer is
+still there, or may have told what the standby lacks.  ``lossy`` is the answer to both, because a new lineage fences
+either.  Nothing watches a standby whose thread has died, so any failure that is none of the lease's ends the standby,
+in words.
 
-Nobody looks at a standby whose thread has died: any failure that is none of the lease's ends the standby, in words.
+Answers.  Before it is promoted a standby tells how it stands (``StandbyApi``), and sends every other caller elsewhere.
+
+Process.  ``StandingBy`` follows, says how it stands, and makes room for a syncer when it is to take over.
 """
 
 from __future__ import annotations
@@ -15,21 +20,26 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from diloco.durable import is_full
-from diloco.sync.lineage import next_lineage
-from diloco.syncer.leadership import claim_of, try_to_lead
-from diloco.syncer.lease import LeaseError
+from diloco.sync.members import next_lineage
+from diloco.syncer.api import probed
+from diloco.syncer.lease import LeaseError, claim_of, try_to_lead
 from diloco.syncer.restoring import begin_lineage
 from diloco.syncer.standby import StandbyError
+from diloco.wire.messages import Refusal, Status
+from diloco.wire.server import serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from diloco.syncer.leadership import Leadership
-    from diloco.syncer.lease import Lease, Standing
+    from diloco.syncer.lease import Leadership, Lease, Standing
     from diloco.syncer.standby import Standby, Warm
+    from diloco.wire.identity import Identity
+    from diloco.wire.messages import JoinAsk, ProbeAnswer, ProbeAsk, PullAsk, PushHeader, ReportInfo
+    from diloco.wire.options import SecurityOptions, ServerOptions
+    from diloco.wire.server import RunningServer
 
 LOOK_SHARE = 1 / 20
 LOSSY = "an operator promoted {name}, which may have lacked what was acknowledged before"
@@ -175,3 +185,179 @@ def begun_anew(warm: Warm, why: str, clock_s: int) -> Warm:
     published = [replace(each, version=now.version) for each, now in zip(values, fragments, strict=True)]
     warm.holdings.begin_again(published)
     return warm
+
+
+class StandbyApi:
+    """Satisfies ``wire.service.SyncerApi``.  ``promoted`` is set when an operator wants the standby to take over."""
+
+    def __init__(self, standby: Standby, primary: str, succession: Succession) -> None:
+        self._standby = standby
+        self._succession = succession
+        self._primary = primary
+        self.promoted = threading.Event()
+        self.lossy = False
+        self.complaints: Callable[[], list[str]] = list
+        """Which files of identities cannot be used, as whoever serves this knows it."""
+
+    def _elsewhere(self) -> NoReturn:
+        raise Refusal(Status.UNAVAILABLE, f"this is the standby of {self._primary}: ask there")
+
+    def join(self, request: JoinAsk, identity: Identity) -> NoReturn:
+        """Not here."""
+        del request, identity
+        self._elsewhere()
+
+    def open_push(self, header: PushHeader, identity: Identity) -> NoReturn:
+        """Not here."""
+        del header, identity
+        self._elsewhere()
+
+    def watch(self, site: str, incarnation: int, identity: Identity) -> NoReturn:
+        """Not here."""
+        del site, incarnation, identity
+        self._elsewhere()
+
+    def pull(self, ask: PullAsk, identity: Identity) -> NoReturn:
+        """Not here: a version may be published there that has not come yet."""
+        del ask, identity
+        self._elsewhere()
+
+    def has_newer(self, fragment: int, version: int, timeout_s: float) -> NoReturn:
+        """Not here."""
+        del fragment, version, timeout_s
+        self._elsewhere()
+
+    def report(self, report: ReportInfo, identity: Identity) -> NoReturn:
+        """Not here."""
+        del report, identity
+        self._elsewhere()
+
+    def leave(self, site: str, incarnation: int, identity: Identity) -> NoReturn:
+        """Not here."""
+        del site, incarnation, identity
+        self._elsewhere()
+
+    def probe(self, ask: ProbeAsk, identity: Identity) -> ProbeAnswer:
+        """A way that will count when this standby takes over."""
+        del identity
+        return replace(probed(self._standby.plan, ask), standby_of=self._primary)
+
+    def status(self) -> dict[str, object]:
+        """How the standby stands."""
+        return {
+            **self._standby.status(),
+            "primary": self._primary,
+            "lease": self._succession.status(),
+            "identity_complaints": self.complaints(),
+        }
+
+    def drain(self) -> NoReturn:
+        """Not here."""
+        self._elsewhere()
+
+    def evict(self, site: str) -> NoReturn:
+        """Not here."""
+        del site
+        self._elsewhere()
+
+    def readmit(self, site: str) -> NoReturn:
+        """Not here."""
+        del site
+        self._elsewhere()
+
+    def admit(self, site: str, fragment: int, sequence: int) -> NoReturn:
+        """Not here."""
+        del site, fragment, sequence
+        self._elsewhere()
+
+    def refuse(self, site: str, fragment: int, sequence: int) -> NoReturn:
+        """Not here."""
+        del site, fragment, sequence
+        self._elsewhere()
+
+    def snapshot(self) -> NoReturn:
+        """It writes one where the syncer does."""
+        self._elsewhere()
+
+    def promote(self, *, lossy: bool) -> None:
+        """Take over, as soon as what has come is carried out."""
+        if not self._standby.ready:
+            raise Refusal(Status.FAILED_PRECONDITION, "this standby has no state to go on from yet")
+        if (why := self._succession.refusal(lossy=lossy)) is not None:
+            raise Refusal(Status.FAILED_PRECONDITION, why)
+        self.lossy = lossy
+        self.promoted.set()
+
+    def detach(self) -> NoReturn:
+        """That is said to the syncer."""
+        self._elsewhere()
+
+
+ANSWER_S = 0.5
+"""Who asked for the promotion is answered within that, before the address is given up."""
+
+
+class StandingBy:
+    """Use: ``start``, then ``wait`` until it gives what a syncer on the same address goes on with; ``stop`` always.
+
+    The address is served from the start, so that a setting that cannot work shows before it is needed, and sites that
+    come too early are told where to ask.
+    """
+
+    def __init__(
+        self,
+        standby: Standby,
+        primary: str,
+        network: ServerOptions,
+        security: SecurityOptions,
+        note: Callable[[str, str], None] = lambda what, why: None,
+        lease: Lease | None = None,
+    ) -> None:
+        """``note`` is told what the server says of who may come in (``wire.server.serve``)."""
+        self.standby = standby
+        self._succession = Succession(standby, lease, lambda: self.api.promoted.set())
+        self.api = StandbyApi(standby, primary, self._succession)
+        self._network, self._security, self._note = network, security, note
+        self._server: RunningServer | None = None
+
+    def start(self) -> str:
+        """Begin to follow, and to answer; the address."""
+        self.standby.start()
+        try:
+            self._server = serve(self.api, self._network, self._security, self._note, ready=False)
+        except BaseException:
+            self.standby.close()
+            raise
+        self.api.complaints = self._server.complaints
+        self._succession.start()
+        return self._server.address
+
+    def wait(self, timeout_s: float) -> Warm | None:
+        """What the standby hands over once it is promoted: the address is free then.  None: not yet.
+
+        Raises what ended the following early, if anything did.
+        """
+        promoted = self.api.promoted.wait(timeout_s)
+        if self.standby.failed is not None:
+            raise self.standby.failed
+        if not promoted:
+            return None
+        self._end_answering()
+        return self._succession.hand_over(self.standby.promote(), lossy=self.api.lossy)
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is nothing left to stand by for: the run is over, and the syncer has stopped in order."""
+        return self.standby.ended and not self.api.promoted.is_set()
+
+    def stop(self) -> None:
+        """Stop answering and following; what was handed over stays open."""
+        self._end_answering()
+        self._succession.stop()
+        if not self.api.promoted.is_set():
+            self.standby.close()
+
+    def _end_answering(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.stop(ANSWER_S)

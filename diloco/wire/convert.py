@@ -1,26 +1,37 @@
-"""Dataclasses to bytes and back, with every bound checked in both directions.
+"""Messages as protobuf bytes and back; those of Push and Pull are in ``convert_bulk``.
 
-``pack_*`` and ``unpack_*`` raise ``MalformedMessage`` and nothing else for a message that breaks the contract; the
-length is compared before anything is parsed, because parsing can cost 44 times a message's length in memory.
+A field travels under its own name, so both directions follow from the annotations of a message and the descriptor of
+its generated class: an enum travels by its members' names, a record as a nested message, a tuple as a repeated field,
+and None as a field that is not set.  What differs from that is in ``_BY_HAND``.  It is worked out once, where a message
+is declared.
+
+Every bound is checked in both directions.  ``pack_*`` and ``unpack_*`` raise ``MalformedMessage`` and nothing else for
+a message that breaks the contract.  The length is compared before anything is parsed, because parsing can cost 44 times
+a message's length in memory.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, get_args, get_origin
 
 from google.protobuf.message import DecodeError
 
-from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, FragmentStanding, Reason
+from diloco.sync.data_units import SKIPPED
+from diloco.sync.events import FateTold, FinalAnnounced, FragmentStanding, UnitsTold
 from diloco.sync.plain import parse_json
 from diloco.wire import messages as m
-from diloco.wire.bounds import check
-from diloco.wire.convert_units import unit_ask_in, unit_ask_out, unit_list_in, unit_list_out
 from diloco.wire.v1 import admin_pb2, sync_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Sequence
+
+    from diloco.sync.data_units import Span
 
 
 class _Proto(Protocol):
@@ -43,398 +54,261 @@ def parse(kind: Callable[[], P], raw: bytes, bytes_max: int) -> P:
     return message
 
 
-def checked(message: M) -> M:
-    """``message``, when every bound holds."""
-    check(message)
-    return message
+# --- fields that do not travel as they are ---------------------------------------------------------------------
 
 
-# --- enums, fates, standings -----------------------------------------------------------------------------------
+def _unit_list_out(told: UnitsTold) -> dict[str, object]:
+    units = [0 if start == SKIPPED else start + 1 for start, _ in told.pieces]
+    return {"first": told.first, "units": units, "counts": [count for _, count in told.pieces]}
 
 
-def reason_out(reason: Reason | None) -> Any:
-    """UNSPECIFIED for None."""
-    return enum_number(sync_pb2.Reason, "REASON_UNSPECIFIED" if reason is None else f"REASON_{reason.name}")
+def _unit_list_in(told: sync_pb2.UnitList) -> UnitsTold:
+    if len(told.units) != len(told.counts):
+        raise m.MalformedMessage(f"units has {len(told.units)} runs: {len(told.counts)} wanted, as counts has")
+    starts = [unit - 1 if unit else SKIPPED for unit in told.units]
+    return UnitsTold(told.first, tuple(zip(starts, told.counts, strict=True)))
 
 
-def reason_in(number: int) -> Reason | None:
-    """None for UNSPECIFIED."""
-    name = enum_name(sync_pb2.Reason, number, "REASON_")
-    return None if name == "UNSPECIFIED" else Reason[name]
+def spans_out(spans: Sequence[Span]) -> list[int]:
+    """As first, end, first, end..."""
+    return [number for span in spans for number in span]
 
 
-def _ending_out(ending: Ending | None) -> Any:
-    return enum_number(sync_pb2.Ending, "ENDING_UNSPECIFIED" if ending is None else f"ENDING_{ending.name}")
-
-
-def _ending_in(number: int) -> Ending | None:
-    name = enum_name(sync_pb2.Ending, number, "ENDING_")
-    return None if name == "UNSPECIFIED" else Ending[name]
-
-
-def enum_number(enum: Any, name: str) -> Any:
-    """The member ``name`` of a generated enum; the stubs and the runtime do not agree on its type."""
-    return enum.Value(name)
-
-
-def enum_name(enum: Any, number: int, prefix: str) -> str:
-    """The member's name without ``prefix``."""
-    try:
-        name: str = enum.Name(number)
-    except ValueError as error:
-        raise m.MalformedMessage(f"{prefix.rstrip('_').lower()} is {number}: not known here") from error
-    return name.removeprefix(prefix)
-
-
-def fate_out(fate: Fate) -> sync_pb2.Fate:
-    """A fate, to be checked by the caller."""
-    return sync_pb2.Fate(
-        fragment=fate.fragment,
-        sequence=fate.sequence,
-        version=fate.version,
-        tokens=fate.tokens,
-        digest=fate.digest,
-        reason=reason_out(fate.reason),
-    )
-
-
-def fate_in(fate: sync_pb2.Fate) -> Fate:
-    """A fate, not yet checked."""
-    return Fate(fate.fragment, fate.sequence, fate.version, fate.tokens, fate.digest, reason_in(fate.reason))
-
-
-def _fates_in(fates: Iterable[sync_pb2.Fate]) -> tuple[Fate, ...]:
-    return tuple(fate_in(fate) for fate in fates)
-
-
-def _standing_out(standing: FragmentStanding) -> sync_pb2.Standing:
-    return sync_pb2.Standing(
-        fragment=standing.fragment,
-        version=standing.version,
-        digest=standing.digest,
-        watermark=standing.watermark,
-        cursor=standing.cursor,
-        tokens_merged=standing.tokens_merged,
-        tokens_discarded=standing.tokens_discarded,
-        undecided=[sync_pb2.Undecided(sequence=sequence, tokens=tokens) for sequence, tokens in standing.undecided],
-        fates=[fate_out(fate) for fate in standing.fates],
-    )
-
-
-def _standing_in(standing: sync_pb2.Standing) -> FragmentStanding:
-    return FragmentStanding(
-        fragment=standing.fragment,
-        version=standing.version,
-        digest=standing.digest,
-        watermark=standing.watermark,
-        cursor=standing.cursor,
-        tokens_merged=standing.tokens_merged,
-        tokens_discarded=standing.tokens_discarded,
-        undecided=tuple((item.sequence, item.tokens) for item in standing.undecided),
-        fates=_fates_in(standing.fates),
-    )
-
-
-# --- Join ------------------------------------------------------------------------------------------------------
-
-
-def pack_join(ask: m.JoinAsk) -> bytes:
-    """``JoinRequest``."""
-    check(ask)
-    return sync_pb2.JoinRequest(
-        protocol=ask.protocol,
-        run_id=ask.run_id,
-        lineage=ask.lineage,
-        site_id=ask.site_id,
-        process=ask.process,
-        layout_fingerprint=ask.layout_fingerprint,
-        layout_json=ask.layout_json,
-        shared_config=dict(ask.shared_config),
-        ticket=ask.ticket,
-    ).SerializeToString()
-
-
-def unpack_join(raw: bytes) -> m.JoinAsk:
-    """``JoinRequest``."""
-    proto = parse(sync_pb2.JoinRequest, raw, m.JOIN_BYTES_MAX)
-    return checked(
-        m.JoinAsk(
-            protocol=proto.protocol,
-            run_id=proto.run_id,
-            lineage=proto.lineage,
-            site_id=proto.site_id,
-            process=proto.process,
-            layout_fingerprint=proto.layout_fingerprint,
-            layout_json=proto.layout_json,
-            shared_config=dict(proto.shared_config),
-            ticket=proto.ticket,
-        )
-    )
-
-
-def pack_join_reply(reply: m.JoinReply) -> bytes:
-    """``JoinResponse``."""
-    check(reply)
-    return sync_pb2.JoinResponse(
-        epoch=reply.epoch,
-        incarnation=reply.incarnation,
-        lineage=reply.lineage,
-        standings=[_standing_out(standing) for standing in reply.standings],
-        run_tokens=reply.run_tokens,
-        progress_ppm=reply.progress_ppm,
-        ending=_ending_out(reply.ending),
-        settings=sync_pb2.LearnerSettings(
-            heartbeat_ns=reply.settings.heartbeat_ns,
-            chunk_bytes=reply.settings.chunk_bytes,
-            updates_in_flight_max=reply.settings.updates_in_flight_max,
-            site_timeout_ns=reply.settings.site_timeout_ns,
-            keep_until_decided=reply.settings.keep_until_decided,
-        ),
-        protocol=reply.protocol,
-        ticket=reply.ticket,
-    ).SerializeToString()
-
-
-def unpack_join_reply(raw: bytes) -> m.JoinReply:
-    """``JoinResponse``."""
-    proto = parse(sync_pb2.JoinResponse, raw, m.REPLY_BYTES_MAX)
-    settings = proto.settings
-    return checked(
-        m.JoinReply(
-            epoch=proto.epoch,
-            incarnation=proto.incarnation,
-            lineage=proto.lineage,
-            standings=tuple(_standing_in(standing) for standing in proto.standings),
-            run_tokens=proto.run_tokens,
-            progress_ppm=proto.progress_ppm,
-            ending=_ending_in(proto.ending),
-            settings=m.LearnerSettings(
-                heartbeat_ns=settings.heartbeat_ns,
-                chunk_bytes=settings.chunk_bytes,
-                updates_in_flight_max=settings.updates_in_flight_max,
-                site_timeout_ns=settings.site_timeout_ns,
-                keep_until_decided=settings.keep_until_decided,
-            ),
-            protocol=proto.protocol,
-            ticket=proto.ticket,
-        )
-    )
-
-
-# --- Watch -----------------------------------------------------------------------------------------------------
-
-
-def pack_watch(ask: m.WatchAsk) -> bytes:
-    """``WatchRequest``."""
-    check(ask)
-    return sync_pb2.WatchRequest(
-        run_id=ask.run_id, site_id=ask.site_id, incarnation=ask.incarnation
-    ).SerializeToString()
-
-
-def unpack_watch(raw: bytes) -> m.WatchAsk:
-    """``WatchRequest``."""
-    proto = parse(sync_pb2.WatchRequest, raw, m.CONTROL_BYTES_MAX)
-    return checked(m.WatchAsk(proto.run_id, proto.site_id, proto.incarnation))
-
-
-def pack_watch_event(event: m.WatchEvent) -> bytes:
-    """``WatchResponse``."""
-    check(event)
-    proto = sync_pb2.WatchResponse()
-    match event:
-        case m.Published():
-            proto.published.epoch = event.epoch
-            proto.published.fragment = event.fragment
-            proto.published.version = event.version
-            proto.published.digest = event.digest
-            proto.published.run_tokens = event.run_tokens
-            proto.published.progress_ppm = event.progress_ppm
-            proto.published.lineage = event.lineage
-            proto.published.fastest_step_ns = event.fastest_step_ns
-        case FateTold():
-            proto.fate.CopyFrom(fate_out(event.fate))
-        case FinalAnnounced():
-            proto.final.ending = _ending_out(event.ending)
-        case m.Dropped():
-            proto.dropped.reason = reason_out(event.reason)
-        case m.Alive():
-            proto.alive.SetInParent()
-    return proto.SerializeToString()
-
-
-def unpack_watch_event(raw: bytes) -> m.WatchEvent:
-    """``WatchResponse``."""
-    proto = parse(sync_pb2.WatchResponse, raw, m.CONTROL_BYTES_MAX)
-    match proto.WhichOneof("event"):
-        case "published":
-            seen = proto.published
-            return checked(
-                m.Published(
-                    epoch=seen.epoch,
-                    fragment=seen.fragment,
-                    version=seen.version,
-                    digest=seen.digest,
-                    run_tokens=seen.run_tokens,
-                    progress_ppm=seen.progress_ppm,
-                    lineage=seen.lineage,
-                    fastest_step_ns=seen.fastest_step_ns,
-                )
-            )
-        case "fate":
-            return checked(FateTold(fate_in(proto.fate)))
-        case "final":
-            ending = _ending_in(proto.final.ending)
-            if ending is None:
-                raise m.MalformedMessage("ending is not set in a final event")
-            return FinalAnnounced(ending)
-        case "dropped":
-            reason = reason_in(proto.dropped.reason)
-            if reason is None:
-                raise m.MalformedMessage("reason is not set in a dropped event")
-            return m.Dropped(reason)
-        case "alive":
-            return m.Alive()
-        case _:
-            raise m.MalformedMessage("event is not set, or of a kind that is not known here")
-
-
-# --- Report, Leave, admin --------------------------------------------------------------------------------------
-
-
-def pack_report(report: m.ReportInfo) -> bytes:
-    """``ReportRequest``."""
-    check(report)
-    proto = sync_pb2.ReportRequest(
-        run_id=report.run_id,
-        site_id=report.site_id,
-        incarnation=report.incarnation,
-        step=report.step,
-        tokens_processed=report.tokens_processed,
-        tokens_unsent=report.tokens_unsent,
-        tokens_in_flight=report.tokens_in_flight,
-        tokens_overwritten=report.tokens_overwritten,
-        tokens_lost=report.tokens_lost,
-        tokens_per_s=report.tokens_per_s,
-        step_ns=report.step_ns,
-        train_ns=report.train_ns,
-        stall_ns=report.stall_ns,
-        bytes_up=report.bytes_up,
-        bytes_down=report.bytes_down,
-        versions=report.versions,
-        digests=report.digests,
-    )
-    if report.units is not None:
-        proto.units.CopyFrom(unit_ask_out(report.units))
-    if report.link is not None:
-        proto.link.CopyFrom(_link_out(report.link))
-    if report.loss is not None and math.isfinite(report.loss):
-        proto.loss = report.loss
-    return proto.SerializeToString()
-
-
-def unpack_report(raw: bytes) -> m.ReportInfo:
-    """``ReportRequest``."""
-    proto = parse(sync_pb2.ReportRequest, raw, m.CONTROL_BYTES_MAX)
-    return checked(
-        m.ReportInfo(
-            run_id=proto.run_id,
-            site_id=proto.site_id,
-            incarnation=proto.incarnation,
-            step=proto.step,
-            tokens_processed=proto.tokens_processed,
-            tokens_unsent=proto.tokens_unsent,
-            tokens_in_flight=proto.tokens_in_flight,
-            tokens_overwritten=proto.tokens_overwritten,
-            tokens_lost=proto.tokens_lost,
-            loss=proto.loss if proto.HasField("loss") and math.isfinite(proto.loss) else None,
-            tokens_per_s=proto.tokens_per_s,
-            step_ns=proto.step_ns,
-            train_ns=proto.train_ns,
-            stall_ns=proto.stall_ns,
-            bytes_up=proto.bytes_up,
-            bytes_down=proto.bytes_down,
-            versions=tuple(proto.versions),
-            digests=tuple(proto.digests),
-            link=_link_in(proto.link) if proto.HasField("link") else None,
-            units=unit_ask_in(proto.units) if proto.HasField("units") else None,
-        )
-    )
-
-
-def _link_out(link: m.LinkInfo) -> sync_pb2.LinkReport:
-    return sync_pb2.LinkReport(**{name: getattr(link, name) for name in m.LinkInfo.__slots__})
-
-
-def _link_in(link: sync_pb2.LinkReport) -> m.LinkInfo:
-    return m.LinkInfo(**{name: getattr(link, name) for name in m.LinkInfo.__slots__})
-
-
-def pack_report_reply(reply: m.ReportReply) -> bytes:
-    """``ReportResponse``."""
-    check(reply)
-    return sync_pb2.ReportResponse(
-        epoch=reply.epoch,
-        run_tokens=reply.run_tokens,
-        progress_ppm=reply.progress_ppm,
-        known=reply.known,
-        ending=_ending_out(reply.ending),
-        retake=reply.retake,
-        units=unit_list_out(reply.units) if reply.units is not None else None,
-    ).SerializeToString()
-
-
-def unpack_report_reply(raw: bytes) -> m.ReportReply:
-    """``ReportResponse``."""
-    proto = parse(sync_pb2.ReportResponse, raw, m.CONTROL_BYTES_MAX)
-    return checked(
-        m.ReportReply(
-            epoch=proto.epoch,
-            run_tokens=proto.run_tokens,
-            progress_ppm=proto.progress_ppm,
-            known=proto.known,
-            ending=_ending_in(proto.ending),
-            retake=tuple(proto.retake),
-            units=unit_list_in(proto.units) if proto.HasField("units") else None,
-        )
-    )
-
-
-def pack_leave(ask: m.LeaveAsk) -> bytes:
-    """``LeaveRequest``."""
-    check(ask)
-    return sync_pb2.LeaveRequest(
-        run_id=ask.run_id, site_id=ask.site_id, incarnation=ask.incarnation
-    ).SerializeToString()
-
-
-def unpack_leave(raw: bytes) -> m.LeaveAsk:
-    """``LeaveRequest``."""
-    proto = parse(sync_pb2.LeaveRequest, raw, m.CONTROL_BYTES_MAX)
-    return checked(m.LeaveAsk(proto.run_id, proto.site_id, proto.incarnation))
-
-
-def pack_evict(ask: m.EvictAsk) -> bytes:
-    """``EvictRequest``, and ``ReadmitRequest``, which has the same field."""
-    check(ask)
-    return admin_pb2.EvictRequest(site_id=ask.site_id).SerializeToString()
-
-
-def unpack_evict(raw: bytes) -> m.EvictAsk:
-    """``EvictRequest``, and ``ReadmitRequest``, which has the same field."""
-    return checked(m.EvictAsk(parse(admin_pb2.EvictRequest, raw, m.CONTROL_BYTES_MAX).site_id))
-
-
-def pack_update(ask: m.UpdateAsk) -> bytes:
-    """``AdmitRequest`` and ``RefuseRequest``, which have the same fields."""
-    check(ask)
-    return admin_pb2.AdmitRequest(site_id=ask.site_id, fragment=ask.fragment, sequence=ask.sequence).SerializeToString()
-
-
-def unpack_update(raw: bytes) -> m.UpdateAsk:
-    """``AdmitRequest`` and ``RefuseRequest``."""
-    proto = parse(admin_pb2.AdmitRequest, raw, m.CONTROL_BYTES_MAX)
-    return checked(m.UpdateAsk(proto.site_id, proto.fragment, proto.sequence))
+def spans_in(numbers: Sequence[int]) -> tuple[Span, ...]:
+    """The spans; MalformedMessage where one has no end."""
+    if len(numbers) % 2:
+        raise m.MalformedMessage(f"spans has {len(numbers)} numbers: a first and an end of each wanted")
+    return tuple(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def _undecided_out(undecided: Sequence[tuple[int, int]]) -> list[dict[str, int]]:
+    return [{"sequence": sequence, "tokens": tokens} for sequence, tokens in undecided]
+
+
+def _undecided_in(undecided: Sequence[sync_pb2.Undecided]) -> tuple[tuple[int, int], ...]:
+    return tuple((item.sequence, item.tokens) for item in undecided)
+
+
+def _finite_or_none(loss: float) -> float | None:
+    return loss if math.isfinite(loss) else None
+
+
+def _protocol_in(protocol: int) -> int:
+    return protocol or 2  # An asker that does not say it.
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+_Way = Callable[[Any], Any]
+_Ways = tuple[_Way, _Way]
+"""To what protobuf takes (for a nested message that is a dict of its fields), and back from what it gives."""
+
+_BY_HAND: Mapping[tuple[type, str], _Ways] = {
+    (m.PushHeader, "spans"): (spans_out, spans_in),
+    (m.PullAsk, "protocol"): (_as_it_is, _protocol_in),
+    (m.ReportInfo, "loss"): (_finite_or_none, _finite_or_none),
+    (FragmentStanding, "undecided"): (_undecided_out, _undecided_in),
+}
+
+
+# --- all others ------------------------------------------------------------------------------------------------
+
+
+def _message_ways(kind: type, descriptor: Any) -> _Ways:
+    """From a ``kind`` to the fields of its generated message, and from that message back; nothing is checked."""
+    if kind is UnitsTold:
+        return _unit_list_out, _unit_list_in
+    names = [field.name for field in fields(kind)]
+    get = attrgetter(*names) if len(names) > 1 else lambda source: [getattr(source, name) for name in names]
+    outs: list[tuple[str, _Way]] = []
+    backs: list[tuple[int, str, _Way, bool]] = []
+    for place, name in enumerate(names):
+        field = descriptor.fields_by_name[name]
+        out, back = _value_ways(kind, name, field)
+        may_lack = field.has_presence and m.without_bound(m.annotations_of(kind)[name])[1]
+        if out is not _as_it_is:
+            outs.append((name, out))
+        if back is not _as_it_is or may_lack:
+            backs.append((place, name, back, may_lack))
+
+    def message_out(message: Any) -> dict[str, Any]:
+        values = dict(zip(names, get(message), strict=True))
+        for name, out in outs:
+            if values[name] is not None:
+                values[name] = out(values[name])
+        return values
+
+    def message_in(message: Any) -> Any:
+        values = list(get(message))
+        for place, name, back, may_lack in backs:
+            values[place] = None if may_lack and not message.HasField(name) else back(values[place])
+        return kind(*values)
+
+    return message_out, message_in
+
+
+def _value_ways(kind: type, name: str, descriptor: Any) -> _Ways:
+    if (kind, name) in _BY_HAND:
+        return _BY_HAND[kind, name]
+    value, optional = m.without_bound(m.annotations_of(kind)[name])
+    if is_dataclass(value):
+        return _message_ways(value, descriptor.message_type)  # type: ignore[arg-type]
+    if isinstance(value, type) and issubclass(value, Enum):
+        return _enum_ways(name, value, optional, descriptor.enum_type)
+    if get_origin(value) is Mapping:
+        return dict, dict
+    if get_origin(value) is not tuple:
+        return _as_it_is, _as_it_is
+    if descriptor.message_type is None:
+        return _as_it_is, tuple
+    out, back = _message_ways(get_args(value)[0], descriptor.message_type)
+    return lambda items: [out(item) for item in items], lambda items: tuple([back(item) for item in items])
+
+
+def _enum_ways(name: str, kind: type[Enum], optional: bool, theirs: Any) -> _Ways:
+    """By name; None is UNSPECIFIED, which is 0."""
+    prefix = f"{theirs.name.upper()}_"
+    numbers = {member: theirs.values_by_name[prefix + member.name].number for member in kind}
+    members = {number: member for member, number in numbers.items()}
+
+    def enum_in(number: int) -> Enum | None:
+        if number not in members and number != 0:
+            raise m.MalformedMessage(f"{theirs.name.lower()} is {number}: not known here")
+        if number == 0 and not optional:
+            raise m.MalformedMessage(f"{name} is not set")
+        return members.get(number)
+
+    return numbers.__getitem__, enum_in
+
+
+class Whole(Generic[M]):
+    """A message of ``kind`` that travels as a ``proto``, in at most ``bytes_max`` bytes."""
+
+    def __init__(self, kind: type[M], proto: Any, bytes_max: int = m.CONTROL_BYTES_MAX) -> None:
+        self._proto = proto
+        self._bytes_max = bytes_max
+        self._out, self._back = _message_ways(kind, proto.DESCRIPTOR)
+
+    def pack(self, message: M) -> bytes:
+        """``message`` as bytes, checked."""
+        m.check(message)
+        raw: bytes = self._proto(**self._out(message)).SerializeToString()
+        return raw
+
+    def unpack(self, raw: bytes) -> M:
+        """The message in ``raw``, checked."""
+        message: M = self._back(parse(self._proto, raw, self._bytes_max))
+        m.check(message)
+        return message
+
+
+class OneOf(Generic[M]):
+    """A message that travels as one of the ``parts`` of a ``proto``; ``unset`` are the words where none is set.
+
+    A part is the message itself or, for a kind with one field, that field.
+    """
+
+    def __init__(self, proto: Any, unset: str, bytes_max: int = m.CONTROL_BYTES_MAX, **parts: type[M]) -> None:
+        self._proto = proto
+        self._unset = unset
+        self._bytes_max = bytes_max
+        self._oneof = proto.DESCRIPTOR.oneofs[0].name
+        self._outs: dict[type, tuple[str, _Way]] = {}
+        self._backs: dict[str, _Way] = {}
+        for name, kind in parts.items():
+            out, self._backs[name] = _part_ways(kind, proto.DESCRIPTOR.fields_by_name[name])
+            self._outs[kind] = name, out
+
+    def pack(self, message: M) -> bytes:
+        """``message`` as bytes, checked."""
+        m.check(message)
+        name, out = self._outs[type(message)]
+        raw: bytes = self._proto(**{name: out(message)}).SerializeToString()
+        return raw
+
+    def unpack(self, raw: bytes) -> M:
+        """The message in ``raw``, checked."""
+        return self.read(parse(self._proto, raw, self._bytes_max))
+
+    def read(self, proto: Any) -> M:
+        """The message in ``proto``, checked."""
+        name = proto.WhichOneof(self._oneof)
+        if name not in self._backs:
+            raise m.MalformedMessage(self._unset)
+        message: M = self._backs[name](getattr(proto, name))
+        m.check(message)
+        return message
+
+
+def _part_ways(kind: Any, descriptor: Any) -> _Ways:
+    names = [field.name for field in fields(kind)]
+    if descriptor.message_type is not None and set(names) <= set(descriptor.message_type.fields_by_name):
+        return _message_ways(kind, descriptor.message_type)
+    [only] = names
+    get = attrgetter(only)
+    out, back = _value_ways(kind, only, descriptor)
+    return lambda message: out(get(message)), lambda value: kind(back(value))
+
+
+# --- the messages ----------------------------------------------------------------------------------------------
+
+_JOIN = Whole(m.JoinAsk, sync_pb2.JoinRequest, m.JOIN_BYTES_MAX)
+pack_join, unpack_join = _JOIN.pack, _JOIN.unpack
+
+_JOIN_REPLY = Whole(m.JoinReply, sync_pb2.JoinResponse, m.REPLY_BYTES_MAX)
+pack_join_reply, unpack_join_reply = _JOIN_REPLY.pack, _JOIN_REPLY.unpack
+
+_WATCH = Whole(m.WatchAsk, sync_pb2.WatchRequest)
+pack_watch, unpack_watch = _WATCH.pack, _WATCH.unpack
+
+_WATCH_EVENT = OneOf[m.WatchEvent](
+    sync_pb2.WatchResponse,
+    "event is not set, or of a kind that is not known here",
+    published=m.Published,
+    fate=FateTold,
+    final=FinalAnnounced,
+    dropped=m.Dropped,
+    alive=m.Alive,
+)
+pack_watch_event, unpack_watch_event = _WATCH_EVENT.pack, _WATCH_EVENT.unpack
+
+_REPORT = Whole(m.ReportInfo, sync_pb2.ReportRequest)
+pack_report, unpack_report = _REPORT.pack, _REPORT.unpack
+
+_REPORT_REPLY = Whole(m.ReportReply, sync_pb2.ReportResponse)
+pack_report_reply, unpack_report_reply = _REPORT_REPLY.pack, _REPORT_REPLY.unpack
+
+_LEAVE = Whole(m.LeaveAsk, sync_pb2.LeaveRequest)
+pack_leave, unpack_leave = _LEAVE.pack, _LEAVE.unpack
+
+_PROBE = OneOf[m.ProbePart](
+    sync_pb2.ProbeRequest,
+    "part is not set: an ask or filler wanted",
+    m.MESSAGE_BYTES_MAX,
+    ask=m.ProbeAsk,
+    filler=m.Filler,
+)
+pack_probe, unpack_probe = _PROBE.pack, _PROBE.unpack
+
+_PROBE_REPLY = OneOf[m.ProbeReply](
+    sync_pb2.ProbeResponse,
+    "part is not set: an answer, what was taken, or filler wanted",
+    m.MESSAGE_BYTES_MAX,
+    answer=m.ProbeAnswer,
+    taken=m.ProbeTaken,
+    filler=m.Filler,
+)
+pack_probe_reply, unpack_probe_reply = _PROBE_REPLY.pack, _PROBE_REPLY.unpack
+
+_EVICT = Whole(m.EvictAsk, admin_pb2.EvictRequest)
+pack_evict, unpack_evict = _EVICT.pack, _EVICT.unpack
+"""Also of ``ReadmitRequest``, which has the same field."""
+
+_UPDATE = Whole(m.UpdateAsk, admin_pb2.AdmitRequest)
+pack_update, unpack_update = _UPDATE.pack, _UPDATE.unpack
+"""Also of ``RefuseRequest``, which has the same fields."""
 
 
 def pack_promote(*, lossy: bool) -> bytes:

@@ -1,37 +1,59 @@
 """The syncer's end of ``SyncService``.
 
 Messages come as raw bytes and are parsed here, so that bytes which are not a message are the sender's fault
-(INVALID_ARGUMENT) and not ours.  In each call the order is: who is it, have they called too often, may they call this
-method (``door``); is the message within its size and its bounds; may they speak for this site; is it this run; may they
-send this update; is there room.  Only then the shell is asked, and only then a byte of payload is read.  ``arrivals``
-says why all of them are streams.
+(INVALID_ARGUMENT) and not ours.  Each call is checked in this order: who is it, have they called too often, may they
+call this method (``door``); is the message within its size and its bounds; may they speak for this site; is it this
+run; may they send this update; is there room.  Only then the shell is asked, and only then a byte of payload is read.
+``arrivals`` says why all methods are streams.
+
+Receiving.  ``Receiving`` takes the bytes of one push, over one stream or several, and hands them in order to a session.
+
+Deals.  ``Deal`` sends one payload over several streams: it gives each chunk to the stream that can take it next.  Parts
+of equal length would end when the slowest connection has brought its own.
+
+Probe.  What a probe costs the syncer is bounded before a byte of it is parsed: the caller is known, it makes one at a
+time, and few are made at once.  With filler, a caller makes one every few seconds, and its bytes are charged to the
+rates that the caller is granted.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from diloco.sync.link import later_rate
 from diloco.wire import convert, convert_bulk
-from diloco.wire.answers import streamed, unary
-from diloco.wire.calls import SYNC_SERVICE
-from diloco.wire.chunks import ChunkSize, DamagedChunk, cut_as_asked
-from diloco.wire.dealing import Deals
-from diloco.wire.gates import Counters, Gate, OneAtATime
+from diloco.wire.arrivals import streamed, unary
+from diloco.wire.channel import SYNC_SERVICE, Pacer
+from diloco.wire.chunks import Assembler, ChunkError, ChunkSize, DamagedChunk, Window, cut_as_asked, tail_chunk
+from diloco.wire.convert import pack_probe_reply, unpack_probe
+from diloco.wire.convert_bulk import Repeats
+from diloco.wire.door import Counters, Gate, OneAtATime
 from diloco.wire.messages import (
+    AGAINS_MAX,
     CHUNK_BYTES_MIN,
     CONTROL_BYTES_MAX,
     FRAMES_SINCE,
+    JOIN_BYTES_MAX,
+    PROBES_MAX,
+    STREAMS_MAX,
+    WINDOW_BYTES,
     Alive,
     Chunk,
     Dropped,
+    Filler,
     Frame,
     MalformedMessage,
+    ProbeAsk,
+    ProbeTaken,
     PushAdmitted,
+    PushAgain,
     PushCommit,
     PushHeader,
     PushResult,
@@ -39,25 +61,285 @@ from diloco.wire.messages import (
     Status,
 )
 from diloco.wire.options import FRAMES_KEPT
-from diloco.wire.pacing import Pacer
-from diloco.wire.probe_handler import ProbeHandler
-from diloco.wire.receiving import Receivings
-from diloco.wire.repeats import Repeats
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable, Generator, Iterator
 
     from diloco.wire.arrivals import Arrivals
-    from diloco.wire.chunks import Piece
-    from diloco.wire.dealing import Deal
+    from diloco.wire.channel import Guard, StallWatch
+    from diloco.wire.chunks import Piece, Span
     from diloco.wire.door import Door
     from diloco.wire.identity import Identity
     from diloco.wire.messages import PullAsk, PullHeader, WatchEvent
     from diloco.wire.options import ServerOptions
-    from diloco.wire.receiving import Receiving
     from diloco.wire.service import PullSource, PushSession, SyncerApi, WatchFeed
-    from diloco.wire.stall import Guard, StallWatch
+
+LOOK_S = 0.25
+ROOM_WAIT_S = 5.0
+"""So long a stream waits for one that is behind it, before what it brought is let fall and asked for again."""
+
+
+class Receiving:
+    """One push.  Its streams call from a thread each; the session is called by one of them at a time."""
+
+    def __init__(self, header: PushHeader, session: PushSession) -> None:
+        self.header = header
+        self._window = Window(header.payload_bytes, session.write, session.offset, WINDOW_BYTES)
+        self._changed = threading.Condition()
+        self._asked: set[int] = set()
+        self.agains = 0
+        """Times that something was asked for once more."""
+        self._streams = 1
+        self._over = False
+
+    @property
+    def offset(self) -> int:
+        """Bytes that the session has."""
+        return self._window.offset
+
+    @property
+    def awaits(self) -> bool:
+        """Whether something was asked for again and has not come."""
+        with self._changed:
+            return bool(self._asked)
+
+    def chunk(self, chunk: Chunk) -> None:
+        """Take a chunk, which must be the next one.  ``ChunkError`` when it is not, or was damaged."""
+        with self._changed:
+            assembler = Assembler(self.header.payload_bytes, self._window.accept, self.offset)
+            assembler.accept(chunk.offset, chunk.data, chunk.crc32, chunk.xxh3)
+
+    def frame(self, frame: Frame) -> PushAgain | None:
+        """Take a frame.  What it was, when it has to be sent once more."""
+        end = frame.offset + len(frame.data)
+        if end > self.header.payload_bytes:
+            raise ChunkError(f"frame at offset {frame.offset} ends at {end} of {self.header.payload_bytes} bytes")
+        until_s = time.monotonic() + ROOM_WAIT_S
+        with self._changed:
+            while not self._over:
+                if not frame.intact:
+                    return self._ask(frame, "was damaged on the way")
+                if self._window.accept(frame.offset, frame.data):
+                    self._asked.discard(frame.offset)
+                    self._changed.notify_all()
+                    return None
+                # Only another stream can be what everybody waits for, and not while it waits for a chunk once more:
+                # that may come behind this one.
+                waits = self._streams > 1 and not self._asked
+                if not waits or not self._changed.wait(until_s - time.monotonic()):
+                    return self._ask(frame, "found no room")
+        raise DamagedChunk("the push that this stream belongs to is over")
+
+    def _ask(self, frame: Frame, why: str) -> PushAgain | None:
+        if frame.offset + len(frame.data) <= self.offset:
+            return None
+        self.agains += 1
+        if self.agains > AGAINS_MAX:
+            raise DamagedChunk(f"chunk at offset {frame.offset} {why}, as {AGAINS_MAX} before it")
+        self._asked.add(frame.offset)
+        self._changed.notify_all()
+        return PushAgain(frame.offset, len(frame.data))
+
+    def await_rest(self, moved: Callable[[], object], active: Callable[[], bool]) -> None:
+        """Behind the commit: until what streams beside it still bring is here, or something is wanted once more.
+
+        ``moved`` is told of what came; as soon as the sender is not ``active`` nothing more is expected.
+        """
+        with self._changed:
+            while self.header.others and not (self._window.complete or self._asked) and active():
+                before = self.offset
+                self._changed.wait(LOOK_S)
+                if self.offset > before:
+                    moved()
+
+    def finish(self) -> None:
+        """``DamagedChunk`` unless every byte is there."""
+        if not self._window.complete:
+            raise DamagedChunk(f"payload ends at {self.offset} of {self.header.payload_bytes} bytes")
+
+    @contextmanager
+    def stream_beside(self) -> Iterator[None]:
+        """One stream more brings chunks of this push."""
+        with self._changed:
+            if self._streams >= STREAMS_MAX:
+                raise MalformedMessage(f"a push has at most {STREAMS_MAX} streams")
+            self._streams += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._streams -= 1
+
+    def close(self) -> None:
+        """The session takes nothing more."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+
+class Receivings:
+    """The pushes under way, so that streams beside the first find theirs."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._open: dict[tuple[str, int, int], Receiving] = {}
+
+    @contextmanager
+    def open(self, header: PushHeader, session: PushSession) -> Iterator[Receiving]:
+        """A push that was admitted, as long as it is."""
+        receiving = Receiving(header, session)
+        with self._changed:
+            self._open[_key(header)] = receiving
+            self._changed.notify_all()
+        try:
+            yield receiving
+        finally:
+            receiving.close()
+            with self._changed:
+                if self._open.get(_key(header)) is receiving:
+                    del self._open[_key(header)]
+
+    def of(self, header: PushHeader, timeout_s: float, active: Callable[[], bool]) -> Receiving:
+        """The one that a stream beside it belongs to.
+
+        One that may come before that was admitted waits for it, at most ``timeout_s`` and while ``active``.
+        ``DamagedChunk`` where it is over: what comes here is lost.
+        """
+        wanted, until_s = replace(header, beside=False), time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                receiving = self._open.get(_key(header))
+                if receiving is not None and receiving.header == wanted:
+                    return receiving
+                left_s = until_s - time.monotonic()
+                if not header.others or left_s <= 0 or not active():
+                    raise DamagedChunk("the push that this stream belongs to is over")
+                self._changed.wait(min(left_s, LOOK_S))
+
+
+def _key(header: PushHeader) -> tuple[str, int, int]:
+    return header.site_id, header.fragment, header.sequence
+
+
+DEALS_KEPT = 16
+"""Of each asker: a stream that comes when the others are through finds that nothing is left for it."""
+
+
+class Deal:
+    """A payload of ``payload_bytes`` for any number of streams, each in a thread of its own."""
+
+    def __init__(self, payload_bytes: int, bytes_per_s: int) -> None:
+        self._payload_bytes = payload_bytes
+        self.pacer = Pacer(bytes_per_s)
+        """Of all its streams together, so that what one does not take is another's."""
+        self._lock = threading.Lock()
+        self._at = 0
+        self._streams = 0
+
+    def join(self) -> None:
+        """One stream more."""
+        with self._lock:
+            self._streams += 1
+
+    def next(self, chunk_bytes: int) -> Span | None:
+        """What a stream sends next, at most ``chunk_bytes`` of it; None when everything is dealt."""
+        with self._lock:
+            left = self._payload_bytes - self._at
+            if not left:
+                return None
+            begin = self._at
+            self._at += min(left, tail_chunk(chunk_bytes, left, self._streams))
+            return begin, self._at
+
+
+class Deals:
+    """Those of all askers."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._of: dict[str, dict[tuple[int, ...], Deal]] = {}
+
+    def join(self, asker: str, ask: PullAsk, header: PullHeader) -> Deal:
+        """The one that ``asker`` calls ``ask.deal``; of another version than that of another stream it is another."""
+        key = (ask.deal, header.fragment, header.from_version, header.version, header.whole, header.payload_bytes)
+        with self._lock:
+            mine = self._of.setdefault(asker, {})
+            deal = mine.get(key)
+            if deal is None:
+                while len(mine) >= DEALS_KEPT:
+                    del mine[next(iter(mine))]
+                deal = mine[key] = Deal(header.payload_bytes, ask.bytes_per_s)
+        deal.join()
+        return deal
+
+
+class ProbeHandler:
+    """One for all callers."""
+
+    def __init__(
+        self, api: SyncerApi, options: ServerOptions, arrivals: Arrivals, door: Door, stalls: StallWatch
+    ) -> None:
+        self._api = api
+        self._options = options
+        self._arrivals = arrivals
+        self._door = door
+        self._stalls = stalls
+        self._gate = Gate("probe", PROBES_MAX, 1, options.pushback_ms)
+
+    def probe(self, requests: Iterator[bytes], context: Any, identity: Identity) -> Iterator[bytes]:
+        """The method, for a caller who was let in."""
+        with self._gate.enter(identity.caller(context)):
+            ask = self._asked(self._arrivals.first(requests, context, identity, large=True))
+            self._door.check_probe(ask.bytes_up, ask.bytes_down, identity)
+            answer = self._api.probe(ask, identity)
+            with self._stalls.guard(self._options.stall_s, context.cancel) as guard:
+                yield pack_probe_reply(replace(answer, identity=identity.name, time_ns=time.time_ns()))
+                if ask.bytes_up:
+                    yield pack_probe_reply(self._taken(ask, requests, guard, identity))
+                if ask.bytes_down:
+                    yield from self._filler(ask, guard, identity)
+
+    def _asked(self, raw: bytes) -> ProbeAsk:
+        if len(raw) > JOIN_BYTES_MAX:
+            raise MalformedMessage(f"ask is {len(raw)} bytes long: at most {JOIN_BYTES_MAX} wanted")
+        ask = unpack_probe(raw)
+        if not isinstance(ask, ProbeAsk):
+            raise MalformedMessage("the first message of a probe is not its ask")
+        if ask.run_id not in ("", self._options.run_id):
+            raise Refusal(Status.NOT_FOUND, f"run_id is {ask.run_id!r}: there is no such run here")
+        return ask
+
+    def _taken(self, ask: ProbeAsk, requests: Iterator[bytes], guard: Guard, identity: Identity) -> ProbeTaken:
+        """Filler, as long as it comes, there is time, and it is no more than was said."""
+        seen: list[tuple[int, int]] = []
+        messages_max = ask.bytes_up // CHUNK_BYTES_MIN + 2
+        for count, raw in enumerate(requests):
+            part = unpack_probe(raw)
+            total = (seen[-1][1] if seen else 0) + (len(part.data) if isinstance(part, Filler) else 0)
+            if not isinstance(part, Filler) or total > ask.bytes_up or count >= messages_max:
+                raise MalformedMessage(
+                    f"filler wanted, {ask.bytes_up} bytes at most, in {messages_max} messages at most"
+                )
+            guard.touch()
+            self._door.received(len(part.data), identity, "probe_bytes_in")
+            seen.append((time.monotonic_ns(), total))
+            if total == ask.bytes_up or seen[-1][0] - seen[0][0] >= ask.limit_ns:
+                break
+        if not seen:
+            return ProbeTaken(0, 0, 0)
+        return ProbeTaken(seen[-1][1], seen[-1][0] - seen[0][0], int(later_rate(seen)))
+
+    def _filler(self, ask: ProbeAsk, guard: Guard, identity: Identity) -> Iterator[bytes]:
+        block = os.urandom(min(CHUNK_BYTES_MIN, ask.bytes_down))
+        until, left = time.monotonic_ns() + ask.limit_ns, ask.bytes_down
+        whole = pack_probe_reply(Filler(block))
+        while left and time.monotonic_ns() < until:
+            count = min(len(block), left)
+            self._door.sends(count, identity, "probe_bytes_out")
+            yield whole if count == len(block) else pack_probe_reply(Filler(block[:count]))
+            guard.touch()
+            left -= count
+
 
 _FEED_WAIT_S = 0.5
 _JOINS_EACH_MAX = 2

@@ -1,22 +1,34 @@
-"""What a site and the syncer say to each other, as plain dataclasses; ``convert`` makes bytes of them.
+"""What a site and the syncer say to each other, as plain dataclasses whose fields state their bounds.
 
-The bounds beside the names are checked on both ends: by the sender before a byte leaves, by the receiver before
-anything else looks at the message.  ``protos/diloco/wire/v1`` is the contract in another language's words.
+A field's annotation holds its bound: ``Number``, ``Id`` and the other names below are a type and a ``Rule`` together.
+Both ends check the bounds: the sender before a byte leaves, the receiver before anything else looks at the message.
+``convert`` and ``convert_bulk`` make bytes of the messages.  ``protos/diloco/wire/v1`` states the same contract in
+protobuf.
+
+Probe.  A probe tells a site whether it fits a syncer, and how fast the link is, before anything of a run is exchanged.
+It reads and changes nothing of the run.  It is bounded in bytes and in time, one caller makes one at a time, and its
+bytes count against the caller's rates.  A standby answers it as well.
 """
 
 from __future__ import annotations
 
+import math
+import re
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, is_dataclass
+from enum import Enum, StrEnum
+from functools import cache
+from types import NoneType
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
-from diloco.codec.digests import digits
+from diloco.codec.base import digits
 from diloco.sync.agreement import PROTOCOL
+from diloco.sync.data_units import SKIPPED, Piece, Span
 from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, FragmentStanding, Outcome, Reason, UnitsTold
+from diloco.sync.fates import PIECES_TOLD_MAX
 from diloco.sync.options import FATES_KEPT_LIMIT
-from diloco.sync.site_units import UnitAsk
-from diloco.sync.spans import Span
+from diloco.sync.site_units import SPANS_MAX, UnitAsk
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -50,6 +62,15 @@ PULL_WAIT_NS_MAX = 60_000_000_000
 AGAINS_MAX = 64
 """Times that chunks of one push or pull are asked for once more; beyond that the path is not worth it."""
 TEXT_CHARS_MAX = 1024
+PROBE_BYTES_MAX = 64 * MIB
+"""Of filler, each way."""
+PROBE_NS_MAX = 10_000_000_000
+"""That filler takes, each way."""
+PROBES_PER_S = 0.1
+PROBES_BURST_S = 30.0
+"""With filler, of one caller: three at once, and then one in ten seconds."""
+PROBES_MAX = 2
+"""At once, of all callers."""
 
 
 def short_digest(digest: str) -> int:
@@ -133,6 +154,262 @@ class Refused(WireError):
         return self.status is Status.ALREADY_EXISTS or self.reason in (Reason.EVICTED, Reason.SUPERSEDED)
 
 
+# --- bounds ----------------------------------------------------------------------------------------------------
+
+Rule = Callable[[str, object], None]
+"""Raises ``MalformedMessage`` where the value of the field of that name breaks its bound."""
+
+
+class AtMost(NamedTuple):
+    """The bound of a tuple that has at most ``items_max`` items; each item's own bound is in the tuple's type."""
+
+    items_max: int
+
+
+def refuse(field: str, value: object, wanted: str) -> None:
+    """Raise ``MalformedMessage``; a long value is shortened."""
+    shown = repr(value)
+    raise MalformedMessage(f"{field} is {shown[:80] + '...' if len(shown) > 80 else shown}: {wanted}")
+
+
+def in_range(low: int = 0, high: int = NUMBER_MAX) -> Rule:
+    """A whole number, both ends included."""
+
+    def rule(field: str, value: object) -> None:
+        if type(value) is not int or not low <= value <= high:  # True is no number here.
+            refuse(field, value, f"a number from {low} to {high} wanted")
+
+    return rule
+
+
+def _matches(pattern: str, wanted: str, *, or_empty: bool = False) -> Rule:
+    whole = re.compile(pattern)
+
+    def rule(field: str, value: object) -> None:
+        if or_empty and value == "":
+            return
+        if not isinstance(value, str) or not whole.fullmatch(value):
+            refuse(field, value, f"{wanted} wanted")
+
+    return rule
+
+
+def _flag(field: str, value: object) -> None:
+    if not isinstance(value, bool):
+        refuse(field, value, "true or false wanted")
+
+
+def _text(field: str, value: object) -> None:
+    if not isinstance(value, str) or len(value) > TEXT_CHARS_MAX:
+        refuse(field, value, f"a text of at most {TEXT_CHARS_MAX} characters wanted")
+
+
+def _finite(field: str, value: object) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+        refuse(field, value, "a finite number, not negative, wanted")
+
+
+def _loss(field: str, value: object) -> None:
+    # One that is not finite becomes unknown on the way (``convert``), so that a site in trouble can still report.
+    if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
+        refuse(field, value, "a number or nothing wanted")
+
+
+def _at_most_bytes(bytes_max: int) -> Rule:
+    def rule(field: str, value: object) -> None:
+        if not isinstance(value, bytes) or len(value) > bytes_max:
+            refuse(field, value, f"at most {bytes_max} bytes wanted")
+
+    return rule
+
+
+def check_chunk_data(field: str, value: object) -> None:
+    """The data of a chunk or a frame."""
+    size = len(value) if isinstance(value, bytes | bytearray | memoryview) else 0
+    if not 1 <= size <= CHUNK_BYTES_MAX:
+        raise MalformedMessage(f"{field} is {size} bytes long: 1 to {CHUNK_BYTES_MAX} wanted")
+
+
+def check_chunk_offset(field: str, value: object) -> None:
+    """The place of a chunk or a frame."""
+    if not isinstance(value, int) or not 0 <= value <= PAYLOAD_BYTES_MAX:
+        refuse(field, value, f"at most {PAYLOAD_BYTES_MAX} wanted")
+
+
+def _checksum_or_none(field: str, value: object) -> None:
+    if value is not None:
+        in_range(0, 0xFFFFFFFFFFFFFFFF)(field, value)
+
+
+def _shared_config(field: str, value: object) -> None:
+    if not isinstance(value, Mapping) or len(value) > SHARED_CONFIG_MAX:
+        refuse(field, value, f"a mapping of at most {SHARED_CONFIG_MAX} names wanted")
+        return
+    for name, text in value.items():
+        if not isinstance(name, str) or not 1 <= len(name) <= 200:
+            refuse(f"{field} name", name, "1 to 200 characters wanted")
+        if not isinstance(text, str) or len(text) > 4096:
+            refuse(f"{field}.{name}", text, "at most 4096 characters wanted")
+
+
+def _pair(wanted: str, **rules: Rule) -> Rule:
+    """Two values, each with its name and its own bound."""
+
+    def rule(field: str, value: object) -> None:
+        if not isinstance(value, tuple) or len(value) != 2:
+            refuse(field, value, f"{wanted} wanted")
+            return
+        for (name, each), item in zip(rules.items(), value, strict=True):
+            each(f"{field}.{name}", item)
+
+    return rule
+
+
+def _span(field: str, value: object) -> None:
+    if not isinstance(value, tuple) or len(value) != 2:
+        refuse(field, value, "a first and an end wanted")
+        return
+    in_range()(f"{field}.first", value[0])
+    in_range(value[0] + 1)(f"{field}.end", value[1])
+
+
+Number = Annotated[int, in_range()]
+Positive = Annotated[int, in_range(1)]
+Fragment = Annotated[int, in_range(0, FRAGMENTS_MAX - 1)]
+Offset = Annotated[int, in_range(0, PAYLOAD_BYTES_MAX)]
+PayloadBytes = Annotated[int, in_range(1, PAYLOAD_BYTES_MAX)]
+Numel = Annotated[int, in_range(1, NUMEL_MAX)]
+Millionths = Annotated[int, in_range(0, 1_000_000)]
+ProtocolNumber = Annotated[int, in_range(0, 0x7FFFFFFF)]
+Crc32 = Annotated[int, in_range(0, 0xFFFFFFFF)]
+ProbeBytes = Annotated[int, in_range(0, PROBE_BYTES_MAX)]
+_ID = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "1 to 64 letters, digits, '.', '_' or '-'"
+_SHA256 = "[0-9a-f]{64}", "64 hexadecimal digits"
+_DIGEST = "xxh3:[0-9a-f]{32}|[0-9a-f]{64}", "xxh3: and 32 hexadecimal digits, or 64 of them,"
+_CODEC = "[a-z0-9][a-z0-9:+._-]{0,63}", "a codec's name"
+Id = Annotated[str, _matches(*_ID)]
+IdOrEmpty = Annotated[str, _matches(*_ID, or_empty=True)]
+Process = Annotated[str, _matches("[0-9a-f]{8,64}", "8 to 64 hexadecimal digits")]
+Sha256 = Annotated[str, _matches(*_SHA256)]
+Sha256OrEmpty = Annotated[str, _matches(*_SHA256, or_empty=True)]
+Digest = Annotated[str, _matches(*_DIGEST)]
+DigestOrEmpty = Annotated[str, _matches(*_DIGEST, or_empty=True)]
+Codec = Annotated[str, _matches(*_CODEC)]
+CodecOrEmpty = Annotated[str, _matches(*_CODEC, or_empty=True)]
+Text = Annotated[str, _text]
+LayoutJson = Annotated[bytes, _at_most_bytes(LAYOUT_BYTES_MAX)]
+SharedConfig = Annotated[Mapping[str, str], _shared_config]
+Fates = Annotated[tuple[Fate, ...], AtMost(FATES_MAX)]
+_Undecided = Annotated[tuple[int, int], _pair("a sequence and its tokens", sequence=in_range(), tokens=in_range())]
+_Piece = Annotated[Piece, _pair("a unit and a count", unit=in_range(SKIPPED), count=in_range(1))]
+
+_RECORDS: Mapping[type, Mapping[str, Any]] = {
+    Fate: {
+        "fragment": Fragment,
+        "sequence": Number,
+        "version": Number,
+        "tokens": Number,
+        "digest": Digest,
+        "reason": Reason | None,
+    },
+    FragmentStanding: {
+        "fragment": Fragment,
+        "version": Number,
+        "digest": Digest,
+        "watermark": Number,
+        "cursor": Number,
+        "tokens_merged": Number,
+        "tokens_discarded": Number,
+        "undecided": Annotated[tuple[_Undecided, ...], AtMost(UNDECIDED_MAX)],
+        "fates": Fates,
+    },
+    UnitAsk: {"known": Number, "begin": Number, "upto": Number, "floor": Number, "again": Number},
+    UnitsTold: {"first": Number, "pieces": Annotated[tuple[_Piece, ...], AtMost(PIECES_TOLD_MAX)]},
+}
+"""The bounds of records that ``sync`` has, in the place of their own annotations, which state none."""
+
+
+@cache
+def annotations_of(kind: type) -> Mapping[str, Any]:
+    """The annotation of each field of ``kind``, with its bound."""
+    return _RECORDS.get(kind) or get_type_hints(kind, include_extras=True)
+
+
+@cache
+def bounds_of(kind: type) -> Mapping[str, Rule]:
+    """The bound of each field of ``kind``; ``TypeError`` where a field states none."""
+    return {name: _rule_of(name, annotation) for name, annotation in annotations_of(kind).items()}
+
+
+def without_bound(annotation: Any) -> tuple[Any, bool]:
+    """The type that ``annotation`` states, and whether None may stand in its place."""
+    kind = annotation.__origin__ if hasattr(annotation, "__metadata__") else annotation
+    several = get_args(kind)
+    return (several[0], True) if NoneType in several else (kind, False)
+
+
+def _rule_of(name: str, annotation: Any) -> Rule:
+    kind, optional = without_bound(annotation)
+    for bound in getattr(annotation, "__metadata__", ()):
+        return _many(_rule_of(name, get_args(kind)[0]), bound.items_max) if isinstance(bound, AtMost) else bound
+    if kind is bool:
+        return _flag
+    if not is_dataclass(kind) and not issubclass(kind, Enum):
+        raise TypeError(f"{name} has no bound")
+    return _one_of(kind, optional)
+
+
+def _one_of(kind: type, optional: bool) -> Rule:
+    """A member of an enum, or another record whose own bounds hold."""
+    nested = is_dataclass(kind)
+
+    def rule(field: str, value: object) -> None:
+        if optional and value is None:
+            return
+        if not isinstance(value, kind):
+            refuse(field, value, f"a {kind.__name__} wanted")
+        if nested:
+            check(value, f"{field}.")
+
+    return rule
+
+
+def _many(each: Rule, count_max: int) -> Rule:
+    def rule(field: str, value: object) -> None:
+        if not isinstance(value, tuple) or len(value) > count_max:
+            refuse(field, value, f"at most {count_max} wanted")
+            return
+        for index, item in enumerate(value):
+            each(f"{field}[{index}]", item)
+
+    return rule
+
+
+def check(message: object, prefix: str = "") -> None:
+    """``MalformedMessage`` naming the first field of ``message`` that breaks its bound."""
+    kind: Any = type(message)
+    for name, rule in bounds_of(kind).items():
+        rule(prefix + name, getattr(message, name))
+    if isinstance(message, PullHeader):
+        _check_parts(message)
+    if isinstance(message, ReportInfo) and len(message.digests) not in (0, len(message.versions)):
+        refuse(
+            "digests", len(message.digests), f"none, or one for each of the {len(message.versions)} versions, wanted"
+        )
+
+
+def _check_parts(header: PullHeader) -> None:
+    if header.from_version > header.version:
+        refuse("from_version", header.from_version, f"not above version={header.version} wanted")
+    wanted = 1 if header.whole else header.version - header.from_version
+    if len(header.part_bytes) != wanted:
+        refuse("part_bytes", len(header.part_bytes), f"{wanted} parts wanted")
+    if sum(header.part_bytes) != header.payload_bytes:
+        refuse("payload_bytes", header.payload_bytes, f"the sum of part_bytes, {sum(header.part_bytes)}, wanted")
+    if header.whole and header.payload_bytes != 4 * header.numel:
+        refuse("payload_bytes", header.payload_bytes, f"4 * numel = {4 * header.numel} wanted for a whole fragment")
+
+
 # --- Join ------------------------------------------------------------------------------------------------------
 
 
@@ -143,10 +420,10 @@ class LearnerSettings:
     ``keep_until_decided``: an update's encoded bytes are kept until its fate is known, and not only until its ack.
     """
 
-    heartbeat_ns: int
-    chunk_bytes: int
-    updates_in_flight_max: int
-    site_timeout_ns: int
+    heartbeat_ns: Positive
+    chunk_bytes: Annotated[int, in_range(CHUNK_BYTES_MIN, CHUNK_BYTES_MAX)]
+    updates_in_flight_max: Annotated[int, in_range(1, UNDECIDED_MAX)]
+    site_timeout_ns: Positive
     keep_until_decided: bool = False
 
 
@@ -159,15 +436,15 @@ class JoinAsk:
     shared configuration to their values as text; ``ticket`` is what an earlier answer asked to be repeated.
     """
 
-    protocol: int
-    run_id: str
-    lineage: int
-    site_id: str
-    process: str
-    layout_fingerprint: str
-    layout_json: bytes
-    shared_config: Mapping[str, str]
-    ticket: int = 0
+    protocol: ProtocolNumber
+    run_id: Id
+    lineage: Number
+    site_id: Id
+    process: Process
+    layout_fingerprint: Sha256
+    layout_json: LayoutJson
+    shared_config: SharedConfig
+    ticket: Number = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,16 +455,16 @@ class JoinReply:
     ``protocol`` is what both speak from now on.
     """
 
-    epoch: int
-    incarnation: int
-    lineage: int
-    standings: tuple[FragmentStanding, ...]
-    run_tokens: int
-    progress_ppm: int
+    epoch: Number
+    incarnation: Number
+    lineage: Number
+    standings: Annotated[tuple[FragmentStanding, ...], AtMost(FRAGMENTS_MAX)]
+    run_tokens: Number
+    progress_ppm: Millionths
     ending: Ending | None
     settings: LearnerSettings
-    protocol: int = 0
-    ticket: int = 0
+    protocol: ProtocolNumber = 0
+    ticket: Number = 0
 
 
 # --- Push ------------------------------------------------------------------------------------------------------
@@ -197,7 +474,7 @@ class JoinReply:
 class PushHeader:
     """One update, declared before its first payload byte.
 
-    ``payload_bytes`` and ``digest`` (``codec.digests``) are those of the encoded payload, ``numel`` the fragment's
+    ``payload_bytes`` and ``digest`` (``codec.base``) are those of the encoded payload, ``numel`` the fragment's
     number of values, ``encoding`` the codec's name.  ``values_digest`` is that of the fp32 values which the payload
     decodes to, as the site has computed it; empty where it says nothing of it.  ``frames``: the sender can send frames,
     and chunks once more; ``beside``: this stream brings some chunks of a push that another stream has begun and will
@@ -206,38 +483,38 @@ class PushHeader:
     the run, as the sender knows it, 0 where it does not say.  The others are those of ``sync.events.UpdateArrived``.
     """
 
-    run_id: str
-    site_id: str
-    incarnation: int
-    fragment: int
-    sequence: int
-    base_version: int
-    tokens: int
-    steps: int
-    step_ns: int
-    cursor: int
+    run_id: Id
+    site_id: Id
+    incarnation: Number
+    fragment: Fragment
+    sequence: Number
+    base_version: Number
+    tokens: Number
+    steps: Number
+    step_ns: Number
+    cursor: Number
     final: bool
-    encoding: str
-    payload_bytes: int
-    numel: int
-    digest: str
-    values_digest: str = ""
+    encoding: Codec
+    payload_bytes: PayloadBytes
+    numel: Numel
+    digest: Digest
+    values_digest: DigestOrEmpty = ""
     frames: bool = False
     beside: bool = False
     progress: bool = False
-    others: int = 0
-    spans: tuple[Span, ...] = ()
-    lineage: int = 0
+    others: Annotated[int, in_range(0, STREAMS_MAX - 1)] = 0
+    spans: Annotated[tuple[Annotated[Span, _span], ...], AtMost(SPANS_MAX)] = ()
+    lineage: Number = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """``data`` stands at ``offset`` of the payload; ``xxh3`` is its checksum, or else ``crc32`` is (``chunks.cut``)."""
 
-    offset: int
-    data: bytes | memoryview
-    crc32: int
-    xxh3: int | None = None
+    offset: Annotated[int, check_chunk_offset]
+    data: Annotated[bytes | memoryview, check_chunk_data]
+    crc32: Crc32
+    xxh3: Annotated[int | None, _checksum_or_none] = None
 
     @classmethod
     def of(cls, offset: int, data: bytes | memoryview) -> Chunk:
@@ -258,8 +535,8 @@ class Frame:
 class PushCommit:
     """Ends a push; repeats what its header declared."""
 
-    payload_bytes: int
-    digest: str
+    payload_bytes: PayloadBytes
+    digest: Digest
 
 
 PushPart = PushHeader | Chunk | Frame | PushCommit
@@ -269,7 +546,7 @@ PushPart = PushHeader | Chunk | Frame | PushCommit
 class PushAdmitted:
     """The push is let in; the syncer holds the first ``offset`` bytes already, and takes ``frames`` for chunks."""
 
-    offset: int
+    offset: Offset
     frames: bool = False
 
 
@@ -277,8 +554,8 @@ class PushAdmitted:
 class PushAgain:
     """These bytes of the payload are wanted once more: they were damaged on the way, or found no room."""
 
-    offset: int
-    length: int
+    offset: Offset
+    length: Annotated[int, in_range(1, CHUNK_BYTES_MAX)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,11 +565,11 @@ class PushResult:
     """
 
     outcome: Outcome
-    version: int
+    version: Number
     reason: Reason | None = None
     fate: Fate | None = None
-    text: str = ""
-    epoch: int = 0
+    text: Text = ""
+    epoch: Number = 0
 
 
 PushReply = PushAdmitted | PushAgain | PushResult
@@ -305,23 +582,23 @@ PushReply = PushAdmitted | PushAgain | PushResult
 class WatchAsk:
     """The events of ``site_id``, asked by the process that joined as ``incarnation``."""
 
-    run_id: str
-    site_id: str
-    incarnation: int
+    run_id: Id
+    site_id: Id
+    incarnation: Number
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
     """``version`` of ``fragment`` is visible; ``digest`` is that of its fp32 values."""
 
-    epoch: int
-    fragment: int
-    version: int
-    digest: str
-    run_tokens: int
-    progress_ppm: int
-    lineage: int = 0
-    fastest_step_ns: int = 0
+    epoch: Number
+    fragment: Fragment
+    version: Number
+    digest: Digest
+    run_tokens: Number
+    progress_ppm: Millionths
+    lineage: Number = 0
+    fastest_step_ns: Number = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,17 +630,17 @@ class PullAsk:
     there is nothing newer yet, ``wait_ns`` long it is waited for.
     """
 
-    run_id: str
-    site_id: str
-    fragment: int
-    have_version: int
-    want_version: int = 0
-    offset: int = 0
-    protocol: int = PROTOCOL
-    length: int = 0
-    deal: int = 0
-    bytes_per_s: int = 0
-    wait_ns: int = 0
+    run_id: Id
+    site_id: IdOrEmpty
+    fragment: Fragment
+    have_version: Annotated[int, in_range(-1)]
+    want_version: Number = 0
+    offset: Offset = 0
+    protocol: ProtocolNumber = PROTOCOL
+    length: Offset = 0
+    deal: Number = 0
+    bytes_per_s: Number = 0
+    wait_ns: Annotated[int, in_range(0, PULL_WAIT_NS_MAX)] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,20 +655,20 @@ class PullHeader:
     ``sites`` is of how many sites ``version`` holds updates that the version before it lacks; 0: none, or not told.
     """
 
-    fragment: int
-    from_version: int
-    version: int
+    fragment: Fragment
+    from_version: Number
+    version: Number
     whole: bool
-    encoding: str
-    numel: int
-    payload_bytes: int
-    part_bytes: tuple[int, ...]
-    digest: str
-    payload_crc32: int
-    fates: tuple[Fate, ...]
-    epoch: int = 0
+    encoding: Codec
+    numel: Numel
+    payload_bytes: Offset
+    part_bytes: Annotated[tuple[PayloadBytes, ...], AtMost(PARTS_MAX)]
+    digest: Digest
+    payload_crc32: Crc32
+    fates: Fates
+    epoch: Number = 0
     frames: bool = field(default=False, compare=False)
-    sites: int = field(default=0, compare=False)
+    sites: Number = field(default=0, compare=False)
 
 
 PullPart = PullHeader | Chunk | Frame
@@ -411,15 +688,15 @@ class LinkInfo:
     adopts one.
     """
 
-    rtt_ns: int = 0
-    up_bytes_per_s: int = 0
-    down_bytes_per_s: int = 0
-    up_codec: str = ""
-    channels: int = 0
-    exchange_steps: int = 0
-    why: str = ""
-    round_ns: int = 0
-    overlap_steps: int = 0
+    rtt_ns: Number = 0
+    up_bytes_per_s: Number = 0
+    down_bytes_per_s: Number = 0
+    up_codec: CodecOrEmpty = ""
+    channels: Number = 0
+    exchange_steps: Number = 0
+    why: Text = ""
+    round_ns: Number = 0
+    overlap_steps: Number = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,24 +710,24 @@ class ReportInfo:
     computed for this version yet.  ``link`` is None from a site that does not tell, ``units`` where none are leased.
     """
 
-    run_id: str
-    site_id: str
-    incarnation: int
-    step: int
-    tokens_processed: int
-    tokens_unsent: int
-    tokens_in_flight: int
-    tokens_overwritten: int
-    tokens_lost: int
-    loss: float | None
-    tokens_per_s: float
-    step_ns: int
-    train_ns: int
-    stall_ns: int
-    bytes_up: int
-    bytes_down: int
-    versions: tuple[int, ...]
-    digests: tuple[int, ...] = ()
+    run_id: Id
+    site_id: Id
+    incarnation: Number
+    step: Number
+    tokens_processed: Number
+    tokens_unsent: Number
+    tokens_in_flight: Number
+    tokens_overwritten: Number
+    tokens_lost: Number
+    loss: Annotated[float | None, _loss]
+    tokens_per_s: Annotated[float, _finite]
+    step_ns: Number
+    train_ns: Number
+    stall_ns: Number
+    bytes_up: Number
+    bytes_down: Number
+    versions: Annotated[tuple[Number, ...], AtMost(FRAGMENTS_MAX)]
+    digests: Annotated[tuple[Annotated[int, in_range(0, 0xFFFFFFFFFFFFFFFF)], ...], AtMost(FRAGMENTS_MAX)] = ()
     link: LinkInfo | None = None
     units: UnitAsk | None = None
 
@@ -462,12 +739,12 @@ class ReportReply:
     ``retake`` names fragments whose values at the site are not those of the version that it holds them for.
     """
 
-    epoch: int
-    run_tokens: int
-    progress_ppm: int
+    epoch: Number
+    run_tokens: Number
+    progress_ppm: Millionths
     known: bool
     ending: Ending | None
-    retake: tuple[int, ...] = ()
+    retake: Annotated[tuple[Fragment, ...], AtMost(FRAGMENTS_MAX)] = ()
     units: UnitsTold | None = None
 
 
@@ -475,9 +752,9 @@ class ReportReply:
 class LeaveAsk:
     """The site says goodbye."""
 
-    run_id: str
-    site_id: str
-    incarnation: int
+    run_id: Id
+    site_id: Id
+    incarnation: Number
 
 
 # --- Admin -----------------------------------------------------------------------------------------------------
@@ -487,13 +764,66 @@ class LeaveAsk:
 class EvictAsk:
     """Put ``site_id`` out of the run, or (Readmit) let it in again."""
 
-    site_id: str
+    site_id: Id
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateAsk:
     """An operator's word (Admit, Refuse) on one accepted update."""
 
-    site_id: str
-    fragment: int
-    sequence: int
+    site_id: Id
+    fragment: Fragment
+    sequence: Number
+
+
+# --- Probe -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeAsk:
+    """``run_id`` and ``layout_fingerprint`` may be empty: they are not compared then."""
+
+    protocol: ProtocolNumber
+    run_id: IdOrEmpty = ""
+    layout_fingerprint: Sha256OrEmpty = ""
+    layout_json: LayoutJson = b""
+    shared_config: SharedConfig = field(default_factory=dict)
+    bytes_up: ProbeBytes = 0
+    bytes_down: ProbeBytes = 0
+    limit_ns: Annotated[int, in_range(1, PROBE_NS_MAX)] = PROBE_NS_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeAnswer:
+    """``identity`` is whom the caller is taken for, ``time_ns`` the clock there, ``difference`` what a join would be
+    refused for; ``standby_of`` is the syncer whose place this one would take, empty from the syncer itself;
+    ``shared_config`` is what a join must say of the run, empty where it is not told."""
+
+    protocol: ProtocolNumber
+    protocol_oldest: ProtocolNumber
+    run_id: Id
+    identity: Text = ""
+    time_ns: Number = 0
+    difference: Text = ""
+    standby_of: Text = ""
+    shared_config: SharedConfig = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeTaken:
+    """Filler that came to the syncer; ``bytes_per_s`` is over the later half of the time."""
+
+    bytes: ProbeBytes
+    duration_ns: Number
+    bytes_per_s: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Filler:
+    """Bytes that mean nothing."""
+
+    data: Annotated[bytes, _at_most_bytes(CHUNK_BYTES_MAX)]
+
+
+ProbePart = ProbeAsk | Filler
+ProbeReply = ProbeAnswer | ProbeTaken | Filler

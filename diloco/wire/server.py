@@ -1,4 +1,9 @@
-"""Puts a syncer's shell on the network."""
+"""Puts a syncer's shell on the network: the gRPC server, the admin calls, and the files that say who may come in.
+
+``Keeper`` reads those files again while the syncer runs.  ``AdminHandlers`` is the syncer's end of ``AdminService``: an
+operator's calls, each open to the roles that ``identity.NEEDS`` names.  ``serve`` listens, and ``RunningServer`` is
+what it returns.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +13,140 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from diloco.wire.admin import AdminHandlers
-from diloco.wire.arrivals import Arrivals
-from diloco.wire.connections import Connections, places
-from diloco.wire.door import Door
-from diloco.wire.following import FollowHandlers
-from diloco.wire.gates import Counters, OneAtATime
+from diloco.wire import convert
+from diloco.wire.arrivals import Arrivals, StandardServices, StrictHandlers, unary
+from diloco.wire.channel import ADMIN_SERVICE, StallWatch
+from diloco.wire.door import Connections, Counters, Door, OneAtATime, places
 from diloco.wire.handlers import SyncHandlers
 from diloco.wire.identity import Authenticator
-from diloco.wire.keeper import Keeper
-from diloco.wire.security import SecurityOptions, ServingCertificate, check_bind
-from diloco.wire.stall import StallWatch
-from diloco.wire.standard import StandardServices, StrictHandlers
+from diloco.wire.options import SecurityOptions, ServingCertificate, check_bind
+from diloco.wire.replication import FollowHandlers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from diloco.wire.following import Following
-    from diloco.wire.options import ServerOptions
+    from diloco.wire.identity import Identity
+    from diloco.wire.options import ServerOptions, Watched
+    from diloco.wire.replication import Following
     from diloco.wire.service import SyncerApi
+
+_LOOK_S = 0.5
+
+
+class Keeper:
+    """A thread: a change is in force for new calls, and for those under way, within a second.
+
+    ``note`` is told of each change, of each file that cannot be used, and of everybody who was put out.
+    """
+
+    def __init__(
+        self,
+        watched: Sequence[Watched[Any]],
+        door: Door,
+        note: Callable[[str], None],
+        stopping: threading.Event,
+    ) -> None:
+        self._watched = watched
+        self._door = door
+        self._note = note
+        self._stopping = stopping
+        self._thread = threading.Thread(target=self._run, name="identity-files", daemon=True)
+        if watched:
+            self._thread.start()
+
+    def complaints(self) -> list[str]:
+        """What is wrong with the files now."""
+        return [each.complaint for each in self._watched if each.complaint]
+
+    def close(self) -> None:
+        """End the thread; ``stopping`` is set."""
+        if self._watched:
+            self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_LOOK_S):
+            said = [text for each in self._watched if (text := each.refresh()) is not None]
+            # Looked at each time, and not only after a change: a call may have come in on what was read before it.
+            for text in [*said, *self._door.put_out()]:
+                self._note(text)
+
+
+class AdminHandlers:
+    """All methods of ``AdminService`` over one ``SyncerApi``."""
+
+    def __init__(self, api: SyncerApi, arrivals: Arrivals, counters: Counters) -> None:
+        self._api = api
+        self._arrivals = arrivals
+        self._counters = counters
+
+    def generic_handler(self) -> Any:
+        """What gRPC's server takes."""
+        methods = {
+            "Status": self._status,
+            "Drain": self._drain,
+            "Evict": self._evict,
+            "Readmit": self._readmit,
+            "Admit": self._admit,
+            "Refuse": self._refuse,
+            "Snapshot": self._snapshot,
+            "Promote": self._promote,
+            "Detach": self._detach,
+        }
+        handlers = {
+            name: grpc.stream_unary_rpc_method_handler(unary(self._arrivals, self._counters, name, work))
+            for name, work in methods.items()
+        }
+        return grpc.method_handlers_generic_handler(ADMIN_SERVICE, handlers)
+
+    def _status(self, raw: bytes, identity: Identity) -> bytes:
+        del identity
+        convert.unpack_empty(raw)
+        return convert.pack_status(self._api.status())
+
+    def _drain(self, raw: bytes, identity: Identity) -> bytes:
+        del identity
+        convert.unpack_empty(raw)
+        self._api.drain()
+        return b""
+
+    def _evict(self, raw: bytes, identity: Identity) -> bytes:
+        del identity
+        self._api.evict(convert.unpack_evict(raw).site_id)
+        return b""
+
+    def _readmit(self, raw: bytes, identity: Identity) -> bytes:
+        del identity
+        self._api.readmit(convert.unpack_evict(raw).site_id)
+        return b""
+
+    def _admit(self, raw: bytes, identity: Identity) -> bytes:
+        del identity
+        ask = convert.unpack_update(raw)
+        self._api.admit(ask.site_id, ask.fragment, ask.sequence)
+        return b""
+
+    def _refuse(self, raw: bytes, identity: Identity) -> bytes:
+        del identity
+        ask = convert.unpack_update(raw)
+        self._api.refuse(ask.site_id, ask.fragment, ask.sequence)
+        return b""
+
+    def _snapshot(self, raw: bytes, identity: Identity) -> bytes:
+        del identity
+        convert.unpack_empty(raw)
+        self._api.snapshot()
+        return b""
+
+    def _promote(self, raw: bytes, identity: Identity) -> bytes:
+        del identity
+        self._api.promote(lossy=convert.unpack_promote(raw))
+        return b""
+
+    def _detach(self, raw: bytes, identity: Identity) -> bytes:
+        del identity
+        convert.unpack_empty(raw)
+        self._api.detach()
+        return b""
 
 
 class RunningServer:
@@ -88,11 +208,11 @@ def serve(
 ) -> RunningServer:
     """Listen at ``options.address`` and answer from now on.
 
-    ``note`` is told what changes about who may come in (``identity``), and that connections were hung up on, once a
-    minute at most (``crowded``).
+    ``note`` is told, as ``identity``, what changes about who may come in, and, as ``crowded``, that connections were
+    hung up on, once a minute at most.
 
     ``ready`` is what the health service says of the run until ``RunningServer.ready`` says otherwise.  Standbys are
-    served where there is somebody who does that (``following``).
+    served where ``following`` is given.
 
     ``ValueError`` in words when the address cannot be bound, or must not be without TLS and identities.
     """

@@ -28,7 +28,7 @@ from diloco.wire.messages import (
 
 if TYPE_CHECKING:
     from diloco.wire.identity import Identity
-    from diloco.wire.probing import ProbeAnswer, ProbeAsk
+    from diloco.wire.messages import ProbeAnswer, ProbeAsk
 
 
 class PushSession(Protocol):

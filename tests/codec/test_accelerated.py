@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.codec.accelerated import accelerated
-from diloco.codec.device import Launch
+from diloco.codec.gpu import Launch, accelerated
 from diloco.codec.registry import CODEC_NAMES, make_codec
 
 ON_THE_HOST = {"fp32", "bf16"}

@@ -7,10 +7,9 @@ import random
 import pytest
 import torch
 
-from diloco.codec.arriving import AT_ONCE, Arriving
-from diloco.codec.contract import DecodeError, digest
-from diloco.codec.feedback import follow_into, publish
+from diloco.codec.base import DecodeError, digest
 from diloco.codec.registry import make_codec
+from diloco.codec.site_pass import AT_ONCE, Arriving, follow_into, publish
 
 CODECS = ["fp32", "bf16", "int8", "int4:32", "int4:32+zstd1", "e3m0", "int2", "sign", "topk"]
 NUMEL = 3 * AT_ONCE + 1501
@@ -60,7 +59,7 @@ def test_what_has_come_is_made_before_the_rest_is_here(name: str) -> None:
 
 
 def test_one_word_of_what_has_come_makes_no_more_than_so_many_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco.codec.arriving.RANGES_MAX", 2)
+    monkeypatch.setattr("diloco.codec.site_pass.RANGES_MAX", 2)
     held, payload, after = made("int4:32")
     out = torch.full((NUMEL,), float("nan"))
     arriving = Arriving(held, memoryview(payload), make_codec("int4:32"), out)

@@ -1,6 +1,6 @@
 """The kernels as they are compiled for an accelerator: no instruction whose result is not that of the definition.
 
-What they compute is tested through ``diloco.codec.device``.  Compiling needs Triton and no accelerator.
+What they compute is tested through ``diloco.codec.gpu``.  Compiling needs Triton and no accelerator.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.codec import device
+from diloco.codec import base
 from diloco.codec.blocks import BlockCodec
 from tests.tidy_rules import ROOT
 
@@ -24,9 +24,9 @@ sys.modules.update(dict.fromkeys(['zstandard', 'grpc', 'google.protobuf', 'hydra
 import benchmarks.bench_gpu_codec
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from diloco.codec import block_kernels, grid_kernels, sparse_kernels
+from diloco.codec import gpu_kernels
 from diloco.codec.blocks import BlockCodec
-from diloco.codec.device import DeviceCodec, Launch
+from diloco.codec.gpu import DeviceCodec, Launch
 
 TYPES = {"scales": "*i16", "levels": "*i16", "indices": "*i16", "fields": "*u8", "codes": "*u8", "fault": "*i32"}
 TYPES |= {"numel": "i64", "first_program": "i32", "decay": "fp32"}
@@ -46,15 +46,16 @@ def show(name, kernel, masked, types=None, **constants):
 
 for bits, block, masked in ((4, 32, False), (8, 48, True)):
     codec = DeviceCodec(BlockCodec("x", bits, block), Launch(1024, 4))
-    constants = {key: value for key, value in codec._constants().items() if key in block_kernels.encode.arg_names}
+    constants = {key: value for key, value in codec._constants().items() if key in gpu_kernels.encode_blocks.arg_names}
     types = {"codes": "*i8" if bits == 8 else "*u8"}
     held = codec._held_from()
-    show(f"encode-int{bits}", block_kernels.encode, masked, types, **constants, **ENCODING, held_from=held)
-    show(f"decode-int{bits}", block_kernels.decode, masked, types, **constants, **DECODING)
+    show(f"encode-int{bits}", gpu_kernels.encode_blocks, masked, types, **constants, **ENCODING, held_from=held)
+    show(f"decode-int{bits}", gpu_kernels.decode_blocks, masked, types, **constants, **DECODING)
 for bits, masked in ((1, False), (2, False), (4, True)):
     types = {"scales": "*u8"} if bits == 4 else {}
-    show(f"encode-{bits}-bits", grid_kernels.encode, masked, types, bits=bits, block=128, width=128, rows=4, **ENCODING)
-show("encode-topk", sparse_kernels.encode, False, k=16, block=256, rows=1, **ENCODING)
+    sizes = {"bits": bits, "block": 128, "width": 128, "rows": 4}
+    show(f"encode-{bits}-bits", gpu_kernels.encode_grid, masked, types, **sizes, **ENCODING)
+show("encode-topk", gpu_kernels.encode_sparse, False, k=16, block=256, rows=1, **ENCODING)
 """
 
 
@@ -99,6 +100,6 @@ def test_nothing_is_flushed_contracted_or_approximated(assembly: dict[str, str])
 
 def test_faults_are_the_bits_of_device() -> None:
     """Different bits, so that one kernel's word never hides another's."""
-    bits = (device.NON_FINITE, device.BAD_SCALE, device.BAD_CODE, device.BAD_FILLING, device.TOO_LARGE)
+    bits = (base.NON_FINITE, base.BAD_SCALE, base.BAD_CODE, base.BAD_FILLING, base.TOO_LARGE)
     assert sum(bits) == 2 ** len(bits) - 1
     assert BlockCodec("int4:4", bits=4, block=4).code_max == 7, "the kernels tell int4 from int8 by it"

@@ -9,8 +9,8 @@ from fractions import Fraction
 import pytest
 import torch
 
+from diloco.codec.base import DecodeError
 from diloco.codec.blocks import BlockCodec
-from diloco.codec.contract import DecodeError
 
 INT8 = BlockCodec("int8:4", bits=8, block=4)
 INT4 = BlockCodec("int4:4", bits=4, block=4)

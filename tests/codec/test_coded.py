@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from diloco.codec.coded import Coded, coded, values_of
-from diloco.codec.registry import make_codec
+from diloco.codec.registry import Coded, coded, make_codec, values_of
 from tests.codec.test_ranged import same
 
 

@@ -12,8 +12,7 @@ import struct
 import pytest
 import torch
 
-from diloco.codec.contract import Codec, DecodeError, NonFiniteError, bytes_tensor, digest
-from diloco.codec.digests import digest_of
+from diloco.codec.base import Codec, DecodeError, NonFiniteError, bytes_tensor, digest, digest_of
 from diloco.codec.registry import make_codec
 
 FP32_MAX = torch.finfo(torch.float32).max

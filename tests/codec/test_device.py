@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from diloco.codec.base import NON_FINITE, DecodeError, NonFiniteError
 from diloco.codec.blocks import BlockCodec
-from diloco.codec.contract import DecodeError, NonFiniteError
-from diloco.codec.device import ALIGNMENT, NON_FINITE, DeviceCodec, Launch, new_fault
+from diloco.codec.gpu import ALIGNMENT, DeviceCodec, Launch, new_fault
 from diloco.codec.registry import make_codec
-from diloco.outer.adopt import rebase
-from diloco.outer.pseudo_gradient import pseudo_gradient
+from diloco.outer.pseudo_gradient import pseudo_gradient, rebase
 
 LAUNCH = Launch(program_values=512, num_warps=4)
 NAMES = ("int4:2", "int4", "int4:48", "int4:256", "int8:6", "int8:64", "int8", "int8:512")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diloco.codec.contract import NonFiniteError
-from diloco.codec.device import NON_FINITE, Launch, new_fault
-from diloco.codec.device_grids import DeviceGrid
-from diloco.codec.gridded import GridCodec
+from diloco.codec.base import NON_FINITE, NonFiniteError
+from diloco.codec.gpu import DeviceGrid, Launch, new_fault
+from diloco.codec.grids import GridCodec
 from diloco.codec.registry import make_codec
 from diloco.outer.pseudo_gradient import pseudo_gradient
 from tests.codec.test_device import assert_same, payload_bytes

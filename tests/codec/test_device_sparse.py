@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diloco.codec.contract import NonFiniteError
-from diloco.codec.device import Launch, new_fault
-from diloco.codec.device_sparse import DeviceTopK
+from diloco.codec.base import NonFiniteError
+from diloco.codec.gpu import DeviceTopK, Launch, new_fault
 from diloco.codec.registry import make_codec
-from diloco.codec.sparse import TopKCodec
+from diloco.codec.topk import TopKCodec
 from diloco.outer.pseudo_gradient import pseudo_gradient
 from tests.codec.test_device import assert_same, payload_bytes
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from diloco.codec.digests import digest_of, digits, hasher, is_sha256, shorter
+from diloco.codec.base import digest_of, digits, hasher, is_sha256, shorter
 
 DATA = random.Random(4).randbytes(100_003)
 SHA256 = hashlib.sha256(DATA).hexdigest()

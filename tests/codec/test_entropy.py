@@ -10,7 +10,7 @@ import pytest
 import torch
 import zstandard
 
-from diloco.codec.contract import DecodeError
+from diloco.codec.base import DecodeError
 from diloco.codec.entropy import UNPACK_BYTES_MAX, ZSTD, EntropyCodec, stage_of
 from diloco.codec.registry import make_codec
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diloco.codec.contract import DecodeError, NonFiniteError, digest
-from diloco.codec.feedback import follow, follow_into, publish
-from diloco.codec.fused import RANGE_VALUES
+from diloco.codec.base import DecodeError, NonFiniteError, digest
+from diloco.codec.merging import RANGE_VALUES
 from diloco.codec.registry import make_codec
+from diloco.codec.site_pass import follow, follow_into, publish
 
 CODECS = ["fp32", "fp32+zstd1", "bf16", "int8", "int4", "int4:32+zstd1", "e3m0", "int2", "sign", "topk"]
 

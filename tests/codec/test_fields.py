@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diloco.codec.contract import DecodeError
-from diloco.codec.fields import pack, packed_bytes, unpack
+from diloco.codec.base import DecodeError, pack, packed_bytes, unpack
 from tests.codec.slow import packed
 
 

@@ -7,13 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from diloco.codec import fused
-from diloco.codec.contract import DecodeError, NonFiniteError, digest
-from diloco.codec.feedback import publish
-from diloco.codec.fused import RANGE_VALUES, State, outer_pass, ranges
+from diloco.codec import merging
+from diloco.codec.base import DecodeError, NonFiniteError, digest
+from diloco.codec.merging import RANGE_VALUES, State, outer_pass, ranges, sum_of_products
 from diloco.codec.native import Kernels, at_level, kernels
 from diloco.codec.registry import make_codec
-from diloco.codec.sums import sum_of_products
+from diloco.codec.site_pass import publish
 from diloco.outer.merge import merge_mean
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterState, outer_step
 from tests.codec.test_contract import samples
@@ -93,7 +92,7 @@ CASES += [("int4", each, 0.3) for each in (NESTEROV, HEAVY_BALL, PLAIN_SGD, *WIT
 def test_versions_are_those_of_the_stages(
     down: str, optimizer: OuterOptimizerOptions, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "RANGE_VALUES", 16_384)  # Two ranges; ``test_every_length`` goes to the true bound.
+    monkeypatch.setattr(merging, "RANGE_VALUES", 16_384)  # Two ranges; ``test_every_length`` goes to the true bound.
     numel = 16_384 + 4099
     theta = draw(numel, 0, 1.0)
     state = State(theta, theta.clone(), NOTHING)

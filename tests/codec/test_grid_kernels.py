@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diloco.codec.device import new_fault
+from diloco.codec.gpu import new_fault
 from tests.codec.test_device import apart, assert_same, payload_bytes
 from tests.codec.test_device_grids import grid
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from diloco.codec.contract import DecodeError
+from diloco.codec.base import DecodeError
 from diloco.codec.registry import make_codec
 
 NAMES = ["e3m0:8", "int2:8", "sign:8", "topk:256x4", "topk:256x64", "topk:4096x64"]

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from diloco.codec import native
-from diloco.codec.digests import digest_of
-from diloco.codec.kernel_digest import BYTES_MIN, KernelDigest, kernel_digest
-from diloco.codec.native import at_level, kernels
+from diloco.codec.base import digest_of
+from diloco.codec.native import BYTES_MIN, KernelDigest, at_level, kernel_digest, kernels
 from diloco.codec.structures import SUM_BLOCK
 
 BEST = kernels()

@@ -7,10 +7,8 @@ import struct
 import pytest
 import torch
 
-from diloco.codec.contract import DecodeError
-from diloco.codec.levels import level_values, two_levels
+from diloco.codec.base import DecodeError, level_values, magnitudes, two_levels, units
 from diloco.codec.registry import make_codec
-from diloco.codec.units import magnitudes, units
 
 INT2 = make_codec("int2:8")
 

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from diloco.codec.contract import DecodeError
+from diloco.codec.base import DecodeError
 from diloco.codec.registry import make_codec
 from tests.codec.slow import packed, slow_levels, slow_scale, slow_units
 from tests.codec.test_contract import samples

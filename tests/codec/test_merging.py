@@ -9,15 +9,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.codec import fused
-from diloco.codec.contract import NonFiniteError
-from diloco.codec.fused import State, outer_pass
-from diloco.codec.merging import Merging
+from diloco.codec.base import NonFiniteError
+from diloco.codec.merging import Merging, State, outer_pass, sum_of_products
 from diloco.codec.native import kernels
 from diloco.codec.registry import make_codec
-from diloco.codec.sums import sum_of_products
-from diloco.outer.correction import UNCORRECTED, Correction, corrected, corrected_products
-from diloco.outer.merge import MEAN, MERGE_KINDS, MergeOptions, Segment, blend, merge_mean, trimmed_mean
+from diloco.outer.merge import (
+    MEAN,
+    MERGE_KINDS,
+    UNCORRECTED,
+    Correction,
+    MergeOptions,
+    Segment,
+    blend,
+    corrected,
+    corrected_products,
+    merge_mean,
+    trimmed_mean,
+)
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterState, outer_step
 
 PLAIN = OuterOptimizerOptions(kind="sgd", lr=1.0, momentum=0.0)
@@ -96,7 +104,7 @@ def test_by_ranges_it_is_the_definition(kind: str, correction: Correction, monke
             for fast in (lambda: None, kernels):
                 each = outer_pass(sent, state, EMA, make_codec("fp32"), spread, fast, merging=merging)
                 found.append(each.state.theta)
-        monkeypatch.setattr(fused, "RANGE_VALUES", 1024)
+        monkeypatch.setattr("diloco.codec.merging.RANGE_VALUES", 1024)
         cut = outer_pass(sent, state, EMA, make_codec("fp32"), merging=merging)
     assert torch.equal(found[0], wanted)
     assert all(torch.equal(each, found[0]) for each in found[1:])

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from diloco.codec import kernel_library, native
-from diloco.codec.contract import Add, Carry, DecodeError, NonFiniteError, Towards, digest, payload_view
-from diloco.codec.kernel_digest import kernel_digest
-from diloco.codec.native import Kernels, at_level, kernels, refuse
+from diloco.codec.base import Add, Carry, DecodeError, NonFiniteError, Towards, digest, payload_view
+from diloco.codec.merging import sum_plain
+from diloco.codec.native import Kernels, at_level, kernel_digest, kernels, refuse
 from diloco.codec.ranged import RangedCodec
 from diloco.codec.registry import make_codec
 from diloco.codec.structures import SUM_BLOCK, MeasureJob, Status
-from diloco.codec.sums import sum_plain
 from tests.codec.pseudo_gradients import trained
 from tests.codec.test_contract import samples
 from tests.codec.test_ranged import same

@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 
 from diloco.codec import kernel_library, native
-from diloco.codec.kernel_digest import BYTES_MIN
-from diloco.codec.native import kernels, tile
+from diloco.codec.native import BYTES_MIN, kernels, tile
 from diloco.codec.ranged import RangedCodec
 from diloco.codec.registry import make_codec
 from diloco.codec.structures import (

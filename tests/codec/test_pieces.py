@@ -7,14 +7,12 @@ from math import inf, nan
 import pytest
 import torch
 
-from diloco.codec.coded import Coded
-from diloco.codec.contract import DecodeError, NonFiniteError, digest
-from diloco.codec.fused import RANGE_VALUES
+from diloco.codec.base import DecodeError, NonFiniteError, digest
+from diloco.codec.merging import RANGE_VALUES
 from diloco.codec.native import Kernels, at_level, kernels
-from diloco.codec.pieces import rebase_pieces, seal_pieces
-from diloco.codec.registry import make_codec
-from diloco.outer.adopt import rebase
-from diloco.outer.pseudo_gradient import pseudo_gradient
+from diloco.codec.registry import Coded, make_codec
+from diloco.codec.site_pass import rebase_pieces, seal_pieces
+from diloco.outer.pseudo_gradient import pseudo_gradient, rebase
 from tests.codec.test_contract import samples
 from tests.codec.test_ranged import same
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from diloco.codec.contract import Add, Carry, Codec, DecodeError, NonFiniteError, Towards, accumulate_into, payload_view
+from diloco.codec.base import Add, Carry, Codec, DecodeError, NonFiniteError, Towards, accumulate_into, payload_view
 from diloco.codec.registry import make_codec
 from diloco.outer.pseudo_gradient import pseudo_gradient
 from tests.codec.test_contract import PLAIN, STAGED, samples

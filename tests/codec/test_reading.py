@@ -7,11 +7,10 @@ from math import nan
 import pytest
 import torch
 
-from diloco.codec.contract import DecodeError, NonFinitePayload, digest
+from diloco.codec.base import DecodeError, NonFinitePayload, digest
+from diloco.codec.merging import READ_VALUES, Reading, Sums, sum_of_products
 from diloco.codec.native import Kernels, at_level, kernels
-from diloco.codec.reading import READ_VALUES, Reading
 from diloco.codec.registry import make_codec
-from diloco.codec.sums import Sums, sum_of_products
 
 BEST = kernels()
 LEVELS: list[Kernels | None] = [None] if BEST is None else [None, *(at_level(each) for each in range(BEST.level + 1))]

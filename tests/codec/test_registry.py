@@ -7,11 +7,9 @@ import torch
 
 from diloco.codec.blocks import BlockCodec
 from diloco.codec.entropy import EntropyCodec
-from diloco.codec.gridded import GridCodec
-from diloco.codec.means import Int2Grid, SignGrid
-from diloco.codec.powers import PowerGrid
+from diloco.codec.grids import GridCodec, Int2Grid, PowerGrid, SignGrid
 from diloco.codec.registry import CODEC_NAMES, make_codec
-from diloco.codec.sparse import TopKCodec
+from diloco.codec.topk import TopKCodec
 
 NEW = ["e3m0:32", "int2:64", "sign:256+zstd", "topk:256x4", "topk:65536x16384+zstd3", "int4:32+auto", "topk+auto3"]
 

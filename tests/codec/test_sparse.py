@@ -7,7 +7,7 @@ import struct
 import pytest
 import torch
 
-from diloco.codec.contract import DecodeError
+from diloco.codec.base import DecodeError
 from diloco.codec.registry import make_codec
 from tests.codec.slow import packed, slow_levels, slow_units
 from tests.codec.test_contract import samples

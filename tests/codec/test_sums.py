@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from diloco.codec.contract import NonFinitePayload
+from diloco.codec.base import NonFinitePayload
+from diloco.codec.merging import Sums, decode_and_sum, sum_of_products, sum_plain, sums_of
 from diloco.codec.registry import make_codec
 from diloco.codec.structures import LANES, SUM_BLOCK
-from diloco.codec.sums import Sums, decode_and_sum, sum_of_products, sum_plain, sums_of
 
 
 def slow_sum(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -7,8 +7,16 @@ from fractions import Fraction
 import pytest
 import torch
 
-from diloco.codec.contract import DecodeError, NonFiniteError
-from diloco.codec.units import check_scales, is_negative, magnitudes, mean_scale, scale_values, units
+from diloco.codec.base import (
+    DecodeError,
+    NonFiniteError,
+    check_scales,
+    is_negative,
+    magnitudes,
+    mean_scale,
+    scale_values,
+    units,
+)
 from tests.codec.slow import slow_scale, slow_units
 from tests.codec.test_contract import samples
 

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.codec.contract import DecodeError
+from diloco.codec.base import DecodeError
+from diloco.codec.merging import sums_of
 from diloco.codec.registry import make_codec
-from diloco.codec.sums import sums_of
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.sync.syncer import OuterSync
-from diloco.syncer.vitals import Measuring
+from diloco.syncer.receive import Measuring
 from tests.hunts.pseudo_gradients import SITES, Scene, Sent, Training
 from tests.hunts.reporting import Hunt
 

@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from diloco.codec.registry import make_codec
 from diloco.sync.agreement import PROTOCOL
 from diloco.wire import convert, v1
-from diloco.wire.calls import ADMIN_SERVICE, SYNC_SERVICE
+from diloco.wire.channel import ADMIN_SERVICE, SYNC_SERVICE
 from diloco.wire.chunks import checksum
 from diloco.wire.convert_bulk import pack_pull, pack_push
 from diloco.wire.messages import Chunk, EvictAsk, JoinAsk, LeaveAsk, PullAsk, PushCommit, PushHeader, WatchAsk

@@ -1,6 +1,6 @@
 """What is said to the syncer: every class of bad input, each with the row of the table that its answer must be in.
 
-Methods come from the services' own descriptors, fields and their bounds from the wire's own tables, so that what is
+Methods come from the services' own descriptors, fields and their bounds from the wire's own messages, so that what is
 added there is attacked too.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from typing import Any
 
 import grpc
@@ -15,9 +16,9 @@ import torch
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 
-from diloco.codec.contract import DecodeError
+from diloco.codec.base import DecodeError
 from diloco.codec.registry import make_codec
-from diloco.wire import bounds, convert
+from diloco.wire import convert
 from diloco.wire.chunks import checksum
 from diloco.wire.convert_bulk import pack_pull, pack_push
 from diloco.wire.messages import (
@@ -31,6 +32,7 @@ from diloco.wire.messages import (
     PullAsk,
     PushCommit,
     WatchAsk,
+    bounds_of,
 )
 from diloco.wire.v1 import sync_pb2
 from tests.hunts import statuses as s
@@ -72,9 +74,9 @@ def malformed(world: World, chance: random.Random) -> Call:
 
 
 def out_of_bounds(world: World, chance: random.Random) -> Call | None:
-    """One field of a message that has a table of bounds gets a value that breaks its own rule."""
-    path, (ask, raw) = chance.choice([(p, a) for p, a in good(world, chance).items() if type(a[0]) in bounds.BOUNDS])
-    name, rule = chance.choice(sorted(bounds.BOUNDS[type(ask)].items()))
+    """One field of a message whose fields state bounds gets a value that breaks its own rule."""
+    path, (ask, raw) = chance.choice([(p, a) for p, a in good(world, chance).items() if is_dataclass(a[0])])
+    name, rule = chance.choice(sorted(bounds_of(type(ask)).items()))
     message: Any = GetMessageClass(methods()[path])()
     message.ParseFromString(raw)
     inside = message.header if path.endswith("Push") else message

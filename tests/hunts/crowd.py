@@ -2,7 +2,7 @@
 
 A real syncer's process, whose peak of resident memory the kernel keeps (VmHWM), against
 ``ServerOptions.memory_bytes_max``; the sites are threads here.  No round closes, so that nothing but their pushes is in
-the peak.  In ``merged`` rounds do close, and the bound is ``syncer.footprint``'s.
+the peak.  In ``merged`` rounds do close, and the bound is that of ``syncer.options.memory_bytes_max``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from diloco.codec.registry import make_codec
 from diloco.sync.agreement import PROTOCOL
-from diloco.syncer.footprint import memory_bytes_max
+from diloco.syncer.options import memory_bytes_max
 from diloco.wire.client import SyncClient
 from diloco.wire.messages import JoinAsk, PushHeader, Refused, Unreachable
 from diloco.wire.options import ClientOptions, ServerOptions

@@ -21,7 +21,7 @@ from diloco.syncer.spool import PartialUpdate, Spool
 from diloco.wire.client import SyncClient
 from diloco.wire.messages import MIB, PullAsk, PushHeader, PushResult, Unreachable
 from diloco.wire.options import ClientOptions, ServerOptions
-from diloco.wire.pulled import PullSink
+from diloco.wire.pulling import PullSink
 from diloco.wire.server import serve
 from tests.hunts.reporting import Hunt
 from tests.wire.fake_syncer import RUN, FakeSyncer, push_header

@@ -14,7 +14,7 @@ from random import Random
 
 import torch
 
-from diloco.codec.contract import digest
+from diloco.codec.base import digest
 from diloco.durable import Step
 from diloco.inner import checkpoint
 from diloco.inner.checkpoint import CheckpointError

@@ -9,13 +9,11 @@ from pathlib import Path
 from diloco.durable import Step
 from diloco.sync.events import JoinRequested
 from diloco.sync.journal import JournalError
-from diloco.syncer.backups import back_up
+from diloco.syncer.backups import Vault, back_up
 from diloco.syncer.images import Image
-from diloco.syncer.kept import Kept, KeptError
-from diloco.syncer.restoring import Known, RestoreError, restore_backup, restore_in_place
+from diloco.syncer.restoring import Kept, KeptError, Known, RestoreError, restore_backup, restore_in_place
 from diloco.syncer.spool import SpoolError
 from diloco.syncer.store import StoreError
-from diloco.syncer.vault import Vault
 from tests.hunts.cutting import GOES_ON_EVERY, Recording
 from tests.power import QuietDisk, RecordingDisk
 from tests.syncer.building import RUN, update

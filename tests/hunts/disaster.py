@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from diloco.launch.eventlog import Event
-from diloco.syncer.kept import Kept
+from diloco.syncer.restoring import Kept
 from tests.hunts.reporting import Hunt
 from tests.launch.processes import Place, Verb, place_in, wait_for
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from diloco.inner.data import DataOptions, prepare_corpus, validation_batches
-from diloco.inner.evaluating import evaluate
+from diloco.inner.evaluate import evaluate
 from diloco.inner.llama import from_llama
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.outer.fragments import named_parameters_once

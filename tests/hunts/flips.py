@@ -17,8 +17,7 @@ from pathlib import Path
 from diloco.sync.journal import JournalError
 from diloco.syncer.snapshots import SnapshotError
 from diloco.syncer.spool import SpoolError
-from diloco.syncer.store import StoreError
-from diloco.syncer.verifying import payloads_in, verify
+from diloco.syncer.store import StoreError, payloads_in, verify
 from tests.hunts.cutting import State, quick_folder, record_syncer, state_of
 from tests.hunts.reporting import Hunt
 from tests.power import QuietDisk

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 import grpc
 
 from diloco.sync.agreement import PROTOCOL
-from diloco.wire.calls import ADMIN_SERVICE, SYNC_SERVICE
+from diloco.wire.channel import ADMIN_SERVICE, SYNC_SERVICE
 from diloco.wire.chunks import cut
 from diloco.wire.convert import pack_join, pack_report, pack_watch, unpack_join_reply
 from diloco.wire.convert_bulk import pack_pull, pack_push, unpack_push_reply

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 
-from diloco.wire.calls import SYNC_SERVICE
+from diloco.wire.channel import SYNC_SERVICE
 from tests.hunts import http2
 
 PUSH = f"/{SYNC_SERVICE}/Push"

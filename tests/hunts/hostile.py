@@ -26,12 +26,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from diloco.wire.calls import SYNC_SERVICE
+from diloco.wire.channel import SYNC_SERVICE
 from diloco.wire.client import AdminClient
 from diloco.wire.convert_bulk import pack_push
 from diloco.wire.messages import Unreachable
-from diloco.wire.options import ServerOptions
-from diloco.wire.security import SecurityOptions
+from diloco.wire.options import SecurityOptions, ServerOptions
 from tests.hunts import http2
 from tests.hunts.crowd import memory_of
 from tests.hunts.frame_floods import FLOODS, Due, flood

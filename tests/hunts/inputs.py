@@ -17,22 +17,35 @@ from typing import Any
 import torch
 import zstandard
 
-from diloco.codec.contract import DecodeError
+from diloco.codec.base import DecodeError
 from diloco.codec.registry import CODEC_NAMES, make_codec
 from diloco.learner.outbox import Outbox, OutboxError
 from diloco.outer.fragments import Layout, plan_layout
-from diloco.sync.frames import FRAME, UNIT, _unit, chain_after, encode_frame, encode_header, encode_mark, read_segment
-from diloco.sync.journal import FRAME as FRAME_1
-from diloco.sync.journal import JournalError, Record, decode_records, encode_record, encode_records, read_records
+from diloco.sync.journal import (
+    FRAME,
+    FRAME_1,
+    UNIT,
+    JournalError,
+    Record,
+    _unit,
+    chain_after,
+    decode_records,
+    encode_frame,
+    encode_header,
+    encode_mark,
+    encode_record,
+    encode_records,
+    read_records,
+    read_segment,
+)
 from diloco.syncer.snapshots import SnapshotError, Snapshots
 from diloco.syncer.store import RunCard, Store, StoreError
 from diloco.wire import convert_bulk
 from diloco.wire.chunks import DamagedChunk
-from diloco.wire.frames import FRAME_HEAD_BYTES
-from diloco.wire.identity import Authenticator, read_revoked, read_tokens
+from diloco.wire.convert_bulk import FRAME_HEAD_BYTES
+from diloco.wire.identity import Authenticator, read_permissions, read_revoked, read_tokens
 from diloco.wire.messages import CHUNK_BYTES_MAX, PAYLOAD_BYTES_MAX, Frame, MalformedMessage, Refusal
-from diloco.wire.permissions import read_permissions
-from diloco.wire.security import SecurityOptions
+from diloco.wire.options import SecurityOptions
 from tests.hunts.mutating import drawn, edited, json_spoiled, spoiled
 from tests.sync.test_journal import a_run
 from tests.syncer.building import update
@@ -217,7 +230,8 @@ def messages() -> Iterator[tuple[str, Reader]]:
         bulk = unpack in (convert_bulk.unpack_push, convert_bulk.unpack_pull_part)
         words = (MalformedMessage, DamagedChunk) if bulk else (MalformedMessage,)
         spoil = frame_spoiled if isinstance(message, Frame) else spoil
-        yield f"{unpack.__name__} {type(message).__name__}", Reader([raw], read, words, spoil, 0.5)
+        name = kind.DESCRIPTOR.name if kind is not None else unpack.__name__
+        yield f"{name} {type(message).__name__}", Reader([raw], read, words, spoil, 0.5)
 
 
 def proto_of(unpack: Callable[[bytes], object]) -> Any:

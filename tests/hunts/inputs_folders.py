@@ -18,11 +18,10 @@ from diloco.inner.checkpoint import CheckpointError
 from diloco.sync.journal import JournalError
 from diloco.syncer.images import Image, ImageError, read_image, write_image
 from diloco.syncer.journal_files import read_file
-from diloco.syncer.kept import Kept, KeptError, Rules
 from diloco.syncer.lease import Claim, LeaseError, LeaseRefusedError
 from diloco.syncer.lease_file import FileLease
-from diloco.syncer.retention import Choice
-from diloco.syncer.snapshots import SnapshotError, Snapshots, same_values
+from diloco.syncer.restoring import Kept, KeptError, Rules
+from diloco.syncer.snapshots import Choice, SnapshotError, Snapshots, same_values
 from diloco.syncer.store import Store, StoreError
 from tests.hunts.inputs import Reader
 from tests.hunts.mutating import json_spoiled

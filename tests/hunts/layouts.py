@@ -24,14 +24,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from diloco.codec.contract import digest
+from diloco.codec.base import digest
 from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo
 from diloco.learner.agent import Agent
-from diloco.learner.follower import Follower
-from diloco.learner.owner import Owner
-from diloco.learner.owners import deal
+from diloco.learner.channel import deal
+from diloco.learner.owner import Follower, Owner
 from diloco.outer.fragments import named_parameters_once
 from tests.hunts.reporting import Hunt, why
 from tests.layouts import LAYOUTS, SHAPES, Odd, fill, part_of, ranks, whole

@@ -19,12 +19,12 @@ from typing import Any
 
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
-from diloco.sync.claims import fastest_step_ns
+from diloco.sync.admission import fastest_step_ns
 from diloco.sync.events import Outcome, Reason
 from diloco.sync.options import SECOND_NS, HealthOptions, OuterOptions
+from diloco.sync.rounds import raw_weight
 from diloco.sync.state import Phase
 from diloco.sync.syncer import OuterSync
-from diloco.sync.weights import raw_weight
 from tests.hunts.reporting import Hunt
 
 MOVED_MAX = 1.5
@@ -69,6 +69,7 @@ class World:
             staleness_max=500,
             updates_in_flight_max=draw.choice((1, 2)),
             fates_kept_max=1024,
+            unit_sequences=seed % 2,
         )
         self.machine = OuterSync(options)
         self.handle(ev.SyncerStarted(1, HealthOptions(), 0), 0)

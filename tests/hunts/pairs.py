@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from diloco.launch import build
+from diloco.launch import build_syncer
 from diloco.launch.config import compose
 from diloco.launch.errors import ConfigError
 from diloco.launch.eventlog import read_events
@@ -93,7 +93,7 @@ def refusal(row: Row) -> str:
     try:
         config = compose(words_of(row))
         check(config)
-        build.check(config)
+        build_syncer.check(config)
     except ConfigError as error:
         return str(error)
     return ""

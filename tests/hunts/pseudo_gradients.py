@@ -19,11 +19,10 @@ from torch import Tensor
 
 from diloco.inner.model import ModelOptions, Transformer, next_token_loss
 from diloco.inner.optimizer import InnerOptimizers, InnerOptions, build_optimizers, lr_factor
-from diloco.outer.adopt import rebase
 from diloco.outer.fragments import Layout, gather, plan_layout, scatter
 from diloco.outer.merge import merge_mean
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
-from diloco.outer.pseudo_gradient import pseudo_gradient
+from diloco.outer.pseudo_gradient import pseudo_gradient, rebase
 
 MODEL = ModelOptions(vocab_size=256, layers=2, dim=32, heads=2, context=32)
 SITES = ("a", "b", "c", "d")

@@ -27,8 +27,8 @@ import torch
 from diloco.launch import config as configs
 from diloco.launch.eventlog import Event
 from diloco.learner.agent import Finished
+from diloco.sync.fates import columns_of
 from diloco.sync.syncer import OuterSync
-from diloco.sync.unit_leases import columns_of
 from tests.hunts.reporting import Hunt, why
 from tests.hunts.verb_lives import RealRun
 from tests.launch.processes import Place, Verb, place_in, wait_for

@@ -27,19 +27,18 @@ from pathlib import Path
 
 import torch
 
-from diloco.codec.contract import digest
+from diloco.codec.base import digest
 from diloco.durable import Disk, KillingDisk, Step, locked
-from diloco.launch import build, restore_main
+from diloco.launch import build, build_syncer, restore_main
 from diloco.launch import config as configs
 from diloco.launch.arming import KILL_VARIABLE
 from diloco.launch.cli import main as verb
 from diloco.launch.past import past_of
 from diloco.sync.progress import FragmentProgress, LearnerState
-from diloco.syncer.backups import back_up
-from diloco.syncer.kept import Kept
+from diloco.syncer.backups import BackupError, Vault, back_up
+from diloco.syncer.restoring import Kept
 from diloco.syncer.spool import Settled, Spool
 from diloco.syncer.store import STAGING, RunCard, Store, StoreError
-from diloco.syncer.vault import BackupError, Vault
 from diloco.wire.messages import PushHeader
 from tests.forked import forkserver
 from tests.hunts.reporting import Hunt, why
@@ -284,7 +283,7 @@ class ShortLives:
 
     def stood(self, data: Path) -> Stood:
         """How the run in ``data`` stands, as its syncer would find it."""
-        plan = build.plan(self.config, build.layout_of(self.config))
+        plan = build_syncer.plan(self.config, build.layout_of(self.config))
         card = RunCard(plan.agreement.run_id, plan.agreement.layout_fingerprint, plan.shared_digest)
         rules = past_of(str(self.run)).rules()
         with locked(data):

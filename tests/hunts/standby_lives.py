@@ -21,7 +21,7 @@ from pathlib import Path
 
 from diloco.durable import Step
 from diloco.learner.agent import Finished
-from diloco.syncer.leadership import REMEMBERED
+from diloco.syncer.lease import REMEMBERED
 from diloco.wire.client import AdminClient
 from tests.loopback.audit import audit, one_run
 from tests.loopback.cluster import Process, free_port

@@ -53,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
             promotions=outcome.promotions,
             simulated_seconds=outcome.simulated_ns // 1_000_000_000,
         )
+        totals += outcome.apart()
         faults += outcome.faults
         fates += outcome.fates
         staleness_worst = max(staleness_worst, outcome.staleness_worst)

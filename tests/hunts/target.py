@@ -26,8 +26,7 @@ from diloco.durable import PLAIN_DISK, Disk, Step
 from diloco.launch.arenas import limit_arenas
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
-from diloco.wire.options import ServerOptions
-from diloco.wire.security import SecurityOptions
+from diloco.wire.options import SecurityOptions, ServerOptions
 from tests.forked import forkserver
 from tests.loopback.toy import RUN, Toy
 from tests.wire.certificates import LOOPBACK, Authority
@@ -204,7 +203,7 @@ class _Said(logging.Handler):
         self.forged: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.say(record.getMessage())
+        self.say(self.format(record))  # A traceback with it, which is never printable.
 
     def say(self, text: str) -> None:
         self.count += 1

@@ -6,20 +6,20 @@ from collections.abc import Callable
 
 import pytest
 
-from diloco.sync import arrivals, claims, holding, rounds
-from diloco.sync.weights import raw_weight
+from diloco.sync import admission, rounds
+from diloco.sync.rounds import raw_weight
 from tests.hunts import liars
 
 Patch = pytest.MonkeyPatch
 
 
 def believe_all_steps(patch: Patch) -> None:
-    patch.setattr(claims, "believed_steps", lambda state, options, event: event.steps)
-    patch.setattr(holding, "believed_steps", lambda state, options, event: event.steps)
+    patch.setattr(admission, "believed_steps", lambda state, options, event: event.steps)
+    patch.setattr(admission, "believed_steps", lambda state, options, event: event.steps)
 
 
 def believe_all_tokens(patch: Patch) -> None:
-    patch.setattr(arrivals, "implausible", lambda state, options, event: "")
+    patch.setattr(rounds, "implausible", lambda state, options, event: "")
 
 
 def believe_the_period_of_a_site(patch: Patch) -> None:
@@ -40,8 +40,8 @@ def weigh_by_what_an_update_says(patch: Patch) -> None:
 
 
 def believe_no_more_than_usual(patch: Patch) -> None:
-    patch.setattr(claims, "STEPS_RATIO_MAX", 1)
-    patch.setattr(claims, "UNEQUAL_MAX", 1e-9)
+    patch.setattr(admission, "STEPS_RATIO_MAX", 1)
+    patch.setattr(admission, "UNEQUAL_MAX", 1e-9)
 
 
 def test_honest_sites_are_believed_and_lies_move_no_more_than_the_truth(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from diloco.sim.parts import Trainer
+from diloco.sim.several import Trainer
 from diloco.sync import ending
 from tests.hunts.reporting import Hunt
 from tests.hunts.swarm import main, pieces

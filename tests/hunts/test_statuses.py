@@ -17,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from diloco.wire import convert
-from diloco.wire.calls import PUSHBACK_KEY
+from diloco.wire.channel import PUSHBACK_KEY
 from diloco.wire.convert_bulk import pack_push
 from diloco.wire.messages import WatchAsk
 from tests.hunts import http2, statuses

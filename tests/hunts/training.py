@@ -16,16 +16,16 @@ import torch
 
 from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
-from diloco.launch import build, connecting
+from diloco.launch import build, build_syncer, connecting
 from diloco.launch.evaluation import Evaluator, model_of
 from diloco.launch.eventlog import EventLog
 from diloco.launch.run_dir import run_dir_of
 from diloco.launch.schema import RunConfig
 from diloco.learner.agent import Agent, Finished
+from diloco.learner.channel import Orders
 from diloco.learner.exchange import Exchange
-from diloco.learner.orders import Orders
-from diloco.learner.sealing import SealJob
-from diloco.learner.site_tensors import SealInputs
+from diloco.learner.seal import SealJob
+from diloco.learner.tensors import SealInputs
 from diloco.outer.fragments import named_parameters_once
 from diloco.sync.events import Ending, Fate
 from diloco.sync.syncer import OuterSync
@@ -135,8 +135,8 @@ class Part:
         self._log = EventLog(run_dir.events, "syncer")
         layout = build.layout_of(config)
         self.syncer = Syncer(
-            build.syncer_options(config, run_dir),
-            build.plan(config, layout),
+            build_syncer.syncer_options(config, run_dir),
+            build_syncer.plan(config, layout),
             lambda: build.version_zero(config, layout),
             connecting.server_options(config),
             connecting.syncer_security(config),

@@ -15,11 +15,10 @@ import pytest
 import torch
 
 from diloco.durable import PLAIN_DISK, Disk, Step
-from diloco.inner import machines, state
+from diloco.inner import memory, saving
 from diloco.inner.checkpoint import CheckpointError, names
-from diloco.inner.machines import Machines
-from diloco.inner.parallel import SiteGroup
-from diloco.inner.pieces import local
+from diloco.inner.memory import Machines
+from diloco.inner.parallel import SiteGroup, local
 from diloco.inner.trainer import StepInfo, Trainer, Verdict
 from tests.inner.spread_program import CASES, build
 
@@ -60,7 +59,7 @@ def trained(trainer: Trainer, until: int, *, dies: bool) -> None:
 
 def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Copies of all that a rank holds."""
-    tensors, _ = state.capture(trainer.model, trainer.optimizers)
+    tensors, _ = saving.capture(trainer.model, trainer.optimizers)
     return {name: local(tensor).clone() for name, tensor in tensors.items()}
 
 
@@ -200,7 +199,7 @@ def main() -> None:
     rank, world, port = (int(told) for told in sys.argv[1:4])
     corpus, out = Path(sys.argv[4]), Path(sys.argv[5])
     group = SiteGroup(rank, rank, world, "127.0.0.1", port, device="cpu", timeout_s=240)
-    machines.CHUNK_BYTES = 5000  # So that a file is many pieces.
+    memory.CHUNK_BYTES = 5000  # So that a file is many pieces.
     exchange_files(group, [out / "a", out / "b"])
     two = [out / "machine-0", out / "machine-1"]
     life = Life("fsdp", corpus, group, two[rank])

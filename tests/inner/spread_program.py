@@ -13,21 +13,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from diloco.durable import PLAIN_DISK, Disk, Step
-from diloco.inner import checkpoint
+from diloco.inner import checkpoint, precision
 from diloco.inner.checkpoint import CheckpointError, names
-from diloco.inner.computing import ComputeOptions, prepare
 from diloco.inner.data import TokenStream, load_manifest, validation_batches
-from diloco.inner.evaluating import evaluate
-from diloco.inner.model import ModelOptions, Transformer
-from diloco.inner.muon import Muon, whole
-from diloco.inner.optimizer import InnerOptions, build_optimizers
-from diloco.inner.parallel import SiteGroup
-from diloco.inner.pieces import box_of, is_keeper, local, put
+from diloco.inner.evaluate import evaluate
+from diloco.inner.model import ComputeOptions, ModelOptions, Transformer, prepare
+from diloco.inner.optimizer import InnerOptions, Muon, build_optimizers, whole
+from diloco.inner.parallel import SiteGroup, box_of, is_keeper, local, put
 from diloco.inner.sharding import ParallelOptions, Spread
 from diloco.inner.trainer import StepInfo, Trainer, TrainerOptions, Verdict
 
@@ -187,6 +185,16 @@ RESUMED = {"fsdp": "fsdp", "hsdp": "hsdp", "tp+fsdp": "tp+fsdp", "fsdp as tp+fsd
 """What is taken up again, and whose checkpoint that is."""
 
 
+def check_format(trainer: Trainer, loss: float, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Under "auto" all ranks compute in one format, also where only some of them find bf16 fast."""
+    group, options = trainer.group, replace(trainer.options, precision="auto")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(precision, "bf16_speed", lambda device: 2.0 if group.is_first else 0.5)
+        assert evaluate(trainer.model, batches, precision="auto", together=trainer.spread) == loss
+        again = Trainer(trainer.model, trainer.optimizers, trainer.stream, options, group, spread=trainer.spread)
+        assert again._dtype is None
+
+
 def save_and_resume(corpus: Path, group: SiteGroup, out: Path) -> None:
     """Each layout is saved beside training, and taken up in the same one, in another, and by fewer ranks."""
     for name in ("fsdp", "hsdp", "tp+fsdp"):
@@ -299,6 +307,8 @@ def main() -> None:
             save_file({key: value.contiguous() for key, value in values.items()}, out / f"{name}.safetensors")
         batches = validation_batches(load_manifest(corpus), 16, 3, 5)
         loss = evaluate(trainer.model, batches, precision="fp32", together=trainer.spread)
+        if name == "tp":
+            check_format(trainer, loss, batches)
         (out / f"{name}-{rank}.json").write_text(json.dumps({"steps": told, "held": held, "loss": loss}))
     save_and_resume(corpus, group, out)
     lose_and_damage(corpus, group, out)

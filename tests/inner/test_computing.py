@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from diloco.inner.computing import CompileError, ComputeOptions, prepare
-from diloco.inner.model import ModelOptions, Transformer
+from diloco.inner.model import CompileError, ComputeOptions, ModelOptions, Transformer, prepare
 
 OPTIONS = ModelOptions(vocab_size=257, layers=2, dim=32, heads=4, context=32)
 TOKENS = torch.randint(0, 257, (4, 33), generator=torch.Generator().manual_seed(1))

@@ -10,8 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from diloco.inner import cutting
 from diloco.inner.model import ModelOptions, Transformer
-from diloco.inner.parallel import SiteGroup
-from diloco.inner.pieces import box_of, is_cut
+from diloco.inner.parallel import SiteGroup, box_of, is_cut
 from tests.layouts import heard, ranks
 
 TIED = ModelOptions(vocab_size=258, layers=1, dim=16, heads=2, context=16, tied=True)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from diloco.inner.data import CorpusManifest, validation_batches
-from diloco.inner.evaluating import bits_per_byte, evaluate
+from diloco.inner.evaluate import bits_per_byte, evaluate
 from diloco.inner.model import ModelOptions, Transformer
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.inner.generating import Reader, SamplingOptions, draw, generate
+from diloco.inner.evaluate import Reader, SamplingOptions, draw, generate
 from diloco.inner.model import ModelOptions, Transformer
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from diloco.inner.gradients import clip
+from diloco.inner.optimizer import clip
 from diloco.inner.parallel import SiteGroup
 
 

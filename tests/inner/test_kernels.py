@@ -11,9 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from diloco.inner.computing import ComputeOptions, prepare
-from diloco.inner.kernels import Kernels, KernelsError, LigerKernels, kernels_of
-from diloco.inner.model import ModelOptions, Transformer
+from diloco.inner.model import (
+    ComputeOptions,
+    Kernels,
+    KernelsError,
+    LigerKernels,
+    ModelOptions,
+    Transformer,
+    kernels_of,
+    prepare,
+)
 from tests.sooner import sooner
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

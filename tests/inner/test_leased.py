@@ -10,11 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diloco.inner.data import CorpusManifest, DataOptions, TokenStream, prepare_corpus
-from diloco.inner.leased import PIECES_MAX, LeasedStream
+from diloco.inner.data import PIECES_MAX, CorpusManifest, DataOptions, LeasedStream, TokenStream, prepare_corpus
 from diloco.inner.parallel import SiteGroup
-from diloco.inner.streamed import prepare_stream
-from diloco.inner.token_files import prepare_tokens
+from diloco.inner.streamed import prepare_stream, prepare_tokens
 
 UNIT = 8
 

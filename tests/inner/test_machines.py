@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from diloco.durable import PLAIN_DISK
-from diloco.inner import machines
-from diloco.inner.machines import Machines
+from diloco.inner import memory
+from diloco.inner.memory import Machines
 from diloco.inner.parallel import SiteGroup
 
 
 def among(told: list[str], rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machines:
     """As ``rank`` sees ranks of which each is on the machine that ``told`` names."""
-    monkeypatch.setattr(machines.dist, "new_group", lambda **options: None)
+    monkeypatch.setattr(memory.dist, "new_group", lambda **options: None)
     alone = SiteGroup(device="cpu")
     group: Any = SimpleNamespace(
         rank=rank, timeout_s=1.0, bounded=alone.bounded, all_gather_bytes=lambda mine: [each.encode() for each in told]
@@ -40,5 +40,5 @@ def test_ranks_that_see_one_folder_are_on_one_machine(tmp_path: Path, monkeypatc
     alone.exchange({}, {}, PLAIN_DISK)
     assert among(["x", "x"], 0, tmp_path, monkeypatch).second_of(0) is None
     (tmp_path / "other").mkdir()
-    assert machines._identity(tmp_path) == machines._identity(tmp_path / "other" / "..")
-    assert machines._identity(tmp_path) != machines._identity(tmp_path / "other")
+    assert memory._identity(tmp_path) == memory._identity(tmp_path / "other" / "..")
+    assert memory._identity(tmp_path) != memory._identity(tmp_path / "other")

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from diloco.inner.kernels import rotate
 from diloco.inner.model import (
     ModelOptions,
     Transformer,
@@ -14,6 +13,7 @@ from diloco.inner.model import (
     next_token_loss,
     plain_attention,
     rotary_tables,
+    rotate,
 )
 
 

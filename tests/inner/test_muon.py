@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diloco.inner.muon import Muon, orthogonalize, whole
+from diloco.inner.optimizer import Muon, orthogonalize, whole
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

@@ -5,11 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.inner.checkpoint import save
-from diloco.inner.opened import Checkpoint
-from diloco.inner.parts import Part, commit, write_part
-from diloco.inner.pieces import Box
-from diloco.inner.sealed import CheckpointError
+from diloco.inner.checkpoint import Checkpoint, CheckpointError, Part, commit, save, write_part
+from diloco.inner.parallel import Box
 
 WHOLE = torch.arange(24.0).reshape(4, 6)
 

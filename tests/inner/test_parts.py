@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from diloco.durable import PLAIN_DISK, Disk, Step
-from diloco.inner import parts
-from diloco.inner.checkpoint import latest, names
+from diloco.inner import checkpoint
+from diloco.inner.checkpoint import CheckpointError, Part, PartWriter, commit, kept, latest, names, write_part
 from diloco.inner.parallel import SiteGroup
-from diloco.inner.parts import Part, PartWriter, commit, kept, write_part
-from diloco.inner.sealed import CheckpointError
 from tests.power import RecordingDisk, cuts_at, lay_out, state_after, told_at, without_syncs
 
 PLACE = {"replicate": 0, "shard": 0, "tensor": 0}
@@ -40,13 +38,13 @@ def test_it_is_written_beside_training_and_there_when_all_have_said_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
-    real = parts.write_part
+    real = checkpoint.write_part
 
     def slow(*arguments: Any) -> None:
         assert gate.wait(20)
         real(*arguments)
 
-    monkeypatch.setattr(parts, "write_part", slow)
+    monkeypatch.setattr(checkpoint, "write_part", slow)
     made = writer(tmp_path)
     made.begin()
     assert made.is_free

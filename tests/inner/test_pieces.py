@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from diloco.inner.pieces import Box, alike, box_of, is_keeper, local, put
+from diloco.inner.parallel import Box, alike, box_of, is_keeper, local, put
 
 
 def test_boxes_meet_where_both_reach() -> None:

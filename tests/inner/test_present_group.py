@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from diloco.inner.parallel import GroupError
-from diloco.inner.present_group import PresentGroup
+from diloco.inner.parallel import GroupError, PresentGroup
 
 
 def test_alone_where_there_is_no_group() -> None:

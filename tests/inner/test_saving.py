@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from diloco.durable import PLAIN_DISK
-from diloco.inner import parts
+from diloco.inner import checkpoint
 from diloco.inner.checkpoint import CheckpointError, names
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.saving import Captured, Saving
@@ -90,13 +90,13 @@ class Rank:
 def test_where_one_rank_still_writes_at_the_end_all_ranks_say_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, real = threading.Event(), parts.write_part
+    gate, real = threading.Event(), checkpoint.write_part
 
     def slow(root: Path, name: str, rank: int, *rest: Any) -> None:
         assert rank == 0 or gate.wait(60)
         real(root, name, rank, *rest)
 
-    monkeypatch.setattr(parts, "write_part", slow)
+    monkeypatch.setattr(checkpoint, "write_part", slow)
     shared: dict[int, Sequence[float]] = {}
     barrier, said = threading.Barrier(2), dict[int, BaseException | None]()
 

@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from diloco.inner import scoring
+from diloco.inner import evaluate
+from diloco.inner.evaluate import Likelihood, Pair, likelihoods
 from diloco.inner.model import ModelOptions, Transformer
-from diloco.inner.scoring import Likelihood, Pair, likelihoods
 
 CONTEXT = 16
 
@@ -57,10 +57,10 @@ def test_no_more_logits_exist_than_may(model: Transformer, monkeypatch: pytest.M
     whole = scored(model, pairs, 11)
     assert sizes == [11 * max(len(before) + len(behind) - 1 for before, behind in pairs) * 40]
     most = 2 * CONTEXT * 40
-    monkeypatch.setattr(scoring, "LOGITS_MAX", most)
+    monkeypatch.setattr(evaluate, "LOGITS_MAX", most)
     assert [each.nats for each in scored(model, pairs, 11)] == pytest.approx([each.nats for each in whole], abs=1e-4)
     assert max(sizes[1:]) <= most
-    monkeypatch.setattr(scoring, "LOGITS_MAX", 1)
+    monkeypatch.setattr(evaluate, "LOGITS_MAX", 1)
     sizes.clear()
     scored(model, pairs, 11)
     assert len(sizes) == 11, "one at a time, however long"

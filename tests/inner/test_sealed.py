@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from diloco.durable import PLAIN_DISK, Step
-from diloco.inner.sealed import CheckpointError, digest_of_file, read_sealed, write_sealed
+from diloco.inner.checkpoint import CheckpointError, digest_of_file, read_sealed, write_sealed
 
 
 def test_what_is_sealed_comes_back_and_any_change_is_seen(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from diloco.inner import checkpoint
 from diloco.inner.data import CorpusManifest, validation_batches
-from diloco.inner.evaluating import evaluate
+from diloco.inner.evaluate import evaluate
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.sharding import ParallelOptions, Spread, check_cut

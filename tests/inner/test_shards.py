@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from diloco.inner.shards import NOTES, Notes, Shard, ShardWriter
+from diloco.inner.corpus import NOTES, Notes, Shard, ShardWriter
 
 DOCUMENTS = [np.arange(first, first + 3 + first % 9, dtype=np.uint16) for first in range(40)]
 SHARD = 16

@@ -10,7 +10,7 @@ from diloco.inner.checkpoint import CheckpointError
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.optimizer import InnerOptions, build_optimizers
 from diloco.inner.parallel import SiteGroup
-from diloco.inner.state import capture, first_nonfinite, gather_random, load_parameters, model_tensors, restore
+from diloco.inner.saving import capture, first_nonfinite, gather_random, load_parameters, model_tensors, restore
 
 
 def tiny(dim: int = 16, seed: int = 1, tied: bool = True) -> Transformer:

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from diloco.inner import token_files
+from diloco.inner import streamed
 from diloco.inner.corpus import DataError
 from diloco.inner.data import CorpusManifest, DataOptions, TokenStream, validation_batches
-from diloco.inner.token_files import prepare_tokens
+from diloco.inner.streamed import prepare_tokens
 
 
 def ids(manifest: CorpusManifest, split: str) -> np.ndarray[Any, np.dtype[np.uint16]]:
@@ -56,7 +56,7 @@ def test_files_are_read_where_they_lie_and_give_the_same_tokens(
 def test_they_are_looked_at_once(tmp_path: Path, manifest: CorpusManifest, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path / "there", manifest)
     first = prepare_tokens(options(folder), tmp_path / "cache")
-    monkeypatch.setattr(token_files, "_manifest", None)
+    monkeypatch.setattr(streamed, "_manifest", None)
     assert prepare_tokens(options(folder), tmp_path / "cache") == first
 
 
@@ -116,4 +116,4 @@ def test_files_that_are_gone_are_missed(tmp_path: Path, manifest: CorpusManifest
     found = prepare_tokens(options(folder), cache)
     (folder / "a.bin").write_bytes(b"\0\0")
     with pytest.raises(DataError, match=r"a\.bin has 2 bytes and the manifest says"):
-        token_files.load_manifest(found.directory)
+        streamed.load_manifest(found.directory)

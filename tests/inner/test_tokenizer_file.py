@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from diloco.inner import tokenizer_file
+from diloco.inner import tokenizer
 from diloco.inner.data import DataOptions, TokenStream, load_manifest, prepare_corpus
 from diloco.inner.tokenizer import END, make_tokenizer
 from tests.inner.conftest import write_text
@@ -100,12 +100,12 @@ def test_what_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ValueError, match=r"tokenizer_config\.json beside it is no JSON"):
         make_tokenizer(path)
     (tmp_path / "tokenizer_config.json").unlink()
-    monkeypatch.setattr(tokenizer_file, "VOCAB_SIZE_MAX", 1000)
+    monkeypatch.setattr(tokenizer, "VOCAB_SIZE_MAX", 1000)
     with pytest.raises(ValueError, match="1024 ids, at most 1000"):
         make_tokenizer(path, False)
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(ValueError, match=r"no tokenizer\.json"):
         make_tokenizer(path, False)
-    monkeypatch.setattr(tokenizer_file, "FILE_BYTES_MAX", 3)
+    monkeypatch.setattr(tokenizer, "FILE_BYTES_MAX", 3)
     with pytest.raises(ValueError, match="12 bytes, at most 3"):
         make_tokenizer(path, False)

@@ -12,7 +12,7 @@ import torch
 from diloco.inner import checkpoint
 from diloco.inner.checkpoint import CheckpointError, names
 from diloco.inner.data import CorpusManifest, TokenStream, validation_batches
-from diloco.inner.evaluating import evaluate
+from diloco.inner.evaluate import evaluate
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.optimizer import InnerOptions, build_optimizers
 from diloco.inner.parallel import SiteGroup

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from diloco.launch import build, connecting
+from diloco.launch import build, build_syncer, connecting
 from diloco.launch.config import compose, write
 from diloco.launch.run_dir import RunDir
 from diloco.launch.schema import RunConfig
@@ -53,8 +53,8 @@ class Hand:
         self.config, self.layout = config, build.layout_of(config)
         run_dir = RunDir(Path(config.run.dir) / str(config.run.name))
         self.syncer = Syncer(
-            build.syncer_options(config, run_dir),
-            build.plan(config, self.layout),
+            build_syncer.syncer_options(config, run_dir),
+            build_syncer.plan(config, self.layout),
             lambda: build.version_zero(config, self.layout),
             connecting.server_options(config),
             connecting.syncer_security(config),

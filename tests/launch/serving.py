@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import diloco
-from diloco.launch import build, connecting
+from diloco.launch import build, build_syncer, connecting
 from diloco.launch.config import compose
 from diloco.launch.model_file import save_version0
 from diloco.launch.run_dir import RunDir
@@ -48,8 +48,8 @@ def serving_file(folder: Path, first: Path, *settings: str) -> Iterator[Served]:
     config = compose([*mine, *QUICK, *settings])
     layout = build.layout_of(config)
     syncer = Syncer(
-        build.syncer_options(config, RunDir(folder / "served")),
-        build.plan(config, layout),
+        build_syncer.syncer_options(config, RunDir(folder / "served")),
+        build_syncer.plan(config, layout),
         lambda: build.version_zero(config, layout),
         connecting.server_options(config),
         connecting.syncer_security(config),

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from diloco.codec.registry import make_codec
-from diloco.launch import build
+from diloco.launch import build, build_syncer
 from diloco.launch.adapting import WINDOW_BYTES, adapt_options, up_codecs
 from diloco.launch.config import compose, shared_config
 from diloco.launch.errors import ConfigError
@@ -26,7 +26,7 @@ def test_without_it_there_is_one_way_and_the_syncer_takes_what_is_allowed(tmp_pa
     fixed = adapt_options(compose([*TINY, "site.data_channels=3"]), layout)
     assert (fixed.channels, fixed.channels_max) == (3, 3)
     assert up_codecs(config) == ["int8", "int4", "topk"]
-    assert build.syncer_options(config, RunDir(tmp_path)).up_codecs == ["int8", "int4", "topk"]
+    assert build_syncer.syncer_options(config, RunDir(tmp_path)).up_codecs == ["int8", "int4", "topk"]
     assert build.agent_options(config, tmp_path).choices().ways[0].codec == "int8"
 
 
@@ -99,5 +99,5 @@ def test_what_is_allowed_is_shared_and_what_a_site_does_with_it_is_not() -> None
 )
 def test_what_cannot_work_is_refused_in_words(settings: list[str], words: str) -> None:
     with pytest.raises(ConfigError) as error:
-        build.check(compose([*TINY, *settings]))
+        build_syncer.check(compose([*TINY, *settings]))
     assert words in str(error.value)

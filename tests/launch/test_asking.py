@@ -10,11 +10,10 @@ import pytest
 
 from diloco.launch import asking
 from diloco.launch.config import compose, shared_config
-from diloco.learner.outcome import JoinFailed
+from diloco.learner.options import JoinFailed
 from diloco.sync.agreement import PROTOCOL
-from diloco.wire.messages import Refused, Status, Unreachable
-from diloco.wire.probing import ProbeAnswer
-from diloco.wire.security import SecurityOptions
+from diloco.wire.messages import ProbeAnswer, Refused, Status, Unreachable
+from diloco.wire.options import SecurityOptions
 from tests.launch.serving import serving
 from tests.loopback.cluster import free_port
 

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from diloco.inner import checkpoint
 from diloco.inner.parallel import SiteGroup
-from diloco.inner.state import model_tensors
-from diloco.launch import build
+from diloco.inner.saving import model_tensors
+from diloco.launch import build, build_syncer
 from diloco.launch.config import choices, compose, from_shared, shared_config
 from diloco.launch.errors import ConfigError
 from diloco.launch.placing import at
@@ -21,7 +21,7 @@ from diloco.launch.site_rank import in_words
 from diloco.outer.fragments import named_parameters_once
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.sync.agreement import CORPUS
-from diloco.syncer.exporting import full_parameters
+from diloco.syncer.images import full_parameters
 from tests.sooner import sooner
 
 SMALL = ["model.layers=2", "model.dim=16", "model.heads=2", "run.name=x"]
@@ -96,7 +96,7 @@ def test_the_layout_is_that_of_the_model() -> None:
 )
 def test_a_value_that_cannot_work_is_named_with_its_section(setting: str, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        build.check(small(*setting.split()))
+        build_syncer.check(small(*setting.split()))
     assert words in str(refused.value)
 
 
@@ -115,7 +115,7 @@ def test_a_value_that_cannot_work_is_named_with_its_section(setting: str, words:
 )
 def test_what_is_rounded_off_is_fed_back_as_usual_or_as_told(settings: list[str], feedback: float) -> None:
     config = compose(settings)
-    build.check(config)
+    build_syncer.check(config)
     assert build.agent_options(config, Path()).feedback == feedback
 
 
@@ -156,7 +156,7 @@ def test_a_blend_is_measured_from_the_version_in_the_preset_and_from_the_blended
 
 def test_feedback_without_a_residual_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"codec\.feedback is 1\.0: codec\.up=fp32 rounds nothing off"):
-        build.check(compose(["codec=fp32", "outer=streaming", "codec.feedback=1"]))
+        build_syncer.check(compose(["codec=fp32", "outer=streaming", "codec.feedback=1"]))
 
 
 def test_version_zero_is_the_seed_or_what_was_given(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_both_ends_agree_when_they_mean_the_same_run() -> None:
     from diloco.sync.agreement import disagreement
 
     here, there = small("site=h100x8", "network=loopback"), small("site.id=site-b")
-    ours = build.plan(here, build.layout_of(here)).agreement
+    ours = build_syncer.plan(here, build.layout_of(here)).agreement
     assert disagreement(ours, build.agreement(there, build.layout_of(there))) is None
     other = small("outer.inner_steps=7")
     assert disagreement(ours, build.agreement(other, build.layout_of(other))) == (
@@ -232,7 +232,7 @@ def test_both_ends_agree_when_they_mean_the_same_run() -> None:
 @pytest.mark.parametrize("setting", ["data.unit_sequences=0", "data.units_ahead=5000", "data.unit_lease_s=0"])
 def test_units_that_cannot_be_are_refused_by_their_setting(setting: str) -> None:
     with pytest.raises(ConfigError, match=setting.replace("=", " is ")):
-        build.check(compose(["run.name=x", "data.leased=true", setting]))
+        build_syncer.check(compose(["run.name=x", "data.leased=true", setting]))
 
 
 def test_a_site_asks_for_the_units_of_two_steps_at_least() -> None:

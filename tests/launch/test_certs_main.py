@@ -12,8 +12,7 @@ from diloco.launch.cli import main
 from diloco.launch.config import compose
 from diloco.wire.client import AdminClient, SyncClient
 from diloco.wire.messages import Refused, Status, Unreachable
-from diloco.wire.options import ClientOptions, ServerOptions
-from diloco.wire.security import SecurityOptions
+from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
 from diloco.wire.server import serve
 from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask
 
@@ -65,6 +64,16 @@ def test_keys_are_for_their_owner_alone_and_nothing_is_overwritten(certs: Callab
     assert certs("issue", "--site", "a", "--force")[0] == 0
     assert (folder / "sites/a.key").read_bytes() != before[folder / "sites/a.key"]
     assert mode(folder / "sites/a.key") == 0o600
+
+
+def test_an_authority_signs_nothing_with_a_key_that_others_can_read(certs: Callable[..., Said], tmp_path: Path) -> None:
+    certs("init")
+    key = tmp_path / "pki/ca.key"
+    key.chmod(0o640)
+    code, _, complaint = certs("issue", "--site", "a")
+    assert (code, complaint.count("\n")) == (1, 1)
+    assert f"ca.key {key} can be read by others than its owner: chmod 600 {key}" in complaint
+    assert not (tmp_path / "pki/sites").exists()
 
 
 def test_what_a_certificate_is_can_be_read(certs: Callable[..., Said]) -> None:

@@ -16,6 +16,7 @@ from diloco.launch.config import (
     GROUPS,
     choices,
     compose,
+    earlier_digest,
     folder,
     from_shared,
     of_values,
@@ -29,6 +30,7 @@ from diloco.launch.config import (
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.keys import leaves
 from diloco.launch.schema import OuterSection, RunConfig
+from diloco.sync.agreement import MAY_CHANGE
 from tests.sooner import sooner
 
 CHOICES = {group: choices()[group] for group in GROUPS if group != "experiment"}
@@ -242,13 +244,46 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_the_run_card_of_an_earlier_release_is_still_that_of_the_same_settings() -> None:
-    """Both digests were computed by the first release that wrote a card, of which outer=merge had these values."""
+    """Both digests are of the first release that wrote a card; outer=merge and model=tiny had these values then."""
     assert (
-        shared_digest(compose(["outer.lr=0.6", "outer.share_weighted=false"]))
+        shared_digest(compose(["outer.lr=0.6", "outer.share_weighted=false", "model.layers=4"]))
         == "fa0cd71e8a82775c65006ccaaf83d5382f0fac9cf5b8832a172d3b447a234cc2"
     )
     assert shared_digest(settle(RunConfig())) == "7e1104164cea206874501772c79907418decefb3bd5827742574fb4402629a8c"
     assert set(shared_config(compose([]))) >= set(ALWAYS_SHARED.split())
+
+
+def test_which_settings_may_change_on_a_running_run(tmp_path: Path) -> None:
+    """Those of the list, and no other that a run's sites and its syncer share."""
+    path = tmp_path / "config.yaml"
+    configs.write(compose(["outer.sites_max=20"]), path)
+    configs.require_same(compose(["outer.sites_max=40"]), path)
+    for key, value in {
+        "outer.quorum": "2",
+        "outer.site_timeout_s": "9",
+        "outer.discards_max": "9",
+        "outer.updates_in_flight_max": "1",
+        "run.seconds": "5",
+        "codec.up": "fp32",
+    }.items():
+        with pytest.raises(VerbError, match=f"{key} is .* now and"):
+            configs.require_same(compose(["outer.sites_max=40", f"{key}={value}"]), path)
+    assert {"outer.sites_max"} == MAY_CHANGE
+
+
+def test_one_that_may_change_and_is_not_named_stays_as_the_run_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    configs.write(compose(["outer.sites_max=20"]), path)
+    kept, changed = configs.keep_run_settings(compose([]), path, {"outer.lr"})
+    assert (kept.outer.sites_max, changed) == (20, ["outer.sites_max=20"])
+    now = compose(["outer.sites_max=40"])
+    assert configs.keep_run_settings(now, path, {"outer.sites_max"}) == (now, [])
+
+
+def test_a_digest_of_a_run_says_nothing_of_what_may_change() -> None:
+    one, more = compose([]), compose(["outer.sites_max=40"])
+    assert shared_digest(one) == shared_digest(more) == earlier_digest(one) != earlier_digest(more)
+    assert set(ALWAYS_SHARED.split()) >= MAY_CHANGE, "or it were left out at its default, and the digest another"
 
 
 def test_19_a_run_that_began_without_a_setting_goes_on_without_it(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch import build
+from diloco.launch import build_syncer
 from diloco.launch import lab as labs
 from diloco.launch.config import choices, compose, folder, from_shared, shared_config
 from diloco.launch.lab_cell import run_cell
@@ -156,7 +156,7 @@ def test_a_preset_is_what_its_paper_says(preset: str) -> None:
     text = (folder() / "experiment" / f"{preset}.yaml").read_text(encoding="utf-8")
     head = "".join(line for line in text.splitlines() if line.startswith("#"))
     assert f"arXiv {paper}" in head
-    build.check(config)
+    build_syncer.check(config)
 
 
 def test_the_demo_is_what_runs_without_a_word() -> None:

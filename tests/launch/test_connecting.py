@@ -34,7 +34,7 @@ def test_what_a_site_shows_is_looked_at_before_anything_starts(tmp_path: Path) -
         connecting.site_security(small(f"site.tls_ca={tmp_path / 'ca'}"))
     token.write_text("0123456789abcdef\n")
     token.chmod(0o644)
-    with pytest.raises(ConfigError, match=r"site\.token_file .* chmod 600 it"):
+    with pytest.raises(ConfigError, match=rf"site\.token_file .*: chmod 600 {token}$"):
         connecting.site_security(small(f"site.token_file={token}"))
     token.chmod(0o600)
     assert connecting.site_security(small(f"site.token_file={token}")).token_file == str(token)

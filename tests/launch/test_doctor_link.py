@@ -13,9 +13,8 @@ from cryptography import x509
 from diloco.launch import doctor_link
 from diloco.launch.doctor_link import own_files, way_to
 from diloco.launch.findings import Level
-from diloco.wire.options import ServerOptions
-from diloco.wire.reaching import Greeting, Heard
-from diloco.wire.security import SecurityOptions
+from diloco.wire.checkup import Greeting, Heard
+from diloco.wire.options import SecurityOptions, ServerOptions
 from diloco.wire.server import serve
 from tests.loopback.cluster import free_port
 from tests.wire.certificates import LOOPBACK, Authority

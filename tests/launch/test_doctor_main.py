@@ -10,8 +10,8 @@ import pytest
 
 from diloco.launch import doctor_link
 from diloco.launch.cli import main
+from diloco.wire.checkup import Greeting, greet
 from diloco.wire.options import ServerOptions
-from diloco.wire.reaching import Greeting, greet
 from diloco.wire.server import serve
 from tests.launch.processes import TINY, place_in, wait_for
 from tests.loopback.cluster import free_port
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from diloco.wire.security import SecurityOptions
+    from diloco.wire.options import SecurityOptions
 
 
 @pytest.fixture

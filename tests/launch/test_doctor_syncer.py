@@ -8,10 +8,8 @@ import pytest
 
 from diloco.launch.doctor_syncer import Visitor, visit
 from diloco.wire.checkup import Checkup, Probed
-from diloco.wire.messages import Refusal, Refused, Status, Unreachable
-from diloco.wire.options import ClientOptions, ServerOptions
-from diloco.wire.probing import ProbeAnswer, ProbeAsk
-from diloco.wire.security import SecurityOptions
+from diloco.wire.messages import ProbeAnswer, ProbeAsk, Refusal, Refused, Status, Unreachable
+from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
 from diloco.wire.server import serve
 from tests.loopback.cluster import free_port
 from tests.wire.fake_syncer import RUN, FakeSyncer

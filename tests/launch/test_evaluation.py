@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.codec.feedback import publish
 from diloco.codec.registry import digest, make_codec
+from diloco.codec.site_pass import publish
 from diloco.launch import build
 from diloco.launch.config import compose
 from diloco.launch.errors import VerbError
@@ -16,7 +16,7 @@ from diloco.launch.evaluation import Evaluator, Observer
 from diloco.launch.schema import RunConfig
 from diloco.outer.fragments import gather, named_parameters_once
 from diloco.wire.messages import PullAsk, PullHeader
-from diloco.wire.pulled import PulledVersion, PullSink
+from diloco.wire.pulling import PulledVersion, PullSink
 from tests.launch.processes import TINY, Place
 
 CODEC = "int4:32"

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from diloco.launch import eventlog
-from diloco.launch.eventlog import Event, EventLog, LineWriter, read_events
+from diloco.launch.eventlog import Event, EventLog, LineWriter, older, read_events
+from tests.wire.relay import wait_until
 
 WRITER = """
 import sys
@@ -64,6 +65,35 @@ def test_a_reader_goes_on_where_it_stopped_and_leaves_half_a_line(tmp_path: Path
     events, offset = read_events(path, offset)
     assert [event["what"] for event in events] == ["b", "c"]
     assert offset == path.stat().st_size
+
+
+def test_processes_turn_a_shared_file_over_and_a_reader_follows(tmp_path: Path) -> None:
+    path, seen, offset = tmp_path / "events.jsonl", list[Event](), 0
+    writers = {who: LineWriter.appending(path, lambda count, why: "", bytes_max=2000) for who in ("site-a", "site-b")}
+    for step in range(100):
+        for who, lines in writers.items():
+            lines.write(json.dumps({"at": 1, "who": who, "what": "step", "step": step}) + "\n")
+        events, offset = read_events(path, offset)
+        seen += events
+    for who, lines in writers.items():
+        lines.close()
+        assert [event["step"] for event in seen if event["who"] == who] == list(range(100))
+    assert path.stat().st_size < 2100
+    assert 2000 <= older(path).stat().st_size < 2100
+    assert len(list(tmp_path.iterdir())) == 2
+    kept, _ = read_events(path)
+    assert kept == seen[-len(kept) :]
+    assert len(kept) > 30
+
+
+def test_a_file_that_logrotate_moves_away_is_begun_anew(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl", "up")
+    log.emit("one")
+    wait_until(lambda: len(read_events(log.path)[0]) == 1)
+    log.path.rename(tmp_path / "events.jsonl-20261125")
+    log.emit("two")
+    log.close()
+    assert [event["what"] for event in read_events(log.path)[0]] == ["two"]
 
 
 def test_emitting_does_not_wait_for_the_one_who_writes(tmp_path: Path) -> None:

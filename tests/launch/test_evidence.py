@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.codec.contract import digest
+from diloco.codec.base import digest
 from diloco.launch.errors import ConfigError
 from diloco.launch.evidence import read_evidence
 from tests.launch.pasts import with_a_past

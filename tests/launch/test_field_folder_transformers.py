@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.inner.evaluating import evaluate
+from diloco.inner.evaluate import evaluate
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.tokenizer import make_tokenizer
 from diloco.launch import build, field_folder

@@ -85,6 +85,14 @@ def test_each_site_of_the_run_above_is_a_region_with_the_sites_of_this_one() -> 
         assert below.update_bytes == tuple(4 * numel for numel in numels)
 
 
+def test_regions_of_several_syncers_are_as_those_of_one() -> None:
+    settings, asked = [*TINY, "experiment=halos", "outer.num_fragments=2"], ["outer=halos_global", "codec=fp32"]
+    one, two = compose(settings), compose([*settings, "outer.num_syncers=2", "outer.syncer_mbps=[2,1]"])
+    above = above_of(two, asked)
+    assert (above.outer.num_syncers, above.outer.syncer_mbps) == (2, [2, 1])
+    assert tree_of(two, above, TIMES) == tree_of(one, above_of(one, asked), TIMES)
+
+
 def test_maintenance_goes_through_all_regions_and_what_fails_together_is_in_each() -> None:
     config = compose([*TINY, "experiment=halos", "cluster=local3"])
     told = replace(TIMES, seconds=3600.0, maintenance_every_h=1.0, maintenance_s=60.0)

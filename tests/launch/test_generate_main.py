@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.inner.generating import SamplingOptions, generate
+from diloco.inner.evaluate import SamplingOptions, generate
 from diloco.inner.tokenizer import make_tokenizer
 from diloco.launch.cli import main
 from diloco.launch.generate_main import texts

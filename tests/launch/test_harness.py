@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.inner.generating import SamplingOptions, generate
+from diloco.inner.evaluate import SamplingOptions, generate
 from diloco.inner.model import ModelOptions, Transformer
 from diloco.inner.tokenizer import make_tokenizer
 from diloco.launch.field_folder import write_folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import stat
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -178,6 +179,7 @@ def test_a_first_machine_that_is_not_there_is_told_from_one_in_another_folder(tm
     here.root.mkdir()
     there.root.mkdir()
     with Machines(config(), here) as first:
+        assert stat.S_IMODE(here.meeting.stat().st_mode) == 0o600
         known = config("site.node_rank=1", f"site.rendezvous=127.0.0.1:{first.port}")
         with pytest.raises(AuthenticationError, match="is not there"):
             reached(known, there)

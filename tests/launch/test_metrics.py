@@ -46,7 +46,7 @@ def test_a_page_is_what_prometheus_reads_and_escapes_what_it_must() -> None:
         assert [(sample.name, sample.value) for sample in page["diloco_b"].samples] == [("diloco_b_total", 3.0)]
         buckets = {s.labels.get("le"): s.value for s in page["diloco_c_seconds"].samples if s.name.endswith("bucket")}
         assert buckets == {"1.0": 2.0, "2.0": 3.0, "+Inf": 4.0}
-        assert page["diloco_run_info"].samples[0].labels == {"run": "otter", "model": "4x128", "mode": "rebase"}
+        assert page["diloco_run_info"].samples[0].labels == {"run": "otter", "model": "3x128", "mode": "rebase"}
         assert page["diloco_build_info"].samples[0].labels["proto"] == str(PROTOCOL)
         assert not [name for name in page if not name.startswith("diloco_")], "nothing of the process is on it"
     with pytest.raises(OSError):  # noqa: PT011 — whichever way the system says that nobody listens

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import diloco
-from diloco.launch import build
+from diloco.launch import build, build_syncer
 from diloco.launch.config import compose, shared_config
 from diloco.launch.errors import ConfigError
 from diloco.launch.syncer_main import join_line
@@ -25,7 +25,7 @@ def test_version_zero_is_what_the_model_held(tmp_path: Path) -> None:
     path = diloco.save_version0(model, tmp_path / "new" / "v0.safetensors")
     assert [each.name for each in path.parent.iterdir()] == ["v0.safetensors"]
     config = compose([*FILE, f"run.init_from={path}", "outer.num_fragments=2"])
-    build.check(config)
+    build_syncer.check(config)
     layout = build.layout_of(config)
     parameters = named_parameters_once(model)
     assert dict(layout.parameters) == {name: tuple(each.shape) for name, each in parameters.items()}
@@ -60,11 +60,11 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
         ("none.safetensors", "it cannot be read"),
     ):
         with pytest.raises(ConfigError, match=f"^run.init_from is '.*{name}': {words}"):
-            build.check(compose([*FILE, f"run.init_from={tmp_path / name}"]))
+            build_syncer.check(compose([*FILE, f"run.init_from={tmp_path / name}"]))
     with pytest.raises(ConfigError, match=r"^run.init_from is null: .*diloco.save_version0\(model, FILE\) makes one"):
-        build.check(compose(FILE))
+        build_syncer.check(compose(FILE))
     with pytest.raises(ConfigError, match=r"^model.kind is 'moe': one of transformer, file"):
-        build.check(compose(["model.kind=moe"]))
+        build_syncer.check(compose(["model.kind=moe"]))
 
 
 def test_no_command_of_ours_trains_it(tmp_path: Path) -> None:

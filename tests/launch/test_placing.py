@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch import build
+from diloco.launch import build, build_syncer
 from diloco.launch.config import compose
 from diloco.launch.errors import ConfigError
 from diloco.launch.placing import (
@@ -46,14 +46,14 @@ def test_with_one_syncer_nothing_is_different() -> None:
 
 def test_each_of_two_has_its_own_fragments_at_their_own_times() -> None:
     config = compose([*TWO, "cluster.syncer.backup=vault/"])
-    build.check(config)
+    build_syncer.check(config)
     whole, parts = build.whole_layout(config), each(config)
     placement = placement_of(config, whole)
     assert sorted(index for mine in placement for index in mine) == [0, 1, 2, 3]
     offsets = build.learner_options(compose(TWO[:1])).offsets
     for index, (part, mine) in enumerate(zip(parts, placement, strict=True)):
         layout = build.layout_of(part)
-        plan = build.plan(part, layout)
+        plan = build_syncer.plan(part, layout)
         assert [fragment.pieces for fragment in layout.fragments] == [whole.fragments[place].pieces for place in mine]
         assert plan.held == mine
         assert plan.outer.num_fragments == len(mine)
@@ -66,7 +66,7 @@ def test_each_of_two_has_its_own_fragments_at_their_own_times() -> None:
         Path(f"runs/otter/syncers/{index}") for index in (0, 1)
     ]
     assert [syncer_name(index) for index in range(2)] == ["syncer", "syncer-1"]
-    ours, theirs = (build.plan(part, build.layout_of(part)).agreement for part in parts)
+    ours, theirs = (build_syncer.plan(part, build.layout_of(part)).agreement for part in parts)
     assert disagreement(ours, theirs) == "cluster.syncer.index is 1 at the site and 0 at the syncer"
 
 
@@ -90,7 +90,7 @@ def test_a_site_has_an_address_for_each() -> None:
 )
 def test_settings_that_cannot_be_are_named(settings: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        build.check(compose(settings))
+        build_syncer.check(compose(settings))
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.launch import build, placing, plan_answer
+from diloco.launch import build, build_syncer, placing, plan_answer
 from diloco.launch.config import compose
 from diloco.launch.plan_answer import answer, memory
-from diloco.sim import expected
+from diloco.sim import studies
 from diloco.sim.planning import PRESETS, Question
 
 ASKED = Question(parameters=8e9, step_s=2.0, fragments=8, syncer="sharded", codec_down="fp32", up_gbps=(20.0,))
@@ -15,9 +15,9 @@ ASKED = Question(parameters=8e9, step_s=2.0, fragments=8, syncer="sharded", code
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expected, "SITE_ROUNDS", 100)
-    monkeypatch.setattr(expected, "INTERRUPTIONS", 20)
-    monkeypatch.setattr(expected, "INTERRUPTIONS_OF_JOB", 20)
+    monkeypatch.setattr(studies, "SITE_ROUNDS", 100)
+    monkeypatch.setattr(studies, "INTERRUPTIONS", 20)
+    monkeypatch.setattr(studies, "INTERRUPTIONS_OF_JOB", 20)
 
 
 def test_memory_is_the_state_and_two_new_versions_of_a_fragment() -> None:
@@ -79,7 +79,7 @@ def test_advice_makes_a_run(name: str) -> None:
     assert sum(len(layout.fragments) for layout in held) == advice["outer.num_fragments"]
     assert build.learner_options(config).inner_steps == advice["outer.inner_steps"]
     assert len(held) == advice["outer.num_syncers"]
-    build.check(config)
+    build_syncer.check(config)
 
 
 def test_both_ways_of_finding_a_figure_stand_side_by_side() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from diloco.launch.cli import main
-from diloco.sim import expected
+from diloco.sim import studies
 from diloco.wire.options import ServerOptions
 from diloco.wire.server import serve
 from tests.launch.processes import TINY
@@ -22,7 +22,7 @@ SMALL = ["parameters=1e9", "step_s=2", "fragments=4"]
 
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expected, "SITE_ROUNDS", 100)
+    monkeypatch.setattr(studies, "SITE_ROUNDS", 100)
 
 
 def check(name: str, address: str = "a:1", **figures: float) -> dict[str, Any]:

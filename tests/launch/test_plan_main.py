@@ -15,7 +15,7 @@ import pytest
 
 from diloco.launch.cli import main
 from diloco.launch.plan_main import question_of
-from diloco.sim import expected
+from diloco.sim import studies
 from diloco.sim.planning import PRESETS, Question
 from tests.sooner import sooner
 
@@ -46,7 +46,7 @@ def test_a_preset_answers_in_time(name: str, capsys: pytest.CaptureFixture[str])
 
 
 def test_settings_go_over_an_experiment(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expected, "SITE_ROUNDS", 100)
+    monkeypatch.setattr(studies, "SITE_ROUNDS", 100)
     found = told(capsys, "+experiment=100t_20dc", "sites=40", "utilisation=0.9", "chips=0")
     assert (found["asked"]["sites"], found["asked"]["utilisation"]) == (40, 0.9)
     assert found["bytes_wan_per_round"] == 39 * 2 * 56.25e12
@@ -58,7 +58,7 @@ def test_settings_go_over_an_experiment(capsys: pytest.CaptureFixture[str], monk
 def test_a_model_of_ones_own_in_words(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(expected, "SITE_ROUNDS", 100)
+    monkeypatch.setattr(studies, "SITE_ROUNDS", 100)
     picture = tmp_path / "plan.svg"
     assert main(["plan", *SMALL, "--plot", str(picture)]) == 0
     said = capsys.readouterr().out

@@ -7,9 +7,9 @@ import pytest
 
 from diloco.launch.plan_answer import answer
 from diloco.launch.plan_text import advice_line, first_line, picture, round_lines, show, values
-from diloco.sim import expected
-from diloco.sim.expected import JOB, LAYOUTS
+from diloco.sim import studies
 from diloco.sim.planning import PRESETS, Question
+from diloco.sim.studies import JOB, LAYOUTS
 
 ASKED = Question(parameters=1e9, step_s=1.0, chips=0, fragments=8)
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,7 +18,7 @@ COMMITTED = ROOT / "benchmarks" / "results" / "plan.svg"
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expected, "SITE_ROUNDS", 100)
+    monkeypatch.setattr(studies, "SITE_ROUNDS", 100)
 
 
 def test_the_picture_in_the_readme_is_what_the_verb_draws() -> None:

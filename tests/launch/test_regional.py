@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from diloco.launch import build, connecting
+from diloco.launch import build, build_syncer, connecting
 from diloco.launch.config import compose
 from diloco.launch.errors import ConfigError, ExitCode, VerbError
 from diloco.launch.regional import FOLDER, above_of, is_region, upward_options
 from diloco.launch.run_dir import RunDir
 from diloco.launch.schema import RunConfig
 from diloco.launch.syncer_main import join_line
-from diloco.learner.upward import Upward
+from diloco.learner.region import Upward
 from diloco.syncer.server import Syncer
+from diloco.wire.messages import Refused
 
 SMALL = [
     "model.layers=1",
@@ -28,6 +29,7 @@ SMALL = [
     "run.tokens=100",
 ]
 REGION = ["upstream.endpoint=127.0.0.1:1", "upstream.site_id=region-a"]
+TWO = ["outer.num_fragments=2", "outer.num_syncers=2"]
 
 
 @contextmanager
@@ -36,8 +38,8 @@ def above(folder: Path, *settings: str, name: str = "top") -> Iterator[str]:
     config = compose([*SMALL, f"run.name={name}", "cluster.syncer.listen=127.0.0.1:0", *settings])
     layout = build.layout_of(config)
     syncer = Syncer(
-        build.syncer_options(config, RunDir(folder)),
-        build.plan(config, layout),
+        build_syncer.syncer_options(config, RunDir(folder)),
+        build_syncer.plan(config, layout),
         lambda: build.version_zero(config, layout),
         connecting.server_options(config),
         connecting.syncer_security(config),
@@ -54,14 +56,14 @@ def region(address: str, *settings: str) -> RunConfig:
 
 
 def speaker(config: RunConfig, data: Path) -> Upward:
-    make = above_of(config, data, build.layout_of(config), lambda what, fields: None)
+    make = above_of(config, data, build_syncer.plan(config, build.layout_of(config)), lambda what, fields: None)
     assert make is not None
     return make()
 
 
 def test_the_paper_is_a_preset() -> None:
     config = compose(["experiment=halos"])
-    build.check(config)
+    build_syncer.check(config)
     outer, inner = config.outer, config.inner
     assert (outer.kind, outer.window, outer.momentum, outer.lr) == ("delayed_nesterov", 16, 0.9, 0.2 * 16)
     assert (outer.round_updates, outer.inner_steps, outer.dynamic_steps) == (1, 8, True)
@@ -88,7 +90,7 @@ def test_when_the_run_is_over_the_one_above_says() -> None:
     assert (build.outer_options(ruled).token_budget, build.outer_options(ruled).run_ns) == (0, 0)
     assert not is_region(alone)
     assert is_region(ruled)
-    assert above_of(alone, Path(), build.layout_of(alone), lambda what, fields: None) is None
+    assert above_of(alone, Path(), build_syncer.plan(alone, build.layout_of(alone)), lambda what, fields: None) is None
 
 
 def test_what_is_the_regions_own_is_not_said_to_its_sites() -> None:
@@ -103,22 +105,22 @@ def test_what_is_the_regions_own_is_not_said_to_its_sites() -> None:
         (["upstream.site_id=region-a"], "upstream.site_id is 'region-a', and upstream.endpoint is null"),
         (["upstream.endpoint=127.0.0.1:1"], "upstream.site_id is None"),
         (["upstream.endpoint=127.0.0.1:1", "upstream.site_id='a b'"], "upstream.site_id is 'a b'"),
-        ([*REGION, "upstream.endpoint='a:1/b:2'"], "upstream.endpoint is 'a:1/b:2': a run of one syncer"),
+        (
+            [*REGION, "upstream.endpoint=a:1/b:2"],
+            "upstream.endpoint is 'a:1/b:2': one address, since outer.num_syncers=1",
+        ),
+        ([*REGION, *TWO], "upstream.endpoint is '127.0.0.1:1': 2 addresses with / between, one for each of outer.num_"),
         ([*REGION, "upstream.updates=0"], "upstream.updates is 0: at least 1"),
         ([*REGION, "upstream.counted_from=now"], "upstream.counted_from is 'now': one of start, blend"),
         ([*REGION, "upstream.alpha=0.0"], "upstream.alpha is 0.0: above 0, to 1"),
-        ([*REGION, "outer.num_fragments=2", "outer.num_syncers=2"], "outer.num_syncers is 2: not built for a region"),
         ([*REGION, "outer.lock_step=true"], "outer.lock_step is True: not built for a region"),
-        ([*REGION, "cluster.replication.mode=sync"], "cluster.replication.mode is 'sync': not built for a region"),
-        ([*REGION, "cluster.lease.kind=file"], "cluster.lease.kind is 'file': not built for a region"),
-        ([*REGION, "cluster.standby.primary=a:1"], "cluster.standby.primary is 'a:1': not built for a region"),
         ([*REGION, "data.leased=true"], "data.leased is True: not built for a region"),
         ([*REGION, "outer.kind=gpa", "outer.momentum=0.9"], "outer.kind is 'gpa': not built for a region"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_before_anything_starts(settings: list[str], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        build.check(compose([*SMALL, *settings]))
+        build_syncer.check(compose([*SMALL, *settings]))
     assert words in str(refused.value)
 
 
@@ -134,7 +136,7 @@ def test_what_the_one_above_told_is_kept_for_when_it_is_away(tmp_path: Path) -> 
         assert made._agreement.run_id == "top"
         assert (made._options.up_codec, made._options.in_flight_max) == ("int8", 3)
         assert made._agreement.shared["outer.lr"] == "0.3"
-        assert made._options.folder == str(data / FOLDER)
+        assert made._options.folder == str(data)
     (data / FOLDER / "run.json").write_text('{"endpoinu": "')
     with pytest.raises(VerbError, match=r"run\.json is damaged: remove it, and the syncer above is asked again"):
         speaker(config, data)
@@ -153,7 +155,7 @@ def test_what_the_one_above_told_is_kept_for_when_it_is_away(tmp_path: Path) -> 
         (["data.leased=true"], [], "data.leased is True in the run above"),
         (["codec.up=topk"], [], "codec.up is 'topk' in the run above"),
         (["codec.feedback=0.5", "outer.adopt=overwrite"], [], "codec.feedback is 0.5 in the run above"),
-        (["outer.num_syncers=2", "outer.num_fragments=2"], ["outer.num_fragments=2"], "outer.num_syncers is 2"),
+        (TWO, TWO[:1], "outer.num_syncers is 1 in this region and 2 in the run above"),
     ],
 )
 def test_a_run_above_that_it_cannot_be_part_of_is_refused(
@@ -163,6 +165,41 @@ def test_a_run_above_that_it_cannot_be_part_of_is_refused(
         speaker(region(address, *ours), tmp_path / "data")
     assert words in str(refused.value)
     assert refused.value.code is ExitCode.MISMATCH
+
+
+def test_each_of_several_syncers_is_a_site_of_the_one_above_of_its_number(tmp_path: Path) -> None:
+    with (
+        above(tmp_path / "0", *TWO) as first,
+        above(tmp_path / "1", *TWO, "cluster.syncer.index=1") as second,
+        above(tmp_path / "alone", TWO[0], name="alone") as alone,
+        above(tmp_path / "fast", *TWO, "outer.syncer_mbps=[2,1]", name="fast") as fast,
+    ):
+        for index, own in enumerate((first, second)):
+            config = region(f"{first}/{second}", *TWO, f"cluster.syncer.index={index}")
+            data = tmp_path / f"region-{index}"
+            made = speaker(config, data)
+            plan = build_syncer.plan(config, build.layout_of(config))
+            assert made._agreement.layout_fingerprint == plan.layout.fingerprint
+            for name in ("cluster.syncer.index", "placement"):
+                assert made._agreement.shared[name] == plan.agreement.shared[name]
+            made._joiner.attempt()
+            made.close()
+            assert own in (data / FOLDER / "run.json").read_text()
+            mixed = speaker(region(f"{second}/{first}", *TWO, f"cluster.syncer.index={index}"), tmp_path / "mixed")
+            with pytest.raises(Refused, match=f"syncer.index is {index} at the site and {1 - index} at the syncer"):
+                mixed._joiner.attempt()
+            mixed.close()
+        for address, words in (
+            (alone, "outer.num_syncers is 2 in this region and 1 in the run above"),
+            (fast, r"outer.syncer_mbps is \[\] in this region and \[2.0, 1.0\] in the run above"),
+        ):
+            with pytest.raises(VerbError, match=words):
+                speaker(region(f"{address}/{address}", *TWO), tmp_path / "none")
+
+
+def test_of_one_above_with_a_standby_both_addresses_are_given() -> None:
+    assert region("127.0.0.1:1,127.0.0.1:2").upstream.endpoint == "127.0.0.1:1,127.0.0.1:2"
+    assert is_region(region("a:1,b:1/c:1", *TWO))
 
 
 def test_an_endpoint_that_was_a_mistake_is_asked_no_more_and_one_of_another_run_is_refused(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_lease_is_built_as_it_is_said(config: RunConfig) -> None:
         ({"kind": "zookeeper"}, r"cluster\.lease\.kind is 'zookeeper': one of none, file, etcd"),
         ({"kind": "file"}, r"cluster\.lease\.path is '': kind=file needs it"),
         ({"kind": "file", "path": "lease.json"}, r"cluster\.lease\.path is 'lease\.json': an absolute path"),
-        ({"path": "/lease.json"}, r"cluster\.lease\.path is '/lease\.json': it is for kind=file"),
+        ({"path": "/lease.json"}, r"cluster\.lease\.path is given, and is for kind=file"),
         ({"kind": "etcd"}, r"cluster\.lease\.endpoints is \[\]: kind=etcd needs it"),
         ({"kind": "etcd", "endpoints": ["fra:2379"]}, r"cluster\.lease\.endpoints has 'fra:2379'"),
         ({"kind": "etcd", "endpoints": ["http://fra:2379"], "ttl_s": 2.5}, r"cluster\.lease\.ttl_s is 2\.5: whole"),

@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.codec.contract import digest
+from diloco.codec.base import digest
 from diloco.durable import locked
 from diloco.launch import config as configs
 from diloco.launch.cli import main
 from diloco.launch.eventlog import EventLog, read_events
 from diloco.launch.run_dir import RunDir
 from diloco.sync.progress import FragmentProgress, LearnerState
-from diloco.syncer.backups import back_up
-from diloco.syncer.vault import Vault
+from diloco.syncer.backups import Vault, back_up
 from tests.launch.pasts import Hand, configured, with_a_past
 from tests.launch.test_warm_site import checkpointed
 from tests.syncer.building import files

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from diloco.launch import build
+from diloco.launch import build_syncer
 from diloco.launch.config import GROUPS, settle
 from diloco.launch.schema import RunConfig
 
@@ -16,4 +16,4 @@ def test_the_defaults_alone_are_a_run_that_can_be_built() -> None:
     config = settle(RunConfig())
     config.run.name = "x"
     config.data.cache = "cache"
-    build.check(config)
+    build_syncer.check(config)

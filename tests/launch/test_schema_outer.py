@@ -4,12 +4,12 @@ from dataclasses import fields
 
 import pytest
 
-from diloco.launch import build
+from diloco.launch import build, build_syncer
 from diloco.launch.config import compose, shared_config
 from diloco.launch.errors import ConfigError
 from diloco.launch.keys import leaves, meanings
 from diloco.launch.schema_outer import OuterSection
-from diloco.outer.correction import CORRECTION_NUMBERS, Correction
+from diloco.outer.merge import CORRECTION_NUMBERS, Correction
 from diloco.outer.optimizer import OuterOptimizerOptions
 
 
@@ -46,4 +46,4 @@ def test_every_number_of_a_correction_can_be_set_and_is_shared_and_what_is_not_s
 def test_a_correction_without_a_momentum_is_refused_in_words() -> None:
     config = compose(["outer=async", "outer.correction=heloco"])
     with pytest.raises(ConfigError, match=r"outer\.correction is 'heloco': kind 'sgd' has no momentum"):
-        build.check(config)
+        build_syncer.check(config)

@@ -207,6 +207,7 @@ def test_a_run_that_never_ends_is_one_line(capsys: pytest.CaptureFixture[str]) -
         (["--above", "codec=topk"], "--above: codec.up is 'topk:4096x64': not built for regions"),
         (["--above", "codec.up=int3"], "--above: codec.up is 'int3'"),
         (["--above", "outer.num_fragments=4"], "--above: outer.num_fragments=4: the region's counts; of the one above"),
+        (["--above", "outer.num_syncers=2"], "--above: outer.num_syncers=2: the region's counts"),
         (["--above", "upstream.updates=8"], "--above: upstream.updates=8: the region's counts"),
         (["--above", "model=small"], "--above: model=small: the region's counts"),
         (["--above", "scenario=demo"], "--above: scenario=demo: the region's counts"),

@@ -19,9 +19,9 @@ from diloco.launch.run_dir import SiteDir
 from diloco.launch.schema import RunConfig
 from diloco.launch.site_agent import _client, agent_of, follower_of, owning_follower_of
 from diloco.learner.agent import Agent
-from diloco.learner.agents import Agents
-from diloco.learner.follower import Follower
-from diloco.learner.owners import Dealt
+from diloco.learner.channel import Dealt
+from diloco.learner.owner import Follower
+from diloco.learner.several_syncers import Agents
 from diloco.outer.fragments import Layout, named_parameters_once
 from diloco.wire.options import MBPS_MIN
 

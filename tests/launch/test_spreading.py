@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from diloco.inner.parallel import SiteGroup
-from diloco.launch import build, spreading
+from diloco.launch import build, build_syncer, spreading
 from diloco.launch.errors import ConfigError
 from diloco.launch.spreading import check_kernels, check_spreading, spread
 from tests.launch.test_build import small
@@ -37,7 +37,7 @@ from tests.launch.test_build import small
 )
 def test_what_does_not_come_out_even_is_refused_before_anything_starts(settings: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match="^" + words.replace("+", r"\+")):
-        build.check(small(*settings))
+        build_syncer.check(small(*settings))
 
 
 @pytest.mark.parametrize(
@@ -51,12 +51,12 @@ def test_what_does_not_come_out_even_is_refused_before_anything_starts(settings:
 )
 def test_how_it_is_computed_is_refused_in_words(setting: str, words: str) -> None:
     with pytest.raises(ConfigError, match="^" + words):
-        build.check(small(setting))
+        build_syncer.check(small(setting))
 
 
 def test_a_machine_that_cannot_compile_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     config = small("inner.compile=true", "site.peak_tflops=989")
-    build.check(config)
+    build_syncer.check(config)
     assert build.trainer_options(config).peak_tflops == 989
 
     def lacking(function: object) -> object:
@@ -71,7 +71,7 @@ def test_a_machine_that_cannot_compile_is_told_so(monkeypatch: pytest.MonkeyPatc
 
 def test_kernels_for_an_accelerator_are_refused_on_a_cpu() -> None:
     config = small("inner.kernels=liger")
-    build.check(config)  # A site may be started elsewhere.
+    build_syncer.check(config)  # A site may be started elsewhere.
     words = r"^inner\.kernels is 'liger': its kernels are for accelerators, and this is"
     with pytest.raises(ConfigError, match=words):
         spread(config, build.build_model(config), SiteGroup(device="cpu"))

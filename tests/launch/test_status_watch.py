@@ -8,8 +8,7 @@ import pytest
 
 from diloco.launch.status_watch import StatusWatch, StatusWatches, together
 from diloco.wire.messages import Refusal, Status
-from diloco.wire.options import ServerOptions
-from diloco.wire.security import SecurityOptions
+from diloco.wire.options import SecurityOptions, ServerOptions
 from diloco.wire.server import serve
 from tests.wire.fake_syncer import RUN, FakeSyncer
 

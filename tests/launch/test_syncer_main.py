@@ -3,6 +3,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from diloco.launch.run_dir import RunDir
 from diloco.launch.settings_help import settings_help
 from diloco.launch.syncer_main import again, join_line, old_copy
 from tests.launch.processes import TINY, place_in, wait_for
+from tests.loopback.cluster import free_port
 
 LISTEN = "cluster.syncer.listen=127.0.0.1:0"
 
@@ -64,6 +66,36 @@ def test_the_first_line_says_how_a_run_without_a_name_goes_on(tmp_path: Path) ->
         first = syncer.text().splitlines()[0]
         assert first.startswith(f"run {name} in runs/{name}, listening on 127.0.0.1:")
         assert first.endswith(f"; the same command with run.name={name} goes on")
+
+
+def test_more_sites_may_join_when_the_syncer_starts_again_with_room_for_them(tmp_path: Path) -> None:
+    """The sites know nothing of it: theirs is the room of before."""
+    with place_in(tmp_path) as place:
+        listen = f"cluster.syncer.listen=127.0.0.1:{free_port()}"
+        syncer, address = place.syncer("otter", "outer.sites_max=1", listen)
+        two = ["outer.sites_max=1", "site.num_sites=2"]
+        fra = place.site("otter", address, "fra", "site.index=0", *two)
+        wait_for(lambda: place.seen("otter", "fra", "joined"), "fra", fra.text)
+        iad = place.site("otter", address, "iad", "site.index=1", *two)
+        assert iad.end() == 1
+        assert "the run has no room for site iad: outer.sites_max is reached" in iad.text()
+        syncer.signal(signal.SIGHUP)
+        assert syncer.end() == 75
+        begin = len(place.events("otter"))
+        syncer, _ = place.syncer("otter", "outer.sites_max=2", listen)
+        (changed,) = place.seen("otter", "syncer", "settings_changed")
+        assert changed["why"] == "outer.sites_max is 2 and was 1"
+        iad = place.site("otter", address, "iad", "site.index=1", *two)
+
+        def merged() -> set[str]:
+            steps = [event["sites"] for event in place.events("otter")[begin:] if event["what"] == "outer_step"]
+            return {name for sites in steps if isinstance(sites, dict) for name in sites}
+
+        wait_for(lambda: merged() == {"fra", "iad"}, "updates of both", lambda: f"{iad.text()}{syncer.text()}")
+        syncer.signal(signal.SIGHUP)
+        assert syncer.end() == 75
+        syncer, _ = place.syncer("otter", listen)
+        assert "note: outer.sites_max=2, as the run has it" in syncer.text()
 
 
 def test_another_run_under_the_same_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

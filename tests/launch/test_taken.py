@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from diloco.codec.contract import digest
+from diloco.codec.base import digest
 from diloco.inner import checkpoint
-from diloco.inner.parts import Part, commit, write_part
+from diloco.inner.checkpoint import Part, commit, write_part
 from diloco.inner.tokenizer import make_tokenizer
 from diloco.launch import build
 from diloco.launch import config as configs

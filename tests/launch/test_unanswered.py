@@ -10,8 +10,7 @@ from diloco.launch.cli import main
 from diloco.launch.config import compose
 from diloco.launch.site_agent import join_text
 from diloco.launch.unanswered import unanswered
-from diloco.wire.options import ServerOptions
-from diloco.wire.security import SecurityOptions
+from diloco.wire.options import SecurityOptions, ServerOptions
 from diloco.wire.server import serve
 from tests.loopback.cluster import free_port
 from tests.wire.certificates import LOOPBACK, Authority

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.codec.contract import digest
+from diloco.codec.base import digest
 from diloco.inner import checkpoint
 from diloco.launch.warm_site import ColdError, read_site
+from diloco.sync.data_units import SKIPPED
 from diloco.sync.plain import to_plain
-from diloco.sync.progress import FragmentProgress, LearnerState, Sent, SentState
-from diloco.sync.site_units import SiteUnits
-from diloco.sync.units import SKIPPED
+from diloco.sync.progress import FragmentProgress, LearnerState, Sent, SentState, SiteUnits
 
 BASES = (torch.arange(12.0), torch.arange(7.0) * 0.5)
 

@@ -19,12 +19,12 @@ from torch import Tensor
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo, Verdict
 from diloco.learner.agent import Agent
+from diloco.learner.channel import Orders
 from diloco.learner.options import AgentOptions
-from diloco.learner.orders import Orders
 from diloco.outer.fragments import gather
 from diloco.sync.agreement import Agreement
 from diloco.sync.options import LearnerOptions
-from diloco.syncer.feeds import Feed
+from diloco.syncer.publish import Feed
 from diloco.syncer.server import Syncer
 from diloco.wire.messages import (
     Dropped,
@@ -41,7 +41,7 @@ from diloco.wire.messages import (
     Unreachable,
     WatchEvent,
 )
-from diloco.wire.pulled import PulledVersion, PullSink
+from diloco.wire.pulling import PulledVersion, PullSink
 from tests.learner.held import held
 from tests.syncer.building import ANYONE, LAYOUT, Events, agreement
 

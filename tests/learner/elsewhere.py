@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco.learner.place import HOST, Place
+from diloco.learner.tensors import HOST, Place
 
 
 class Elsewhere(Place):

@@ -16,17 +16,13 @@ import torch
 from torch import Tensor
 
 from diloco.inner.holding import Holding
-from diloco.learner.channel import Channel
-from diloco.learner.exchange import Exchange, Machine, Source
-from diloco.learner.exchanges import Exchanges, Heard
-from diloco.learner.link_use import LinkUse
+from diloco.learner.channel import Channel, Dealt, Orders
+from diloco.learner.exchange import Exchange, Exchanges, Heard, Machine, Source, Standstill
 from diloco.learner.options import AgentOptions
-from diloco.learner.orders import Orders
 from diloco.learner.outbox import Outbox
 from diloco.learner.owner import Owner
-from diloco.learner.owners import Dealt
-from diloco.learner.site_tensors import SiteTensors
-from diloco.learner.standstill import Standstill
+from diloco.learner.tensors import SiteTensors
+from diloco.learner.transfer import LinkUse
 from diloco.sync.events import LearnerEvent
 from diloco.sync.progress import FragmentProgress, LearnerState
 from tests.syncer.building import LAYOUT, Events, eventually

@@ -21,7 +21,7 @@ from diloco.sync.events import Ending
 from diloco.sync.state import Status as SiteStatus
 from diloco.syncer.server import Syncer
 from diloco.wire.messages import PushHeader, Unreachable
-from diloco.wire.pulled import PulledVersion
+from diloco.wire.pulling import PulledVersion
 from tests.learner.direct import TOKENS, DirectClient, Site, agent_threads, started, undecided, versions
 from tests.syncer.building import agreement, eventually, serving
 

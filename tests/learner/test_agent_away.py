@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from diloco.learner import couriers
+from diloco.learner import transfer
 from diloco.sync.progress import site_ledger
-from diloco.wire.backoff import Backoff
+from diloco.wire.channel import Backoff
 from diloco.wire.messages import Refused, Status
-from diloco.wire.pulled import PulledVersion
+from diloco.wire.pulling import PulledVersion
 from tests.learner.direct import DirectClient, Site, agent_threads, started
 from tests.syncer.building import serving
 
@@ -33,7 +33,7 @@ def test_a_site_goes_on_for_a_quarter_of_an_hour_alone_and_then_as_if_nothing_ha
             spread.append(delay_s)
             return delay_s / 1000
 
-    monkeypatch.setattr(couriers, "Backoff", Hurried)
+    monkeypatch.setattr(transfer, "Backoff", Hurried)
     alone = {"outer": {"site_timeout_ns": 200_000_000, "updates_in_flight_max": 2}}
     with serving(tmp_path / "syncer", **alone) as syncer, started(tmp_path / "a", syncer) as site:
         site.train_until(lambda: syncer.holdings.values[0].version >= 1, "connected")

@@ -14,14 +14,12 @@ from diloco.inner.checkpoint import CheckpointError
 from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo, Verdict
 from diloco.learner.agent import Agent
-from diloco.learner.agents import Agents, part_restored
-from diloco.learner.one_voice import OneVoice
-from diloco.learner.options import AgentOptions
-from diloco.learner.orders import Orders
-from diloco.learner.outcome import Finished, JoinFailed
-from diloco.outer.fragments import gather
+from diloco.learner.channel import Orders
+from diloco.learner.meter import OneVoice
+from diloco.learner.options import AgentOptions, Finished, JoinFailed
+from diloco.learner.several_syncers import Agents, part_restored
+from diloco.outer.fragments import gather, part_of
 from diloco.outer.optimizer import OuterOptimizerOptions
-from diloco.outer.placement import part_of
 from diloco.outer.rule import OuterRule
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.effects import StopTraining
@@ -30,8 +28,7 @@ from diloco.sync.options import HealthOptions, LearnerOptions, OuterOptions
 from diloco.sync.progress import Ledger
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
-from diloco.wire.options import ServerOptions
-from diloco.wire.security import SecurityOptions
+from diloco.wire.options import SecurityOptions, ServerOptions
 from tests.learner.direct import TOKENS, DirectClient
 from tests.learner.held import held
 from tests.syncer.building import LAYOUT, NO_WAIT, RUN, SHARED, Events, eventually, version_zero
@@ -50,7 +47,7 @@ class Part:
         self.stop: StopTraining | None = None
         self.ending: Ending | None = None
         self.steps: list[int] = []
-        self.left = self.closed = False
+        self.left = self.closed = self.withdrawn = False
         self.ledger = Ledger(30, 30, 0, 0, 0, 0, 0)
 
     def start(self, away_s: float | None = None) -> int:
@@ -82,6 +79,9 @@ class Part:
         self.leave()
         return Finished("failed" if self.stop and self.stop.failed else "finished", "it is over", {})
 
+    def withdraw(self) -> None:
+        self.withdrawn = not self.closed
+
     def close(self) -> None:
         self.closed = True
 
@@ -111,6 +111,7 @@ def test_one_refusal_is_the_sites() -> None:
     with pytest.raises(JoinFailed):
         site_of(*parts).start()
     assert parts[0].closed
+    assert parts[0].withdrawn
 
 
 def test_every_agent_hears_of_every_step_and_all_ends_make_the_end() -> None:
@@ -405,7 +406,7 @@ def test_in_lock_step_a_site_that_comes_later_exchanges_what_the_others_do(tmp_p
 def test_a_site_that_comes_back_trains_on_without_the_one_that_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diloco.learner.agents.AWAY_S", 0.1)
+    monkeypatch.setattr("diloco.learner.several_syncers.AWAY_S", 0.1)
     two = TwoSyncers(tmp_path)
     try:
         agents = two.begun()
@@ -435,7 +436,7 @@ def test_a_site_that_is_closed_while_it_comes_back_does_not_train_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It once went on without the syncer that it was waiting for, as an agent whose threads end at once."""
-    monkeypatch.setattr("diloco.learner.agents.AWAY_S", 60.0)
+    monkeypatch.setattr("diloco.learner.several_syncers.AWAY_S", 60.0)
     two = TwoSyncers(tmp_path)
     try:
         agents = two.begun()
@@ -456,7 +457,7 @@ def test_a_site_that_is_closed_while_it_comes_back_does_not_train_on(
 def test_a_site_that_comes_back_needs_no_word_from_a_syncer_that_had_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diloco.learner.agents.AWAY_S", 0.1)
+    monkeypatch.setattr("diloco.learner.several_syncers.AWAY_S", 0.1)
     two = TwoSyncers(tmp_path)
     try:
         agents = two.begun()
@@ -474,6 +475,24 @@ def test_a_site_that_comes_back_needs_no_word_from_a_syncer_that_had_finished(
         finished = again.finish()
         assert finished.ending == "finished"
         assert finished.ledger["unsent"] > 0, "what was trained since of the finished part"
+    finally:
+        two.stop()
+
+
+def test_a_new_site_that_does_not_reach_them_all_holds_nothing_back_when_it_gives_up(tmp_path: Path) -> None:
+    """The syncer that had taken it in once waited for it where all sites count, until it counted as silent."""
+    two = TwoSyncers(tmp_path, quorum="all")
+    try:
+        early = two.begun()
+        late = two.site(name="b")
+        two.clients[1].down.set()
+        late._agents[1]._options.join_timeout_s = 0.1
+        with pytest.raises(JoinFailed):
+            late.start()
+        (held,) = PLACEMENT[0]
+        before = sum(event["fragment"] == held for event in two.events.of("adopted"))
+        two.train_until(early, "adopted", held, before + 3)
+        early.close()
     finally:
         two.stop()
 

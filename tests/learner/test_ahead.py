@@ -3,9 +3,9 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from diloco.learner.ahead import WAIT_S, Ahead
+from diloco.learner.transfer import WAIT_S, Ahead
 from diloco.wire.messages import PULL_WAIT_NS_MAX, PullAsk, Unreachable
-from diloco.wire.pulled import PulledVersion, PullSink
+from diloco.wire.pulling import PulledVersion, PullSink
 from tests.syncer.building import eventually
 from tests.wire.samples import PULL
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from diloco.learner.couriers import MALFORMED_MAX, Listener, Pause, Sender
-from diloco.learner.link_meter import LinkMeter
 from diloco.learner.outbox import Outbox, OutboxError
+from diloco.learner.transfer import MALFORMED_MAX, LinkMeter, Listener, Pause, Sender
 from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, Outcome, PushAnswered, Reason
-from diloco.wire.backoff import Backoff
+from diloco.wire.channel import Backoff
 from diloco.wire.messages import (
     Alive,
     Dropped,

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.codec.contract import digest
+from diloco.codec.base import digest
 from diloco.codec.registry import make_codec
-from diloco.learner.couriers import Fetcher
-from diloco.learner.link_meter import LinkMeter
-from diloco.learner.site_tensors import SiteTensors
+from diloco.learner.tensors import SiteTensors
+from diloco.learner.transfer import Fetcher, LinkMeter
 from diloco.sync.events import VersionFetched
 from diloco.wire.chunks import checksum
 from diloco.wire.messages import (
@@ -24,8 +23,7 @@ from diloco.wire.messages import (
     Status,
     Unreachable,
 )
-from diloco.wire.pulled import PulledVersion, PullSink
-from diloco.wire.pulling import Patience
+from diloco.wire.pulling import Patience, PulledVersion, PullSink
 from tests.learner.held import held
 from tests.learner.test_couriers import thread
 from tests.syncer.building import LAYOUT, RUN, Events, dice, eventually
@@ -70,8 +68,13 @@ class Shelf:
             self.asks.append(ask)
         return self.answers[0](ask) if len(self.answers) == 1 else self.answers.pop(0)(ask)
 
+    def close(self) -> None:
+        """As an agent does: no more orders, and what waits at the syncer ends."""
+        self.fetcher.queue.put(None)
+        self.made.set()
+
     def fetch(self, until: Callable[[], object]) -> None:
-        with thread(self.fetcher.run, self.stopping, lambda: self.fetcher.queue.put(None)):
+        with thread(self.fetcher.run, self.stopping, self.close):
             self.fetcher.queue.put(0)
             eventually(until, "fetched")
 
@@ -222,3 +225,22 @@ def test_nobody_waits_where_there_is_no_base_nor_at_a_syncer_of_an_earlier_proto
     shelf.has_patience = False
     shelf.fetcher.expect(0)
     assert shelf.waiting == []
+
+
+def test_no_thread_that_waits_ahead_outlives_the_fetcher() -> None:
+    """Else torch aborts a process that ends while such a thread decodes."""
+    shelf, slow = Shelf(), threading.Event()
+    shelf.site_tensors.latest[0] = (3, dice("old", 0))
+
+    def broken(ask: PullAsk) -> PulledVersion:
+        time.sleep(0.3)
+        slow.set()
+        raise Unreachable("closed")
+
+    shelf.answers = [broken]
+    shelf.fetcher.expect(0)
+    with thread(shelf.fetcher.run, shelf.stopping, shelf.close):
+        pass
+    assert slow.is_set()
+    shelf.fetcher.expect(0)  # By the sender, which ends as well.
+    assert len(shelf.waiting) == 1

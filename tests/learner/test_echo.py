@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from diloco.codec.contract import digest
-from diloco.learner.echo import IDLE_SHARE, Echo
+from diloco.codec.base import digest
+from diloco.learner.heartbeat import IDLE_SHARE, Echo
 from diloco.wire.messages import short_digest
 from tests.syncer.building import dice
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from diloco.codec.base import NonFiniteError, digest
 from diloco.codec.buffers import Buffers
-from diloco.codec.coded import values_of
-from diloco.codec.contract import NonFiniteError, digest
-from diloco.codec.fused import RANGE_VALUES
-from diloco.codec.registry import make_codec
-from diloco.learner.encoding import Encoded, Encoder
-from diloco.learner.place import HOST, Place
-from diloco.learner.residuals import Carried
-from diloco.learner.site_tensors import SealInputs
+from diloco.codec.merging import RANGE_VALUES
+from diloco.codec.registry import make_codec, values_of
+from diloco.learner.seal import Encoded, Encoder
+from diloco.learner.tensors import HOST, Carried, Place, SealInputs
 from diloco.outer.pseudo_gradient import pseudo_gradient
 from tests.learner.elsewhere import Elsewhere
 
@@ -67,7 +64,7 @@ def test_a_fragment_of_many_ranges_is_encoded_as_by_the_definition(codec: str) -
 
 def test_it_says_why_it_does_not_encode_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(Encoder(make_codec("bf16+zstd1"), Elsewhere())) == "host, values from cpu: bf16 has no kernel there"
-    monkeypatch.setattr("diloco.learner.encoding.find_spec", lambda name: None)
+    monkeypatch.setattr("diloco.learner.seal.find_spec", lambda name: None)
     without = Encoder(make_codec("int4"), Elsewhere())
     assert "Triton is not installed" in str(without)
     assert_equal(without.encode(inputs(1)), Encoder(make_codec("int4"), Place(HOST)).encode(inputs(1)))

@@ -10,19 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.codec.contract import digest
+from diloco.codec.base import digest
 from diloco.inner.parallel import SiteGroup
-from diloco.learner.encoding import encoders
-from diloco.learner.exchange import Exchange, Machine, Source
-from diloco.learner.link_use import LinkUse
-from diloco.learner.orders import Orders
+from diloco.learner.channel import Orders
+from diloco.learner.exchange import Exchange, Machine, Source, Standstill
 from diloco.learner.outbox import Outbox
-from diloco.learner.sealing import SealJob, seal
-from diloco.learner.site_tensors import SiteTensors
-from diloco.learner.standstill import Standstill
-from diloco.sync.adapting import AdaptOptions, Way
+from diloco.learner.seal import SealJob, encoders, seal
+from diloco.learner.tensors import SiteTensors
+from diloco.learner.transfer import LinkUse
 from diloco.sync.effects import Adopt, Fetch, Forget, Release, Retake, Seal, Send, StartOver
 from diloco.sync.events import LearnerEvent, Sealed, VersionFetched
+from diloco.sync.link import AdaptOptions, Way
 from diloco.wire.messages import PullHeader
 from tests.learner.direct import DirectClient
 from tests.learner.held import held

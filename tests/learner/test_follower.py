@@ -10,10 +10,9 @@ from torch import Tensor
 
 from diloco.inner.holding import Holding
 from diloco.inner.trainer import StepInfo
-from diloco.learner.follower import Follower
-from diloco.learner.orders import ADOPT, GO_ON, RETAKE, SEAL, STOP
-from diloco.outer.fragments import gather
-from diloco.outer.placement import part_of
+from diloco.learner.channel import ADOPT, GO_ON, RETAKE, SEAL, STOP
+from diloco.learner.owner import Follower
+from diloco.outer.fragments import gather, part_of
 from tests.syncer.building import LAYOUT, dice
 
 INFO = StepInfo(1, 1.0, 10, 0, 1000, 1, 1.0, 0.1, applied=True)

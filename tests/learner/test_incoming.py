@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from diloco.codec.contract import digest
-from diloco.codec.feedback import Following, publish
+from diloco.codec.base import digest
 from diloco.codec.registry import make_codec
-from diloco.learner.incoming import Incoming
-from diloco.learner.site_tensors import SiteTensors
+from diloco.codec.site_pass import Following, publish
+from diloco.learner.tensors import SiteTensors
+from diloco.learner.transfer import Incoming
 from diloco.outer.fragments import plan_layout
 from diloco.wire.messages import Frame, PullHeader
 from tests.learner.held import held as model_of
@@ -49,8 +49,8 @@ class Ranges:
                 self._busy.release()
 
         monkeypatch.setattr(Following, "go_on", watched)
-        monkeypatch.setattr("diloco.codec.arriving.AT_ONCE", RANGE)
-        monkeypatch.setattr("diloco.codec.fused.RANGE_VALUES", RANGE)
+        monkeypatch.setattr("diloco.codec.site_pass.AT_ONCE", RANGE)
+        monkeypatch.setattr("diloco.codec.merging.RANGE_VALUES", RANGE)
 
 
 def long_one() -> tuple[torch.Tensor, bytes, torch.Tensor]:

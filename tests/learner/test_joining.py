@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from diloco.learner.joining import Joiner
-from diloco.learner.outcome import JoinFailed
+from diloco.learner.options import JoinFailed
+from diloco.learner.transfer import Joiner
 from diloco.sync.progress import FragmentProgress, LearnerState
 from diloco.wire.messages import Refused, Status, Unreachable
 from tests.syncer.building import LAYOUT, Events, agreement

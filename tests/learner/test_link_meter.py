@@ -4,8 +4,8 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from diloco.learner import link_meter
-from diloco.learner.link_meter import LinkMeter
+from diloco.learner import transfer
+from diloco.learner.transfer import LinkMeter
 from diloco.wire.messages import Unreachable
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class Traffic:
 
 def test_what_calls_took_is_what_the_link_is(monkeypatch: pytest.MonkeyPatch) -> None:
     traffic, now = Traffic(), [0]
-    monkeypatch.setattr(link_meter, "time", SimpleNamespace(monotonic_ns=lambda: now[0]))
+    monkeypatch.setattr(transfer, "time", SimpleNamespace(monotonic_ns=lambda: now[0]))
     meter = LinkMeter(traffic)  # type: ignore[arg-type]
     assert (meter.read().rtt_ns, meter.read().up_bytes_per_s) == (0, 0)
     with meter.control():

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from diloco.learner.link_use import LinkUse
-from diloco.sync.adapting import AdaptOptions, Way
+from diloco.learner.transfer import LinkUse
 from diloco.sync.events import Fate, FateTold, LearnerEvent, Outcome, OverlapChosen, PushAnswered
+from diloco.sync.link import AdaptOptions, Way
 from diloco.wire.messages import LinkInfo
 
 STEP_NS = 100_000_000

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.learner.site_tensors import SiteTensors
+from diloco.learner.tensors import SiteTensors
 from diloco.outer.fragments import plan_layout
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
 from tests.learner.held import held

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from diloco.learner.odometer import FIELDS, Odometer
-from diloco.learner.odometer import _read as read_slots
+from diloco.learner.outbox import FIELDS, Odometer
+from diloco.learner.outbox import _read_slots as read_slots
 
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from diloco.learner.odometer import Odometer
+from diloco.learner.outbox import Odometer
 odometer = Odometer(Path(sys.argv[1]))
 for step in range(1, 1001):
     odometer.write(step, 10 * step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco.learner.one_voice import OneVoice, in_whole
+from diloco.learner.meter import OneVoice, in_whole
 from tests.syncer.building import Events
 
 METER = {"bytes_up": 5, "bytes_down": 7, "in_flight": 1, "adopt_s": 0.5, "incarnation": 1, "staleness": 0, "link": 9}

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from diloco.inner.holding import Holding
 from diloco.inner.parallel import SiteGroup
-from diloco.learner.orders import ADOPT, GO_ON, RETAKE, SEAL, STOP, Orders, take_part
-from diloco.learner.site_tensors import SiteTensors
+from diloco.learner.channel import ADOPT, GO_ON, RETAKE, SEAL, STOP, Orders, take_part
+from diloco.learner.tensors import SiteTensors
 from diloco.outer.fragments import Layout, gather, named_parameters_once, plan_layout
 from tests.layouts import LAYOUTS, SHAPES, Odd, dice, heard, part_of, ranks, same, whole
 from tests.learner.held import held

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco.learner.outcome import Finished, JoinFailed
+from diloco.learner.options import Finished, JoinFailed
 
 
 def test_what_failed_says_its_kind_and_its_words() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.codec.contract import digest
+from diloco.codec.base import digest
 from diloco.inner.parallel import GroupError
 from diloco.learner import owner as owners
 from diloco.sync.effects import Adopt, Forget, Release, Retake, Seal, StartOver

@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from diloco.learner.place import HOST, Place, place_of
+from diloco.learner.tensors import HOST, Place, place_of
 from tests.learner.elsewhere import Elsewhere
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from diloco.learner.heartbeat import meter_fields, report_info
 from diloco.learner.meter import Meter
-from diloco.learner.reporting import meter_fields, report_info
 from diloco.sync.events import StepDone, VersionFetched
 from diloco.wire.convert import pack_report, unpack_report
 from diloco.wire.messages import LinkInfo

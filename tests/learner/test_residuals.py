@@ -10,12 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.codec.coded import values_of
-from diloco.codec.registry import make_codec
-from diloco.learner.encoding import Encoder
-from diloco.learner.place import HOST, Place
-from diloco.learner.sealing import SealedUpdate, SealJob, seal
-from diloco.learner.site_tensors import SealInputs, SiteTensors
+from diloco.codec.registry import make_codec, values_of
+from diloco.learner.seal import Encoder, SealedUpdate, SealJob, seal
+from diloco.learner.tensors import HOST, Place, SealInputs, SiteTensors
 from diloco.outer.fragments import plan_layout
 from diloco.sync.effects import Seal
 from tests.learner.direct import DirectClient, Site, started

@@ -9,10 +9,9 @@ import torch
 
 from diloco.inner.checkpoint import CheckpointError
 from diloco.inner.trainer import StepInfo
-from diloco.learner.odometer import Odometer
-from diloco.learner.outbox import Outbox
-from diloco.learner.restoring import restored_machine
-from diloco.learner.site_tensors import SiteTensors
+from diloco.learner.agent import restored_machine
+from diloco.learner.outbox import Odometer, Outbox
+from diloco.learner.tensors import SiteTensors
 from diloco.outer.fragments import plan_layout
 from diloco.sync.effects import Retake
 from diloco.sync.events import (

@@ -10,16 +10,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from diloco.codec.coded import values_of
-from diloco.codec.contract import NonFiniteError, digest
-from diloco.codec.digests import digest_of
-from diloco.codec.registry import make_codec
+from diloco.codec.base import NonFiniteError, digest, digest_of
+from diloco.codec.registry import make_codec, values_of
 from diloco.durable import Disk, Step
-from diloco.learner.encoding import Encoder
 from diloco.learner.outbox import Outbox
-from diloco.learner.place import HOST, Place
-from diloco.learner.sealing import SealedUpdate, Sealer, SealJob, seal
-from diloco.learner.site_tensors import SealInputs
+from diloco.learner.seal import Encoder, SealedUpdate, Sealer, SealJob, seal
+from diloco.learner.tensors import HOST, Place, SealInputs
 from diloco.sync.effects import Seal
 from diloco.sync.events import SealFailed
 from tests.syncer.building import dice
@@ -110,7 +106,7 @@ class FullDisk(Disk):
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_full_disk_is_waited_for_and_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool) -> None:
     """Seen: it ended the training of the site."""
-    monkeypatch.setattr("diloco.learner.sealing.ROOM_EVERY_S", 0.01)
+    monkeypatch.setattr("diloco.learner.seal.ROOM_EVERY_S", 0.01)
     stopping = threading.Event()
     outbox = Outbox(tmp_path, FullDisk(3, stopping if stops else None))
     kept: list[SealedUpdate] = []

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from diloco.inner.holding import Holding
-from diloco.learner.place import Place
-from diloco.learner.site_tensors import SiteTensors
-from diloco.outer.adopt import rebase
+from diloco.learner.tensors import Place, SiteTensors
 from diloco.outer.fragments import gather, scatter
 from diloco.outer.optimizer import OuterOptimizerOptions
-from diloco.outer.pseudo_gradient import pseudo_gradient
+from diloco.outer.pseudo_gradient import pseudo_gradient, rebase
 from tests.learner.elsewhere import Elsewhere
 from tests.learner.held import held
 from tests.syncer.building import LAYOUT, dice

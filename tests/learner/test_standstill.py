@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
-from diloco.learner.sealing import SealJob
-from diloco.learner.site_tensors import SealInputs
-from diloco.learner.standstill import Standstill
+from diloco.learner.exchange import Standstill
+from diloco.learner.seal import SealJob
+from diloco.learner.tensors import SealInputs
 from diloco.sync.effects import Seal
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diloco.learner.site_tensors import SiteTensors
+from diloco.learner.tensors import SiteTensors
 from diloco.outer.fragments import plan_layout
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
 from tests.learner.held import held

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.codec.contract import digest
-from diloco.learner.upward import Upward, UpwardOptions
+from diloco.codec.base import digest
+from diloco.learner.region import Upward, UpwardOptions
 from diloco.sync.effects import Fetch, Join, Leave, Release, Seal, Send, StartOver
 from diloco.sync.events import (
     FateTold,
@@ -26,13 +26,12 @@ from diloco.sync.events import (
     RegionEvent,
     Sealed,
     SealFailed,
+    UpstreamFetched,
     VersionPublished,
 )
 from diloco.sync.progress import Ledger, Sent, SentState
-from diloco.sync.state import Status
-from diloco.sync.upstream import Standing
-from diloco.sync.upstream_events import UpstreamFetched
-from diloco.sync.upstream_state import Part
+from diloco.sync.region import Standing
+from diloco.sync.state import Part, Status
 from diloco.syncer.server import Syncer
 from diloco.wire.client import SyncClient
 from diloco.wire.messages import Refused, Unreachable

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from diloco.codec.contract import digest
+from diloco.codec.base import digest
 from diloco.learner.agent import Finished
 from diloco.outer.fragments import Layout
 from diloco.outer.optimizer import NOTHING
@@ -22,7 +22,7 @@ from diloco.sync.events import Ending, Fate, LineageBegan, Outcome, OuterStepDon
 from diloco.sync.journal import Record, replay
 from diloco.sync.options import OuterOptions
 from diloco.sync.syncer import OuterSync
-from diloco.syncer.exporting import full_parameters
+from diloco.syncer.images import full_parameters
 from diloco.syncer.journal_files import JournalFiles
 from diloco.syncer.snapshots import FragmentValues, Snapshots, same_values
 from diloco.syncer.store import RunCard, Store

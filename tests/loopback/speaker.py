@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from diloco.durable import Disk
-from diloco.learner.upward import Upward, UpwardOptions
+from diloco.learner.region import Upward, UpwardOptions
 
 if TYPE_CHECKING:
     from tests.loopback.toy import Toy
@@ -15,7 +15,9 @@ UPDATES = 4
 """Merged ones for one that goes up."""
 
 
-def speaker(toy: Toy, site: str, address: str, emit: Callable[[str, dict[str, object]], None], disk: Disk) -> Upward:
-    """One that has its outbox in the toy's folder."""
-    options = UpwardOptions(folder=f"{toy.folder}/above", site=site, updates=UPDATES, up_codec=toy.codec)
+def speaker(
+    toy: Toy, site: str, address: str, emit: Callable[[str, dict[str, object]], None], disk: Disk, data: str = "syncer"
+) -> Upward:
+    """One that has its outbox in the syncer's folder ``data``."""
+    options = UpwardOptions(folder=f"{toy.folder}/{data}", site=site, updates=UPDATES, up_codec=toy.codec)
     return Upward(options, toy.layout(), toy.agreement(), toy.sync_client(site, address), emit, disk)

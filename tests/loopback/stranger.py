@@ -9,8 +9,7 @@ from diloco.codec.registry import make_codec
 from diloco.sync.agreement import PROTOCOL
 from diloco.wire.client import SyncClient
 from diloco.wire.messages import JoinAsk, PushHeader, Refused, Unreachable
-from diloco.wire.options import ClientOptions
-from diloco.wire.security import SecurityOptions
+from diloco.wire.options import ClientOptions, SecurityOptions
 from tests.loopback.toy import RUN, Toy
 
 SITE, EVERY_S = "stranger", 0.1

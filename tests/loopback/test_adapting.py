@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from diloco.codec.registry import make_codec
-from diloco.sync.adapting import AdaptOptions, Way
+from diloco.sync.link import AdaptOptions, Way
 from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
 from diloco.wire.client import AdminClient

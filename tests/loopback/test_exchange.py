@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.codec.contract import digest
+from diloco.codec.base import digest
 from diloco.outer.fragments import gather, scatter
 from diloco.outer.merge import merge_mean
 from diloco.outer.optimizer import OuterOptimizerOptions

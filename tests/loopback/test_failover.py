@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from diloco.sync.events import UpdateArrived
-from diloco.sync.frames import FRAME, units
-from diloco.sync.journal import decode_records
+from diloco.sync.journal import FRAME, decode_records, units
 from diloco.syncer.standby import Standby
 from diloco.wire.client import AdminClient
 from diloco.wire.identity import Identity

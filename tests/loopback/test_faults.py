@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from diloco.learner.couriers import Listener
+from diloco.learner.transfer import Listener
 from diloco.sync.events import Ending, FateTold
 from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
 from diloco.wire.client import AdminClient, SyncClient
 from diloco.wire.messages import Unreachable, WatchEvent
-from diloco.wire.pulled import PulledVersion
+from diloco.wire.pulling import PulledVersion
 from tests.loopback.audit import audit
 from tests.loopback.cluster import Log, Process, SiteThread, eventually, free_port, serving, shares
 from tests.loopback.toy import Toy, Twin

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from diloco.codec.registry import make_codec
-from diloco.sync.adapting import AdaptOptions, Way
 from diloco.sync.effects import Adopt, LearnerEffect, Seal
+from diloco.sync.link import AdaptOptions, Way
 from diloco.wan.link import LinkOptions
 from diloco.wan.process import RelayProcess
 from diloco.wire.client import AdminClient

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import signal
 import time
 from contextlib import ExitStack
@@ -10,13 +13,26 @@ from pathlib import Path
 
 import pytest
 
+from diloco.durable import Disk, Step
+from diloco.launch import build
+from diloco.launch.config import compose
 from diloco.launch.errors import ExitCode
 from diloco.launch.eventlog import Event
-from diloco.sync.upstream import standing
+from diloco.launch.placing import at
+from diloco.launch.schema import RunConfig
+from diloco.learner.region import Upward
+from diloco.sync.region import standing
+from diloco.sync.rounds import Selection
+from diloco.sync.state import OuterState, Phase
+from diloco.sync.syncer import OuterSync
+from diloco.syncer.snapshots import Snapshots
+from diloco.wire.client import AdminClient
 from tests.launch.processes import TINY, Place, Verb, place_in, wait_for
-from tests.loopback.audit import History, audit, history
-from tests.loopback.cluster import Log, Process, SiteThread, free_port
+from tests.loopback.audit import History, audit, history, one_run
+from tests.loopback.cluster import Log, Process, SiteThread, eventually, free_port
+from tests.loopback.speaker import speaker
 from tests.loopback.test_kill import BUDGET, EndedTooSoonError, begins, bound_s, dies, long_enough, seed_of, the_toy
+from tests.loopback.test_restore import CLOCK_S, restore_without
 from tests.loopback.toy import Toy
 
 STEP_S = 0.004
@@ -29,6 +45,11 @@ DEATHS = {
     "coming back": [("pulled", 2), ("spool.site", 4), ("merged", 9), ("syncer.publish", 11)],
     "keeping": [("snapshot.file", 41), ("snapshot.prune", 4), ("journal.prune", 3)],
 }
+HEIRS = {
+    "going up": [("outbox.put", 3), ("outbox.put", 2), ("outbox.drop", 2)],
+    "coming back": [("spool.sync", 3), ("syncer.merge", 3), ("syncer.publish", 5)],
+}
+"""Each of them from when the standby has everything on."""
 
 
 def two_levels(folder: Path, seed: int, budget: int, **changes: object) -> tuple[Toy, dict[str, Toy]]:
@@ -95,7 +116,8 @@ def both_levels_agree(above: History, told: dict[str, History]) -> None:
         assert found.ledger.balanced()
         line_tokens = [line.tokens_merged for line in above.machine.state.sites[name].lines]
         assert 0 <= found.ledger.merged - sum(line_tokens) // len(line_tokens) <= 1, "to rounding"
-        assert found.ledger.processed >= below.machine.state.run_tokens() > 0
+        if not below.began:  # A later lineage knows of the earlier ones what is merged above.
+            assert found.ledger.processed >= below.machine.state.run_tokens() > 0
         assert found.ledger.refused == found.ledger.lost == 0, found
         assert found.ledger.in_flight == 0, found
         if min(found.versions) == 0:
@@ -110,6 +132,135 @@ def test_a_region_dies_and_both_levels_go_on(tmp_path: Path, chapter: str) -> No
         play(folder, budget, seed_of(chapter), DEATHS[chapter])
 
     long_enough(tmp_path, once, BUDGET // 2 if chapter == "there and back" else 2 * BUDGET)
+
+
+def goes_on(life: Process, what: str, count: int, bound: float) -> None:
+    """Wait until ``life`` has said ``what`` so often, in a run that is not over by then."""
+    eventually(lambda: len(life.log.of(what)) >= count or bool(life.log.of("final")), bound, what)
+    if life.log.of("final"):
+        raise EndedTooSoonError(f"the run was over before {count} {what}")
+
+
+def take_over(folder: Path, budget: int, seed: int, deaths: list[tuple[str, int]], by: str = "word") -> None:
+    """A region whose syncers die of ``deaths``, each when its standby has everything, which then takes its place.
+
+    It does so ``by`` an operator's word, by a "lossy" one, or by the "lease".
+    """
+    toy, regions = two_levels(folder, seed, budget)
+    region = replace(regions["region-a"], replication={"mode": "sync", "timeout_s": 3.0, "alive_s": 0.2})
+    if by == "lease":
+        region = replace(region, lease=str(folder / "lease.json"))
+    if by == "lossy":  # What a lineage began with is kept for the audit.
+        region = replace(region, retain_steps=4096)
+    above, bound, ports = f"127.0.0.1:{toy.port}", bound_s(budget), (free_port(), free_port())
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    nodes: list[Process] = []
+    sites: list[SiteThread] = []
+    with ExitStack() as alive:
+        top = alive.enter_context(Process("syncer", toy))
+        top.log.wait_for("listening", 1, bound)
+
+        def begin(death: tuple[str, int] | None) -> None:
+            """The next syncer: the first leads, each later one follows the one before."""
+            number = len(nodes)
+            mine: dict[str, object] = {"data": f"node-{number}", "port": ports[number % 2], "late": True}
+            if number:
+                mine["primary"] = addresses[(number - 1) % 2]
+            role = "standby" if number else "syncer"
+            nodes.append(alive.enter_context(Process(role, region, death, site="region-a", above=above, **mine)))
+            nodes[-1].log.wait_for("standing" if number else "listening", 1, bound)
+
+        for death in (*deaths[:1], *deaths[1:2]):
+            begin(death)
+        if len(deaths) == 1:
+            begin(None)
+        sites += [
+            alive.enter_context(SiteThread(region, name, ",".join(addresses), step_s=step))
+            for name, step in zip(site_names("region-a"), (STEP_S, 1.7 * STEP_S), strict=True)
+        ]
+        for number, death in enumerate(deaths):
+            leads, follows = nodes[number], nodes[number + 1]
+            leads.log.wait_for("upstream", 1, bound, where=lambda event: event["event"] == "pushed")
+            if by == "lease":
+                heir = f"names node-{number + 1}-"
+                leads.log.wait_for("note", 1, bound, where=lambda note, heir=heir: heir in str(note.get("why")))
+            leads.send(signal.SIGUSR2)
+            dies(leads, death, seed, budget)
+            for site in sites:  # So that the budget lasts longer.
+                site.toy_site.pause.set()
+            if by != "lease":
+                with AdminClient(addresses[(number + 1) % 2]) as operator:
+                    operator.promote(lossy=by == "lossy")
+            follows.log.wait_for("listening", 1, bound)
+            begin(deaths[number + 2] if number + 2 < len(deaths) else None)
+            goes_on(follows, "standby_attached", 1, bound)
+            for site in sites:
+                site.toy_site.pause.clear()
+            goes_on(follows, "published", len(follows.log.of("published")) + 2, bound)
+        finished = {site.site: site.join(bound) for site in sites}
+        assert nodes[len(deaths)].wait(bound) == 0, nodes[len(deaths)].errors
+        assert top.wait(bound) == 0, top.errors
+    led = nodes[: len(deaths) + 1]
+    whole = one_run(Path(region.folder), [f"node-{number}" for number in range(len(led))])
+    logs = {site.site: [site.log] for site in sites}
+    told = audit(replace(region, folder=str(whole)), [node.log for node in led], logs, finished)
+    both_levels_agree(history(toy), {"region-a": told})
+    retaken = [event["why"] for node in led for event in node.log.of("upstream_retaken")]
+    assert by == "lossy" or retaken == ["first version of a new site"] * toy.fragments, (
+        "what was not above yet is not overwritten"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("chapter", "by"), [("going up", "word"), ("coming back", "word"), ("going up", "lease")])
+def test_the_standby_of_a_region_goes_on_with_all_that_was_on_its_way(tmp_path: Path, chapter: str, by: str) -> None:
+    def once(folder: Path, budget: int) -> None:
+        take_over(folder, budget, seed_of(chapter), HEIRS[chapter], by)
+
+    long_enough(tmp_path, once, 2 * BUDGET)
+
+
+@pytest.mark.slow
+def test_a_standby_that_begins_a_new_lineage_takes_the_values_above(tmp_path: Path) -> None:
+    def once(folder: Path, budget: int) -> None:
+        take_over(folder, budget, seed_of("lossy"), [("outbox.put", 3)], "lossy")
+
+    long_enough(tmp_path, once, 2 * BUDGET)
+
+
+@pytest.mark.slow
+def test_a_standby_sends_the_last_update_of_a_region_that_has_ended(tmp_path: Path) -> None:
+    """The one above says that the run is over, and takes nothing until the region's syncer is dead."""
+    toy, regions = two_levels(tmp_path, seed_of("last"), BUDGET)
+    region = replace(regions["region-a"], replication={"mode": "sync", "timeout_s": 3.0, "alive_s": 0.2}, linger_s=2.0)
+    above, ports, bound = f"127.0.0.1:{toy.port}", (free_port(), free_port()), bound_s(BUDGET)
+    first, second = (f"127.0.0.1:{port}" for port in ports)
+    mine = {"site": "region-a", "above": above}
+    with ExitStack() as alive:
+        top = alive.enter_context(Process("syncer", toy))
+        leads = alive.enter_context(Process("syncer", region, data="node-0", port=ports[0], **mine))
+        leads.log.wait_for("listening", 1, bound)
+        standby = {"data": "node-1", "port": ports[1], "primary": first}
+        follows = alive.enter_context(Process("standby", region, **standby, **mine))
+        site = alive.enter_context(SiteThread(region, "region-a-1", f"{first},{second}", step_s=STEP_S))
+        leads.log.wait_for("last_round", 1, bound)
+        top.send(signal.SIGSTOP)
+        finished = site.join(bound)
+        leads.log.wait_for("final", 1, bound)
+        leads.kill()
+        with AdminClient(second) as operator:
+            operator.promote()
+        follows.log.wait_for("listening", 1, bound)
+        top.send(signal.SIGCONT)
+        assert follows.wait(bound) == 0, follows.errors
+        assert top.wait(bound) == 0, top.errors
+    whole = replace(region, folder=str(one_run(Path(region.folder), ["node-0", "node-1"])))
+    told = audit(whole, [leads.log, follows.log], {site.site: [site.log]}, {site.site: finished})
+    both_levels_agree(history(toy), {"region-a": told})
+    found = standing(told.machine.state)
+    assert found is not None
+    assert found.ledger.unsent == 0
+    assert "pushed" in [event["event"] for event in follows.log.of("upstream")]
 
 
 @pytest.mark.slow
@@ -131,6 +282,60 @@ def test_a_region_goes_on_while_the_one_above_is_away(tmp_path: Path) -> None:
         life.log.wait_for("upstream", 3, 60.0, since=before, where=lambda event: event["event"] == "pushed")
         time.sleep(0.1)
         assert life.wait(0.0) is None
+
+
+@pytest.mark.slow
+def test_a_region_that_has_ended_goes_on_after_a_restore_above(tmp_path: Path) -> None:
+    toy, regions = two_levels(tmp_path, seed_of("restored"), BUDGET, retain_steps=10**6)
+    region, address, bound = regions["region-a"], f"127.0.0.1:{toy.port}", bound_s(BUDGET)
+
+    def play_to_the_end() -> tuple[Process, Process]:
+        """Start everything, what was there already as well, and wait for the end; the two syncers."""
+        with ExitStack() as alive:
+            top = alive.enter_context(Process("syncer", toy))
+            top.log.wait_for("listening", 1, bound)
+            here = f"127.0.0.1:{region.port}"
+            site = alive.enter_context(SiteThread(region, "region-a-1", here, step_s=STEP_S))
+            life = alive.enter_context(Process("syncer", region, site="region-a", above=address))
+            assert site.join(bound).ending == "finished"
+            assert life.wait(bound) == 0, life.errors
+            assert top.wait(bound) == 0, top.errors
+        return top, life
+
+    top, _ = play_to_the_end()
+    last = max(int(str(event["version"])) for event in top.log.of("published"))
+    restore_without(toy, [Selection("region-a", "versions", last - 1, last)])
+    top, life = play_to_the_end()
+    assert life.log.of("resumed")
+    assert {str(event["why"]) for event in life.log.of("upstream_retaken")} == {
+        f"the run was restored: lineage {CLOCK_S}"
+    }
+    assert any(event["merged"] for event in top.log.of("published")), "the region has sent more"
+    state, below = history(toy).machine.state, history(region).machine.state
+    assert (state.phase, below.phase) == (Phase.ENDED, Phase.ENDED)
+    assert state.run_tokens() >= BUDGET
+    found = standing(below)
+    assert found is not None
+    assert found.ledger.balanced()
+    assert state.sites["region-a"].status.value == "left"
+
+
+@pytest.mark.slow
+def test_a_region_that_has_ended_stays_so_without_a_word_from_above(tmp_path: Path) -> None:
+    toy, regions = two_levels(tmp_path, seed_of("over"), BUDGET // 2)
+    region, address, bound = regions["region-a"], f"127.0.0.1:{toy.port}", bound_s(BUDGET)
+    with ExitStack() as alive:
+        top = alive.enter_context(Process("syncer", toy))
+        top.log.wait_for("listening", 1, bound)
+        life = alive.enter_context(Process("syncer", region, site="region-a", above=address))
+        here = f"127.0.0.1:{region.port}"
+        alive.enter_context(SiteThread(region, "region-a-1", here, step_s=STEP_S)).join(bound)
+        assert life.wait(bound) == 0, life.errors
+        assert top.wait(bound) == 0, top.errors
+    with Process("syncer", region, site="region-a", above=address) as life:
+        assert life.wait(bound) == 0, life.errors
+        assert [note["note"] for note in life.log.of("note")] == ["stays_finished"]
+        assert life.log.of("ended") == [{"what": "ended", "ending": "finished"}]
 
 
 def test_a_run_neither_becomes_a_region_nor_ceases_to_be_one(tmp_path: Path) -> None:
@@ -197,6 +402,215 @@ def test_the_verbs_make_a_run_of_two_levels_and_a_region_is_killed(tmp_path: Pat
         assert float(str(losses[-1])) < float(str(losses[0])) - 1, losses
 
 
-def gone_up(place: Place, region: str) -> list[Event]:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "source", [("--from-site", "runs/east/sites/east-0"), ("--from", "vault")], ids=["site", "backup"]
+)
+def test_a_region_whose_disk_is_lost_is_restored(tmp_path: Path, source: tuple[str, str]) -> None:
+    with place_in(tmp_path) as place:
+        shared = ["run.seconds=100000", "outer.round_updates=1", "outer.staleness_max=30", "outer.final_wait_s=60"]
+        top, address = place.syncer("top", *shared)
+        here = f"127.0.0.1:{free_port()}"
+        upstream = [f"upstream.endpoint={address}", "upstream.site_id=east", "upstream.updates=4"]
+        own = [f"cluster.syncer.listen={here}", "outer.lr=0.5", "site.finish_timeout_s=60", *upstream]
+        own += ["cluster.syncer.backup=vault", "cluster.syncer.backup_every_s=1"]
+
+        def region() -> Verb:
+            return place.start(f"region-{len(place.verbs)}", "syncer", *TINY, "run.name=east", *shared, *own)
+
+        first = region()
+        sites = [
+            place.site("east", here, f"east-{number}", *shared, "outer.lr=0.5", *share)
+            for number in (0, 1)
+            for share in [[f"site.index={number}", "site.num_sites=2"]]
+        ]
+        checkpoints = lambda: place.seen("east", "east-0", "checkpoint")  # noqa: E731
+        wait_for(lambda: len(gone_up(place, "east")) >= 2, "updates above", first.text, LONG_S)
+        seen = len(checkpoints())
+        wait_for(lambda: len(checkpoints()) > seen + 1, "a checkpoint of a site", sites[0].text, LONG_S)
+        wait_for(lambda: place.seen("east", "syncer", "backup"), "a backup", first.text, LONG_S)
+        first.kill()
+        shutil.rmtree(tmp_path / "runs/east/syncer")
+        refused = region()
+        assert refused.end(LONG_S) == ExitCode.FAILED
+        assert "diloco restore takes it up again from a backup or a warm site" in refused.text()
+        code, said = place.run("restore", "runs/east", *source, bound_s=LONG_S)
+        assert code == 0, said
+        assert "takes the values of the run above" in said
+        before, again = len(gone_up(place, "east")), region()
+        more = lambda: len(gone_up(place, "east")) > before + 1 or again.process.poll() is not None  # noqa: E731
+        wait_for(more, "more updates above", again.text, LONG_S)
+        assert again.process.poll() is None, again.text()
+        top.signal(signal.SIGINT)
+        for verb in (*sites, again, top):
+            assert verb.end(LONG_S) == ExitCode.DRAINED, f"{verb.name}: {verb.text()}"
+        for number in (0, 1):
+            assert place.seen("east", f"east-{number}", "started_over"), "it has heard of the new lineage"
+        above, below = (last_state(compose([*TINY, *shared]), tmp_path / "runs" / run) for run in ("top", "east"))
+        found = standing(below)
+        assert found is not None
+        assert found.ledger.balanced()
+        assert found.ledger.refused == found.ledger.lost == found.ledger.in_flight == 0, found
+        assert found.ledger.merged == above.sites["east"].lines[0].tokens_merged
+
+
+@pytest.mark.slow
+def test_each_of_two_syncers_of_a_region_is_a_site_of_the_one_above_of_its_number(tmp_path: Path) -> None:
+    """One of the region's is killed on the way; the run above ends by itself, and each pair's books balance."""
+    shared = ["run.seconds=null", "run.tokens=20000", "outer.num_fragments=4", "outer.num_syncers=2"]
+    shared += ["outer.round_updates=1", "outer.staleness_max=30"]
+    ports = {run: (free_port(), free_port()) for run in ("top", "east")}
+    addresses = {run: "/".join(f"127.0.0.1:{port}" for port in two) for run, two in ports.items()}
+    upstream = [f"upstream.endpoint={addresses['top']}", "upstream.site_id=east", "upstream.updates=4"]
+    own = {"top": ["outer.final_wait_s=60"], "east": ["outer.lr=0.5", "site.finish_timeout_s=60", *upstream]}
+    with place_in(tmp_path) as place:
+
+        def syncer(run: str, index: int) -> Verb:
+            mine = [f"cluster.syncer.index={index}", f"cluster.syncer.listen=127.0.0.1:{ports[run][index]}"]
+            name = f"{run}-{index}-{len(place.verbs)}"
+            verb = place.start(name, "syncer", *TINY, *shared, f"run.name={run}", *own[run], *mine)
+            wait_for(lambda: "listening on" in verb.text(), name, verb.text)
+            return verb
+
+        top = [syncer("top", index) for index in range(2)]
+        east = [syncer("east", index) for index in range(2)]
+        sites = [
+            place.site("east", addresses["east"], f"east-{number}", *shared, "outer.lr=0.5", *share)
+            for number in (0, 1)
+            for share in [[f"site.index={number}", "site.num_sites=2"]]
+        ]
+        up = lambda: len(gone_up(place, "east", "syncer-1"))  # noqa: E731
+        wait_for(lambda: up() >= 2, "updates above", sites[0].text, LONG_S)
+        east[1].kill()
+        before, east[1] = up(), syncer("east", 1)
+        wait_for(lambda: up() > before + 1, "more of them", east[1].text, LONG_S)
+        for verb in (*sites, *east, *top):
+            assert verb.end(LONG_S) == ExitCode.OK, f"{verb.name}: {verb.text()}"
+        for index in range(2):
+            config = at(compose([*TINY, *shared]), index)
+            above, below = (last_state(config, tmp_path / "runs" / run / "syncers" / str(index)) for run in ports)
+            found = standing(below)
+            assert found is not None
+            assert len(found.versions) == len(above.fragments) == 2
+            assert min(found.versions) > 0
+            assert found.ledger.balanced()
+            merged = sum(line.tokens_merged for line in above.sites["east"].lines)
+            assert merged >= 2 * 20_000, "over two fragments"
+            assert 0 <= found.ledger.merged - merged // 2 <= 1, "to rounding"
+            assert found.ledger.processed >= below.run_tokens() > 0
+            assert found.ledger.refused == found.ledger.lost == found.ledger.in_flight == 0, found
+            assert above.sites["east"].status.value == "left"
+
+
+@pytest.mark.slow
+def test_the_standby_of_a_region_takes_over_while_the_one_above_is_away(tmp_path: Path) -> None:
+    shared = ["run.seconds=100000", "outer.round_updates=1", "outer.staleness_max=30", "outer.final_wait_s=60"]
+    top, first, second = (f"127.0.0.1:{free_port()}" for _ in range(3))
+    own = ["run.name=east", "outer.lr=0.5", "site.finish_timeout_s=60", "cluster.replication.mode=sync"]
+    own += ["cluster.replication.timeout_s=2"]
+    own += [f"upstream.endpoint={top}", "upstream.site_id=east", "upstream.updates=4"]
+    with place_in(tmp_path) as place:
+
+        def above() -> Verb:
+            name = f"top-{len(place.verbs)}"
+            verb = place.start(name, "syncer", *TINY, *shared, "run.name=top", f"cluster.syncer.listen={top}")
+            wait_for(lambda: "listening on" in verb.text(), name, verb.text)
+            return verb
+
+        life = above()
+        region = place.start("east", "syncer", *TINY, *shared, *own, f"cluster.syncer.listen={first}")
+        follows = [f"cluster.syncer.listen={second}", f"cluster.standby.primary={first}"]
+        plain = [text for text in own if not text.startswith("upstream.")]
+        wrong = ["cluster.standby.name=wrong", *follows]
+        mistaken = place.start("wrong", "standby", "follow", *TINY, *shared, *plain, *wrong)
+        assert mistaken.end() == ExitCode.MISMATCH, mistaken.text()
+        assert "upstream.endpoint is null, and this run is the region 'east' of a run above" in mistaken.text()
+        standby = place.start("standby", "standby", "follow", *TINY, *shared, *own, *follows)
+        sites = [
+            place.site("east", f"{first},{second}", f"east-{number}", *shared, "outer.lr=0.5", *share)
+            for number in (0, 1)
+            for share in [[f"site.index={number}", "site.num_sites=2"]]
+        ]
+        wait_for(lambda: len(gone_up(place, "east")) >= 2, "updates above", region.text, LONG_S)
+        life.kill()
+        region.kill()
+        code, said = place.run("standby", "promote", second)
+        assert code == 0, said
+        published = lambda: len(place.seen("east", "syncer", "published"))  # noqa: E731
+        before = published()
+        wait_for(lambda: published() > before + 4, "versions for the region's sites", standby.text, LONG_S)
+        before, life = len(gone_up(place, "east")), above()
+        wait_for(lambda: len(gone_up(place, "east")) > before + 1, "more updates above", standby.text, LONG_S)
+        life.signal(signal.SIGINT)
+        for verb in (*sites, standby, life):
+            assert verb.end(LONG_S) == ExitCode.DRAINED, f"{verb.name}: {verb.text()}"
+        assert [event["why"] for event in place.seen("east", "syncer", "upstream_retaken")] == [
+            "first version of a new site"
+        ]
+        code, said = place.run("journal", "verify", "runs/east")
+        assert code == 0, said
+
+
+def last_state(config: RunConfig, folder: Path) -> OuterState:
+    """What the syncer in ``folder`` remembered when it stopped."""
+    snapshots = Snapshots(folder / "syncer" / "snapshots")
+    plain, _ = snapshots.peek(snapshots.numbers()[-1])
+    return OuterSync.restore(build.outer_options(config), plain).state
+
+
+def gone_up(place: Place, region: str, syncer: str = "syncer") -> list[Event]:
     """The updates that a region has sent."""
-    return [event for event in place.seen(region, "syncer", "upstream") if event["event"] == "pushed"]
+    return [event for event in place.seen(region, syncer, "upstream") if event["event"] == "pushed"]
+
+
+class NoRoom(Disk):
+    """While it is ``full``, a disk without room for an update, a version above or a record of the journal."""
+
+    def __init__(self) -> None:
+        self.full = False
+
+    def reached(self, step: Step) -> None:
+        if self.full and step in (Step.SPOOL_WRITE, Step.SPOOL_SYNC, Step.OUTBOX_PUT, Step.JOURNAL_WRITE):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.slow
+def test_while_a_region_s_disk_is_full_what_waits_does_not_grow_with_the_versions_above(tmp_path: Path) -> None:
+    toy, regions = two_levels(tmp_path, seed_of("full"), 1_000_000)
+    region, address, disk, log = regions["region-a"], f"127.0.0.1:{toy.port}", NoRoom(), Log()
+    made: list[Upward] = []
+
+    def speaks() -> Upward:
+        made.append(speaker(region, "region-a", address, log.emit, disk))
+        return made[0]
+
+    syncer = region.syncer(log.emit, disk, above=speaks)
+    with ExitStack() as alive:
+        top = alive.enter_context(Process("syncer", toy))
+        top.log.wait_for("listening", 1, 60.0)
+        here = syncer.start()
+        alive.callback(syncer.stop)
+        alive.enter_context(SiteThread(region, "region-a-1", here, step_s=STEP_S))
+        log.wait_for("upstream", 2, 60.0, where=lambda event: event["event"] == "pushed")
+        other = alive.enter_context(SiteThread(toy, "alone", address, step_s=STEP_S))
+        other.log.wait_for("pushed", 2, 60.0)
+
+        def waiting() -> int:
+            (above,) = made
+            queues = (syncer.core._inbox, above._fetcher.queue, above._sealer.queue, above._sender.queue)
+            files = [path for path in Path(region.folder, "syncer").rglob("*") if path.is_file()]
+            return sum(each.qsize() for each in queues) + len(above._sent) + len(files)
+
+        disk.full = True
+        eventually(lambda: syncer.core.held is not None, 60.0, "the region waits for room")
+        top.log.wait_for("published", 20, 60.0, since=len(top.log))
+        before = waiting()
+        top.log.wait_for("published", 200, 120.0, since=len(top.log))
+        assert waiting() <= before + 2 * region.fragments
+        disk.full = False
+        eventually(lambda: syncer.core.held is None, 60.0, "it goes on")
+        sent = len(log)
+        log.wait_for("upstream", 2, 60.0, since=sent, where=lambda event: event["event"] == "pushed")
+        newest = max(int(str(event["version"])) for event in top.log.of("published"))
+        bases = lambda: syncer.core.ask(lambda machine: standing(machine.state), early=True)  # noqa: E731
+        eventually(lambda: min(getattr(bases(), "versions", (0,))) >= newest - 20, 60.0, "the newest is taken")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from diloco.durable import locked
-from diloco.sync.selection import Selection
+from diloco.sync.rounds import Selection
 from diloco.syncer.images import Image
-from diloco.syncer.kept import Kept, Rules
-from diloco.syncer.restoring import Known, restore_in_place
+from diloco.syncer.restoring import Kept, Known, Rules, restore_in_place
 from diloco.syncer.store import RunCard
 from tests.loopback.audit import audit
 from tests.loopback.cluster import SiteThread, free_port, serving
@@ -29,7 +27,7 @@ def restore_without(toy: Toy, selections: list[Selection]) -> None:
     kept = Kept(folder)
     rebuilt = kept.replay(rules, selections)
     assert rebuilt.left_out, "nothing was left out"
-    image = Image(asdict(kept.card), tuple(rebuilt.values), rebuilt.held, {})
+    image = Image(kept.card.facts(), tuple(rebuilt.values), rebuilt.held, {})
     card = RunCard(kept.card.run_id, kept.card.layout_fingerprint, kept.card.shared_digest)
     with locked(folder):
         restored = restore_in_place(folder, card, rules, image, "a test", Known(CLOCK_S))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.outer.correction import Correction
+from diloco.outer.merge import Correction
 from tests.loopback.test_kill import long_enough, the_syncer_dies
 
 RULES: dict[str, dict[str, object]] = {

@@ -12,11 +12,11 @@ from diloco.inner.data import TokenStream
 from diloco.launch import build
 from diloco.launch.errors import ExitCode
 from diloco.launch.past import past_of
-from diloco.sync.spans import common, size, without
-from diloco.sync.unit_leases import columns_of
-from diloco.syncer.kept import Kept
+from diloco.sync.data_units import common, size, without
+from diloco.sync.fates import columns_of
+from diloco.syncer.restoring import Kept
 from diloco.wire.client import AdminClient
-from diloco.wire.security import SecurityOptions
+from diloco.wire.options import SecurityOptions
 from tests.launch.processes import Place, place_in, wait_for
 
 UNIT = 8

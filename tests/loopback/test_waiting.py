@@ -15,7 +15,7 @@ import pytest
 
 from diloco.launch.eventlog import EventLog, read_events
 from diloco.learner.agent import Agent
-from diloco.learner.sealing import Sealer, SealJob
+from diloco.learner.seal import Sealer, SealJob
 from diloco.sync.effects import StartOuterStep
 from diloco.sync.events import UpdateArrived
 from diloco.sync.journal import replay

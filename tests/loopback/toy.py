@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco.codec.contract import digest
+from diloco.codec.base import digest
 from diloco.durable import PLAIN_DISK, Disk, KillingDisk, Step
 from diloco.inner import checkpoint
 from diloco.inner.holding import Holding
@@ -32,20 +32,19 @@ from diloco.inner.parallel import SiteGroup
 from diloco.inner.trainer import StepInfo
 from diloco.launch.arenas import limit_arenas
 from diloco.learner.agent import Agent, Finished
-from diloco.learner.follower import Follower
+from diloco.learner.channel import Dealt, Orders
 from diloco.learner.options import AgentOptions
-from diloco.learner.orders import Orders
-from diloco.learner.owners import Dealt
-from diloco.learner.site_tensors import SiteTensors
-from diloco.learner.upward import Upward
-from diloco.outer.correction import UNCORRECTED, Correction
+from diloco.learner.owner import Follower
+from diloco.learner.region import Upward
+from diloco.learner.tensors import SiteTensors
 from diloco.outer.fragments import Layout, gather, plan_layout
-from diloco.outer.merge import MergeOptions
+from diloco.outer.merge import UNCORRECTED, Correction, MergeOptions
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.outer.rule import OuterRule, outer_rule
-from diloco.sync.adapting import AdaptOptions
 from diloco.sync.agreement import PROTOCOL, Agreement
+from diloco.sync.link import AdaptOptions
 from diloco.sync.options import HealthOptions, LearnerOptions, OuterOptions
+from diloco.syncer.backups import BackupOptions
 from diloco.syncer.lease import Lease
 from diloco.syncer.lease_etcd import EtcdLease
 from diloco.syncer.lease_file import FileLease
@@ -53,11 +52,11 @@ from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.replicator import ReplicationOptions
 from diloco.syncer.server import Syncer
 from diloco.syncer.standby import Standby, Warm
-from diloco.syncer.standing_by import StandingBy
+from diloco.syncer.succession import StandingBy
 from diloco.wire.client import SyncClient
-from diloco.wire.following import FollowClient
-from diloco.wire.options import ClientOptions, ServerOptions
-from diloco.wire.security import SecurityOptions
+from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
+from diloco.wire.replication import FollowClient
+from tests.hunts.clock import follow
 from tests.loopback.archive import archive
 from tests.loopback.speaker import speaker
 from tests.power import ForgetfulDisk
@@ -86,6 +85,7 @@ class Toy:
     outer: dict[str, object] = field(default_factory=dict)
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = SHAPES
     snapshot_every: int = 4
+    linger_s: float = 30.0
     retain_steps: int = 0
     port: int = 0
     tokens: str = ""
@@ -99,6 +99,7 @@ class Toy:
     lease: str = ""
     """The file of it, or the address of an etcd; none where it is empty."""
     lease_ttl_s: float = 2.0
+    backup: dict[str, object] = field(default_factory=dict)
 
     @property
     def run_id(self) -> str:
@@ -129,9 +130,10 @@ class Toy:
             down_codec=self.codec,
             snapshot_every=self.snapshot_every,
             heartbeat_s=0.2,
-            linger_s=30.0,
+            linger_s=self.linger_s,
             retain_steps=self.retain_steps,
             replication=ReplicationOptions(**self.replication),  # type: ignore[arg-type]
+            backup=BackupOptions(**self.backup),  # type: ignore[arg-type]
         )
 
     def plan(self) -> RunPlan:
@@ -395,6 +397,8 @@ def main(role: str, toy: Toy, death: tuple[str, int] | None, mine: dict[str, Any
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     if "files" in mine:  # That this process may open.
         resource.setrlimit(resource.RLIMIT_NOFILE, (mine["files"], mine["files"]))
+    if "clock" in mine:
+        follow(Path(mine["clock"]))
     torch.set_num_threads(1)
     limit_arenas()  # As the product's own processes do.
     lock = threading.Lock()
@@ -430,8 +434,9 @@ def run_standby(toy: Toy, emit: Emit, mine: dict[str, Any], disk: Disk) -> None:
 
 
 def run_syncer(toy: Toy, emit: Emit, mine: dict[str, Any], disk: Disk, warm: Warm | None = None) -> None:
-    above = (lambda: speaker(toy, mine["site"], mine["above"], emit, disk)) if "above" in mine else None
-    syncer = toy.syncer(emit, disk, mine.get("data", "syncer"), mine.get("port", 0), above)
+    data = mine.get("data", "syncer")
+    above = (lambda: speaker(toy, mine["site"], mine["above"], emit, disk, data)) if "above" in mine else None
+    syncer = toy.syncer(emit, disk, data, mine.get("port", 0), above)
     emit("listening", {"address": syncer.start(warm)})
     try:
         while (ending := syncer.wait(0.2)) is None:

@@ -24,6 +24,7 @@ SETTINGS = [
     *(f"cluster.sites.{site}.nproc=1" for site in SITES),
     "outer.num_fragments=2",
     "outer.site_timeout_s=60",
+    "outer.sites_max=20",
     "run.seconds=3600",
     "cluster.syncer.snapshot_every=4",
 ]
@@ -56,8 +57,8 @@ class Upgrade:
             assert sites[site].end(BOUND_S) == 75, sites[site].text()
             sites[site] = self._site(site, self.new)
             self._merged(f"new syncer, new {site}")
-        syncer = self._replaced(syncer, self.new, gracefully=True)
-        self._merged("a second new syncer, new sites")
+        syncer = self._replaced(syncer, self.new, "outer.sites_max=30", gracefully=True)
+        self._merged("a second new syncer with more room, new sites")
         began = time.monotonic()
         syncer.signal(signal.SIGTERM)
         assert syncer.end(BOUND_S) == 75, syncer.text()
@@ -66,11 +67,11 @@ class Upgrade:
             assert verb.end(BOUND_S) == 75, verb.text()
         return {**self._audited(), "drain_s": round(self.drain_s, 1)}
 
-    def _syncer(self, source: Path) -> Verb:
+    def _syncer(self, source: Path, *changed: str) -> Verb:
         number = sum(verb.name.startswith("syncer") for verb in self.place.verbs)
         listen = f"cluster.syncer.listen=127.0.0.1:{self.port}"
         before = len(self.place.seen(RUN, "syncer", "syncer_started"))
-        verb = self.place.start(f"syncer-{number}", "syncer", *SETTINGS, listen, source=source)
+        verb = self.place.start(f"syncer-{number}", "syncer", *SETTINGS, listen, *changed, source=source)
         self._until(verb, lambda: len(self.place.seen(RUN, "syncer", "syncer_started")) > before, "a start")
         return verb
 
@@ -79,14 +80,15 @@ class Upgrade:
         address = [f"site.syncer=127.0.0.1:{self.port}", f"site.id={site}"]
         return self.place.start(f"{site}-{number}", "site", *SETTINGS, *address, source=source)
 
-    def _replaced(self, syncer: Verb, source: Path, *, gracefully: bool) -> Verb:
-        """Another syncer in the place of this one.  A program that knows no hand-over is simply killed."""
+    def _replaced(self, syncer: Verb, source: Path, *changed: str, gracefully: bool) -> Verb:
+        """Another syncer in the place of this one, with settings that are ``changed``.  A program that knows no
+        hand-over is simply killed."""
         if gracefully:
             syncer.signal(signal.SIGHUP)
             assert syncer.end(BOUND_S) == 75, syncer.text()
         else:
             syncer.kill()
-        return self._syncer(source)
+        return self._syncer(source, *changed)
 
     def _merged(self, what: str) -> None:
         """Wait until each site has had so many updates merged since now."""

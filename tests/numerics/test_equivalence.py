@@ -17,13 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.codec.contract import NonFiniteError
+from diloco.codec.base import NonFiniteError
 from diloco.codec.registry import make_codec
-from diloco.outer.adopt import rebase
 from diloco.outer.fragments import plan_layout
 from diloco.outer.merge import merge_mean
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
-from diloco.outer.pseudo_gradient import pseudo_gradient
+from diloco.outer.pseudo_gradient import pseudo_gradient, rebase
 from diloco.outer.reference import reference_diloco
 from diloco.sync import effects as fx
 from tests.sync.driving import Syncer, of

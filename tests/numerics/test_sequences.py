@@ -10,7 +10,7 @@ from random import Random
 import pytest
 import torch
 
-from diloco.codec.fused import State, outer_pass
+from diloco.codec.merging import State, outer_pass
 from diloco.codec.registry import make_codec
 from diloco.outer.optimizer import NOTHING, OUTER_KINDS, OuterOptimizerOptions, evaluated, outer_step
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diloco.outer.adopt import blend, eager, overwrite, rebase
-from diloco.outer.pseudo_gradient import pseudo_gradient
+from diloco.outer.pseudo_gradient import blend, eager, overwrite, pseudo_gradient, rebase
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.outer.correction import KEPT, UNCORRECTED, Correction, corrected, corrected_products
+from diloco.outer.merge import KEPT, UNCORRECTED, Correction, corrected, corrected_products
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
-from diloco.outer.own_part import ADDITIVE, OwnPart
+from diloco.outer.pseudo_gradient import ADDITIVE, OwnPart
 
 NUMEL = 257
 NESTEROV = OuterOptimizerOptions(kind="nesterov", lr=0.7, momentum=0.9)

@@ -8,8 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from diloco.outer.fragments import Fragment, Layout, Piece, plan_layout
-from diloco.outer.placement import described, part_of, place
+from diloco.outer.fragments import Fragment, Layout, Piece, described, part_of, place, plan_layout
 
 
 def slowest(placed: tuple[tuple[int, ...], ...], numels: list[int], rates: list[float]) -> Fraction:

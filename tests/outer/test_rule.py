@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.outer.correction import Correction
 from diloco.outer.fragments import plan_layout
-from diloco.outer.merge import MEAN, Gate, MergeOptions, Segment
+from diloco.outer.merge import MEAN, Correction, Gate, MergeOptions, Segment
 from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.outer.rule import OuterRule, outer_rule
 

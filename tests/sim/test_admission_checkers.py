@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.sim.admission_checkers import Admission
-from diloco.sim.checking import Violation
+from diloco.sim.checkers import Violation
 from diloco.sim.outer_process import OuterPlan
+from diloco.sim.site_checkers import Admission
 from diloco.sim.values import OuterRule
 from diloco.sync import effects as fx
 from diloco.sync.events import Outcome, Reason

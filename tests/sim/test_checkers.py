@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.sim.checkers import Staleness, Versions, Weights, accepted
-from diloco.sim.checking import Violation
+from diloco.sim.checkers import Staleness, Versions, Violation, Weights, accepted
 from diloco.sim.outer_process import OuterPlan
 from diloco.sim.values import OuterRule
 from diloco.sync.effects import AnswerPush, Contribution, StartOuterStep, UpdateRef
@@ -54,8 +53,12 @@ def test_accepted_is_what_was_answered_so() -> None:
 def test_weights_follow_the_rule() -> None:
     checker = Weights(PLAN)
     checker.outer(0, update("a", tokens=10), [YES], MACHINE)
-    checker.outer(0, update("b", tokens=30), [YES, step(1, a=0.25, b=0.75)], MACHINE)
     with pytest.raises(Violation, match="should be"):
+        checker.outer(0, update("b", tokens=30), [YES, step(1, a=0.5, b=0.5)], MACHINE)
+    checker = Weights(PLAN)
+    checker.outer(0, update("a", tokens=10), [YES], MACHINE)
+    checker.outer(0, update("b", tokens=30), [YES, step(1, a=0.25, b=0.75)], MACHINE)
+    with pytest.raises(Violation, match="again and was"):
         checker.outer(0, update("c"), [step(1, a=0.5, b=0.5)], MACHINE)
     with pytest.raises(Violation, match="sum to"):
         checker.outer(0, update("c"), [step(1, a=0.25, b=0.8)], MACHINE)

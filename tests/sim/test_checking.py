@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.sim.checking import Checker, Checkers, Violation
+from diloco.sim.checkers import Checker, Checkers, Violation
 from diloco.sim.outer_process import OuterPlan
 from diloco.sim.values import OuterRule
 from diloco.sync.options import OuterOptions

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from diloco.sim.network import Direction
+from diloco.sim.world import Direction
 from tests.sim.small import Small
 
 

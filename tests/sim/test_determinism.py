@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from diloco.sim.network import Link
 from diloco.sim.swarm import run_seed
+from diloco.sim.world import Link
 from tests.tidy_rules import ROOT
 
 SEEDS = (1, 21)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.sim import expected as expected_module
-from diloco.sim.expected import JOB, LAYOUTS, Expected, expected
+from diloco.sim import studies as expected_module
 from diloco.sim.planning import PRESETS, Question
+from diloco.sim.studies import JOB, LAYOUTS, Expected, expected
 
 ASKED = Question(
     parameters=1e9,

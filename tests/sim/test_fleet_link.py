@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco.sim.fleet_link import Arrivals, carry_ns, fetch_bytes
+from diloco.sim.fleet_site import Arrivals, carry_ns, fetch_bytes
 from diloco.sync.options import SECOND_NS
 from tests.sim.test_fleet import FleetSite, fleet
 

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.sim.fleet import Fleet, simulate
+from diloco.sim.fleet import Fleet, RegionalSyncer, simulate
 from diloco.sim.fleet_plan import FleetPlan, FleetSite, RegionPlan
-from diloco.sim.fleet_region import RegionalSyncer
 from diloco.sync.options import SECOND_NS
+from diloco.sync.region import standing
 from diloco.sync.state import Phase
-from diloco.sync.upstream import standing
 from tests.sim.test_fleet import fleet
 
 ONE_BY_ONE = {"round_updates": 1, "staleness_max": 30}

@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.sim.checking import Violation
-from diloco.sim.leader_checkers import OneLeader, Replicated
+from diloco.sim.checkers import Violation
 from diloco.sim.outer_process import OuterPlan
-from diloco.sim.replicator import Unit
-from diloco.sim.storage import Storage
+from diloco.sim.site_checkers import OneLeader, Replicated
+from diloco.sim.standby_process import Unit
 from diloco.sim.values import OuterRule
+from diloco.sim.world import Storage
 from diloco.sync.effects import PublishVersion
 from diloco.sync.events import StandbyAttached, StandbyDetached, SyncerStarted
-from diloco.sync.frames import CHAIN_START, FRAME, encode_frame
+from diloco.sync.journal import CHAIN_START, FRAME, encode_frame
 from diloco.sync.options import OuterOptions
 from diloco.sync.syncer import OuterSync
 from tests.sim.small import a_pair

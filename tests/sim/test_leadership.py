@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from diloco.sim.leadership import Leadership
-from diloco.sim.network import Direction
 from diloco.sim.outer_process import OuterProcess
+from diloco.sim.standby_process import Leadership
+from diloco.sim.world import Direction
 from tests.sim.small import Small, a_pair
 
 

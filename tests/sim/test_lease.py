@@ -2,9 +2,8 @@ from __future__ import annotations
 
 from random import Random
 
-from diloco.sim.lease import Lease, LeaseLine
-from diloco.sim.network import MILLISECOND_NS, Direction, Heap, Link, Weather
-from diloco.sim.process import Process
+from diloco.sim.standby_process import Lease, LeaseLine
+from diloco.sim.world import MILLISECOND_NS, Direction, Heap, Link, Process, Weather
 
 TTL_NS = 1000 * MILLISECOND_NS
 

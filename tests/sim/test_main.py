@@ -5,7 +5,7 @@ import json
 import pytest
 
 from diloco.sim.__main__ import main
-from diloco.sim.parts import Trainer
+from diloco.sim.several import Trainer
 from diloco.sync import ending
 
 

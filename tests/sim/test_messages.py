@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from diloco.sim.messages import Feed
-from diloco.sim.network import Direction, Heap, Link, Weather
+from diloco.sim.world import Direction, Feed, Heap, Link, Weather
 from diloco.sync.events import Ending, FinalAnnounced
 
 

@@ -7,40 +7,32 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from diloco.sim.leadership import Leadership
-from diloco.sim.lease import Lease
-from diloco.sim.outer_disk import OuterDisk, Place, Recovered
+from diloco.sim.outer_disk import Kept, OuterDisk, Place, Recovered, Replayer
 from diloco.sim.outer_process import OuterProcess
 from diloco.sim.plan import draw_plan
-from diloco.sim.replaying import Kept, Replayer
-from diloco.sim.replicator import Replicator
 from diloco.sim.site_checkers import CHECKERS
 from diloco.sim.site_process import SiteProcess
-from diloco.sim.standby_process import StandbyProcess
-from diloco.sim.storage import Storage
+from diloco.sim.standby_process import Leadership, Lease, Replicator, StandbyProcess
 from diloco.sim.swarm import run_seed
+from diloco.sim.world import Storage
 from diloco.sync import (
-    arrivals,
-    boundary,
-    claims,
+    admission,
     ending,
-    following,
-    joining,
+    fates,
     learner,
     rounds,
-    sending,
     syncer,
-    unit_leases,
+    updates,
+    versions,
 )
+from diloco.sync.data_units import Holder, whole_units
 from diloco.sync.effects import Adopt, Leave, Seal, SkipData
 from diloco.sync.events import JoinAnswered, Outcome, Reason, UpdateArrived
-from diloco.sync.frames import encode_mark
+from diloco.sync.journal import encode_mark
 from diloco.sync.learner import LearnerSync
 from diloco.sync.options import OuterOptions
-from diloco.sync.spans import whole_units
 from diloco.sync.state import FragmentState, Line, OuterState
 from diloco.sync.syncer import OuterSync
-from diloco.sync.units import Holder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -57,7 +49,7 @@ def admit_again(patch: Patch) -> None:
         return dataclasses.replace(verdict, outcome=Outcome.ACCEPTED) if verdict.outcome == "duplicate" else verdict
 
     patch.setattr(syncer, "admit", admit)
-    patch.setattr(arrivals, "admit", admit)
+    patch.setattr(rounds, "admit", admit)
 
 
 def recover_an_older_version(patch: Patch) -> None:
@@ -137,13 +129,13 @@ def count_dead_sites_in_the_share(patch: Patch) -> None:
 
 
 def count_refused_updates_in_the_share(patch: Patch) -> None:
-    right = arrivals._refused
+    right = rounds._refused
 
     def refused(line: Line, digest: str, reason: Reason) -> None:
         right(line, digest, reason)
         line.usual_tokens, line.usual_steps = 2 * line.usual_tokens, 2 * line.usual_steps
 
-    patch.setattr(arrivals, "_refused", refused)
+    patch.setattr(rounds, "_refused", refused)
 
 
 def believe_what_is_usual_alone(patch: Patch) -> None:
@@ -153,8 +145,8 @@ def believe_what_is_usual_alone(patch: Patch) -> None:
         del options
         return min(event.steps, state.sites[event.site].lines[event.fragment].usual_steps or event.steps)
 
-    patch.setattr(claims, "believed_steps", believed)
-    patch.setattr(claims, "STEPS_RATIO_MAX", 2)
+    patch.setattr(admission, "believed_steps", believed)
+    patch.setattr(admission, "STEPS_RATIO_MAX", 2)
 
 
 def judge_staleness_laxly(patch: Patch) -> None:
@@ -202,7 +194,7 @@ def merge_only_the_first_update_of_a_site(patch: Patch) -> None:
 
 
 def seal_without_a_window(patch: Patch) -> None:
-    right = boundary.may_seal
+    right = updates.may_seal
 
     def may_seal(turn: Any, part: Any) -> bool:
         orphans, in_flight = part.orphans, part.in_flight
@@ -212,11 +204,11 @@ def seal_without_a_window(patch: Patch) -> None:
         finally:
             part.orphans, part.in_flight = orphans, in_flight
 
-    patch.setattr(boundary, "may_seal", may_seal)
+    patch.setattr(updates, "may_seal", may_seal)
 
 
 def lose_refused_tokens(patch: Patch) -> None:
-    patch.setattr(sending, "give_back", lambda options, part, sent: part.in_flight.remove(sent))
+    patch.setattr(updates, "give_back", lambda options, part, sent: part.in_flight.remove(sent))
 
 
 def change_effects(patch: Patch, change: Callable[[Any], Any]) -> None:
@@ -275,12 +267,12 @@ def adopt_as_if_nothing_were_merged(patch: Patch) -> None:
 
 def take_stale_for_merged(patch: Patch) -> None:
     """Only the sum over all sites sees it: the site believes that its progress is in the version."""
-    right = sending.fate_told
+    right = updates.fate_told
 
     def fate_told(turn: Any, told: Any) -> None:
         right(turn, dataclasses.replace(told, reason=None) if told.reason is Reason.STALE else told)
 
-    for module in (learner, joining, following):
+    for module in (learner, versions):
         patch.setattr(module, "fate_told", fate_told)
 
 
@@ -351,7 +343,7 @@ def count_a_unit_for_one_fragment(patch: Patch) -> None:
 
 
 def lease_what_may_still_be_merged(patch: Patch) -> None:
-    patch.setattr(unit_leases, "_pending", lambda state, name: [])
+    patch.setattr(fates, "_pending", lambda state, name: [])
 
 
 def leave_free_what_is_taken_up_again(patch: Patch) -> None:
@@ -360,7 +352,7 @@ def leave_free_what_is_taken_up_again(patch: Patch) -> None:
         if holder is not None:
             holder.gone, holder.silent_ns = False, None
 
-    patch.setattr(unit_leases, "returned", returned)
+    patch.setattr(fates, "returned", returned)
 
 
 MUTATIONS: tuple[tuple[str, Callable[[Patch], None], int], ...] = (

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from random import Random
 
-from diloco.sim.network import HELD_MAX, MILLISECOND_NS, Direction, Heap, Link, Weather
+from diloco.sim.world import HELD_MAX, MILLISECOND_NS, Direction, Heap, Link, Weather
 
 
 def forever() -> bool:

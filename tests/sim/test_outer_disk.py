@@ -8,7 +8,7 @@ import pytest
 
 from diloco.sim.outer_disk import OuterDisk
 from diloco.sim.outer_process import OuterProcess
-from diloco.sim.storage import Damaged
+from diloco.sim.world import Damaged
 from tests.sim.small import Small
 
 

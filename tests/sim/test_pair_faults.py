@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
-from diloco.sim.network import Direction
-from diloco.sim.pair_faults import PAIR, PairFaults
+from diloco.sim.plan import PAIR, PairFaults
+from diloco.sim.world import Direction
 from tests.sim.small import Small, a_pair
 from tests.sooner import sooner
 

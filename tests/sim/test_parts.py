@@ -5,19 +5,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from diloco.sim.parts import PartProcess
-from diloco.sim.several import Several, draw_several
+from diloco.sim.several import PartProcess, Several, draw_several
 from diloco.sync.events import LeaveAsked
 from diloco.sync.options import SECOND_NS
 
 
 class Quiet(Several):
-    """A run without faults, and who stepped when."""
+    """A run without faults and without an end, and which parts stepped when."""
 
     def __init__(self, seed: int = 3) -> None:
         plan = draw_several(seed)
         self.steps: list[tuple[int, str, tuple[int, ...]]] = []
-        super().__init__(dataclasses.replace(plan, sites=plan.sites[:1], faults=()), ())
+        outers = [
+            dataclasses.replace(outer, options=dataclasses.replace(outer.options, token_budget=0))
+            for outer in plan.outers
+        ]
+        reached_ns = ((0,) * len(outers),)
+        plan = dataclasses.replace(plan, outers=tuple(outers), sites=plan.sites[:1], reached_ns=reached_ns, faults=())
+        super().__init__(plan, ())
         self.across.stepped = self._noted  # type: ignore[method-assign]
         for machine in self.machines:
             machine.syncers.start()

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from diloco.sim.pair_faults import PAIR
-from diloco.sim.plan import GENTLE, OF_ONE_MACHINE, draw_plan
+from diloco.sim.plan import GENTLE, OF_ONE_MACHINE, PAIR, draw_plan
 
 PLANS = [draw_plan(seed) for seed in range(300)]
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from diloco.sim.process import Died, Process
+from diloco.sim.world import Died, Process
 
 
 def test_frozen_process_does_everything_after_the_thaw_in_order() -> None:

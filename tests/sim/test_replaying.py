@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.sim.replaying import VERSIONS_KEPT, ZERO, Kept, Replayer, restored
-from diloco.sim.storage import Damaged
+from diloco.sim.outer_disk import VERSIONS_KEPT, ZERO, Kept, Replayer, restored
 from diloco.sim.values import OuterRule
+from diloco.sim.world import Damaged
 from diloco.sync.effects import Contribution, StartOuterStep, UpdateRef
 from diloco.sync.events import SyncerStarted
 from diloco.sync.journal import Record

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from diloco.sim.parts import PartProcess, Trainer
-from diloco.sim.several import FAULTS, Across, draw_several, run_several
-from tests.sim.test_mutants import lose_refused_tokens, take_stale_for_merged
+from diloco.sim import several
+from diloco.sim.several import FAULTS, Across, PartProcess, Trainer, draw_several, run_several
+from diloco.sim.site_checkers import CHECKERS
+from diloco.sim.swarm import Outcome
+from diloco.sync import versions
+from diloco.sync.effects import StopTraining
+from tests.sim.test_mutants import (
+    admit_again,
+    answer_before_syncing,
+    go_on_in_a_new_lineage,
+    lose_refused_tokens,
+    measure_what_is_in_flight_again,
+    take_stale_for_merged,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,6 +32,7 @@ MANY = range(2, 62)
 
 
 def check(seeds: Sequence[int]) -> Counter[str]:
+    """Run ``seeds``; returns how often each fault was injected, with the figures of sites and syncers apart."""
     outcomes = [run_several(seed) for seed in seeds]
     failed = [
         f"python -m diloco.sim --several --first {each.seed} --seeds 1  # {each.failure}"
@@ -29,7 +41,7 @@ def check(seeds: Sequence[int]) -> Counter[str]:
     ]
     assert not failed, "\n" + "\n".join(failed)
     assert sum(each.fates["merged"] for each in outcomes) > 20 * len(outcomes)
-    return sum((each.faults for each in outcomes), Counter())
+    return sum((each.faults + each.apart() for each in outcomes), Counter())
 
 
 @pytest.mark.slow
@@ -39,13 +51,19 @@ def test_a_few_seeds() -> None:
 
 @pytest.mark.hunt
 def test_many_seeds() -> None:
-    assert set(check(MANY)) == set(FAULTS)
+    assert set(check(MANY)) == {*FAULTS, *Outcome(0).apart()}
 
 
 @pytest.mark.hunt
 def test_new_sites_begin_before_a_machine_is_switched_off() -> None:
     """Two of the sites had just appeared, and their first step needs the values of all syncers."""
-    assert run_several(2090).failure == ""
+    assert run_several(174).failure == ""
+
+
+@pytest.mark.hunt
+def test_a_grace_that_began_before_two_sites_fell_silent_in_one_turn() -> None:
+    """The checker took its bound from the only site that was left."""
+    assert run_several(3205).failure == ""
 
 
 def test_a_seed_is_always_the_same_run() -> None:
@@ -66,6 +84,23 @@ def test_the_fragments_of_the_parts_are_due_where_those_of_the_whole_are() -> No
                 outer.options.num_fragments for outer in plan.outers
             ]
     assert numbers == {2, 3}
+
+
+def test_a_site_reaches_one_syncer_from_its_start_and_all_of_them_later() -> None:
+    plans = [draw_several(seed) for seed in range(40)]
+    sites = [(start, each) for plan in plans for start, each in zip(plan.whole.starts_ns, plan.reached_ns, strict=True)]
+    assert all(0 in reached for _, reached in sites)
+    assert all(at == 0 or at > start for start, reached in sites for at in reached)
+    assert 0 < sum(any(reached) for _, reached in sites) < len(sites) / 2
+
+
+def test_a_run_with_sites_and_syncers_apart_has_figures_of_it() -> None:
+    outcome = run_several(81)
+    assert outcome.failure == ""
+    assert outcome.faults["restore"] > 0
+    assert outcome.undone > 0
+    assert outcome.pairs_cut >= len(draw_several(81).sites)
+    assert outcome.partly_reached == 2
 
 
 def tell_only_who_is_connected(patch: Patch) -> None:
@@ -90,13 +125,57 @@ def wait_for_every_syncer(patch: Patch) -> None:
     patch.setattr(Trainer, "complete", complete)
 
 
+def wait_for_every_syncer_that_is_up(patch: Patch) -> None:
+    """As if a syncer that others reach must be there for this site too."""
+    right = Trainer.complete
+
+    def complete(self: Trainer, ready: Sequence[PartProcess]) -> bool:
+        reached = [part.courier.session or part.courier._syncers[0]() is None for part in ready]
+        return right(self, ready) and all(reached)
+
+    patch.setattr(Trainer, "complete", complete)
+
+
+def begin_with_the_syncers_that_are_there(patch: Patch) -> None:
+    def complete(self: Trainer, ready: Sequence[PartProcess]) -> bool:
+        return all(part in ready for part in self.parts if self.goes_on(part) and part.training)
+
+    patch.setattr(Trainer, "complete", complete)
+
+
+def end_with_the_first_syncer_that_ends(patch: Patch) -> None:
+    right = PartProcess._carry_out
+
+    def carry_out(self: PartProcess, effect: Any) -> None:
+        right(self, effect)
+        if isinstance(effect, StopTraining) and effect.ending:
+            for part in self.trainer.parts:
+                part.ask_to_leave()
+
+    patch.setattr(PartProcess, "_carry_out", carry_out)
+
+
+def lose_what_is_in_flight_at_a_restore(patch: Patch) -> None:
+    patch.setattr(versions, "write_off", lambda part, sent: part.in_flight.remove(sent))
+
+
+def lease_at_every_syncer(patch: Patch) -> None:
+    right = several._outer
+    patch.setattr(several, "_outer", lambda *given, leases: right(*given, leases=True))
+
+
 @pytest.mark.parametrize(
     ("name", "mutate", "words", "first"),
     [
         ("across", tell_only_who_is_connected, "has parts that made other steps", 1),
         ("across", take_stale_for_merged, "merged tokens, the syncers", 23),
         ("across", lose_refused_tokens, "has the ledger", 19),
-        ("liveness", wait_for_every_syncer, "while another machine is down", 13),
+        ("across", begin_with_the_syncers_that_are_there, "has parts that made other steps", 0),
+        ("across", end_with_the_first_syncer_that_ends, "ends, and was told", 0),
+        ("across", lose_what_is_in_flight_at_a_restore, "and syncer", 0),
+        ("across", lease_at_every_syncer, "units are leased by", 0),
+        ("liveness", wait_for_every_syncer, "while another machine is down", 3),
+        ("liveness", wait_for_every_syncer_that_is_up, "while sites are cut off", 14),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
@@ -116,3 +195,23 @@ def test_what_stands_over_all_of_them_notices(
             ):  # What never moves again is seen before the heal in some runs, after it in others.
                 return
     pytest.fail(f"not seen in 60 seeds: {Across.mutation}, but {failures}")
+
+
+@pytest.mark.parametrize(
+    ("name", "mutate", "first"),
+    [
+        ("exactly_once", admit_again, 1),
+        ("acknowledged", answer_before_syncing, 1),
+        ("lineages", go_on_in_a_new_lineage, 0),
+        ("carried", measure_what_is_in_flight_again, 0),
+        ("independence", wait_for_every_syncer_that_is_up, 0),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_what_stands_over_each_of_them_notices(
+    name: str, mutate: Callable[[Patch], None], first: int, monkeypatch: Patch
+) -> None:
+    """As over one syncer, where all checkers are shown their mutations; ``first`` as above."""
+    mutate(monkeypatch)
+    only = [checker for checker in CHECKERS if checker.name == name]
+    assert any(run_several(seed, only).checker == name for seed in (first, *range(60)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.sim.checking import Violation
+from diloco.sim.checkers import Violation
 from diloco.sim.site_checkers import CHECKERS, Conservation, Ledger
 from tests.sim.small import Small
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from diloco.sim.network import Direction
 from diloco.sim.site_process import SiteProcess
+from diloco.sim.world import Direction
 from tests.sim.small import Small
 
 

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from diloco.sim.storage import Damaged, Storage, sealed, unsealed
+from diloco.sim.world import Damaged, Storage, sealed, unsealed
 
 
 def after_power_cuts(write: list[tuple[str, ...]], seeds: int = 200) -> set[tuple[tuple[str, bytes], ...]]:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from diloco.sim.network import Heap
-from diloco.sim.turns import HELD_AFTER_NS, INBOX_MAX, Loop, Turn
+from diloco.sim.outer_process import HELD_AFTER_NS, INBOX_MAX, Loop, Turn
+from diloco.sim.world import Heap
 
 
 class Desk(Loop):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.sim.checking import Violation
+from diloco.sim.checkers import Violation
 from diloco.sim.outer_process import OuterPlan
-from diloco.sim.unit_checkers import Balanced, CountedOnce
+from diloco.sim.site_checkers import Balanced, CountedOnce
 from diloco.sim.values import OuterRule
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
+from diloco.sync.fates import columns_of
 from diloco.sync.options import OuterOptions
-from diloco.sync.unit_leases import columns_of
 from tests.sim.small import Small
 from tests.sync.driving import Syncer, running
 

@@ -88,7 +88,7 @@ class Syncer:
         self.machine = OuterSync(self.options)
         self.records: list[Record] = []
         self.now_ns = 0
-        self.handle(ev.SyncerStarted(1))
+        self.handle(ev.SyncerStarted(1, sites_max=self.options.sites_max))
 
     def handle(self, event: ev.OuterEvent, at_s: float | None = None) -> list[fx.OuterEffect]:
         if at_s is not None:
@@ -145,7 +145,7 @@ class Syncer:
         """Another process takes over from the snapshot, perhaps with other options."""
         options = dataclasses.replace(self.options, **changed)
         self.machine = OuterSync.restore(options, through_json(self.machine.snapshot()))
-        return self.handle(ev.SyncerStarted(self.machine.state.epoch + 1))
+        return self.handle(ev.SyncerStarted(self.machine.state.epoch + 1, sites_max=options.sites_max))
 
 
 def running(*sites: str, **options: object) -> Syncer:

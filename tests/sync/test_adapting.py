@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from diloco.sync.adapting import AGREEING, Adapter, AdaptOptions, Choice, Way
-from diloco.sync.links import SECOND_NS, LinkEstimate
+from diloco.sync.link import AGREEING, SECOND_NS, Adapter, AdaptOptions, Choice, LinkEstimate, Way
 
 MS = 1_000_000
 WAYS = (Way("int8", 8_000_000), Way("int4", 4_000_000), Way("topk", 1_000_000))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.sync.agreement import PROTOCOL, PROTOCOL_OLDEST, Agreement, disagreement
+from diloco.sync.agreement import MAY_CHANGE, OF_THE_SYNCER, PROTOCOL, PROTOCOL_OLDEST, Agreement, disagreement
 
 OURS = Agreement(PROTOCOL, "run-1", 3, "f" * 64, {"outer.lr": "0.7", "model.dim": "64"})
 
@@ -19,6 +19,14 @@ def test_the_protocol_before_this_one_is_served_and_no_site_is_ahead_of_the_sync
     old = replace(OURS, protocol=PROTOCOL_OLDEST)
     assert disagreement(OURS, old) is None
     assert disagreement(old, OURS) == "protocol is 3 at the site and 2 at the syncer"
+
+
+def test_a_site_takes_part_whatever_it_has_for_what_the_syncer_alone_goes_by() -> None:
+    assert MAY_CHANGE <= OF_THE_SYNCER
+    for key in OF_THE_SYNCER:
+        for theirs in (OURS.shared, {**OURS.shared, key: "2"}):
+            ours = replace(OURS, shared={**OURS.shared, key: "1"})
+            assert disagreement(ours, replace(OURS, shared=theirs)) is None
 
 
 @pytest.mark.parametrize("lineage", [0, 1, 2, 3])

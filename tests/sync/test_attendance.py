@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from diloco.sync import events as ev
-from diloco.sync.attendance import Attendance
 from diloco.sync.options import HealthOptions
+from diloco.sync.turn import Attendance
 from tests.sync.driving import Syncer, check_attendance, running
 
 

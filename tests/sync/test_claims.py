@@ -14,12 +14,14 @@ PERIOD_S = 10.0
 USUAL = {"tokens": 1000, "steps": 10, "step_ns": 900 * MS, "norm": 1.0, "cosine": 0.5}
 
 
-def seasoned(*sites: str, rounds: int = 6, **options: object) -> Syncer:
+def seasoned(*sites: str, rounds: int = 6, tokens: int = 1000, **options: object) -> Syncer:
     """Sites that have all sent an update of ten steps in each period."""
     syncer = running(*sites, quorum=len(sites), **options)
     for version in range(rounds):
         for site in sites:
-            syncer.push(site, version + 1, at_s=PERIOD_S * (version + 1), base_version=version, **USUAL)
+            syncer.push(
+                site, version + 1, at_s=PERIOD_S * (version + 1), base_version=version, **{**USUAL, "tokens": tokens}
+            )
         syncer.done()
     return syncer
 
@@ -65,9 +67,32 @@ def test_no_update_has_more_tokens_than_its_steps_can_read(tokens: int) -> None:
 
 
 def test_where_units_are_leased_a_step_may_have_read_what_counts_no_more() -> None:
+    syncer = seasoned("a", "b", tokens=20_000, unit_sequences=1)
+    assert only(fx.AnswerPush, push(syncer, tokens=20_000 * 60)).outcome is Outcome.ACCEPTED
+    effects = push(syncer, tokens=20_000 * 65)
+    assert only(fx.AnswerPush, effects).reason is Reason.IMPLAUSIBLE
+    assert only(fx.Note, effects).why.endswith("10 steps have at most 128000 each, 64 times the 2000 of others")
+
+
+def test_where_units_are_leased_little_that_others_have_read_bounds_nobody() -> None:
     syncer = seasoned("a", "b", unit_sequences=1)
-    assert only(fx.AnswerPush, push(syncer, tokens=1000 * 17)).outcome is Outcome.ACCEPTED
-    assert only(fx.AnswerPush, push(syncer, tokens=2**40)).reason is Reason.IMPLAUSIBLE
+    assert only(fx.AnswerPush, push(syncer, tokens=655_360)).outcome is Outcome.ACCEPTED
+    assert only(fx.AnswerPush, push(syncer, tokens=655_361)).reason is Reason.IMPLAUSIBLE
+
+
+def test_no_pair_raises_its_own_bound() -> None:
+    syncer = seasoned("a", "b", "c", tokens=20_000, unit_sequences=1)
+    assert only(fx.AnswerPush, push(syncer, "a", tokens=20_000 * 60)).outcome is Outcome.ACCEPTED
+    assert only(fx.AnswerPush, push(syncer, "b", tokens=20_000 * 65)).reason is Reason.IMPLAUSIBLE
+
+
+def test_a_memory_of_an_earlier_release_says_nothing_of_the_time_before_its_first_update() -> None:
+    syncer = seasoned("a", "b")
+    for site in syncer.machine.state.sites.values():  # As such a snapshot is read.
+        site.lines[0].arrivals_ns = []
+    assert only(fx.AnswerPush, push(syncer, after_s=3600.0)).outcome is Outcome.ACCEPTED
+    late = push(syncer, after_s=0.0, steps=3600, tokens=360_000, norm=300.0)
+    assert only(fx.AnswerPush, late).outcome is Outcome.ACCEPTED, "it had waited behind that one"
 
 
 def test_few_steps_make_no_weight() -> None:
@@ -77,8 +102,8 @@ def test_few_steps_make_no_weight() -> None:
 
 
 def test_a_newcomer_is_compared_with_the_others() -> None:
-    for tokens, reason in ((2**40, Reason.IMPLAUSIBLE), (10 * 6401, Reason.IMPLAUSIBLE), (10 * 6400, None)):
-        syncer = seasoned("a", "b")
+    for tokens, reason in ((2**40, Reason.IMPLAUSIBLE), (128_001 * 10, Reason.IMPLAUSIBLE), (128_000 * 10, None)):
+        syncer = seasoned("a", "b", rounds=1, tokens=20_000)
         syncer.join("c")
         assert only(fx.AnswerPush, push(syncer, "c", tokens=tokens)).reason is reason
     syncer = seasoned("a", "b")
@@ -125,7 +150,7 @@ def test_an_operator_can_believe_a_site() -> None:
 @pytest.mark.parametrize(("step_ns", "told_ns"), [(1, 900 * MS // 8), (900 * MS, 900 * MS)])
 def test_no_site_makes_the_others_periods_short(step_ns: int, told_ns: int) -> None:
     """With dynamic steps a period is as many steps as the fastest site makes in its own."""
-    from diloco.sync.claims import fastest_step_ns
+    from diloco.sync.admission import fastest_step_ns
 
     syncer = seasoned("a", "b")
     for _ in range(30):

@@ -6,20 +6,24 @@ import random
 
 import pytest
 
-from diloco.sync import frames
-from diloco.sync.frames import (
+from diloco.sync import journal
+from diloco.sync.journal import (
     CHAIN_START,
     FRAME_BYTES_MAX,
     UNIT,
+    JournalError,
+    Record,
     Segment,
     chain_after,
+    decode_records,
     encode_frame,
     encode_header,
     encode_mark,
+    encode_record,
+    encode_records,
     is_framed,
     read_segment,
 )
-from diloco.sync.journal import JournalError, Record, decode_records, encode_record, encode_records
 from diloco.sync.plain import canonical
 from tests.sync.test_journal import a_run
 
@@ -125,7 +129,7 @@ def test_an_edit_with_its_checksum_made_right_is_found_by_the_chain() -> None:
     assert body != pieces[2][UNIT.size :]
     honest, chain = encode_frame(body, read_segment(b"".join(pieces[:2])).chain)
     kept_chain = pieces[2][12 : UNIT.size]
-    edited = frames._unit(frames.FRAME, kept_chain, body)
+    edited = journal._unit(journal.FRAME, kept_chain, body)
     with pytest.raises(JournalError, match=f"unit at byte {at} does not go on from what is before it"):
         read_segment(b"".join([*pieces[:2], edited, *pieces[3:]]))
     after = at + len(honest) + UNIT.size
@@ -159,7 +163,7 @@ def test_a_second_header_or_none_is_damage() -> None:
     ],
 )
 def test_a_header_of_another_version_is_said_in_words(body: bytes, words: str) -> None:
-    data, _ = frames._chained(frames.HEADER, body, CHAIN_START)
+    data, _ = journal._chained(journal.HEADER, body, CHAIN_START)
     with pytest.raises(JournalError, match=f"unit at byte 0 .*{words}"):
         read_segment(data)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.sync.health import Vital, judge
+from diloco.sync.admission import judge
 from diloco.sync.options import HealthOptions
+from diloco.sync.state import Vital
 
 OPTIONS = HealthOptions()
 

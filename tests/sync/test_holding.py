@@ -6,9 +6,9 @@ import pytest
 
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
-from diloco.sync.arrivals import OUTLIERS_REMEMBERED_MAX
 from diloco.sync.events import Outcome, Reason
 from diloco.sync.options import SECOND_NS, HealthOptions
+from diloco.sync.rounds import OUTLIERS_REMEMBERED_MAX
 from diloco.sync.state import Phase, Status
 from diloco.sync.syncer import OuterSync
 from tests.sync.driving import Syncer, notes, of, only, running, through_json

@@ -13,7 +13,7 @@ import pytest
 from diloco.sync import events as ev
 from diloco.sync.effects import Contribution, Note, StartOuterStep, UpdateRef
 from diloco.sync.journal import (
-    FRAME,
+    FRAME_1,
     RECORD_BYTES_MAX,
     JournalError,
     Record,
@@ -92,7 +92,7 @@ def test_a_flipped_bit_in_any_byte_before_the_tail_is_found() -> None:
 def test_many_bytes_that_are_no_record_are_damage() -> None:
     data = encode_record(a_run().records[0])
     with pytest.raises(JournalError, match=f"from byte {len(data)} on"):
-        read_records(data + b"\xff" * (FRAME.size + RECORD_BYTES_MAX + 1))
+        read_records(data + b"\xff" * (FRAME_1.size + RECORD_BYTES_MAX + 1))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_many_bytes_that_are_no_record_are_damage() -> None:
 def test_record_of_another_version_is_named_by_its_offset(body: bytes) -> None:
     first = encode_record(a_run().records[0])
     with pytest.raises(JournalError, match=f"byte {len(first)}"):
-        read_records(first + FRAME.pack(len(body), zlib.crc32(body)) + body)
+        read_records(first + FRAME_1.pack(len(body), zlib.crc32(body)) + body)
 
 
 def test_replay_gives_the_same_memory_bit_for_bit() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diloco.sync.events import SiteHeard, SiteSilent
-from diloco.sync.leases import Leases
+from diloco.sync.members import Leases
 
 
 def test_a_lease_runs_out_once_and_is_renewed_by_a_word() -> None:

@@ -7,7 +7,7 @@ import pytest
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.events import Outcome, Reason
-from diloco.sync.lineage import next_lineage, promoted_epoch
+from diloco.sync.members import next_lineage, promoted_epoch
 from diloco.sync.state import Phase
 from tests.sync.driving import Syncer, notes, of, only, running
 
@@ -59,7 +59,8 @@ def test_a_run_that_had_ended_goes_on() -> None:
 
 def test_a_promoted_standby_is_newer_than_any_number_of_restarts_of_the_old_syncer() -> None:
     assert promoted_epoch(3, 1_795_000_000) == 1_795_000_000
-    assert promoted_epoch(1_795_000_000, 1_795_000_000) == 1_795_000_001, "epochs rise whatever a clock says"
+    for clock_s in (1_795_000_000, 1_480_000_000, 0, -1):
+        assert promoted_epoch(1_795_000_000, clock_s) > 1_795_000_000 + 1000, "by as much whatever a clock says"
 
 
 def test_lineages_only_rise() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.sync.links import (
+from diloco.sync.link import (
     CHANNELS_MAX,
     ROUND_TRIPS_KEPT,
     SECOND_NS,

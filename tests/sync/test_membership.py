@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
-from diloco.sync import membership
+from diloco.sync import members
 from diloco.sync.events import Outcome, Reason
-from tests.sync.driving import of, only, running
+from diloco.sync.journal import replay
+from diloco.sync.options import OuterOptions
+from diloco.sync.plain import from_plain
+from diloco.sync.syncer import OuterSync
+from tests.sync.driving import of, only, running, through_json
 
 
 def test_room_for_sites_is_bounded() -> None:
@@ -43,11 +49,56 @@ def test_a_site_that_is_gone_leaves_its_place_and_is_remembered(goes: str) -> No
 
 def test_how_many_are_remembered_is_bounded() -> None:
     syncer = running(sites_max=1)
-    for number in range(membership.REMEMBERED_TIMES):
+    for number in range(members.REMEMBERED_TIMES):
         assert only(fx.AnswerJoin, syncer.join(f"pod-{number}")).reason is None
         syncer.handle(ev.SiteLeft(1, f"pod-{number}", 1))
     assert only(fx.AnswerJoin, syncer.join("another")).reason is Reason.FULL
     assert only(fx.AnswerJoin, syncer.join("pod-0", "again")).reason is None, "one that was there comes back"
+
+
+def test_the_room_is_what_the_latest_start_says() -> None:
+    syncer = running("a", sites_max=1)
+    assert only(fx.AnswerJoin, syncer.join("b")).reason is Reason.FULL
+    (note,) = syncer.restart(sites_max=3)
+    assert note == fx.Note("settings_changed", "outer.sites_max is 3 and was 1")
+    for name in "bc":
+        assert only(fx.AnswerJoin, syncer.join(name)).reason is None
+    assert only(fx.AnswerJoin, syncer.join("d")).reason is Reason.FULL
+    assert syncer.restart(sites_max=3) == []
+
+
+def test_less_room_than_there_are_sites_puts_none_out() -> None:
+    syncer = running("a", "b", "c", sites_max=3)
+    syncer.restart(sites_max=1)
+    syncer.handle(ev.SiteSilent("b"))
+    for name in "abc":
+        assert only(fx.AnswerJoin, syncer.join(name, "again")).reason is None, "it is there"
+    assert only(fx.AnswerPush, syncer.push("c", incarnation=2)).outcome is Outcome.ACCEPTED
+    syncer.handle(ev.SiteLeft(1, "a", 2))
+    for name in "ad":
+        assert only(fx.AnswerJoin, syncer.join(name, "later")).reason is Reason.FULL, "two are there, and one may be"
+
+
+def test_a_replay_has_the_room_of_then_whatever_the_options_say_now() -> None:
+    syncer = running("a", sites_max=1)
+    syncer.join("b")
+    syncer.restart(sites_max=2)
+    syncer.join("b")
+    syncer.join("c")
+    for sites_max in (1, 2, 9):
+        machine = OuterSync(replace(syncer.options, sites_max=sites_max))
+        assert len(list(replay(machine, syncer.records))) == len(syncer.records)
+        assert machine.state == syncer.machine.state
+
+
+def test_a_journal_and_a_snapshot_of_an_earlier_release_say_no_room_and_the_options_do() -> None:
+    assert from_plain(ev.SyncerStarted, {"epoch": 2}) == ev.SyncerStarted(2)
+    plain = through_json(running("a", sites_max=1).machine.snapshot())
+    del plain["sites_max"]
+    for sites_max, reason in ((1, Reason.FULL), (2, None)):
+        machine = OuterSync.restore(OuterOptions(sites_max=sites_max), plain)
+        assert machine.handle(ev.SyncerStarted(2), 0) == []
+        assert only(fx.AnswerJoin, machine.handle(ev.JoinRequested(1, "b", "p"), 0)).reason is reason
 
 
 def test_an_old_process_that_comes_back_late_does_not_fence_the_new_one() -> None:

@@ -6,8 +6,16 @@ from itertools import pairwise
 import pytest
 
 from diloco.sync.events import Fate, FateTold, JoinAnswered, Outcome, PushAnswered, Reason, VersionFetched
-from diloco.sync.links import SECOND_NS, LinkEstimate
-from diloco.sync.overlap import ROUNDS_KEPT, STEPS_MAX, RoundTimes, exchange_ns, overlap_for, steps_of
+from diloco.sync.link import (
+    ROUNDS_KEPT,
+    SECOND_NS,
+    STEPS_MAX,
+    LinkEstimate,
+    RoundTimes,
+    exchange_ns,
+    overlap_for,
+    steps_of,
+)
 
 MS = 1_000_000
 STEP_NS = 100 * MS

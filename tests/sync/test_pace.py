@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.sync.pace import LEFT_ALONE, RATE_MAX, RECENT, Pace
+from diloco.sync.link import LEFT_ALONE, RATE_MAX, RECENT, Pace
 
 LINK = 24_000_000
 

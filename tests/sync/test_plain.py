@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import ClassVar
 
 import pytest
 
-from diloco.sync.plain import JSON_DEPTH_MAX, PlainError, canonical, from_plain, parse_json, to_plain
+from diloco.sync.plain import JSON_DEPTH_MAX, PlainError, canonical, from_plain, parse_json, stored_name, to_plain
 
 
 class Colour(StrEnum):
@@ -106,3 +107,19 @@ def test_a_long_value_is_shown_cut_short() -> None:
     with pytest.raises(PlainError) as raised:
         from_plain(int, "x" * 100_000, "number")
     assert len(str(raised.value)) < 200
+
+
+@dataclass(frozen=True, slots=True)
+class Renamed:
+    STORED: ClassVar[str] = "Named"
+    now: int = field(metadata={"stored": "before"})
+
+
+def test_what_is_renamed_keeps_the_name_under_which_it_is_stored() -> None:
+    assert stored_name(Renamed) == "Named"
+    assert to_plain(Renamed(3)) == {"before": 3}
+    assert from_plain(Renamed, {"before": 3}) == Renamed(3)
+    with pytest.raises(PlainError, match="lacks fields: before"):
+        from_plain(Renamed, {})
+    with pytest.raises(PlainError, match="unknown fields: now"):
+        from_plain(Renamed, {"before": 3, "now": 3})

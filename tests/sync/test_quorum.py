@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.sync.options import SECOND_NS, OuterOptions
-from diloco.sync.quorum import grace_ns, smoothed, standing
+from diloco.sync.options import SECOND_NS, OuterOptions, smoothed
+from diloco.sync.rounds import grace_ns, standing
 from tests.sync.driving import MS
 
 

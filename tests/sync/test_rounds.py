@@ -63,6 +63,19 @@ def test_invariant_14_grace_that_ended_during_a_merge_is_not_begun_again() -> No
     assert of(fx.StartOuterStep, syncer.done(at_s=9))
 
 
+def test_the_first_round_too_waits_for_a_share_of_a_period() -> None:
+    syncer = running("a", "b", grace="adaptive", grace_ns=0, grace_period_percent=90)
+    syncer.push("a", at_s=2, steps=10, step_ns=SECOND_NS // 10)
+    assert syncer.machine.next_deadline_ns() == round(2.9 * SECOND_NS)
+    assert of(fx.StartOuterStep, syncer.push("b", at_s=2.8, steps=10, step_ns=SECOND_NS // 10))
+
+
+def test_a_first_update_makes_a_grace_no_longer_than_the_time_since_its_site_joined() -> None:
+    syncer = running("a", "b", grace="adaptive", grace_ns=0, grace_period_percent=90)
+    syncer.push("a", at_s=2, steps=10, step_ns=1000 * SECOND_NS)
+    assert syncer.machine.next_deadline_ns() == round(3.8 * SECOND_NS)
+
+
 def stands(syncer: Syncer, at_s: float) -> Standstill | None:
     return standstill(syncer.options, syncer.machine.state, round(at_s * SECOND_NS))
 

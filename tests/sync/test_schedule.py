@@ -6,7 +6,7 @@ import pytest
 
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
-from diloco.sync.schedule import due, local_steps, offsets, steps_to_due
+from diloco.sync.options import due, even_offsets, local_steps, steps_to_due
 from tests.sync.driving import MS, of
 from tests.sync.driving_site import Site
 
@@ -14,21 +14,21 @@ from tests.sync.driving_site import Site
 @pytest.mark.parametrize(("fragments", "steps"), [(1, 1), (1, 15), (3, 3), (3, 15), (4, 15), (24, 24), (5, 7)])
 def test_every_fragment_is_due_once_in_a_period(fragments: int, steps: int) -> None:
     for fragment in range(fragments):
-        at = [step for step in range(1, 2 * steps + 1) if fragment in due(offsets(fragments, steps), steps, step)]
+        at = [step for step in range(1, 2 * steps + 1) if fragment in due(even_offsets(fragments, steps), steps, step)]
         assert len(at) == 2
         assert at[1] - at[0] == steps
 
 
 @pytest.mark.parametrize(("fragments", "steps"), [(3, 15), (4, 15), (24, 24), (5, 7)])
 def test_no_two_fragments_are_due_at_once_and_the_load_is_flat(fragments: int, steps: int) -> None:
-    at = sorted(offsets(fragments, steps))
+    at = sorted(even_offsets(fragments, steps))
     assert len(set(at)) == fragments
     gaps = [b - a for a, b in zip(at, [*at[1:], at[0] + steps], strict=True)]
     assert max(gaps) - min(gaps) <= 1, gaps
 
 
 def test_one_fragment_is_due_after_every_period() -> None:
-    assert [step for step in range(40) if due(offsets(1, 15), 15, step)] == [15, 30]
+    assert [step for step in range(40) if due(even_offsets(1, 15), 15, step)] == [15, 30]
 
 
 def test_nothing_is_due_before_the_first_step() -> None:
@@ -148,7 +148,7 @@ def test_what_is_due_and_was_overwritten_just_now_is_sent_after_the_next_step() 
 
 
 def test_the_next_step_after_which_any_fragment_is_due() -> None:
-    places = offsets(3, 10)
+    places = even_offsets(3, 10)
     for step in range(45):
         ahead = next(steps for steps in range(1, 11) if due(places, 10, step + steps))
         assert steps_to_due(places, 10, step) == ahead, step

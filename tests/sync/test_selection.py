@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.sync.selection import Selection, parse_selection
+from diloco.sync.rounds import Selection, parse_selection
 
 
 def test_versions_of_one_site() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.options import LearnerOptions
-from diloco.sync.progress import FragmentProgress, LearnerState
-from diloco.sync.site_turn import SiteTurn
+from diloco.sync.progress import FragmentProgress, LearnerState, SiteTurn
 
 
 def turn() -> SiteTurn:

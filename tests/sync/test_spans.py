@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from diloco.sync.spans import Span, added, common, first_of, in_units, size, whole_units, without
+from diloco.sync.data_units import Span, added, common, first_of, in_units, size, whole_units, without
 
 
 def numbers(spans: list[Span]) -> set[int]:

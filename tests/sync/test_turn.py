@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from diloco.sync import effects as fx
-from diloco.sync.attendance import Attendance
 from diloco.sync.options import OuterOptions
 from diloco.sync.state import FragmentState, OuterState
-from diloco.sync.turn import Turn
+from diloco.sync.turn import Attendance, Turn
 
 
 def test_notes_stand_among_the_effects_in_order() -> None:

@@ -6,13 +6,13 @@ from typing import Any
 
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
+from diloco.sync.data_units import SKIPPED, Columns
 from diloco.sync.events import Reason
+from diloco.sync.fates import columns_of, known_already
 from diloco.sync.journal import replay
 from diloco.sync.options import SECOND_NS
 from diloco.sync.state import Status
 from diloco.sync.syncer import OuterSync
-from diloco.sync.unit_leases import columns_of, known_already
-from diloco.sync.units import SKIPPED, Columns
 from tests.sync.driving import Syncer, notes, of, only, running
 
 UNIT = 10

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from diloco.sync.plain import from_plain, to_plain
-from diloco.sync.units import (
+from diloco.sync.data_units import (
     SKIPPED,
     Holder,
     Units,
@@ -14,6 +13,7 @@ from diloco.sync.units import (
     pieces_from,
     units_at,
 )
+from diloco.sync.plain import from_plain, to_plain
 
 
 def test_pieces_are_cut_and_joined_by_places() -> None:

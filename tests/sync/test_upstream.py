@@ -284,7 +284,7 @@ def test_what_waits_of_an_older_lineage_above_is_never_taken() -> None:
 
 
 def _fetched(version: int, payload: str, lineage: int) -> ev.RegionEvent:
-    from diloco.sync.upstream_events import UpstreamFetched
+    from diloco.sync.events import UpstreamFetched
 
     return UpstreamFetched(0, version, payload, "p", lineage, 1)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
+from diloco.sync.events import UpstreamFetched
+from diloco.sync.state import Phase
 from tests.sync.driving import of
 from tests.sync.test_upstream import based
 from tests.sync.two_levels import Level, Region, number
@@ -153,3 +155,46 @@ def test_what_a_last_round_merges_without_a_base_is_in_the_ledger() -> None:
     assert region.theta.item() == 100.0
     ledger = region.ledger()
     assert (ledger["processed"], ledger["overwritten"]) == (10, 10)
+
+
+def finished() -> tuple[Level, Region]:
+    """A region that has heard that the run above is over, and has said goodbye."""
+    above, region = based(updates=10)
+    region.push("s", 1, 8.0, tokens=10)
+    region.step()
+    region.handle(ev.FinalAnnounced(ev.Ending.FINISHED))
+    region.handle(ev.SiteLeft(1, "s", 1))
+    region.settle()
+    assert region.syncer.machine.state.phase is Phase.ENDED
+    assert above.syncer.machine.state.sites["region-a"].status.value == "left"
+    return above, region
+
+
+def test_a_region_that_has_finished_goes_on_where_the_run_above_does() -> None:
+    above, region = finished()
+    above.handle(ev.LineageBegan(7, ("restored",), "a test"))
+    above.theta = number(50.0)
+    region.restart(had_finished=True)
+    while region.orders:  # The numbers of this level know one lineage only.
+        assert region.orders.popleft() == fx.Fetch(0, -1)
+    region.spool["restored"] = above.theta
+    region.handle(UpstreamFetched(0, above.version, "restored", "p", 7, above.syncer.machine.state.epoch))
+    region.step()
+    assert region.theta.item() == 50.0
+    region.handle(ev.JoinRequested(1, "s", "p2"))
+    region.push("s", 2, 4.0, incarnation=2, tokens=10)
+    region.step()
+    assert region.theta.item() == 46.0
+    assert region.ledger()["unsent"] == 10
+    assert region.syncer.machine.state.phase is Phase.RUNNING
+
+
+def test_a_region_that_has_finished_stays_so_where_the_run_above_is_over() -> None:
+    _, region = finished()
+    region.told.clear()
+    region.restart(had_finished=True)
+    assert not of(fx.MarkFinal, region.told)
+    region.handle(ev.FinalAnnounced(ev.Ending.FINISHED))
+    region.settle()
+    assert of(fx.MarkFinal, region.told) == [fx.MarkFinal(ev.Ending.FINISHED, (2,))]
+    assert region.ledger()["merged"] == 10

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from diloco.sync.upstream_state import Part, VersionAbove
+from diloco.sync.state import Part, VersionAbove
 
 
 def test_a_part_needs_the_values_that_it_rests_on_waits_for_or_takes() -> None:

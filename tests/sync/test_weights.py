@@ -9,9 +9,8 @@ import pytest
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
 from diloco.sync.options import OuterOptions
-from diloco.sync.rounds import outer_step
+from diloco.sync.rounds import normalised, of_its_age, outer_step, raw_weight, share
 from diloco.sync.syncer import OuterSync
-from diloco.sync.weights import normalised, of_its_age, raw_weight, share
 from tests.sync.driving import Syncer, of, only, running
 
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from diloco.outer.adopt import blend
 from diloco.outer.merge import merge_mean
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, outer_step
+from diloco.outer.pseudo_gradient import blend
 from diloco.sync import effects as fx
 from diloco.sync import events as ev
+from diloco.sync.events import UpstreamAsked, UpstreamFetched, UpstreamStarted
+from diloco.sync.region import standing
 from diloco.sync.syncer import OuterSync
-from diloco.sync.upstream import standing
-from diloco.sync.upstream_events import UpstreamFetched, UpstreamStarted
 from tests.sync.driving import Syncer, through_json
 
 if TYPE_CHECKING:
@@ -124,13 +124,15 @@ class Region(Level):
         outbox = tuple((0, sequence, digest) for sequence, (digest, _) in sorted(self.outbox.items()))
         self.handle(UpstreamStarted(self.name, self.updates, self.alpha, 2, outbox, self.from_blend))
 
-    def restart(self) -> None:
+    def restart(self, had_finished: bool = False) -> None:
         """kill -9: what was not on the disk is gone, and another process begins with what was."""
         self.commands.clear()
         self.sealing.clear()
         self.orders.clear()
         self.mail.clear()
         self.syncer.machine = OuterSync.restore(self.syncer.options, through_json(self.syncer.machine.snapshot()))
+        if had_finished:
+            self.handle(UpstreamAsked())
         self.handle(ev.SyncerStarted(self.syncer.machine.state.epoch + 1))
         self.start()
         self.join()

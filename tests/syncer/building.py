@@ -20,13 +20,12 @@ from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.outer.rule import OuterRule
 from diloco.sync.agreement import PROTOCOL, Agreement
 from diloco.sync.options import HealthOptions, OuterOptions
-from diloco.sync.upstream import Above
+from diloco.sync.region import Above
 from diloco.syncer.options import RunPlan, SyncerOptions
 from diloco.syncer.server import Syncer
 from diloco.wire.identity import Identity
 from diloco.wire.messages import JoinAsk, JoinReply, PushHeader, PushResult, ReportInfo
-from diloco.wire.options import ServerOptions
-from diloco.wire.security import SecurityOptions
+from diloco.wire.options import SecurityOptions, ServerOptions
 
 LAYOUT = plan_layout((("a", (6, 4)), ("b", (10,)), ("c", (7,))), 2)
 NUMEL = tuple(fragment.numel for fragment in LAYOUT.fragments)
@@ -101,7 +100,7 @@ def new_syncer(
         OuterRule(OuterOptimizerOptions(**(optimizer or {}))),
         HealthOptions(**(health or {})),
     )
-    network = ServerOptions(run_id=RUN, address=address)
+    network = ServerOptions(run_id=RUN, address=address, sites_max=(outer or {}).get("sites_max", 16))
     return Syncer(SyncerOptions(**settings), plan, zero, network, SecurityOptions(), emit, above=above)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from diloco.codec.contract import digest
+from diloco.codec.base import digest
 from diloco.durable import PLAIN_DISK, Disk
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions
 from diloco.outer.rule import OuterRule
@@ -19,9 +19,8 @@ from diloco.sync.journal import Record, digest_effects
 from diloco.sync.options import OuterOptions
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.core import changes_nothing
-from diloco.syncer.executor import OuterResult, run_outer_step
-from diloco.syncer.retention import RECOVERY_ONLY, Retention
-from diloco.syncer.snapshots import FragmentValues
+from diloco.syncer.outer_step import OuterResult, run_outer_step
+from diloco.syncer.snapshots import RECOVERY_ONLY, FragmentValues, Retention
 from diloco.syncer.store import Recovered, RunCard, Store
 from diloco.wire.messages import PushHeader
 from tests.syncer.building import LAYOUT, NO_WAIT, RUN, version_zero

@@ -9,10 +9,9 @@ import pytest
 
 from diloco.outer.fragments import plan_layout
 from diloco.sync.agreement import PROTOCOL, PROTOCOL_OLDEST
-from diloco.syncer.agreeing import difference
+from diloco.syncer.api import difference
 from diloco.wire.identity import Identity
-from diloco.wire.messages import Refusal
-from diloco.wire.probing import ProbeAsk
+from diloco.wire.messages import ProbeAsk, Refusal
 from tests.syncer.building import LAYOUT, RUN, SHARED, agreement, files, join_ask, serving
 
 if TYPE_CHECKING:

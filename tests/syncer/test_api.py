@@ -14,9 +14,8 @@ from diloco.outer.fragments import plan_layout
 from diloco.sync.events import Ending, FateTold, FinalAnnounced, Outcome, Reason
 from diloco.syncer.api import TOKENS_MAX
 from diloco.syncer.server import Syncer
-from diloco.wire.identity import Identity
+from diloco.wire.identity import Grant, Identity
 from diloco.wire.messages import Published, PullAsk, PushHeader, PushResult, Refusal, Status, short_digest
-from diloco.wire.permissions import Grant
 from tests.syncer.building import (
     ANYONE,
     LAYOUT,

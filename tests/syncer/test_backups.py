@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from diloco.syncer import backups as backups_module
-from diloco.syncer.backups import BackupOptions, Backups, back_up
-from diloco.syncer.vault import BackupError, BackupFacts, Vault
-from diloco.syncer.verifying import payloads_in
+from diloco.syncer.backups import BackupError, BackupFacts, BackupOptions, Backups, Vault, back_up
+from diloco.syncer.store import payloads_in
 from tests.syncer.building import RUN, Events, eventually, files
 from tests.syncer.desk import Desk
 from tests.syncer.test_kept import run, versions

@@ -10,9 +10,8 @@ import torch
 
 from diloco.outer.optimizer import NOTHING
 from diloco.sync.effects import Contribution, StartOuterStep, UpdateRef
-from diloco.syncer import costs as module
-from diloco.syncer.costs import RoundCosts
-from diloco.syncer.executor import Costs, OuterResult
+from diloco.syncer import outer_step as module
+from diloco.syncer.outer_step import Costs, OuterResult, RoundCosts
 from diloco.syncer.snapshots import FragmentValues
 from tests.syncer.building import Events, eventually, join, push, serving, update
 

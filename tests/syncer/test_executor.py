@@ -12,20 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.codec import fused
+from diloco.codec import merging
+from diloco.codec.base import bytes_of, digest, digest_of
 from diloco.codec.buffers import Buffers
-from diloco.codec.contract import bytes_of, digest
-from diloco.codec.digests import digest_of
-from diloco.codec.feedback import follow
+from diloco.codec.merging import sum_of_products
 from diloco.codec.registry import make_codec
-from diloco.codec.sums import sum_of_products
-from diloco.outer.correction import Correction, corrected
+from diloco.codec.site_pass import follow
 from diloco.outer.fragments import plan_layout
-from diloco.outer.merge import MEAN, Gate, MergeOptions, Segment, merge_mean
+from diloco.outer.merge import MEAN, Correction, Gate, MergeOptions, Segment, corrected, merge_mean
 from diloco.outer.optimizer import NOTHING, OuterOptimizerOptions, OuterState, outer_step
 from diloco.outer.rule import OuterRule, outer_rule
 from diloco.sync.effects import Contribution, StartOuterStep, UpdateRef
-from diloco.syncer.executor import OuterResult, run_outer_step
+from diloco.syncer.outer_step import OuterResult, run_outer_step
 from diloco.syncer.snapshots import FragmentValues
 from diloco.syncer.spool import Spool, SpoolError
 from tests.sync.driving import only, running
@@ -111,7 +109,7 @@ def test_invariant_7_neither_ranges_nor_threads_change_a_bit(
     old = holding(torch.randn(9001, generator=rng), torch.randn(9001, generator=rng), torch.randn(9001, generator=rng))
     found = []
     for values, threads in ((1024, 1), (2048, 3), (1 << 17, 1), (1 << 17, 4)):
-        monkeypatch.setattr(fused, "RANGE_VALUES", values)
+        monkeypatch.setattr(merging, "RANGE_VALUES", values)
         result = run_outer_step(StartOuterStep(0, 5, parts), old, spool, OuterRule(NESTEROV), codec, threads=threads)
         assert isinstance(result, OuterResult)
         momentum = result.values.optimizer.tensors["momentum"]
@@ -124,7 +122,7 @@ def test_invariant_7_a_rule_s_gate_and_correction_are_those_of_the_whole_on_any_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One tensor of two goes against the momentum; a site's update is two versions old, and half of it is left."""
-    monkeypatch.setattr(fused, "RANGE_VALUES", 1024)
+    monkeypatch.setattr(merging, "RANGE_VALUES", 1024)
     spool, layout = Spool(tmp_path), plan_layout([("a", (60, 50)), ("b", (2000,))], 1)
     gate, heloco = Gate(cutoff=4), Correction(kind="heloco", doubt=0.0)
     ema = OuterOptimizerOptions(kind="nesterov_ema", lr=0.5, momentum=0.5)
@@ -182,7 +180,7 @@ def test_19_a_buffer_update_by_update_is_fedbuff_s_sum_over_its_size(tmp_path: P
 def test_a_range_that_is_not_finite_ends_the_step_whatever_the_others_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
-    monkeypatch.setattr(fused, "RANGE_VALUES", 1024)
+    monkeypatch.setattr(merging, "RANGE_VALUES", 1024)
     spool, huge = Spool(tmp_path), torch.zeros(50_000)
     huge[30_000] = 3e38
     parts = (Contribution("a", 1.0, 4, (stored(spool, "a", 1, huge),)),)

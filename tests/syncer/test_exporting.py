@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from diloco.codec.contract import digest
+from diloco.codec.base import digest
 from diloco.durable import Disk, DiskFullError, Step
 from diloco.outer.fragments import Fragment, Layout, Piece
 from diloco.outer.optimizer import NOTHING
-from diloco.syncer.exporting import export, full_parameters
+from diloco.syncer.images import export, full_parameters
 from diloco.syncer.snapshots import FragmentValues
 from tests.syncer.building import LAYOUT, dice
 

@@ -11,8 +11,7 @@ from diloco.sync.events import Ending, Fate, JoinRequested, Reason
 from diloco.sync.options import OuterOptions
 from diloco.sync.state import Phase
 from diloco.sync.syncer import OuterSync
-from diloco.syncer.executor import OuterResult
-from diloco.syncer.facts import outer_step_facts, refusal_facts, start_facts
+from diloco.syncer.outer_step import OuterResult, outer_step_facts, refusal_facts, start_facts
 
 
 def test_a_start_says_where_the_run_stands_and_whether_it_is_over() -> None:

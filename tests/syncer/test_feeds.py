@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, Reason
-from diloco.syncer.feeds import EVENTS_MAX, Feed, Feeds, Made
+from diloco.syncer.publish import EVENTS_MAX, Feed, Feeds, Made
 from diloco.wire.messages import Dropped, Published, Refusal, Status
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from diloco.codec.entropy import UNPACK_BYTES_MAX
-from diloco.codec.fused import RANGE_VALUES
+from diloco.codec.merging import RANGE_VALUES
 from diloco.outer.merge import MergeOptions
 from diloco.outer.rule import outer_rule
-from diloco.syncer.footprint import PAGES_BYTES, RANGES, TAKING, memory_bytes_max, state_bytes_max
+from diloco.syncer.options import PAGES_BYTES, RANGES, TAKING, memory_bytes_max, state_bytes_max
 from diloco.wire.options import ServerOptions
 from tests.hunts.crowd import merged
 from tests.hunts.reporting import Hunt
@@ -19,6 +19,7 @@ from tests.syncer.building import LAYOUT, RUN, Events, new_syncer, serving
 
 NUMEL = LAYOUT.numel
 LARGEST = max(fragment.numel for fragment in LAYOUT.fragments)
+NETWORK = ServerOptions(run_id=RUN, sites_max=3)
 FOLD = RANGES * 4 * RANGE_VALUES + 3 * PAGES_BYTES
 
 
@@ -28,17 +29,15 @@ def bound(folder: Path, momentum: float = 0.9, kind: str = "", merge: str = "mea
     syncer = new_syncer(
         folder,
         Events().emit,
-        {"sites_max": 3},
-        {"kind": kind, "momentum": momentum},
+        optimizer={"kind": kind, "momentum": momentum},
         **given,  # type: ignore[arg-type]
     )
     rule = outer_rule(syncer.plan.rule.optimizer, MergeOptions(kind=merge), LAYOUT)
-    return memory_bytes_max(syncer.options, replace(syncer.plan, rule=rule), syncer.network)
+    return memory_bytes_max(syncer.options, replace(syncer.plan, rule=rule), NETWORK)
 
 
 def test_it_is_the_state_two_versions_the_fold_and_what_arrives(tmp_path: Path) -> None:
-    network = ServerOptions(run_id=RUN)
-    arriving = network.memory_bytes_max(4 * LARGEST, network.push_credits)
+    arriving = NETWORK.memory_bytes_max(4 * LARGEST, NETWORK.push_credits)
     assert bound(tmp_path, 0.0) == 4 * NUMEL + 2 * 4 * LARGEST + FOLD + arriving
     assert bound(tmp_path) == 8 * NUMEL + 2 * 8 * LARGEST + FOLD + arriving
     links = 2 * 2 * NUMEL
@@ -72,7 +71,7 @@ def test_an_optimizer_and_a_merge_cost_what_they_keep(tmp_path: Path) -> None:
 
 def test_threads_and_an_entropy_stage_cost_what_they_hold(tmp_path: Path) -> None:
     assert bound(tmp_path, threads=3) - bound(tmp_path) == 2 * FOLD
-    checks = ServerOptions(run_id=RUN).checks_max
+    checks = NETWORK.checks_max
     more = bound(tmp_path, up_codecs=["fp32+zstd"]) - bound(tmp_path, up_codecs=["fp32"])
     assert (1 + checks) * UNPACK_BYTES_MAX <= more < (1 + checks) * UNPACK_BYTES_MAX + 1000
     packed = {"up_codecs": ["fp32+zstd"]}
@@ -85,9 +84,7 @@ def test_it_is_said_at_the_start(tmp_path: Path) -> None:
         wanted = memory_bytes_max(syncer.options, syncer.plan, syncer.network)
         status = syncer.api.status()
     assert events.of("syncer_started")[0]["memory_bytes_max"] == wanted == status["memory_bytes_max"]
-    assert wanted < memory_bytes_max(
-        syncer.options, replace(syncer.plan, outer=replace(syncer.plan.outer, sites_max=999)), syncer.network
-    )
+    assert wanted < memory_bytes_max(syncer.options, syncer.plan, replace(syncer.network, sites_max=999))
 
 
 @pytest.mark.slow

@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.codec.contract import digest
-from diloco.codec.digests import digest_of
-from diloco.codec.feedback import follow, publish
+from diloco.codec.base import digest, digest_of
 from diloco.codec.registry import make_codec
+from diloco.codec.site_pass import follow, publish
 from diloco.outer.optimizer import NOTHING
 from diloco.sync.events import Fate
-from diloco.syncer.executor import OuterResult
 from diloco.syncer.holdings import Holdings
+from diloco.syncer.outer_step import OuterResult
 from diloco.syncer.snapshots import FragmentValues
 from diloco.wire.messages import PullAsk, Refusal, Status
 from diloco.wire.service import PullSource

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from diloco.durable import PLAIN_DISK, Disk, DiskFullError
-from diloco.syncer.incoming import Incoming
+from diloco.syncer.standby import Incoming
 from diloco.wire.chunks import cut
 from diloco.wire.messages import Chunk, Unreachable
 from diloco.wire.replication import Item
@@ -26,7 +26,7 @@ def an_item(name: str, digest: str = hashlib.sha256(DATA).hexdigest()) -> Item:
 
 def incoming(folder: Path, item: Item, disk: Disk = PLAIN_DISK) -> Incoming:
     rooms = ("spool", "snapshots", "lineages")
-    store = SimpleNamespace(**{name: SimpleNamespace(folder=folder / name) for name in rooms})
+    store = SimpleNamespace(folder=folder, **{name: SimpleNamespace(folder=folder / name) for name in rooms})
     return Incoming(store, item, disk)  # type: ignore[arg-type]
 
 
@@ -46,6 +46,8 @@ def bring_whole(found: Incoming) -> None:
         (NAME, NAME),
         ("snapshots/00000007/state.json", "snapshots/.incoming-00000007/state.json"),
         ("lineages/1795000000/manifest.json", "lineages/1795000000/manifest.json"),
+        ("spool/.above/0-1-d.update", "spool/.above/0-1-d.update"),
+        ("above/outbox/0-7.update", "above/outbox/0-7.update"),
     ],
 )
 def test_a_file_has_its_name_when_it_is_whole(tmp_path: Path, name: str, path: str) -> None:

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.codec import fused, reading
-from diloco.codec.contract import DecodeError, digest
+from diloco.codec import merging
+from diloco.codec.base import DecodeError, digest
 from diloco.codec.registry import make_codec
-from diloco.syncer.inspecting import Found, Inspection
-from diloco.syncer.vitals import LARGEST
+from diloco.syncer.receive import LARGEST, Found, Inspection
 from diloco.wire.messages import PushHeader
 from tests.syncer.building import update
 
@@ -24,8 +23,8 @@ NAMES = ("fp32", "bf16", "int8", "int4:32", "int4+zstd1", "fp32+zstd1")
 
 @pytest.fixture(autouse=True)
 def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "RANGE_VALUES", 1024)
-    monkeypatch.setattr(reading, "READ_VALUES", 1024)
+    monkeypatch.setattr(merging, "RANGE_VALUES", 1024)
+    monkeypatch.setattr(merging, "READ_VALUES", 1024)
 
 
 def dice(seed: int) -> torch.Tensor:

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from diloco.durable import PLAIN_DISK
-from diloco.sync.frames import UNIT
-from diloco.sync.journal import JournalError
-from diloco.syncer.journal_end import SLOT_BYTES, JournalEnd
-from diloco.syncer.journal_files import JournalFiles, read_file
+from diloco.sync.journal import UNIT, JournalError
+from diloco.syncer.journal_files import SLOT_BYTES, JournalEnd, JournalFiles, read_file
 from tests.syncer.test_journal_files import record
 
 

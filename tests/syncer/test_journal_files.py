@@ -14,8 +14,7 @@ import pytest
 
 from diloco.durable import Disk, DiskFullError, ReadingDisk, Step
 from diloco.sync.events import JoinRequested
-from diloco.sync.frames import CHAIN_START, UNIT
-from diloco.sync.journal import FRAME, JournalError, Record, encode_record
+from diloco.sync.journal import CHAIN_START, FRAME_1, UNIT, JournalError, Record, encode_record
 from diloco.syncer.journal_files import JournalFiles, Position, read_file
 
 
@@ -276,7 +275,7 @@ def test_blank_means_that_no_event_was_ever_written(tmp_path: Path) -> None:
         path.write_bytes(whole[:size])
         assert JournalFiles(tmp_path).is_blank() == (size < len(whole) - UNIT.size), size
     old_segment(path, [record(1)])
-    os.truncate(path, FRAME.size - 1)
+    os.truncate(path, FRAME_1.size - 1)
     assert not JournalFiles(tmp_path).is_blank(), "who wrote format 1 wrote nothing before it had an event"
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco.sync.selection import Selection, parse_selection
-from diloco.syncer.kept import Kept, KeptError, Rules
-from diloco.syncer.retention import Choice
-from diloco.syncer.snapshots import same_values
+from diloco.sync.rounds import Selection, parse_selection
+from diloco.syncer.restoring import Kept, KeptError, Rules
+from diloco.syncer.snapshots import Choice, same_values
 from tests.syncer.building import files
 from tests.syncer.desk import OUTER, RULE, Desk
 from tests.syncer.test_store import Story

@@ -11,8 +11,16 @@ import pytest
 from diloco.durable import PLAIN_DISK
 from diloco.sync.state import FragmentState, OuterState
 from diloco.syncer import server as server_module
-from diloco.syncer.leadership import REMEMBERED, Leadership, claim_of, lead, remembered
-from diloco.syncer.lease import LeaseError, LeaseLostError, LeaseRefusedError
+from diloco.syncer.lease import (
+    REMEMBERED,
+    Leadership,
+    LeaseError,
+    LeaseLostError,
+    LeaseRefusedError,
+    claim_of,
+    lead,
+    remembered,
+)
 from diloco.syncer.lease_file import FileLease
 from tests.syncer.building import new_syncer
 

@@ -8,14 +8,16 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
 from diloco.syncer.lease import Claim, LeaseError, LeaseRefusedError, Standing
-from diloco.syncer.lease_etcd import EtcdLease, HeldEtcd
+from diloco.syncer.lease_etcd import EtcdAccess, EtcdLease, HeldEtcd
 from tests.loopback.cluster import eventually, free_port
-from tests.syncer.etcd import Etcd, running_etcd
+from tests.syncer.etcd import Etcd, Tls, running_etcd
+from tests.wire.certificates import LOOPBACK, Authority
 
 FIRST = Claim("first", 0, 1, anew=True)
 SECOND = Claim("second", 0, 1, by_itself=True)
@@ -158,6 +160,12 @@ def test_settings_that_cannot_work_are_named(endpoints: list[str], ttl_s: float,
         EtcdLease(endpoints, "run", ttl_s)
 
 
+def test_an_endpoint_with_a_password_is_refused_without_saying_it() -> None:
+    with pytest.raises(ValueError, match="endpoints has one with a name or password") as caught:
+        EtcdLease(["http://fra:2379", "http://root:marked-secret@osl:2379"], "run", 10)
+    assert "marked-secret" not in str(caught.value)
+
+
 def test_json_of_a_standing_is_what_people_can_read(lease: Callable[[], EtcdLease]) -> None:
     mine = lease()
     taken(mine).release()
@@ -169,3 +177,130 @@ def test_json_of_a_standing_is_what_people_can_read(lease: Callable[[], EtcdLeas
 
 def test_the_place_names_the_run() -> None:
     assert EtcdLease(["https://fra:2379"], "otter", 10).place == "etcd:/diloco/otter/lease"
+
+
+PASSWORD = "a-word-that-nothing-repeats"
+TTL_S = 12
+"""Long, since an answer is waited for a share of it, and each has a handshake and perhaps a password."""
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """An etcd that knows whom it talks to, and how a syncer, and its administrator, talk to it."""
+
+    etcd: Etcd
+    tls: Tls
+    access: EtcdAccess
+    root: EtcdLease
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Guarded]:
+    authority = Authority(tmp_path)
+    tls = Tls(authority.ca, authority.issue("etcd", *LOOPBACK), authority.issue("syncer", named=False))
+    password = tmp_path / "password"
+    password.write_text(f"{PASSWORD}\n")
+    password.chmod(0o600)
+    access = EtcdAccess(tls.ca, *tls.client, "diloco", str(password))
+    with running_etcd(tmp_path, (free_port(), free_port()), tls) as etcd:
+        bare = EtcdLease([etcd.endpoint], "guarded", TTL_S, replace(access, user="", password_file=""))
+        begin, end = (base64.b64encode(key).decode() for key in (b"/diloco/guarded/", b"/diloco/guarded0"))
+        for what, request in (
+            ("user/add", {"name": "root", "password": PASSWORD}),
+            ("role/add", {"name": "root"}),
+            ("user/grant", {"user": "root", "role": "root"}),
+            ("user/add", {"name": "diloco", "password": PASSWORD}),
+            ("role/add", {"name": "leader"}),
+            ("role/grant", {"name": "leader", "perm": {"permType": "READWRITE", "key": begin, "range_end": end}}),
+            ("user/grant", {"user": "diloco", "role": "leader"}),
+            ("enable", {}),
+        ):
+            bare.ask(f"auth/{what}", request)
+        yield Guarded(etcd, tls, access, EtcdLease([etcd.endpoint], "guarded", TTL_S, replace(access, user="root")))
+
+
+def test_a_user_with_a_certificate_leads_and_who_lacks_either_does_not(guarded: Guarded, tmp_path: Path) -> None:
+    endpoints, access = [guarded.etcd.endpoint], guarded.access
+    lease = EtcdLease(endpoints, "guarded", TTL_S, access)
+    held = taken(lease)
+    assert held.renew()
+    wrong = tmp_path / "wrong"
+    wrong.write_text("another")
+    wrong.chmod(0o600)
+    for less in (
+        replace(access, user="", password_file=""),
+        replace(access, tls_cert="", tls_key=""),
+        replace(access, tls_ca=""),
+        replace(access, password_file=str(wrong)),
+    ):
+        with pytest.raises(LeaseError, match=endpoints[0]) as caught:
+            EtcdLease(endpoints, "guarded", TTL_S, less).read()
+        assert PASSWORD not in str(caught.value)
+    with pytest.raises(LeaseError, match=endpoints[0]):
+        EtcdLease(endpoints, "of-another-run", TTL_S, access).read()
+    held.release()
+    assert lease.vacant()
+
+
+def test_a_token_that_etcd_does_not_know_any_more_is_made_again(guarded: Guarded) -> None:
+    """Its administrator changes users, and the password; the syncer reads that anew."""
+    held = taken(EtcdLease([guarded.etcd.endpoint], "guarded", TTL_S, guarded.access))
+    guarded.root.ask("auth/user/changepw", {"name": "diloco", "password": "another"})
+    with pytest.raises(LeaseError):
+        held.renew()
+    Path(guarded.access.password_file).write_text("another")
+    assert held.renew()
+
+
+def test_the_lease_outlives_the_member_that_it_was_taken_at(guarded: Guarded, tmp_path: Path) -> None:
+    first = guarded.etcd
+    ports = (free_port(), free_port())
+    held = taken(EtcdLease([first.endpoint, f"https://127.0.0.1:{ports[0]}"], "guarded", TTL_S, guarded.access))
+    added = guarded.root.ask("cluster/member/add", {"peerURLs": [f"http://127.0.0.1:{ports[1]}"]})
+    with running_etcd(tmp_path / "second", ports, guarded.tls, [first.peer]) as second:
+        eventually(lambda: _renews(held), BOUND_S, "both are there")
+        old = next(each["ID"] for each in added["members"] if each.get("name") == "m0")
+        both = EtcdLease([second.endpoint], "guarded", TTL_S, replace(guarded.access, user="root"))
+        eventually(lambda: _removed(both, old), BOUND_S, "the first is out")
+        first.send(signal.SIGKILL)
+        eventually(lambda: _renews(held), BOUND_S, "the second goes on alone")
+        assert EtcdLease([second.endpoint], "guarded", TTL_S, guarded.access).read() == Standing(1, 1, "first")
+
+
+def _renews(held: HeldEtcd) -> bool:
+    try:
+        return held.renew()
+    except LeaseError:
+        return False
+
+
+def _removed(lease: EtcdLease, member: str) -> bool:
+    try:
+        lease.ask("cluster/member/remove", {"ID": member})
+    except LeaseError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "given", "words"),
+    [
+        ("https://etcd:2379", {"tls_cert": "c.pem"}, "tls_key ''"),
+        ("https://etcd:2379", {"user": "diloco"}, "password_file ''"),
+        ("http://etcd:2379", {"tls_ca": "ca.pem"}, "https://host:2379"),
+        ("http://etcd:2379", {"user": "diloco", "password_file": "word"}, "https alone"),
+        ("https://etcd:2379", {"tls_ca": "nowhere.pem"}, "tls_ca nowhere.pem: No such file"),
+        ("https://etcd:2379", {"user": "diloco", "password_file": "nowhere"}, "password_file nowhere: "),
+        ("https://etcd:2379", {"user": "diloco", "password_file": "open"}, "can be read by others"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_the_door(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str, given: dict[str, str], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, mode in (("word", 0o600), ("open", 0o644)):
+        Path(name).write_text(PASSWORD)
+        Path(name).chmod(mode)
+    with pytest.raises(ValueError, match=words) as caught:
+        EtcdLease([endpoint], "run", 2, EtcdAccess(**given))
+    assert PASSWORD not in str(caught.value)

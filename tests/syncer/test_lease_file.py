@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from diloco.durable import KillingDisk, Step
+from diloco.syncer import lease_file
 from diloco.syncer.lease import Claim, LeaseError, LeaseRefusedError, Standing
 from diloco.syncer.lease_file import FileLease, HeldFile
 from tests.forked import forkserver
@@ -181,6 +184,20 @@ def take_often(path: Path, name: str, together: Barrier) -> None:
                     mine = held.epoch
                     told.write(f"{mine}\n")
                     held.release()
+
+
+def test_a_file_system_that_locks_nothing_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_file, "lock", lambda file: None)
+    with pytest.raises(LeaseError, match="without locks"):
+        FileLease(path, "run", TTL_S).acquire(FIRST)
+
+    def unknown(file: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(lease_file, "lock", unknown)
+    with pytest.raises(LeaseError, match="No locks available"):
+        FileLease(path, "run", TTL_S).acquire(FIRST)
+    assert not path.exists()
 
 
 def test_of_many_that_try_at_once_exactly_one_has_each_epoch(path: Path) -> None:

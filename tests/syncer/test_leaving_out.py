@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.codec.feedback import follow
 from diloco.codec.registry import make_codec
+from diloco.codec.site_pass import follow
 from diloco.outer.merge import merge_mean
 from diloco.outer.optimizer import NOTHING, outer_step
 from diloco.sync.effects import AnswerPush, PublishVersion, StartOuterStep
 from diloco.sync.events import DeadlinePassed, JoinRequested, Outcome, UpdateArrived
 from diloco.sync.options import OuterOptions
-from diloco.sync.selection import Selection
+from diloco.sync.rounds import Selection
 from diloco.sync.syncer import OuterSync
-from diloco.syncer.leaving_out import LeaveOutError, ReplayerWithout
+from diloco.syncer.replaying import LeaveOutError, ReplayerWithout
 from diloco.syncer.snapshots import FragmentValues
 from diloco.syncer.spool import SpoolError
 from tests.sooner import sooner

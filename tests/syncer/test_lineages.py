@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from diloco.codec.contract import digest
+from diloco.codec.base import digest
 from diloco.durable import Disk, Step
 from diloco.outer.optimizer import NOTHING
 from diloco.sync.events import LineageBegan
 from diloco.sync.journal import JournalError
-from diloco.syncer.images import Image
-from diloco.syncer.lineages import Lineages
+from diloco.syncer.images import Image, Lineages
 from diloco.syncer.snapshots import FragmentValues, same_values
 from tests.syncer.building import version_zero
 from tests.syncer.desk import CARD

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from diloco.codec.contract import digest
+from diloco.codec.base import digest
 from diloco.outer.optimizer import NOTHING, OuterState
-from diloco.syncer.memory import MemoryCheck, MemoryDamaged
+from diloco.syncer.keeping import MemoryCheck, MemoryDamaged
 from diloco.syncer.snapshots import FragmentValues
 from tests.syncer.building import Events, dice, eventually, files, new_syncer, version_zero
 

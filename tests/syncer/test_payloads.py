@@ -11,7 +11,7 @@ import torch
 
 from diloco.codec.buffers import Buffers
 from diloco.codec.registry import make_codec
-from diloco.syncer.payloads import CutShortError, Mapped, opened, read_part
+from diloco.syncer.spool import CutShortError, Mapped, opened, read_part
 
 VALUES = torch.randn(1000, generator=torch.Generator().manual_seed(1))
 

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from diloco.codec.contract import digest
-from diloco.codec.digests import digest_of
+from diloco.codec.base import digest, digest_of
 from diloco.codec.registry import make_codec
 from diloco.outer.optimizer import NOTHING
 from diloco.sync.agreement import PROTOCOL, PROTOCOL_OLDEST
 from diloco.sync.events import Fate, FateTold, FragmentStanding, Outcome, Reason
-from diloco.syncer import protocols
-from diloco.syncer.protocols import EarlierDigests
+from diloco.syncer import publish
+from diloco.syncer.publish import EarlierDigests
 from diloco.syncer.server import Syncer
 from diloco.syncer.snapshots import FragmentValues
 from diloco.wire import convert, convert_bulk
@@ -49,36 +48,36 @@ def fate(told: str, reason: Reason | None = None) -> Fate:
 
 def test_every_digest_that_a_site_of_protocol_2_is_told_is_one_that_it_can_read() -> None:
     standing = FragmentStanding(0, 1, DIGEST, 1, 1, 1, 1, ((1, 1),), (fate(DIGEST), fate(SHA256)))
-    reply = protocols.join_reply(JoinReply(2, 5, 7, (standing,), 1, 1, None, SETTINGS), 2)
+    reply = publish.join_reply(JoinReply(2, 5, 7, (standing,), 1, 1, None, SETTINGS), 2)
     told = [reply.standings[0].digest, *(each.digest for each in reply.standings[0].fates)]
-    event = protocols.watch_event(Published(2, 3, 4, DIGEST, 5, 6, 7), 2)
+    event = publish.watch_event(Published(2, 3, 4, DIGEST, 5, 6, 7), 2)
     assert isinstance(event, Published)
-    result = protocols.push_result(PushResult(Outcome.REFUSED, 1, Reason.CORRUPT, fate(DIGEST, Reason.CORRUPT)), 2)
+    result = publish.push_result(PushResult(Outcome.REFUSED, 1, Reason.CORRUPT, fate(DIGEST, Reason.CORRUPT)), 2)
     assert result.fate is not None
-    told += [event.digest, result.fate.digest, *(each.digest for each in protocols.fates([fate(DIGEST)], 2))]
+    told += [event.digest, result.fate.digest, *(each.digest for each in publish.fates([fate(DIGEST)], 2))]
     assert all(IN_2.fullmatch(each) for each in told)
     assert told[2] == SHA256, "that of its own update is the one that it knows"
     assert (reply.protocol, reply.settings.keep_until_decided) == (2, True)
     assert result.reason is Reason.CORRUPT
-    assert protocols.watch_event(FateTold(fate(SHA256)), 2) == FateTold(fate(SHA256))
+    assert publish.watch_event(FateTold(fate(SHA256)), 2) == FateTold(fate(SHA256))
     for other in (Alive(), Dropped(Reason.EVICTED)):
-        assert protocols.watch_event(other, 2) == other
+        assert publish.watch_event(other, 2) == other
 
 
 def test_a_site_of_this_protocol_is_told_everything_as_it_is() -> None:
     standing = FragmentStanding(0, 1, DIGEST, 1, 1, 1, 1, ((1, 1),), (fate(DIGEST), fate(SHA256)))
     reply = JoinReply(2, 5, 7, (standing,), 1, 1, None, SETTINGS)
-    assert protocols.join_reply(reply, PROTOCOL) == replace(reply, protocol=PROTOCOL)
+    assert publish.join_reply(reply, PROTOCOL) == replace(reply, protocol=PROTOCOL)
     for event in (Published(2, 3, 4, DIGEST, 5, 6, 7), FateTold(fate(DIGEST)), Dropped(Reason.EVICTED)):
-        assert protocols.watch_event(event, PROTOCOL) == event
+        assert publish.watch_event(event, PROTOCOL) == event
     result = PushResult(Outcome.DUPLICATE, 1, None, fate(DIGEST))
-    assert protocols.push_result(result, PROTOCOL) == result
+    assert publish.push_result(result, PROTOCOL) == result
 
 
 def test_the_earlier_digest_of_a_version_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     values, passes = dice("x", 0), []
-    real = protocols.digest_of
-    monkeypatch.setattr(protocols, "digest_of", lambda *args, **more: (passes.append(1), real(*args, **more))[1])
+    real = publish.digest_of
+    monkeypatch.setattr(publish, "digest_of", lambda *args, **more: (passes.append(1), real(*args, **more))[1])
     earlier, held = EarlierDigests(1), FragmentValues(3, values, values, NOTHING, digest(values))
     assert earlier.known(0, 3) is None
     assert [earlier.of(0, held) for _ in range(3)] == [digest(values, LIKE_2)] * 3
@@ -165,7 +164,7 @@ def test_a_pull_of_protocol_2_that_broke_off_goes_on_where_its_digest_is_known(t
 
 
 def test_the_answer_to_a_join_is_one_that_protocol_2_unpacks() -> None:
-    reply = protocols.join_reply(JoinReply(2, 5, 7, (), 1, 1, None, SETTINGS), 2)
+    reply = publish.join_reply(JoinReply(2, 5, 7, (), 1, 1, None, SETTINGS), 2)
     assert convert.unpack_join_reply(convert.pack_join_reply(reply)) == reply
 
 

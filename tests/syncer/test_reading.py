@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from diloco.syncer import reading
-from diloco.syncer.reading import NotAsWritten, read_verified
+from diloco.syncer import snapshots
+from diloco.syncer.snapshots import NotAsWritten, read_verified
 
 PIECE = 64
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(snapshots, "PIECE_BYTES", PIECE)
 
 
 def told(path: Path, content: bytes) -> tuple[Path, int, str]:
@@ -56,7 +56,7 @@ def test_a_flipped_bit_a_cut_and_a_longer_file_are_named(tmp_path: Path, at: int
 def test_a_file_that_is_cut_while_it_is_read_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = random.Random(1).randbytes(6 * PIECE)
     wanted = told(tmp_path / "a", content)
-    fill, filled = reading._fill, [0]
+    fill, filled = snapshots._fill, [0]
 
     def cut(source: object, piece: memoryview) -> bool:
         filled[0] += 1
@@ -65,6 +65,6 @@ def test_a_file_that_is_cut_while_it_is_read_is_damaged(tmp_path: Path, monkeypa
                 file.truncate(2 * PIECE + 5)
         return fill(source, piece)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(reading, "_fill", cut)
+    monkeypatch.setattr(snapshots, "_fill", cut)
     with pytest.raises(NotAsWritten, match="a is damaged"):
         read_verified([wanted])

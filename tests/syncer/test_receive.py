@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.codec.contract import digest
+from diloco.codec.base import digest
 from diloco.codec.registry import make_codec
 from diloco.durable import DiskFullError, Step
 from diloco.sync.events import Outcome, Reason
 from diloco.syncer import receive
 from diloco.syncer.receive import Reception
-from diloco.syncer.tally import Tally
-from diloco.syncer.verifying import verify
+from diloco.syncer.status import Tally
+from diloco.syncer.store import verify
 from diloco.wire.messages import PushResult, Refusal, Status
 from tests.syncer.building import ANYONE, Events, dice, eventually, files, join, push, serving, update
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +12,37 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.codec.contract import bytes_of, digest
-from diloco.outer.adopt import blend
+from diloco.codec.base import bytes_of, digest
+from diloco.outer.pseudo_gradient import blend
 from diloco.sync.effects import Fetch, RegionEffect, Release, Seal, Send
-from diloco.sync.events import Fate, FateTold, FragmentStanding, JoinAnswered, Outcome, PushAnswered, Sealed
-from diloco.sync.selection import Selection
+from diloco.sync.events import (
+    Fate,
+    FateTold,
+    FragmentStanding,
+    JoinAnswered,
+    Outcome,
+    PushAnswered,
+    Sealed,
+    UpstreamFetched,
+    UpstreamStarted,
+)
+from diloco.sync.region import Below, outbox_file
+from diloco.sync.rounds import Selection
+from diloco.sync.state import Part
 from diloco.sync.syncer import OuterSync
-from diloco.sync.upstream import Below
-from diloco.sync.upstream_events import UpstreamFetched, UpstreamStarted
-from diloco.sync.upstream_state import Part
-from diloco.syncer.footprint import memory_bytes_max
 from diloco.syncer.journal_files import JournalFiles
-from diloco.syncer.leaving_out import ReplayerWithout
+from diloco.syncer.options import memory_bytes_max
 from diloco.syncer.region import UpstreamRefusedError
-from diloco.syncer.replaying import Replayer
+from diloco.syncer.replaying import Replayer, ReplayerWithout
+from diloco.syncer.replicator import ReplicationOptions
 from diloco.syncer.server import Syncer
 from diloco.syncer.snapshots import Snapshots
 from diloco.syncer.spool import Spool
+from diloco.syncer.standby import Standby
 from diloco.syncer.store import StoreError
+from diloco.syncer.succession import begun_anew
+from diloco.wire.client import AdminClient
+from diloco.wire.replication import FollowClient
 from tests.syncer.building import NUMEL, Events, dice, eventually, join, new_syncer, push, update
 
 SGD = {"kind": "sgd", "lr": 1.0, "momentum": 0.0}
@@ -206,6 +220,104 @@ def test_versions_above_that_are_done_with_leave_the_disk(tmp_path: Path) -> Non
         syncer.snapshot_now()
         kept = sorted((tmp_path / "spool" / ".above").glob("1-*"))
         assert 1 <= len(kept) <= 3, kept
+    finally:
+        syncer.stop()
+
+
+def sealed(folder: Path, above: SomebodyAbove, sequence: int) -> Path:
+    """What the region's syncer hears when its ``sequence``th update for fragment 0 lies in the outbox, where it is."""
+    path = folder / outbox_file(0, sequence)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"update %d" % sequence)
+    above.below.tell(Sealed(0, sequence, f"d{sequence}"))
+    eventually(lambda: len(above.of(Send)) == sequence, "the order to send")
+    return path
+
+
+def a_standby(folder: Path, syncer: Syncer) -> tuple[Standby, Events]:
+    """One that follows ``syncer``."""
+    assert syncer._server is not None
+    events, client = Events(), FollowClient(syncer._server.address)
+    standby = Standby("standby", replace(syncer.options, folder=str(folder)), syncer.plan, client, events.emit)
+    standby.start()
+    return standby, events
+
+
+def alike(syncer: Syncer, standby: Standby) -> bool:
+    """Whether both hold the same values."""
+    held, replayer = syncer.holdings.values, standby._replayer
+    return replayer is not None and [each.digest for each in replayer.values] == [each.digest for each in held]
+
+
+def test_what_an_earlier_lineage_had_from_above_leaves_the_disk(tmp_path: Path) -> None:
+    syncer, _, _ = based(tmp_path / "region", replication=ReplicationOptions(mode="async", timeout_s=2.0, alive_s=0.2))
+    standby, _ = a_standby(tmp_path / "standby", syncer)
+    eventually(lambda: alike(syncer, standby), "the same values")
+    syncer.stop()
+    warm, above = begun_anew(standby.promote(), "an operator's word", 7), SomebodyAbove()
+    promoted, _ = a_region(tmp_path / "standby", above)
+    promoted.start(warm)
+    try:
+        assert [each.progress.base_version for each in above.known] == [-1, -1]
+        for _ in range(2):
+            promoted.snapshot_now()
+        assert not list((tmp_path / "standby" / "spool" / ".above").iterdir())
+    finally:
+        promoted.stop()
+
+
+def test_a_standby_has_the_versions_above_and_the_updates_that_are_on_their_way(tmp_path: Path) -> None:
+    """Those of before it came, and those that come after."""
+    ours, theirs = tmp_path / "region", tmp_path / "standby"
+    syncer, above, _ = based(ours, replication=ReplicationOptions(mode="async", timeout_s=2.0, alive_s=0.2))
+    join(syncer)
+    push(syncer, *update(base_version=1))
+    eventually(lambda: above.sealed, "an update for the one above")
+    first = sealed(ours, above, 1)
+    syncer.snapshot_now()
+    standby, events = a_standby(theirs, syncer)
+
+    def both(pattern: str) -> tuple[dict[str, bytes], dict[str, bytes]]:
+        return tuple({path.name: path.read_bytes() for path in each.glob(pattern)} for each in (ours, theirs))  # type: ignore[return-value]
+
+    try:
+        eventually(lambda: alike(syncer, standby), "the values of a snapshot, and what came since")
+        assert (theirs / outbox_file(0, 1)).read_bytes() == first.read_bytes()
+        here, there = both("spool/.above/*")
+        assert here == there
+        assert len(there) == len(NUMEL)
+        above.below.tell(PushAnswered(0, 1, Outcome.ACCEPTED, None, "d1", 1))
+        above.below.tell(FateTold(Fate(0, 1, 5, 50, "d1")))
+        above.bring(0, 5, torch.zeros(NUMEL[0]))
+        eventually(lambda: above.of(Release), "what was sent is let go")
+        first.unlink()
+        push(syncer, *update(sequence=2, base_version=3))
+        eventually(lambda: len(above.sealed) == 2, "the next one for the one above")
+        second = sealed(ours, above, 2)
+        eventually(
+            lambda: both("above/outbox/*")[1] == {second.name: second.read_bytes()}, "the first one is wanted no more"
+        )
+        eventually(lambda: alike(syncer, standby), "the version above is blended there as well")
+        for version in range(6, 9):
+            above.bring(1, version, dice(version, 1))
+            syncer.snapshot_now()
+        eventually(lambda: both("spool/.above/*")[0].keys() == both("spool/.above/*")[1].keys(), "none stays for ever")
+        assert not events.of("failed")
+    finally:
+        standby.close()
+        syncer.stop()
+
+
+def test_while_it_may_tell_nobody_anything_it_does_not_speak_above(tmp_path: Path) -> None:
+    """As the old syncer that is started again when its standby has taken over: it would put that one out above."""
+    above = SomebodyAbove()
+    syncer, _ = a_region(tmp_path, above, replication=ReplicationOptions(mode="sync"))
+    address = syncer.start()
+    try:
+        assert above.life == []
+        with AdminClient(address) as operator:
+            operator.detach()
+        eventually(lambda: above.life == ["start"], "it speaks above")
     finally:
         syncer.stop()
 

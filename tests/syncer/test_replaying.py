@@ -13,7 +13,7 @@ from diloco.sync.effects import StartOuterStep
 from diloco.sync.events import OuterStepDone
 from diloco.sync.journal import JournalError, Record
 from diloco.sync.syncer import OuterSync
-from diloco.syncer.executor import OuterResult
+from diloco.syncer.outer_step import OuterResult
 from diloco.syncer.replaying import Replayer
 from diloco.syncer.snapshots import Snapshot
 from diloco.syncer.spool import SpoolError

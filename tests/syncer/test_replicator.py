@@ -15,7 +15,7 @@ from diloco.sync.events import DeadlinePassed, UpdateArrived
 from diloco.sync.journal import Record
 from diloco.syncer.journal_files import Turn
 from diloco.syncer.replicator import ReplicationOptions, Replicator
-from diloco.syncer.retention import RECOVERY_ONLY, Retention
+from diloco.syncer.snapshots import RECOVERY_ONLY, Retention
 from diloco.syncer.store import RunCard, Store
 from diloco.wire.messages import Alive, Refusal, Status
 from diloco.wire.replication import FollowAck, Follows, FollowStart, Item
@@ -23,7 +23,7 @@ from tests.loopback.audit import version_zero
 from tests.loopback.cluster import Log
 from tests.loopback.toy import Toy
 
-PRINT, SHARED = "a" * 64, "b" * 64
+PRINT, SHARED, EARLIER = "a" * 64, "b" * 64, "e" * 64
 
 
 @pytest.fixture
@@ -36,11 +36,11 @@ def a_replicator(
     folder: Path, closing: ExitStack, mode: str = "sync", retention: Retention = RECOVERY_ONLY
 ) -> tuple[Replicator, Log]:
     toy, log = Toy(folder=str(folder)), Log()
-    store = Store(folder / "syncer", RunCard("toy", PRINT, SHARED), PLAIN_DISK, retention)
+    store = Store(folder / "syncer", RunCard("toy", PRINT, SHARED, EARLIER), PLAIN_DISK, retention)
     machine, values = version_zero(toy)
     store.begin(machine, values)
     closing.callback(store.journal.close)
-    replicator = Replicator(ReplicationOptions(mode=mode), store, (PRINT, SHARED, lambda: 1), log.emit)
+    replicator = Replicator(ReplicationOptions(mode=mode), store, lambda: 1, log.emit)
     core = SimpleNamespace(
         nudge=lambda: None,
         post=lambda event: log.emit("attach", {"standby": event.standby}),
@@ -273,6 +273,12 @@ def test_a_standby_of_another_run_is_refused(tmp_path: Path, closing: ExitStack,
     with pytest.raises(Refusal, match=f"{field} is cccccccccccc at the standby") as refused:
         replicator.follow(start(**{field: "c" * 64}))
     assert refused.value.status is Status.FAILED_PRECONDITION
+
+
+def test_a_standby_of_an_earlier_release_follows_by_its_digest(tmp_path: Path, closing: ExitStack) -> None:
+    replicator, log = a_replicator(tmp_path, closing)
+    replicator.follow(start(shared_digest=EARLIER))
+    assert len(log.of("standby_follows")) == 1
 
 
 @pytest.mark.parametrize("segment", [1, 7])

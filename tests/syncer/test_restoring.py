@@ -11,21 +11,26 @@ import pytest
 
 from diloco.durable import Disk, Step
 from diloco.outer.optimizer import NOTHING
+from diloco.sync.data_units import Columns
 from diloco.sync.effects import AnswerUnits
 from diloco.sync.events import JoinRequested, Reason, UnitsAsked
-from diloco.sync.selection import Selection
-from diloco.sync.state import Line
-from diloco.sync.unit_leases import columns_of
-from diloco.sync.units import Columns
-from diloco.syncer.backups import back_up
+from diloco.sync.fates import columns_of
+from diloco.sync.rounds import Selection
+from diloco.sync.state import Line, Part, Upstream
+from diloco.syncer.backups import Vault, back_up
 from diloco.syncer.images import Image
-from diloco.syncer.kept import Kept, KeptError
-from diloco.syncer.leaving_out import held_of
-from diloco.syncer.restoring import Known, RestoreError, restore_backup, restore_in_place, restore_values
+from diloco.syncer.replaying import held_of
+from diloco.syncer.restoring import (
+    Kept,
+    KeptError,
+    Known,
+    RestoreError,
+    restore_backup,
+    restore_in_place,
+    restore_values,
+)
 from diloco.syncer.snapshots import FragmentValues, same_values
-from diloco.syncer.store import StoreError
-from diloco.syncer.vault import Vault
-from diloco.syncer.verifying import payloads_in
+from diloco.syncer.store import StoreError, payloads_in
 from tests.syncer.building import RUN, update
 from tests.syncer.desk import CARD, Desk
 from tests.syncer.test_kept import RULES, run, versions
@@ -294,6 +299,19 @@ def test_a_run_from_a_site_leases_no_unit_again_that_the_site_knows_of(tmp_path:
     (told,) = machine.handle(UnitsAsked(2, "a", machine.state.sites["a"].incarnation, 0, 0, 3, 0, 0), 0)
     assert isinstance(told, AnswerUnits)
     assert told.pieces == ((70, 3),)
+
+
+def test_a_region_from_a_site_is_the_site_that_it_was_above(tmp_path: Path) -> None:
+    desk = stopped(tmp_path / "lost")
+    values = [
+        FragmentValues(each.version, each.published, each.published, NOTHING, each.digest) for each in desk.values
+    ]
+    (tmp_path / "run").mkdir()
+    lines = {"a": [Line(watermark=9), Line(watermark=8)]}
+    restore_values(tmp_path / "run", CARD, RULES, values, lines, "from site a", Known(CLOCK_S), site_above="region-a")
+    again = Desk(tmp_path / "run")
+    assert again.machine.state.upstream == Upstream([Part(), Part()], "region-a")
+    again.close()
 
 
 def test_an_image_of_another_run_and_a_folder_without_one_are_refused(tmp_path: Path) -> None:

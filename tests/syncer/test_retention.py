@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from diloco.syncer.retention import Choice, Point, Retention, choose
+from diloco.syncer.snapshots import Choice, Point, Retention, choose
 
 
 def point(number: int, steps: int, size: int = 10) -> Point:

@@ -13,9 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from diloco.durable import locked
-from diloco.syncer import room as room_module
-from diloco.syncer.readiness import Unready, Want
-from diloco.syncer.room import FolderLostError, Room
+from diloco.syncer import readiness as room_module
+from diloco.syncer.readiness import FolderLostError, Room, Unready, Want
 from tests.syncer.building import Events, eventually, new_syncer, serving
 
 MB = 1_000_000

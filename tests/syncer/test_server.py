@@ -16,11 +16,11 @@ from torch import Tensor
 
 from diloco.codec import native
 from diloco.durable import LockedError
-from diloco.sync.claims import AWAY_UNKNOWN_NS
+from diloco.sync.admission import AWAY_UNKNOWN_NS
 from diloco.sync.events import Ending, Outcome, OuterStepDone
 from diloco.syncer.core import CoreStopped
-from diloco.syncer.exporting import full_parameters
-from diloco.syncer.footprint import VERSIONS_MAX
+from diloco.syncer.images import full_parameters
+from diloco.syncer.options import VERSIONS_MAX
 from diloco.syncer.server import Syncer
 from diloco.syncer.snapshots import Snapshots
 from diloco.syncer.store import StoreError
@@ -473,3 +473,17 @@ def test_that_no_version_is_made_although_updates_wait_is_said_once_and_in_the_s
         assert {**said, "seconds": told["seconds"]} == {"what": "standstill", **told}  # type: ignore[index, dict-item]
         time.sleep(0.1)
         assert len(events.of("standstill")) == 1
+
+
+def test_a_start_with_less_room_serves_the_sites_that_are_there(tmp_path: Path) -> None:
+    with serving(tmp_path, outer={"sites_max": 3}) as syncer:
+        for site in "abc":
+            join(syncer, site)
+    events = Events()
+    with serving(tmp_path, events, outer={"sites_max": 1}) as syncer:
+        assert syncer.network.sites_max == 3, "each has its streams"
+        (changed,) = events.of("settings_changed")
+        assert changed["why"] == "outer.sites_max is 1 and was 3"
+        assert push(syncer, *update("c")).outcome is Outcome.ACCEPTED
+        with pytest.raises(Refusal, match="until a site leaves or is evicted, or the syncer starts again with a large"):
+            join(syncer, "d")

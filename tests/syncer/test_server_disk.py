@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from diloco.sync.events import Outcome
 from diloco.syncer import server as server_module
 from diloco.syncer.server import Syncer
-from diloco.syncer.verifying import verify
+from diloco.syncer.store import verify
 from diloco.wire.messages import Refusal, Status
 from tests.syncer.building import RUN, Events, eventually, join, new_syncer, push, serving, update
 from tests.syncer.test_server import merged

@@ -11,10 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.codec.contract import digest
+from diloco.codec.base import digest
 from diloco.outer.optimizer import NOTHING, OuterState
-from diloco.syncer.retention import RECOVERY_ONLY, Point, Retention
-from diloco.syncer.snapshots import FragmentValues, NewerSnapshotError, Snapshot, SnapshotError, Snapshots, _digest_of
+from diloco.syncer.snapshots import (
+    RECOVERY_ONLY,
+    FragmentValues,
+    NewerSnapshotError,
+    Point,
+    Retention,
+    Snapshot,
+    SnapshotError,
+    Snapshots,
+    digest_of,
+)
 from tests.syncer.building import dice
 
 
@@ -188,7 +197,7 @@ def test_a_manifest_that_leaves_a_fragment_out_is_damaged(tmp_path: Path) -> Non
     path = tmp_path / "00000001" / "manifest.json"
     manifest = json.loads(path.read_bytes())
     del manifest["files"]["fragment-1.safetensors"], manifest["sha256"]
-    manifest["sha256"] = _digest_of(manifest)
+    manifest["sha256"] = digest_of(manifest)
     path.write_text(json.dumps(manifest, sort_keys=True, indent=1))
     with pytest.raises(SnapshotError, match=r"differ in fragment-1\.safetensors"):
         snapshots.load(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,3 +151,21 @@ def test_a_standby_of_another_run_is_refused_in_words(tmp_path: Path) -> None:
         eventually(lambda: not standby.connected, BOUND_S, "it does not follow")
         with pytest.raises(StandbyError, match="no state to go on from"):
             standby.promote()
+
+
+def test_a_standby_may_have_room_for_more_sites_than_the_syncer_before_it(tmp_path: Path) -> None:
+    toy = a_toy(tmp_path)
+    toy.outer["sites_max"] = 1
+    other = replace(toy, outer={**toy.outer, "sites_max": 2}, port=free_port())
+    with serving(toy) as (_, address, _log), following(other, address) as (standby, _):
+        with SiteThread(toy, "a", address, step_s=STEP_S) as site:
+            site.log.wait_for("pushed", 1, BOUND_S)
+        log = Log()
+        promoted = other.syncer(log.emit, folder="standby")
+        promoted.start(standby.promote())
+        try:
+            assert promoted.core.ask(lambda machine: machine.state.sites_max) == 2
+        finally:
+            promoted.stop()
+        (changed,) = log.of("settings_changed")
+        assert changed["why"] == "outer.sites_max is 2 and was 1"

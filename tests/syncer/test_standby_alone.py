@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from diloco.durable import PLAIN_DISK
 from diloco.syncer.opening import open_store, recovered
 from diloco.syncer.restoring import begin_lineage
+from diloco.syncer.standby import PAUSE_S
 from tests.loopback.cluster import Log, SiteThread, eventually, free_port, serving
 from tests.loopback.toy import Toy
 from tests.sooner import sooner
@@ -107,3 +110,25 @@ def test_why_a_standby_is_not_let_in_is_said_once(tmp_path: Path) -> None:
         (note,) = log.wait_for("note", 1, BOUND_S)
         assert (note["note"], "another run" in str(note["why"])) == ("not_following", True)
         assert "another run" in str(standby.status()["trouble"])
+
+
+def test_a_syncer_of_an_earlier_release_is_followed_by_the_digest_that_it_knows(tmp_path: Path) -> None:
+    """It counts in what may change; where that is not why it refuses, it is asked as before, and said once."""
+    toy = a_toy(tmp_path)
+    with serving(toy) as (_, address, _log):
+        for earlier in ("other", "shared"):
+            log = Log()
+            standby = toy.standby(earlier, address, log.emit)
+            standby.plan = replace(standby.plan, shared_digest="later", earlier_digest=earlier)
+            standby.start()
+            try:
+                if earlier == "shared":
+                    eventually(lambda: standby.ready, BOUND_S, "it has a state")  # noqa: B023
+                    assert log.of("note") == []
+                else:
+                    log.wait_for("note", 1, BOUND_S)
+                    time.sleep(3 * PAUSE_S)
+                    (note,) = log.of("note")
+                    assert "shared_digest is other at the standby" in str(note["why"])
+            finally:
+                standby.close()

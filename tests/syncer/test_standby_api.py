@@ -12,10 +12,9 @@ from diloco.outer.optimizer import OuterOptimizerOptions
 from diloco.outer.rule import OuterRule
 from diloco.sync.options import HealthOptions, OuterOptions
 from diloco.syncer.options import RunPlan
-from diloco.syncer.standby_api import StandbyApi
+from diloco.syncer.succession import StandbyApi
 from diloco.wire.identity import Identity
-from diloco.wire.messages import Refusal, Status
-from diloco.wire.probing import ProbeAsk
+from diloco.wire.messages import ProbeAsk, Refusal, Status
 from tests.syncer.building import LAYOUT, RUN, agreement
 
 ASK: dict[str, Callable[[StandbyApi], object]] = {

@@ -11,7 +11,7 @@ from typing import BinaryIO
 import pytest
 
 from diloco.durable import Disk, Step
-from diloco.syncer.verifying import verify
+from diloco.syncer.store import verify
 from tests.loopback.cluster import Log, SiteThread, eventually, serving
 from tests.sooner import sooner
 from tests.syncer.test_standby import BOUND_S, STEP_S, a_toy

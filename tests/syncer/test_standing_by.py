@@ -13,10 +13,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from diloco.durable import LockedError, locked
 from diloco.syncer.standby import StandbyError
-from diloco.syncer.standing_by import StandingBy
+from diloco.syncer.succession import StandingBy
 from diloco.wire.client import AdminClient
 from diloco.wire.messages import Refused
-from diloco.wire.security import SecurityOptions
+from diloco.wire.options import SecurityOptions
 from tests.loopback.cluster import Log, SiteThread, eventually, free_port, serving
 from tests.loopback.toy import Toy
 from tests.syncer.test_standby import BOUND_S, STEP_S, a_toy

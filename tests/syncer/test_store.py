@@ -20,9 +20,8 @@ from diloco.sync.options import OuterOptions
 from diloco.sync.syncer import OuterSync
 from diloco.syncer import snapshots as snapshots_module
 from diloco.syncer.replaying import Replayer
-from diloco.syncer.retention import Retention
-from diloco.syncer.store import Store, StoreError
-from diloco.syncer.verifying import payloads_in
+from diloco.syncer.snapshots import Retention
+from diloco.syncer.store import Store, StoreError, payloads_in
 from tests.sooner import sooner
 from tests.syncer.building import NO_WAIT, files, update
 from tests.syncer.desk import CARD, OPTIMIZER, OUTER, RULE, Desk

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from diloco.syncer.restoring import begin_lineage
-from diloco.syncer.store import StoreError
-from tests.syncer.desk import Desk
+from diloco.syncer.store import Store, StoreError
+from tests.syncer.desk import CARD, Desk
 
 
 @pytest.mark.parametrize("wrong", [None, 1, "7", 10**12])
@@ -46,6 +47,28 @@ def test_a_bit_that_flips_in_any_byte_of_the_run_card_is_named(tmp_path: Path) -
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
         assert path.name in what_a_start_says(tmp_path), bytes(flipped)
+
+
+def test_a_run_card_of_an_earlier_release_is_accepted_and_written_anew(tmp_path: Path) -> None:
+    """It has another digest where a setting that may change was not at its default."""
+    Desk(tmp_path).close()
+    path = tmp_path / "run.json"
+    whole = json.loads(path.read_text())
+    path.write_text(json.dumps({**whole, "shared_digest": "earlier"}))
+    with pytest.raises(StoreError, match=r"run\.json has shared_digest 'earlier' and this run has 'shared'"):
+        Store(tmp_path, replace(CARD, earlier_digest="another"))
+    Store(tmp_path, replace(CARD, earlier_digest="earlier")).journal.close()
+    assert json.loads(path.read_text()) == whole
+    Desk(tmp_path).close()
+
+
+@pytest.mark.parametrize("field", ["run_id", "layout_fingerprint", "shared_digest"])
+def test_a_card_of_another_run_is_known_by_a_field(field: str) -> None:
+    card = replace(CARD, earlier_digest="earlier")
+    assert card.difference(card.facts()) is None
+    assert (card.difference({**card.facts(), field: "earlier"}) is None) == (field == "shared_digest")
+    for wrong in ("other", None, 7, ["earlier"]):
+        assert card.difference({**card.facts(), field: wrong}) == field
 
 
 def what_a_start_says(folder: Path) -> str:

@@ -16,16 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from diloco.codec.digests import is_sha256
+from diloco.codec.base import is_sha256
 from diloco.durable import PLAIN_DISK, Step
 from diloco.inner import checkpoint
-from diloco.inner.sealed import read_sealed, write_sealed
-from diloco.sync.frames import FORMAT
+from diloco.inner.checkpoint import read_sealed, write_sealed
+from diloco.sync.journal import FORMAT
 from diloco.sync.plain import canonical
 from diloco.syncer.journal_files import read_file
 from diloco.syncer.snapshots import Snapshots
-from diloco.syncer.store import Recovered, RunCard, Store, StoreError
-from diloco.syncer.verifying import verify
+from diloco.syncer.store import Recovered, RunCard, Store, StoreError, verify
 from tests.loopback.cluster import Log, serving
 from tests.loopback.toy import Toy, ToySite
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from diloco.codec.contract import bytes_of, digest
-from diloco.codec.feedback import follow, publish
+from diloco.codec.base import bytes_of, digest
 from diloco.codec.registry import make_codec
-from diloco.outer.adopt import blend
+from diloco.codec.site_pass import follow, publish
 from diloco.outer.optimizer import OuterOptimizerOptions, OuterState
+from diloco.outer.pseudo_gradient import blend
 from diloco.outer.rule import OuterRule
 from diloco.sync.effects import TakeVersion
-from diloco.syncer.executor import OuterResult, run_outer_step
+from diloco.syncer.outer_step import OuterResult, run_outer_step
 from diloco.syncer.snapshots import FragmentValues, pack, unpack
 from diloco.syncer.spool import Spool, SpoolError
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco.syncer.tally import Tally
+from diloco.syncer.status import Tally
 
 
 def test_every_site_has_its_own_counts() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from diloco.syncer import tensor_files
-from diloco.syncer.tensor_files import Written, tensor_file
+from diloco.syncer import snapshots
+from diloco.syncer.snapshots import Written, tensor_file
 
 TENSORS = {"b": torch.arange(6.0).view(2, 3), "a": torch.ones(5), "c": torch.tensor(2.5)}
 FACTS = {"version": "7"}
@@ -17,7 +17,7 @@ FACTS = {"version": "7"}
 
 @pytest.mark.parametrize("piece_bytes", [7, 1 << 20])
 def test_it_is_what_the_library_writes(piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_files, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(snapshots, "PIECE_BYTES", piece_bytes)
     data = b"".join(tensor_file(TENSORS, FACTS))
     assert data == save(TENSORS, metadata=FACTS)
     assert all(torch.equal(values, TENSORS[name]) for name, values in load(data).items())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from diloco.sync import unit_leases
+from diloco.sync import fates
 from diloco.sync.agreement import CORPUS
 from diloco.sync.events import SiteLeft, UnitsAsked, UnitsTold
 from diloco.sync.site_units import UnitAsk
@@ -28,13 +28,13 @@ def told(syncer: Syncer, site: str = "a", known: int = 0, upto: int = 4, floor: 
 def asks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The asks that the machine decides, and that are journalled."""
     found: list[object] = []
-    right = unit_leases.asked
+    right = fates.asked
 
     def asked(turn: Turn, event: UnitsAsked) -> None:
         found.append(event)
         right(turn, event)
 
-    monkeypatch.setattr(unit_leases, "asked", asked)
+    monkeypatch.setattr(fates, "asked", asked)
     return found
 
 

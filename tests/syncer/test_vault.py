@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco.codec.digests import Hasher, digest_of
+from diloco.codec.base import Hasher, digest_of
 from diloco.durable import Disk, Step
-from diloco.syncer.vault import MARKER, BackupError, BackupFacts, Vault
+from diloco.syncer.backups import MARKER, BackupError, BackupFacts, Vault
 from tests.syncer.building import files
 
 FACTS = BackupFacts(1, "run", 3, 7, (4, 5), 1000, "2026-11-21T04:00:00+00:00", {})
@@ -106,6 +106,13 @@ def test_a_place_that_changes_what_is_written_gets_no_backup(tmp_path: Path, mon
 def test_a_place_that_cannot_be_reached_from_here_is_said(url: str, said: str) -> None:
     with pytest.raises(BackupError, match=said):
         Vault(url)
+
+
+@pytest.mark.parametrize("above", ["", "simplecache::"])
+def test_a_place_whose_url_has_a_password_is_refused_without_saying_it(above: str) -> None:
+    with pytest.raises(BackupError, match="FSSPEC_FTP_PASSWORD") as caught:
+        Vault(f"{above}ftp://diloco:marked-secret@host/x")
+    assert "marked-secret" not in str(caught.value)
 
 
 class WatchingDisk(Disk):

@@ -10,7 +10,7 @@ import pytest
 from diloco.sync.journal import JournalError
 from diloco.syncer.snapshots import SnapshotError
 from diloco.syncer.spool import SpoolError
-from diloco.syncer.verifying import verify
+from diloco.syncer.store import verify
 from tests.syncer.building import files
 from tests.syncer.test_store import told
 

@@ -27,10 +27,12 @@ class Authority:
         )
         self._write(self.ca, own.sign(self._key, hashes.SHA256()))
 
-    def issue(self, name: str, *alternatives: x509.GeneralName, ends_in_s: float = 3600.0) -> tuple[str, str]:
-        """The paths of a certificate and of its key; one that ends in the past is over."""
+    def issue(
+        self, name: str, *alternatives: x509.GeneralName, ends_in_s: float = 3600.0, named: bool = True
+    ) -> tuple[str, str]:
+        """The paths of a certificate, with a common name if ``named`` and of its key; an end in the past is over."""
         key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)] if named else [])
         builder = self._builder(subject, key.public_key(), ends_in_s)
         if alternatives:
             builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)

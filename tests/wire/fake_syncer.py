@@ -17,6 +17,8 @@ from diloco.wire.messages import (
     JoinReply,
     LearnerSettings,
     LinkInfo,
+    ProbeAnswer,
+    ProbeAsk,
     PullAsk,
     PullHeader,
     PushHeader,
@@ -27,7 +29,6 @@ from diloco.wire.messages import (
     Status,
     WatchEvent,
 )
-from diloco.wire.probing import ProbeAnswer, ProbeAsk
 from diloco.wire.service import PullSource
 
 if TYPE_CHECKING:

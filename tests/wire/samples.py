@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco.sync.events import Ending, Fate, FateTold, FinalAnnounced, FragmentStanding, Outcome, Reason, UnitsTold
-from diloco.wire import convert, convert_bulk, convert_probe
+from diloco.wire import convert, convert_bulk
 from diloco.wire import messages as m
-from diloco.wire import probing as p
+from diloco.wire import messages as p
 from tests.wire.fake_syncer import DIGEST, RUN, join_ask, push_header, report_info
 
 Sample = tuple[object, Callable[[Any], bytes], Callable[[bytes], object]]
@@ -140,8 +140,8 @@ def probes() -> list[Sample]:
         p.ProbeTaken(1 << 20, 10**9, 10**6),
         p.Filler(b"x"),
     ]
-    return [(ask, convert_probe.pack_probe, convert_probe.unpack_probe) for ask in asks] + [
-        (reply, convert_probe.pack_probe_reply, convert_probe.unpack_probe_reply) for reply in replies
+    return [(ask, convert.pack_probe, convert.unpack_probe) for ask in asks] + [
+        (reply, convert.pack_probe_reply, convert.unpack_probe_reply) for reply in replies
     ]
 
 

@@ -9,12 +9,12 @@ import grpc
 import pytest
 
 from diloco.sync.events import Reason
-from diloco.wire.answers import abort, answered, refusal_of, streamed
-from diloco.wire.calls import SYNC_SERVICE
+from diloco.wire.arrivals import abort, answered, refusal_of, streamed
+from diloco.wire.channel import SYNC_SERVICE
 from diloco.wire.chunks import ChunkError, DamagedChunk
 from diloco.wire.convert import pack_leave, pack_watch
 from diloco.wire.convert_bulk import pack_pull, pack_push
-from diloco.wire.gates import Counters
+from diloco.wire.door import Counters
 from diloco.wire.messages import LeaveAsk, MalformedMessage, PullAsk, Refusal, Status, WatchAsk
 from tests.sooner import sooner
 from tests.wire.fake_syncer import push_header

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from diloco.wire.calls import ADMIN_SERVICE, SYNC_SERVICE
+from diloco.wire.channel import ADMIN_SERVICE, SYNC_SERVICE
 from diloco.wire.options import STANDARD_STREAMS_MAX, ServerOptions
 from tests.sooner import sooner
 from tests.wire.fake_syncer import RUN, report_info

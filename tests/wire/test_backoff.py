@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from diloco.wire.backoff import Backoff
+from diloco.wire.channel import Backoff
 
 
 def test_delays_grow_to_the_cap_and_start_anew_after_reset() -> None:

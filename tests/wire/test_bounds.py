@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from diloco.sync.events import UnitsTold
+from diloco.sync.events import Fate, FragmentStanding, UnitsTold
 from diloco.sync.site_units import SPANS_MAX, UnitAsk
 from diloco.wire import messages as m
-from diloco.wire import probing as p
-from diloco.wire.bounds import BOUNDS, check
+from diloco.wire import messages as p
+from diloco.wire.messages import bounds_of, check
 from tests.wire.fake_syncer import DIGEST, join_ask, push_header, report_info
 from tests.wire.samples import FATE, PULL, SETTINGS, STANDING, everything
 
@@ -85,10 +85,21 @@ def test_each_bound_is_kept_and_named(good: Any, field: str, bad: list[Any]) -> 
 
 
 def test_every_field_of_every_message_has_a_bound() -> None:
-    for kind, rules in BOUNDS.items():
-        assert set(rules) == {field.name for field in dataclasses.fields(kind)}, kind.__name__
-    carried = {type(message) for message, _, _ in everything()} - {m.Chunk, m.Frame, dict}
-    assert carried <= set(BOUNDS)
+    carried = {type(message) for message, _, _ in everything()} - {m.Frame, dict}
+    for kind in carried | {Fate, FragmentStanding, UnitAsk, UnitsTold, m.LearnerSettings, m.LinkInfo}:
+        assert set(bounds_of(kind)) == {field.name for field in dataclasses.fields(kind)}, kind.__name__
+
+
+def test_a_field_without_a_bound_is_refused() -> None:
+    with pytest.raises(TypeError, match="sequence has no bound"):
+        bounds_of(SiteWithoutBounds)
+
+
+@dataclasses.dataclass
+class SiteWithoutBounds:
+    site_id: m.Id
+    final: bool
+    sequence: int
 
 
 def test_a_long_value_is_not_repeated_in_full() -> None:

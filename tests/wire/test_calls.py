@@ -7,10 +7,9 @@ import grpc
 import pytest
 
 from diloco.sync.events import Reason
-from diloco.wire.calls import ADMIN_SERVICE, PUSHBACK_KEY, REASON_KEY, SYNC_SERVICE, Calls, wire_error
-from diloco.wire.lines import Line
+from diloco.wire.channel import ADMIN_SERVICE, PUSHBACK_KEY, REASON_KEY, SYNC_SERVICE, Calls, Line, wire_error
 from diloco.wire.messages import Refused, Status, Unreachable
-from diloco.wire.security import SecurityOptions
+from diloco.wire.options import SecurityOptions
 
 RETRYABLE = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "DATA_LOSS", "INTERNAL", "UNKNOWN", "ABORTED"}
 

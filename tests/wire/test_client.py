@@ -29,7 +29,7 @@ from diloco.wire.messages import (
     Status,
     Unreachable,
 )
-from diloco.wire.pulled import PullSink
+from diloco.wire.pulling import PullSink
 from tests.wire.fake_syncer import DIGEST, RUN, join_ask, push_header, report_info
 from tests.wire.relay import Relay
 from tests.wire.samples import FATE
@@ -159,9 +159,10 @@ def test_a_client_killed_in_mid_push_is_broken_off_and_not_finished(wired: Wired
 def test_a_half_open_push_is_given_up_after_stall_s(wired: Wired, relay: Relay) -> None:
     client = wired.client(address=relay.address, stall_s=0.8)
     wired.syncer.write_pause_s = 0.01
+    # Told beforehand: were this thread late, all the rest could be on its way, and a commit waits for ``answer_s``.
+    relay.freeze(above_bytes=1_000_000)
     thread, outcome = in_background(lambda: client.push(push_header(PAYLOAD), PAYLOAD))
     assert relay.carried.wait(WAIT_S)
-    relay.freeze()
     frozen_s = time.monotonic()
     thread.join(WAIT_S)
     assert time.monotonic() - frozen_s < 5
@@ -202,10 +203,10 @@ def test_control_is_not_behind_bulk(wired: Wired, relay: Relay) -> None:
     client = wired.client(address=relay.address, control_timeout_s=5.0)
     client.report(report_info())
     wired.syncer.write_pause_s = 0.02
+    # The connection that carries bulk is dead from there on; what control says must not notice.
+    relay.freeze(above_bytes=1_000_000)
     thread, outcome = in_background(lambda: client.push(push_header(PAYLOAD), PAYLOAD))
     assert relay.carried.wait(WAIT_S)
-    # The connection that carries bulk is dead from here on; what control says must not notice.
-    relay.freeze(above_bytes=500_000)
     for _ in range(10):
         assert client.report(report_info()).known
     assert thread.is_alive(), outcome

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from diloco.sync.events import Reason
+from diloco.wire.channel import ADDRESSES_MAX
 from diloco.wire.client import SyncClient
-from diloco.wire.lines import ADDRESSES_MAX
 from diloco.wire.messages import PullAsk, Refusal, Refused, Status, Unreachable
-from diloco.wire.pulled import PullSink
-from diloco.wire.security import SecurityOptions
+from diloco.wire.options import SecurityOptions
+from diloco.wire.pulling import PullSink
 from tests.loopback.cluster import free_port
 from tests.wire.conftest import Wired
 from tests.wire.fake_syncer import RUN, join_ask, push_header, report_info

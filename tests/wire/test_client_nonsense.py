@@ -12,7 +12,7 @@ import pytest
 from diloco.wire.client import AdminClient, SyncClient
 from diloco.wire.convert_bulk import pack_push_reply
 from diloco.wire.messages import PullAsk, PushAdmitted, Unreachable, WireError
-from diloco.wire.pulled import PullSink
+from diloco.wire.pulling import PullSink
 from tests.wire.fake_syncer import RUN, join_ask, push_header, report_info
 from tests.wire.samples import everything
 from tests.wire.test_convert import mutated

@@ -13,8 +13,7 @@ import pytest
 
 from diloco import open_files
 from diloco.wire.client import AdminClient, SyncClient
-from diloco.wire.connections import Connections, _chosen, places
-from diloco.wire.gates import Counters
+from diloco.wire.door import Connections, Counters, _chosen, places
 from diloco.wire.messages import Alive, Unreachable
 from diloco.wire.options import ServerOptions
 from diloco.wire.server import serve

@@ -9,7 +9,7 @@ from diloco.sync.events import Ending, Reason
 from diloco.wire import convert
 from diloco.wire import messages as m
 from diloco.wire.chunks import DamagedChunk
-from diloco.wire.frames import is_frame
+from diloco.wire.convert_bulk import is_frame
 from diloco.wire.v1 import admin_pb2, sync_pb2
 from tests.wire.fake_syncer import RUN, join_ask, report_info
 from tests.wire.samples import everything

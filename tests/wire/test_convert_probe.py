@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.wire.convert_probe import pack_probe, unpack_probe, unpack_probe_reply
-from diloco.wire.messages import CHUNK_BYTES_MAX, MESSAGE_BYTES_MAX, MalformedMessage
-from diloco.wire.probing import Filler, ProbeAsk
+from diloco.wire.convert import pack_probe, unpack_probe, unpack_probe_reply
+from diloco.wire.messages import CHUNK_BYTES_MAX, MESSAGE_BYTES_MAX, Filler, MalformedMessage, ProbeAsk
 from tests.wire.samples import probes
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from diloco.wire.chunks import TAIL_BYTES_MIN
-from diloco.wire.dealing import DEALS_KEPT, Deals
+from diloco.wire.handlers import DEALS_KEPT, Deals
 from diloco.wire.messages import KIB, MIB, PullAsk
 from tests.wire.fake_syncer import RUN
 from tests.wire.samples import PULL

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from diloco.wire.calls import ADMIN_SERVICE, PUSHBACK_KEY, SYNC_SERVICE
+from diloco.wire.channel import ADMIN_SERVICE, PUSHBACK_KEY, SYNC_SERVICE
 from diloco.wire.convert import pack_evict, pack_join, pack_leave, pack_promote, pack_report, pack_update, pack_watch
 from diloco.wire.convert_bulk import pack_pull, pack_push, unpack_push_reply
+from diloco.wire.identity import NEEDS
 from diloco.wire.messages import EvictAsk, LeaveAsk, PullAsk, PushAdmitted, UpdateAsk, WatchAsk
-from diloco.wire.options import ServerOptions
-from diloco.wire.permissions import NEEDS
-from diloco.wire.security import SecurityOptions
+from diloco.wire.options import SecurityOptions, ServerOptions
 from diloco.wire.server import RunningServer, serve
 from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, push_header, report_info
 

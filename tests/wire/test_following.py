@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco.wire.following import FollowClient
 from diloco.wire.messages import Alive, Refusal, Refused, Status, Unreachable
-from diloco.wire.options import ClientOptions, ServerOptions
-from diloco.wire.replication import FollowAck, FollowPart, Follows, FollowStart
-from diloco.wire.security import SecurityOptions
+from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
+from diloco.wire.replication import FollowAck, FollowClient, FollowPart, Follows, FollowStart
 from diloco.wire.server import serve
 from tests.wire.fake_syncer import RUN, FakeSyncer
 

@@ -6,7 +6,7 @@ import struct
 import pytest
 
 from diloco.wire.chunks import DamagedChunk
-from diloco.wire.frames import FRAME_HEAD_BYTES, is_frame, pack_frame, unpack_frame
+from diloco.wire.convert_bulk import FRAME_HEAD_BYTES, is_frame, pack_frame, unpack_frame
 from diloco.wire.messages import CHUNK_BYTES_MAX, PAYLOAD_BYTES_MAX, Frame, MalformedMessage
 from diloco.wire.v1 import sync_pb2
 from tests.wire.samples import everything
@@ -48,7 +48,7 @@ def test_bounds() -> None:
     for length in (0, CHUNK_BYTES_MAX + 1):
         with pytest.raises(MalformedMessage, match=f"data is {length} bytes long"):
             pack_frame(0, bytes(length))
-        with pytest.raises(MalformedMessage, match=f"data is {length} bytes long"):
+        with pytest.raises(MalformedMessage, match=f"frame is {FRAME_HEAD_BYTES + length} bytes long"):
             unpack_frame(bytes(FRAME_HEAD_BYTES + length))
     with pytest.raises(MalformedMessage, match=f"offset is {PAYLOAD_BYTES_MAX + 1}"):
         unpack_frame(pack_frame(PAYLOAD_BYTES_MAX + 1, DATA))

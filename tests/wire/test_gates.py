@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from diloco.wire.gates import Counters, Gate, OneAtATime, WaitingRoom
+from diloco.wire.door import Counters, Gate, OneAtATime, WaitingRoom
 from diloco.wire.messages import Refusal, Status
 
 

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from diloco.sync.events import Outcome, Reason
-from diloco.wire.calls import PUSHBACK_KEY, SYNC_SERVICE
+from diloco.wire.channel import PUSHBACK_KEY, SYNC_SERVICE
 from diloco.wire.convert import pack_join, pack_report, pack_watch, unpack_watch_event
 from diloco.wire.convert_bulk import pack_pull, pack_push, unpack_pull_part, unpack_push_reply
 from diloco.wire.messages import (

@@ -8,19 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from diloco.wire.admin import AdminHandlers
 from diloco.wire.arrivals import Arrivals
-from diloco.wire.calls import ADMIN_SERVICE, SYNC_SERVICE
-from diloco.wire.connections import Connections
+from diloco.wire.channel import ADMIN_SERVICE, SYNC_SERVICE, StallWatch
 from diloco.wire.convert_bulk import pack_push
-from diloco.wire.door import Door
-from diloco.wire.gates import Counters
+from diloco.wire.door import Connections, Counters, Door
 from diloco.wire.handlers import SyncHandlers
 from diloco.wire.identity import Authenticator
 from diloco.wire.messages import Chunk, Frame, PushCommit
-from diloco.wire.options import ServerOptions
-from diloco.wire.security import SecurityOptions
-from diloco.wire.stall import StallWatch
+from diloco.wire.options import SecurityOptions, ServerOptions
+from diloco.wire.server import AdminHandlers
 from tests.wire.fake_syncer import RUN, FakeSyncer, push_header, sha256
 from tests.wire.samples import everything
 from tests.wire.test_convert import mutated

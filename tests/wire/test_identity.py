@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from diloco.wire.identity import Authenticator, Identity, read_revoked, read_tokens
+from diloco.wire.identity import Authenticator, Grant, Identity, read_revoked, read_tokens
 from diloco.wire.messages import Refusal, Status
-from diloco.wire.permissions import Grant
-from diloco.wire.security import SecurityOptions
+from diloco.wire.options import SecurityOptions
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import hashlib
 import json
 import shutil
@@ -13,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from diloco.launch import certificates
 from diloco.wire.client import AdminClient, SyncClient
-from diloco.wire.messages import PullAsk, Refused, Status, Unreachable
-from diloco.wire.options import ClientOptions, ServerOptions
-from diloco.wire.pulled import PullSink
-from diloco.wire.security import SecurityOptions
+from diloco.wire.messages import Outcome, PullAsk, Refused, Status, Unreachable
+from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
+from diloco.wire.pulling import PullSink
 from diloco.wire.server import RunningServer, serve
 from tests.wire.certificates import LOOPBACK, Authority
 from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, push_header
@@ -290,3 +292,85 @@ def test_a_site_shows_its_new_certificate_when_it_comes_back(tmp_path: Path) -> 
             eventually(joined, "the site is back with what its files have now")
         finally:
             server.stop(0.2)
+
+
+class Pusher:
+    """A site that pushes one update after another in a thread, and tries again where the syncer is not reached."""
+
+    def __init__(self, client: SyncClient, site: str) -> None:
+        self._client, self._site = client, site
+        self.pushed = 0
+        self.refused: list[Refused] = []
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            payload = f"{self._site} {self.pushed} ".encode() * 20_000
+            try:
+                answer = self._client.push(push_header(payload, site_id=self._site, sequence=self.pushed + 1), payload)
+                assert answer.outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE)
+                self.pushed += 1
+            except Unreachable:
+                self._stopping.wait(0.02)
+            except Refused as error:
+                self.refused.append(error)
+                return
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join(BOUND_S)
+
+
+@pytest.mark.slow
+def test_an_authority_is_replaced_while_sites_push(run: Callable[..., Running], tmp_path: Path) -> None:
+    """Both authorities count, then every end shows what the new one has signed, then the old one counts no more.
+
+    They are those of ``diloco certs init``, and so have one name.
+    """
+    now = datetime.datetime.now(datetime.UTC)
+    old, new = (certificates.make_authority("diloco", now) for _ in range(2))
+    trusted, names = tmp_path / "trusted.pem", ("site-a", "site-b", "site-c")
+
+    def put(authority: certificates.Pair, who: str, *hosts: str) -> dict[str, str]:
+        """Write what ``authority`` signs for ``who`` over what was there; the files, by setting."""
+        pair = certificates.issue(authority, who, hosts, 1, now)
+        key, cert = (tmp_path / f"{who.replace('/', '-')}.{kind}" for kind in ("key", "pem"))
+        return {
+            "tls_key": written(key, pair.key.decode()),
+            "tls_cert": written(cert, pair.certificate.decode()),
+            "tls_ca": str(trusted),
+        }
+
+    written(trusted, old.certificate.decode())
+    here = run(**put(old, "syncer", "127.0.0.1"), require_client_cert=True, connection_age_s=1.0)
+    with contextlib.ExitStack() as stack:
+        pushers = []
+        for name in names:
+            client = stack.enter_context(here.client(name, **put(old, f"site/{name}")))
+            pushers.append(Pusher(client, name))
+            stack.callback(pushers[-1].stop)
+
+        def all_go_on(what: str) -> None:
+            """Also over connections that began after this: the server ends each at its age."""
+            before, since_s = [each.pushed for each in pushers], time.monotonic()
+            eventually(
+                lambda: (
+                    time.monotonic() > since_s + 2.5
+                    and all(each.pushed > so_far + 20 for each, so_far in zip(pushers, before, strict=True))
+                ),
+                f"every site pushes with {what}",
+            )
+
+        all_go_on("the old authority")
+        written(trusted, (old.certificate + new.certificate).decode())
+        all_go_on("both authorities")
+        for name in names:
+            put(new, f"site/{name}")
+        put(new, "syncer", "127.0.0.1")
+        all_go_on("the new certificates")
+        written(trusted, new.certificate.decode())
+        all_go_on("the new authority alone")
+        assert [error for each in pushers for error in each.refused] == []
+    assert here.server.complaints() == []

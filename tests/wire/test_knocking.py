@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from diloco.wire import knocking
-from diloco.wire.knocking import speaks_tls
-from diloco.wire.options import ServerOptions
-from diloco.wire.security import SecurityOptions
+from diloco.wire import checkup
+from diloco.wire.checkup import speaks_tls
+from diloco.wire.options import SecurityOptions, ServerOptions
 from diloco.wire.server import serve
 from tests.loopback.cluster import free_port
 from tests.wire.certificates import LOOPBACK, Authority
@@ -39,7 +38,7 @@ def test_one_that_does_not_is_known_too() -> None:
 
 
 def test_of_who_is_not_there_or_says_nothing_it_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knocking, "KNOCK_S", 0.2)
+    monkeypatch.setattr(checkup, "KNOCK_S", 0.2)
     for address in (
         f"127.0.0.1:{free_port()}",
         "unix:/nowhere",

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from diloco.wire.lines import Line, split_addresses
-from diloco.wire.security import SecurityOptions
+from diloco.wire.channel import Line, split_addresses
+from diloco.wire.options import SecurityOptions
 from tests.wire.certificates import Authority
 
 if TYPE_CHECKING:

@@ -3,9 +3,8 @@ from __future__ import annotations
 import threading
 import time
 
+from diloco.wire.channel import CONTROL_SHARE, Pacer, StallWatch, bulk_bytes_per_s
 from diloco.wire.messages import CHUNK_BYTES_MIN, MIB
-from diloco.wire.pacing import CONTROL_SHARE, Pacer, bulk_bytes_per_s
-from diloco.wire.stall import StallWatch
 
 GUARD = StallWatch("never started").guard(1.0)
 

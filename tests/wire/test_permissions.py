@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from diloco.wire.identity import NEEDS, ROLES, Grant, Needs, check_role, read_permissions
 from diloco.wire.messages import Refusal, Status
-from diloco.wire.permissions import NEEDS, ROLES, Grant, Needs, check_role, read_permissions
 from diloco.wire.v1 import admin_pb2, sync_pb2
 from tests.wire.fake_syncer import push_header
 

@@ -10,13 +10,22 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from diloco.wire.calls import SYNC_SERVICE
+from diloco.wire.channel import SYNC_SERVICE
 from diloco.wire.checkup import Checkup
-from diloco.wire.convert_probe import pack_probe, unpack_probe_reply
-from diloco.wire.messages import CONTROL_BYTES_MAX, JOIN_BYTES_MAX, Refused, Status, Unreachable
-from diloco.wire.options import ClientOptions, ServerOptions
-from diloco.wire.probing import PROBES_MAX, Filler, ProbeAnswer, ProbeAsk, ProbeTaken
-from diloco.wire.security import SecurityOptions
+from diloco.wire.convert import pack_probe, unpack_probe_reply
+from diloco.wire.messages import (
+    CONTROL_BYTES_MAX,
+    JOIN_BYTES_MAX,
+    PROBES_MAX,
+    Filler,
+    ProbeAnswer,
+    ProbeAsk,
+    ProbeTaken,
+    Refused,
+    Status,
+    Unreachable,
+)
+from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions
 from diloco.wire.server import serve
 from tests.wire.fake_syncer import RUN, FakeSyncer
 

@@ -6,7 +6,7 @@ import pytest
 
 from diloco.wire.chunks import ChunkError, DamagedChunk, checksum, cut
 from diloco.wire.messages import Chunk, Frame, MalformedMessage, PullHeader
-from diloco.wire.pulled import PulledVersion, PullSink
+from diloco.wire.pulling import PulledVersion, PullSink
 from tests.wire.fake_syncer import DIGEST
 
 PARTS = (b"first down-link", b"second")

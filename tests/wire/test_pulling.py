@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from diloco.wire.calls import SYNC_SERVICE
+from diloco.wire.channel import SYNC_SERVICE
 from diloco.wire.chunks import checksum
 from diloco.wire.client import SyncClient
 from diloco.wire.messages import KIB, MIB, PullAsk, Unreachable
 from diloco.wire.options import ClientOptions
-from diloco.wire.pulled import PullSink
-from diloco.wire.pulling import Patience, pieces
+from diloco.wire.pulling import Patience, PullSink, pieces
 from diloco.wire.service import PullSource
 from diloco.wire.v1 import sync_pb2
 from tests.wire.fake_syncer import DIGEST, RUN, join_ask

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from diloco.sync.events import Outcome
-from diloco.wire.calls import SYNC_SERVICE
+from diloco.wire.channel import SYNC_SERVICE
 from diloco.wire.client import SyncClient
 from diloco.wire.messages import KIB, MIB, PushResult, Unreachable
 from diloco.wire.options import ClientOptions

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco.wire.rates import Rates
+from diloco.wire.channel import Rates
 
 
 def test_a_full_bucket_passes_a_burst_and_then_its_rate() -> None:

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from diloco.wire.options import ServerOptions
-from diloco.wire.reaching import Heard, greet, resolve
-from diloco.wire.security import SecurityOptions
+from diloco.wire.checkup import Heard, greet, resolve
+from diloco.wire.options import SecurityOptions, ServerOptions
 from diloco.wire.server import serve
 from tests.loopback.cluster import free_port
 from tests.wire.certificates import LOOPBACK, Authority
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from diloco.wire.reaching import Greeting
+    from diloco.wire.checkup import Greeting
 
 LIMIT_S = 5.0
 PLAIN = SecurityOptions()

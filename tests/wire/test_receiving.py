@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.wire import receiving as receiving_module
+from diloco.wire import handlers as receiving_module
 from diloco.wire.chunks import ChunkError, DamagedChunk
+from diloco.wire.handlers import Receiving, Receivings
 from diloco.wire.messages import (
     AGAINS_MAX,
     KIB,
@@ -24,7 +25,6 @@ from diloco.wire.messages import (
     MalformedMessage,
     PushAgain,
 )
-from diloco.wire.receiving import Receiving, Receivings
 from tests.wire.fake_syncer import FakeSession, FakeSyncer, push_header
 from tests.wire.relay import wait_until
 

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from diloco.wire.frames import FRAME_HEAD_BYTES, pack_frame
+from diloco.wire.convert_bulk import ASKERS_KEPT, FRAME_HEAD_BYTES, Repeats, pack_frame
 from diloco.wire.messages import KIB, MIB, PullAsk, Unreachable
 from diloco.wire.options import FRAMES_KEPT
-from diloco.wire.pulled import PullSink
-from diloco.wire.repeats import ASKERS_KEPT, Repeats
+from diloco.wire.pulling import PullSink
 from tests.wire.fake_syncer import RUN
 from tests.wire.relay import Relay
 from tests.wire.test_pushing import MARK, MARKS, PAYLOAD
@@ -104,7 +103,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         offsets.append(offset)
         return pack_frame(offset, data)
 
-    monkeypatch.setattr("diloco.wire.repeats.pack_frame", watched)
+    monkeypatch.setattr("diloco.wire.convert_bulk.pack_frame", watched)
     monkeypatch.setattr("diloco.wire.convert_bulk.pack_frame", watched)
     return offsets
 

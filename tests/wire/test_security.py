@@ -10,14 +10,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from diloco.wire.calls import SYNC_SERVICE
+from diloco.wire.channel import SYNC_SERVICE
 from diloco.wire.client import AdminClient, SyncClient
 from diloco.wire.convert import pack_report
 from diloco.wire.identity import read_tokens
 from diloco.wire.messages import PullAsk, Refused, Status, Unreachable
-from diloco.wire.options import ClientOptions, ServerOptions
-from diloco.wire.pulled import PullSink
-from diloco.wire.security import SecurityOptions, is_loopback
+from diloco.wire.options import ClientOptions, SecurityOptions, ServerOptions, is_loopback
+from diloco.wire.pulling import PullSink
 from diloco.wire.server import RunningServer, serve
 from tests.wire.certificates import LOOPBACK, Authority
 from tests.wire.fake_syncer import RUN, FakeSyncer, join_ask, push_header, report_info
@@ -214,6 +213,10 @@ def test_a_tokens_file_that_cannot_be_is_refused_in_words(tmp_path: Path, table:
     with pytest.raises(ValueError, match=words) as caught:
         read_tokens(written(tmp_path, table, mode))
     assert A not in str(caught.value)
+
+
+def test_what_a_site_shows_is_in_no_text_of_its_options() -> None:
+    assert A not in repr(SecurityOptions(token=A))
 
 
 # --- TLS -------------------------------------------------------------------------------------------------------

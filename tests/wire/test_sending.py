@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from diloco.wire.channel import Pacer, StallWatch
 from diloco.wire.convert_bulk import unpack_push
 from diloco.wire.messages import (
     AGAINS_MAX,
@@ -21,9 +22,7 @@ from diloco.wire.messages import (
     PushPart,
 )
 from diloco.wire.options import ClientOptions
-from diloco.wire.pacing import Pacer
-from diloco.wire.sending import Sending
-from diloco.wire.stall import StallWatch
+from diloco.wire.pushing import Sending
 from tests.wire.fake_syncer import push_header
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import inspect
 from typing import TYPE_CHECKING
 
 from diloco.wire.messages import PullAsk
-from diloco.wire.pulled import PullSink
+from diloco.wire.pulling import PullSink
 from diloco.wire.service import PullSource, PushSession, SyncerApi, WatchFeed
 from tests.wire.fake_syncer import RUN, FakeFeed, FakeSession, FakeSyncer, join_ask, push_header, report_info
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from diloco.wire.stall import StallWatch
+from diloco.wire.channel import StallWatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

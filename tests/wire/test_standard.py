@@ -7,7 +7,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from diloco.wire.calls import ADMIN_SERVICE, SYNC_SERVICE
+from diloco.wire.channel import ADMIN_SERVICE, SYNC_SERVICE
 from tests.wire.fake_syncer import RUN
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from diloco.wire.watched import Watched
+from diloco.wire.options import Watched
 
 
 def read_number(path: Path) -> int:

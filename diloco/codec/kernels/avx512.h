@@ -1,19 +1,5 @@
 // Blocks of 32 to 256 values sixteen at a time; the same codes and values as the loops of level.h.
 
-// Values by which int4 asks for memory before it needs it: what the processor foresees by itself is too little where
-// results are written over what was read.  With int8, which moves more bytes a value, measured to gain nothing.
-static constexpr int64_t AHEAD_ENCODE = 1024, AHEAD_DECODE = 4096;
-
-static inline void ask_for(const float *x) { _mm_prefetch((const char *)x, _MM_HINT_T0); }
-
-// Where values to encode come from and what becomes of them; null for what there is not.
-struct Flow {
-    const float *a, *b;    // a - b
-    float *residual;       // added, times beta, and replaced by what got lost
-    float beta;
-    float *decoded;
-};
-
 template <bool CARRIES>
 static inline __m512 flow_in(const Flow *flow, int64_t i) {
     __m512 x = _mm512_loadu_ps(flow->a + i);
@@ -23,72 +9,51 @@ static inline __m512 flow_in(const Flow *flow, int64_t i) {
     return x;
 }
 
-// Codes of one block from `at` on, whose values are computed again: what they come from is in the first cache, and a
-// buffer in between could not be written while loads wait behind it.
+// Whole blocks; one stays in registers from its values to its codes.  Values so large that codes may have to be held are
+// left to the loops: the answer is then how many blocks are done, which is all of them otherwise.
 template <int BITS, int BLOCK, bool CARRIES>
-static inline void encode_codes(float scale, uint8_t *codes, const Flow *flow, int64_t at) {
+static int64_t encode_each(const Flow *flow, int64_t blocks, uint8_t *scales, uint8_t *codes, int *status) {
     // With 8 on top the low four bits of the sum are the code plus 8; the added 8 is even and moves no tie.
     const __m512 rounder = _mm512_set1_ps(BITS == 8 ? ROUNDER : ROUNDER + 8.0f);
-    const __m512i low = _mm512_set1_epi64(0x0F);
-    const __m512 factor = _mm512_set1_ps(scale), divisor = _mm512_set1_ps(scale > 0 ? scale : 1.0f);
-    for (int i = 0; i < BLOCK; i += 16) {
-        if (CARRIES && BITS == 4) {
-            ask_for(flow->a + at + i + AHEAD_ENCODE);
-            ask_for(flow->b + at + i + AHEAD_ENCODE);
-            ask_for(flow->residual + at + i + AHEAD_ENCODE);
+    const __m512i low = _mm512_set1_epi64(0x0F), magnitude = _mm512_set1_epi32(0x7FFFFFFF);
+    for (int64_t b = 0; b < blocks; b++, codes += BLOCK * BITS / 8) {
+        __m512 values[BLOCK / 16];
+        __m512i peaks = _mm512_setzero_si512();
+        for (int i = 0; i < BLOCK / 16; i++) {
+            const int64_t at = b * BLOCK + 16 * i;
+            ask_for(flow->a + at + AHEAD, 16);
+            if (flow->b) ask_for(flow->b + at + AHEAD, 16);
+            if (CARRIES) ask_for(flow->residual + at + AHEAD, 16);
+            values[i] = flow_in<CARRIES>(flow, at);
+            peaks = _mm512_max_epu32(peaks, _mm512_and_si512(_mm512_castps_si512(values[i]), magnitude));
         }
-        const __m512 value = flow_in<CARRIES>(flow, at + i);
-        const __m512 sum = _mm512_add_ps(_mm512_div_ps(value, divisor), rounder);
-        const __m512i bits = _mm512_castps_si512(sum);
-        if (BITS == 8) {
-            _mm_storeu_si128((__m128i *)(codes + i), _mm512_cvtepi32_epi8(bits));
-        } else {
-            // Of two neighbours the later one's four bits come to stand behind the earlier one's.
-            const __m512i later = _mm512_srli_epi64(bits, 28);
-            const __m512i pairs = _mm512_ternarylogic_epi64(low, bits, later, 0xCA);
-            _mm_storel_epi64((__m128i *)(codes + i / 2), _mm512_cvtepi64_epi8(pairs));
-        }
-        if (!flow->decoded && !CARRIES) continue;
-        const __m512 told = _mm512_mul_ps(_mm512_sub_ps(sum, rounder), factor);
-        if (flow->decoded) _mm512_storeu_ps(flow->decoded + at + i, told);
-        if (CARRIES) _mm512_storeu_ps(flow->residual + at + i, _mm512_sub_ps(value, told));
-    }
-}
-
-// Whole blocks, by groups of up to sixteen that share a vector of scales.  Values so large that codes may have to be
-// held are left to the loops: the answer is then how many blocks are done, which is all of them otherwise.
-template <int BITS, int BLOCK, bool CARRIES>
-static int64_t encode_groups(const Flow *flow, int64_t blocks, uint8_t *scales, uint8_t *codes, int *status) {
-    constexpr int GROUP = BLOCK <= 64 ? 16 : 1024 / BLOCK;
-    const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
-    alignas(64) uint32_t peaks[16] = {};
-    alignas(64) float scale[16];
-    for (int64_t done = 0; done < blocks; done += GROUP) {
-        const int here = blocks - done < GROUP ? (int)(blocks - done) : GROUP;
-        for (int b = 0; b < here; b++) {
-            __m512i peak = _mm512_setzero_si512();
-            for (int i = b * BLOCK; i < (b + 1) * BLOCK; i += 16) {
-                const __m512 value = flow_in<CARRIES>(flow, done * BLOCK + i);
-                peak = _mm512_max_epu32(peak, _mm512_and_si512(_mm512_castps_si512(value), magnitude));
-            }
-            peaks[b] = _mm512_reduce_max_epu32(peak);
-        }
-        const __mmask16 there = (__mmask16)((1u << here) - 1);
-        const __m512i peak = _mm512_maskz_load_epi32(there, peaks);
-        if (_mm512_cmpge_epu32_mask(peak, _mm512_set1_epi32(INFINITE))) {
+        const uint32_t peak = _mm512_reduce_max_epu32(peaks);
+        float scale;
+        uint16_t word;
+        if (scales_of<BITS>(&peak, 1, &scale, &word) >= INFINITE) {
             *status = NOT_FINITE;
             return blocks;
         }
-        if (_mm512_cmpgt_epu32_mask(peak, _mm512_set1_epi32((int)as_bits(FP32_MAX / 2)))) return done;
-        const __m512 ratio = _mm512_div_ps(_mm512_castsi512_ps(peak), _mm512_set1_ps(largest_code<BITS>()));
-        const __m512i up = _mm512_add_epi32(_mm512_castps_si512(ratio), _mm512_set1_epi32(0xFFFF));
-        __m512i bits = _mm512_and_si512(up, _mm512_set1_epi32((int)0xFFFF0000u));
-        bits = _mm512_max_epi32(bits, _mm512_set1_epi32(SCALE_LEAST));
-        bits = _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(peak, peak), bits);
-        _mm512_store_si512(scale, bits);
-        _mm512_mask_cvtepi32_storeu_epi16(scales + 2 * done, there, _mm512_srli_epi32(bits, 16));
-        for (int b = 0; b < here; b++)
-            encode_codes<BITS, BLOCK, CARRIES>(scale[b], codes + (done + b) * (BLOCK * BITS / 8), flow, (done + b) * BLOCK);
+        if (peak > as_bits(FP32_MAX / 2)) return b;
+        memcpy(scales + 2 * b, &word, 2);
+        const __m512 factor = _mm512_set1_ps(scale), divisor = _mm512_set1_ps(scale > 0 ? scale : 1.0f);
+        for (int i = 0; i < BLOCK / 16; i++) {
+            const int64_t at = b * BLOCK + 16 * i;
+            const __m512 sum = _mm512_add_ps(_mm512_div_ps(values[i], divisor), rounder);
+            const __m512i bits = _mm512_castps_si512(sum);
+            if (BITS == 8) {
+                _mm_storeu_si128((__m128i *)(codes + 16 * i), _mm512_cvtepi32_epi8(bits));
+            } else {
+                // Of two neighbours the later one's four bits come to stand behind the earlier one's.
+                const __m512i later = _mm512_srli_epi64(bits, 28);
+                const __m512i pairs = _mm512_ternarylogic_epi64(low, bits, later, 0xCA);
+                _mm_storel_epi64((__m128i *)(codes + 8 * i), _mm512_cvtepi64_epi8(pairs));
+            }
+            if (!flow->decoded && !CARRIES) continue;
+            const __m512 told = _mm512_mul_ps(_mm512_sub_ps(sum, rounder), factor);
+            if (flow->decoded) _mm512_storeu_ps(flow->decoded + at, told);
+            if (CARRIES) _mm512_storeu_ps(flow->residual + at, _mm512_sub_ps(values[i], told));
+        }
     }
     return blocks;
 }
@@ -96,10 +61,10 @@ static int64_t encode_groups(const Flow *flow, int64_t blocks, uint8_t *scales, 
 template <int BITS, bool CARRIES>
 static int64_t encode_sized(const Flow *flow, int64_t blocks, int64_t block, uint8_t *scales, uint8_t *codes, int *status) {
     switch (block) {
-    case 32: return encode_groups<BITS, 32, CARRIES>(flow, blocks, scales, codes, status);
-    case 64: return encode_groups<BITS, 64, CARRIES>(flow, blocks, scales, codes, status);
-    case 128: return encode_groups<BITS, 128, CARRIES>(flow, blocks, scales, codes, status);
-    case 256: return encode_groups<BITS, 256, CARRIES>(flow, blocks, scales, codes, status);
+    case 32: return encode_each<BITS, 32, CARRIES>(flow, blocks, scales, codes, status);
+    case 64: return encode_each<BITS, 64, CARRIES>(flow, blocks, scales, codes, status);
+    case 128: return encode_each<BITS, 128, CARRIES>(flow, blocks, scales, codes, status);
+    case 256: return encode_each<BITS, 256, CARRIES>(flow, blocks, scales, codes, status);
     default: return 0;
     }
 }
@@ -109,13 +74,6 @@ static int64_t encode_flow(const Flow *flow, int64_t blocks, int64_t block, uint
     return flow->residual ? encode_sized<BITS, true>(flow, blocks, block, scales, codes, status)
                           : encode_sized<BITS, false>(flow, blocks, block, scales, codes, status);
 }
-
-// Where decoded values go.
-struct Into {
-    float *out;
-    const float *held;
-    float share;
-};
 
 template <int FOLD>
 static inline void flow_out(const Into *into, int64_t i, __m512 value) {
@@ -153,7 +111,7 @@ static inline void decode_codes(const uint8_t *codes, int64_t blocks, const floa
                 const __m512i whole = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(codes + i)));
                 flow_out<FOLD>(into, b * BLOCK + i, _mm512_mul_ps(_mm512_cvtepi32_ps(whole), factor));
             } else {
-                ask_for((FOLD == WRITE ? into->out : into->held) + b * BLOCK + i + AHEAD_DECODE);
+                ask_for((FOLD == WRITE ? into->out : into->held) + b * BLOCK + i + AHEAD, 16);
                 const __m512i pairs = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i *)(codes + i / 2)));
                 const __m512i index = _mm512_or_si512(pairs, _mm512_slli_epi64(pairs, 28));
                 flow_out<FOLD>(into, b * BLOCK + i, _mm512_permutexvar_ps(index, table));

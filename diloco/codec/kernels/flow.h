@@ -3,11 +3,8 @@
 // being unrolled, it is because they make vectors of it only then.  Blocks of 32 are so short that their size has to be
 // known to the compiler; of others it is an argument, with BLOCK 0.
 
-// Values by which memory is asked for before it is needed: what the processor foresees by itself is too little where
-// results are written over what was read.
-static constexpr int64_t AHEAD_ENCODE = 1024, AHEAD_DECODE = 4096;
-// Values whose peaks are found before the first of them is encoded: they stay in the first cache.
-static constexpr int64_t GROUP_VALUES = 1024, GROUP_BLOCKS = 16;
+// Values whose peaks are found before the first of them is encoded: so few that memory is asked for all the time.
+static constexpr int64_t GROUP_VALUES = 256, GROUP_BLOCKS = 8;
 
 // What is written may be the memory of what is read, value by value, and overlaps it in no other way.
 #if defined(__clang__)
@@ -15,18 +12,6 @@ static constexpr int64_t GROUP_VALUES = 1024, GROUP_BLOCKS = 16;
 #else
 #define IN_ANY_ORDER _Pragma("GCC ivdep")
 #endif
-
-static inline void ask_for(const float *x, int64_t count) {
-    for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(x + i);
-}
-
-// Where values to encode come from and what becomes of them; null for what there is not.
-struct Flow {
-    const float *a, *b;    // a - b
-    float *residual;       // added, times beta, and replaced by what got lost
-    float beta;
-    float *decoded;
-};
 
 // The pointers of one block: a compiler that sees them in memory fears that each result changes them.
 template <bool LESS, bool CARRIES>
@@ -63,9 +48,9 @@ static inline void encode_codes(const Flow *flow, int64_t at, int64_t block, flo
     const Terms<LESS, CARRIES> terms(flow, at);
     float *residual = CARRIES ? flow->residual + at : nullptr, *decoded = TELLS ? flow->decoded + at : nullptr;
     // Asked for here, where divisions take the time that memory needs, and not where peaks are found.
-    ask_for(terms.a + AHEAD_ENCODE, block);
-    if (LESS) ask_for(terms.b + AHEAD_ENCODE, block);
-    if (CARRIES) ask_for(terms.residual + AHEAD_ENCODE, block);
+    ask_for(terms.a + AHEAD, block);
+    if (LESS) ask_for(terms.b + AHEAD, block);
+    if (CARRIES) ask_for(terms.residual + AHEAD, block);
     IN_ANY_ORDER
     for (int64_t i = 0; i < block; i++) {
         const float value = terms[i], sum = value / divisor + rounder, told = (sum - rounder) * scale;
@@ -125,13 +110,6 @@ static int64_t encode_flow(const Flow *flow, int64_t blocks, int64_t block, uint
     return flow->decoded ? run(no, no, yes) : run(no, no, no);
 }
 
-// Where decoded values go.
-struct Into {
-    float *out;
-    const float *held;
-    float share;
-};
-
 // The codes of int4 as those of int8; true where one of them is none that an encoder makes.
 static inline bool unpack_pairs(const uint8_t *codes, int64_t bytes, uint8_t *fields) {
     for (int64_t i = 0; i < bytes; i++) {
@@ -159,7 +137,7 @@ static inline void decode_codes(const uint8_t *codes, int64_t blocks, int64_t si
     for (int64_t b = 0; b < blocks; b++, codes += block) {
         const float scale = scales[b], *held = into->held + b * block;
         float *out = into->out + b * block;
-        ask_for((FOLD == WRITE ? out : held) + AHEAD_DECODE, block);
+        ask_for((FOLD == WRITE ? out : held) + AHEAD, block);
         IN_ANY_ORDER
         for (int64_t i = 0; i < block; i++) {
             float value = (float)(int8_t)codes[i] * scale;

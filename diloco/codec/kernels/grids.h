@@ -1,4 +1,5 @@
-// The formats of gridded.py, a block at a time: the bits of fp32 and whole numbers only, so that there is nothing to round.
+// The formats of grids.py, a block at a time: the bits of fp32 and whole numbers only, so that there is nothing to
+// round.
 
 static constexpr int field_bits(int kind) { return kind == E3M0 ? 4 : kind == INT2 ? 2 : 1; }
 static constexpr int scales_bytes(int kind) { return kind == E3M0 ? 1 : kind == INT2 ? 4 : 2; }

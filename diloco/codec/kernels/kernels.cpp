@@ -37,7 +37,7 @@ constexpr float FP32_MAX = 3.40282346638528859811704183484516925e+38f;
 constexpr uint32_t INFINITE = 0x7F800000u;
 constexpr int32_t SCALE_LEAST = 0x00800000;
 
-// The same numbers as in native.py.
+// The same numbers as in structures.py.
 enum Kind : int32_t { FP32 = 0, BF16 = 1, INT8 = 2, INT4 = 3, TOPK = 4, E3M0 = 5, INT2 = 6, SIGN = 7 };
 enum Status : int {
     DONE = 0,
@@ -245,7 +245,7 @@ namespace avx512 {
 #define AT_LEVEL(level, call) ((void)(level), baseline::call)
 #endif
 
-// Raised with every change of a structure or a meaning: native.py uses no library with another number.
+// Raised with every change of a structure or a meaning: kernel_library.py uses no library with another number.
 EXPORT int32_t diloco_interface() { return 5; }
 
 // The best level that this processor has; all below it work too.  -1: the compiler was told (-march=native, say) to use
@@ -312,7 +312,7 @@ EXPORT double diloco_sum_products(int32_t level, const float *a, const float *b,
     return AT_LEVEL(level, sum_products(a, b, count, total));
 }
 
-// What native.py takes a structure's size to be must be what it is here.
+// What structures.py takes a structure's size to be must be what it is here.
 EXPORT int64_t diloco_size(int32_t which) {
     const int64_t sizes[] = {sizeof(Format), sizeof(Encode), sizeof(Decode), sizeof(Measure),
                              sizeof(Update), sizeof(Outer),  sizeof(Digest), sizeof(Pieces),

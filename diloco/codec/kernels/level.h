@@ -71,6 +71,29 @@ static inline bool read_scales(const uint8_t *bytes, int64_t blocks, float *scal
     return !illegal;
 }
 
+// Values by which memory is asked for before it is needed: what the processor foresees by itself is too little where
+// results are written over what was read.
+static constexpr int64_t AHEAD = 128;
+
+static inline void ask_for(const float *x, int64_t count) {
+    for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(x + i);
+}
+
+// Where values to encode come from and what becomes of them; null for what there is not.
+struct Flow {
+    const float *a, *b;    // a - b
+    float *residual;       // added, times beta, and replaced by what got lost
+    float beta;
+    float *decoded;
+};
+
+// Where decoded values go.
+struct Into {
+    float *out;
+    const float *held;
+    float share;
+};
+
 #ifdef AVX512
 #include "avx512.h"
 #else
@@ -228,7 +251,7 @@ static int decode_tile(const Format *format, const uint8_t *payload, int64_t sta
     }
 }
 
-// What merge.py and contract.py call adding and moving towards: two and three roundings.
+// What outer/merge.py and codec/base.py call adding and moving towards: two and three roundings.
 static inline void add(float *out, const float *held, const float *x, int64_t count) {
     for (int64_t i = 0; i < count; i++) out[i] = held[i] + x[i];
 }
@@ -291,7 +314,7 @@ static inline void add_two_blocks_of_both(const float *x, const float *m, double
     for (int64_t i = 0; i < SUM_BLOCK; i += SUM_LANES) {
         for (int k = 0; k < 4; k++) {
             const int64_t at = i + (k & 1) * 8 + (k >> 1) * SUM_BLOCK;
-            if (k % 2 == 0) ask_for(m + at + AHEAD_DECODE);
+            if (k % 2 == 0) ask_for(m + at + AHEAD, 16);
             const __m512d a = wide(x + at), b = wide(m + at);
             sums[0][k] = _mm512_fmadd_pd(a, a, sums[0][k]);
             sums[1][k] = _mm512_fmadd_pd(a, b, sums[1][k]);
@@ -327,7 +350,8 @@ static inline void add_two_blocks_of_both(const float *x, const float *m, double
 }
 #endif
 
-// sums.py: lanes, rows, halves.  `total` goes on from block to block; two blocks at a time, because each waits for itself.
+// merging.py: lanes, rows, halves.  `total` goes on from block to block; two blocks at a time, because each waits for
+// itself.
 static double sum_products(const float *a, const float *b, int64_t count, double total) {
     int64_t start = 0;
     for (; start + 2 * SUM_BLOCK <= count; start += 2 * SUM_BLOCK) {

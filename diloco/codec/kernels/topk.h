@@ -1,4 +1,4 @@
-// The format of sparse.py, a chunk at a time; it has whole numbers only, so that there is nothing to round.
+// The format of topk.py, a chunk at a time; it has whole numbers only, so that there is nothing to round.
 
 static inline int64_t kept_of(const Format *format, int64_t count) {
     const int64_t kept = (count * format->kept + 4 * format->block - 1) / (4 * format->block) * 4;

@@ -1,4 +1,4 @@
-// units.py and levels.py: magnitudes of a group as whole numbers, and the levels that are means of them.
+// base.py: magnitudes of a group as whole numbers, and the levels that are means of them.
 
 struct Levels {
     int32_t low, high;  // the upper halves of fp32 numbers; e3m0 has the exponent of its largest level in `low`

@@ -1,0 +1,263 @@
+"""A model in use: its loss on text that it does not train on, the likelihood of a text, and the text that it makes.
+
+``evaluate`` gives the mean loss, in nats per token.
+
+``likelihoods`` says how likely a model finds a text behind another, which is what multiple-choice tasks ask.
+
+``generate`` makes text token by token, and keeps the keys and values of what was read.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch.nn import functional
+
+from diloco.inner.checks import require
+from diloco.inner.model import next_token_loss, rotate
+from diloco.inner.precision import autocast_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from torch import Tensor, nn
+
+    from diloco.inner.model import Attention, Transformer
+    from diloco.inner.sharding import Spread
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    precision: str = "auto",
+    device: torch.device | None = None,
+    together: Spread | None = None,
+) -> float:
+    """Mean loss of ``model`` over all tokens of ``batches``, nats per token; ValueError without a batch.
+
+    A model that ranks hold in parts needs them ``together``: each takes its share of the batches, and all get the mean.
+    """
+    where = device or (together.group.device if together else next(model.parameters()).device)
+    dtype = autocast_dtype(precision, where, together.group if together else None)
+    was_training = model.training
+    model.eval()
+    summed, tokens = 0.0, 0
+    try:
+        for counts, inputs, targets in _mine(list(batches), together):
+            with torch.autocast(where.type, dtype=dtype, enabled=dtype is not None):
+                loss = _loss(model, inputs.to(where), targets.to(where), together is not None)
+            if counts:
+                summed += float(loss) * targets.numel()
+                tokens += targets.numel()
+    finally:
+        model.train(was_training)
+        if together is not None:
+            together.put_away()
+    if together is not None:
+        summed, all_tokens = together.group.all_reduce_sum([summed, float(tokens)])
+        tokens = round(all_tokens)
+    require(tokens > 0, "batches", tokens, "at least one batch to evaluate")
+    return summed / tokens
+
+
+def _loss(model: nn.Module, inputs: Tensor, targets: Tensor, in_parts: bool) -> Tensor:
+    """Of any model that makes logits of tokens; one that ranks hold in parts makes the loss itself."""
+    if in_parts:
+        return cast("Tensor", model(inputs, targets))
+    return next_token_loss(model(inputs), targets)
+
+
+def _mine(batches: list[tuple[Tensor, Tensor]], together: Spread | None) -> Iterator[tuple[bool, Tensor, Tensor]]:
+    """This rank's share, and whether each counts: all ranks call the model equally often, be it with a batch again."""
+    rank, world = (together.data_rank, together.data_world) if together else (0, 1)
+    for first in range(0, len(batches), world):
+        mine = first + rank
+        yield mine < len(batches), *batches[min(mine, len(batches) - 1)]
+
+
+def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
+    """Loss in bits per byte of UTF-8, comparable between tokenizers."""
+    return nats_per_token / math.log(2.0) / bytes_per_token
+
+
+LOGITS_MAX = 1 << 28
+"""That exist at the same time, unless one text has more: a gigabyte in fp32."""
+Pair = tuple[list[int], list[int]]
+"""Tokens that are there, and those that are to be found behind them; at least one of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Likelihood:
+    """``nats`` is the logarithm of the second part's chance; ``is_likeliest``: no token of it had a likelier one."""
+
+    nats: float
+    is_likeliest: bool
+
+
+@torch.no_grad()
+def likelihoods(
+    model: Transformer, pairs: Sequence[Pair], *, batch: int = 16, precision: str = "auto"
+) -> Iterator[tuple[int, Likelihood]]:
+    """The place and the likelihood of each of ``pairs``, the longest first, at most ``batch`` at once.
+
+    What does not fit the model's context is forgotten from the beginning of the first part.  ValueError names a part
+    that cannot be.
+    """
+    require(batch >= 1, "batch", batch, "at least 1")
+    model.eval()
+    rows = [_row(model, *pair) for pair in pairs]
+    order = sorted(range(len(rows)), key=lambda place: -len(rows[place][0]))
+    while order:
+        logits_each = len(rows[order[0]][0]) * model.options.vocab_size
+        count = max(1, min(batch, LOGITS_MAX // logits_each))
+        places, order = order[:count], order[count:]
+        yield from zip(places, _read(model, [rows[place] for place in places], precision), strict=True)
+
+
+def _row(model: Transformer, before: Sequence[int], behind: Sequence[int]) -> Pair:
+    """What the model reads, and what it should say at the last places of it."""
+    options = model.options
+    require(len(before) > 0, "before", "", "at least one token to begin with")
+    wanted = f"from 1 to the context of {options.context}"
+    require(1 <= len(behind) <= options.context, "tokens behind it", len(behind), wanted)
+    highest = max(max(before), max(behind))
+    require(highest < options.vocab_size, "token", highest, f"below the model's {options.vocab_size}")
+    return [*before, *behind][-options.context - 1 : -1], list(behind)
+
+
+def _read(model: Transformer, rows: Sequence[Pair], precision: str) -> list[Likelihood]:
+    """What follows a text changes nothing before it, so shorter ones are filled up behind their end."""
+    device = model.cosines.device
+    longest = max(len(inputs) for inputs, _ in rows)
+    tokens = torch.tensor([[*inputs, *[0] * (longest - len(inputs))] for inputs, _ in rows], device=device)
+    dtype = autocast_dtype(precision, device)
+    with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+        logits = model(tokens)
+    found = []
+    for row, (inputs, wanted) in zip(logits, rows, strict=True):
+        said = functional.log_softmax(row[len(inputs) - len(wanted) : len(inputs)].float(), dim=-1)
+        behind = torch.tensor(wanted, device=device)
+        nats = float(said.gather(1, behind[:, None]).double().sum())
+        found.append(Likelihood(nats, bool((said.argmax(dim=-1) == behind).all())))
+    return found
+
+
+@dataclass(kw_only=True, slots=True)
+class SamplingOptions:
+    """How the next token is drawn.  A value that cannot work raises ``ValueError`` with field and value."""
+
+    tokens: int = 100
+    """Tokens to make, fewer where the text ends by itself."""
+    temperature: float = 0.8
+    """What logits are divided by; 0: always the likeliest token."""
+    top_k: int = 0
+    """How many of the likeliest tokens are drawn from; 0: all."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.tokens >= 1, "tokens", self.tokens, "at least 1")
+        require(0 <= self.temperature < float("inf"), "temperature", self.temperature, "0 or more")
+        require(self.top_k >= 0, "top_k", self.top_k, "0 (all) or more")
+        require(0 <= self.seed < 1 << 63, "seed", self.seed, "0 or more")
+
+
+class Reader:
+    """What a model has read, at most its context: one more token costs one position, not all of them again."""
+
+    def __init__(self, model: Transformer) -> None:
+        options = model.options
+        shape = (1, options.kv_heads_used, options.context, options.head_dim)
+        like = model.embedding.weight
+        self._model = model
+        self._kept = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in model.blocks]
+        self.length = 0
+
+    @property
+    def room(self) -> int:
+        """How many more tokens it can read."""
+        return self._model.options.context - self.length
+
+    def forget(self) -> None:
+        """Begin anew at the first position."""
+        self.length = 0
+
+    @torch.no_grad()
+    def read(self, tokens: Sequence[int]) -> Tensor:
+        """Read ``tokens``, at least one and at most as many as there is room for; the logits [vocab] after the last."""
+        require(1 <= len(tokens) <= self.room, "tokens", len(tokens), f"from 1 to the room of {self.room}")
+        model, begin = self._model, self.length
+        end = begin + len(tokens)
+        x = model.embedding(torch.tensor([list(tokens)], device=model.cosines.device))
+        cosines, sines = model.cosines[begin:end], model.sines[begin:end]
+        for block, kept in zip(model.blocks, self._kept, strict=True):
+            x = x + self._attend(block.attention, block.attention_norm(x), kept, cosines, sines)  # type: ignore[arg-type, operator]
+            x = x + block.feed_forward(block.feed_forward_norm(x))  # type: ignore[operator]
+        self.length = end
+        logits: Tensor = model.head(model.norm(x[0, -1]))
+        return logits
+
+    def _attend(
+        self, attention: Attention, x: Tensor, kept: tuple[Tensor, Tensor], cosines: Tensor, sines: Tensor
+    ) -> Tensor:
+        """What ``attention`` makes of ``x`` [1, T, dim] behind what was read before."""
+        begin, end = self.length, self.length + x.shape[1]
+        query, key, value = (
+            part.view(1, end - begin, -1, attention.head_dim).transpose(1, 2)
+            for part in (attention.query(x), attention.key(x), attention.value(x))
+        )
+        kept[0][:, :, begin:end] = rotate(key, cosines, sines)
+        kept[1][:, :, begin:end] = value
+        keys, values = kept[0][:, :, :end], kept[1][:, :, :end]
+        seen = torch.ones(end - begin, end, dtype=torch.bool, device=x.device).tril(begin)
+        mixed = functional.scaled_dot_product_attention(
+            rotate(query, cosines, sines), keys, values, attn_mask=seen, enable_gqa=keys.shape[1] != query.shape[1]
+        )
+        projected: Tensor = attention.output(mixed.transpose(1, 2).reshape(1, end - begin, -1))
+        return projected
+
+
+def generate(
+    model: Transformer, prompt: Sequence[int], options: SamplingOptions, end_of_file: int | None = None
+) -> Iterator[int]:
+    """Tokens that go on behind ``prompt``, one at a time; ends before ``end_of_file``.
+
+    What does not fit the model's context is forgotten from its beginning: when that is full, half of it is read again.
+    ValueError for a prompt without a token, or with one that the model does not have.
+    """
+    vocab_size, half = model.options.vocab_size, max(1, model.options.context // 2)
+    require(len(prompt) > 0, "prompt", "", "at least one token to begin with")
+    require(max(prompt) < vocab_size, "prompt", max(prompt), f"tokens below the model's {vocab_size}")
+    generator = torch.Generator().manual_seed(options.seed)
+    reader, text = Reader(model), list(prompt)
+    logits = reader.read(text if len(text) <= reader.room else text[-half:])
+    for made in range(1, options.tokens + 1):
+        token = draw(logits, options, generator)
+        if token == end_of_file:
+            return
+        yield token
+        text.append(token)
+        if made == options.tokens:
+            return
+        if reader.room:
+            logits = reader.read([token])
+        else:
+            reader.forget()
+            logits = reader.read(text[-half:])
+
+
+def draw(logits: Tensor, options: SamplingOptions, generator: torch.Generator) -> int:
+    """The next token by ``logits`` [vocab], computed in fp64 on the CPU, so that a seed means one text."""
+    values = logits.detach().to("cpu", torch.float64)
+    if options.temperature == 0:
+        return int(values.argmax())
+    values = values / options.temperature
+    if 0 < options.top_k < len(values):
+        least = values.topk(options.top_k).values[-1]
+        values = values.masked_fill(values < least, -torch.inf)
+    chances = torch.softmax(values, dim=0)
+    return int(torch.multinomial(chances, 1, generator=generator))

@@ -1,0 +1,461 @@
+"""The way of an update at its site: due, sealed, sent, and answered by a fate.
+
+Between two inner steps the machine accounts for the step, takes what was published, and seals what is due.
+
+Where acknowledgements do not wait for a standby, a site keeps an update's bytes until its fate is known, and sends them
+again to a standby that took over and lacks them.  Fates and versions do wait, so that only updates without a fate can
+be missing.  A syncer of a larger epoch that knows less than was acknowledged under a smaller one is such a standby.
+The site refuses every other syncer that has forgotten something.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diloco.sync import site_units
+from diloco.sync.data_units import added
+from diloco.sync.effects import Adopt, Forget, Join, Release, Retake, Seal, Send
+from diloco.sync.events import DISCARDING, Fate, Outcome, PushAnswered, Reason, Sealed, SealFailed
+from diloco.sync.options import ADOPT_KEEPS_UNSENT, due, local_steps, smoothed, steps_to_due
+from diloco.sync.progress import FragmentProgress, LearnerState, Orphan, Retaking, Sent, SentState
+from diloco.sync.site_units import SPANS_MAX
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from diloco.sync.events import FragmentStanding, StepDone
+    from diloco.sync.options import LearnerOptions
+    from diloco.sync.progress import SiteTurn
+
+
+def step_done(turn: SiteTurn, event: StepDone) -> None:
+    """Account for an inner step."""
+    state, options = turn.state, turn.options
+    state.step, state.cursor = event.step, event.cursor
+    state.tokens_processed += event.tokens
+    state.step_ns = smoothed(state.step_ns, event.step_ns)
+    site_units.drawn(turn, event)
+    inner_steps = event.inner_steps or event.steps
+    for part in state.fragments:
+        is_based = part.base_version >= 0 or (part.retaking and not part.retaking.cold)
+        assert is_based, "a step was trained without a base"
+        part.unsent_tokens += event.tokens
+        part.unsent_steps += inner_steps
+    for index in coming_due(options, state, event.step, event.steps):
+        state.fragments[index].due = True
+    if not event.passes:
+        boundary(turn)
+
+
+def coming_due(options: LearnerOptions, state: LearnerState, step: int, steps: int = 1) -> Sequence[int]:
+    """The fragments that are due right after inner step number ``step`` or one of the ``steps`` that end with it."""
+    if options.from_adopt:
+        parts = enumerate(state.fragments)
+        return [each for each, part in parts if not part.in_flight and step >= part.sealed_step + options.inner_steps]
+    if options.dynamic_steps:
+        return [each for each in range(options.num_fragments) if step >= _dynamic_due(options, state, each)]
+    by_steps = due(options.due_at, options.inner_steps, step, steps)
+    if not options.lock_step:
+        return by_steps
+    return [in_turn(options, state)] if by_steps and comes_first(options, state) else []
+
+
+def in_turn(options: LearnerOptions, state: LearnerState) -> int:
+    """Lock-step: the fragment that is exchanged next, by the versions that all sites have.
+
+    A site that was away counts other steps than the rest.  If each went by its own steps, one would wait with one
+    fragment, the next with another, and neither round would close.
+    """
+    return min(range(options.num_fragments), key=lambda each: _place(options, state, each))
+
+
+def next_turn(options: LearnerOptions, state: LearnerState) -> tuple[int, int]:
+    """Lock-step: the place of the fragment ``in_turn`` among all fragments of the model: the lowest comes first."""
+    return _place(options, state, in_turn(options, state))
+
+
+def comes_first(options: LearnerOptions, state: LearnerState) -> bool:
+    """Lock-step: whether no other syncer's fragment comes before those of this machine."""
+    return state.elsewhere is None or next_turn(options, state) < state.elsewhere
+
+
+def _place(options: LearnerOptions, state: LearnerState, index: int) -> tuple[int, int]:
+    return state.fragments[index].base_version, options.due_at[index] or options.inner_steps
+
+
+def _dynamic_due(options: LearnerOptions, state: LearnerState, index: int) -> int:
+    """The inner step after which the fragment is due, counted from its last update."""
+    sealed = state.fragments[index].sealed_step
+    period = local_steps(options.inner_steps, state.fastest_step_ns, state.step_ns, options.dynamic_rounding)
+    if not sealed:  # The fragments' first updates stand apart as they do where every site makes as many steps.
+        period = max(1, (options.due_at[index] or options.inner_steps) * period // options.inner_steps)
+    return sealed + period
+
+
+def steps_to_act(options: LearnerOptions, state: LearnerState) -> int:
+    """How many inner steps from now the next boundary stands at which anything may be done, unless something comes
+    meanwhile; at least 1, and at most ``inner_steps``."""
+    step, period = state.step, options.inner_steps
+    if options.dynamic_steps:
+        wanted = [step + period, *(_dynamic_due(options, state, each) for each in range(options.num_fragments))]
+    else:
+        wanted = [step + steps_to_due(options.due_at, period, step)]
+    for part in state.fragments:
+        if part.fetched > part.base_version and not _would_lose_work(options, part):
+            wanted.append(part.held_until)
+        if part.due and _may_follow(options, part):
+            wanted.append(step + 1)
+    return max(1, min(wanted) - step)
+
+
+def may_act(options: LearnerOptions, state: LearnerState, step: int) -> bool:
+    """Whether, as things stand, anything would be done with values at the boundary after ``step``, the next one.
+
+    In lock-step a site may have to wait there as well.
+    """
+    if options.lock_step or state.stopping:
+        return True
+    if state.incarnation == 0:
+        return False
+    coming = coming_due(options, state, step)
+    return any(
+        part.retaking is not None
+        or (part.fetched > part.base_version and not _is_held(options, state, part, step))
+        or ((part.due or index in coming) and _may_follow(options, part))
+        for index, part in enumerate(state.fragments)
+    )
+
+
+def boundary(turn: SiteTurn) -> None:
+    """The site stands between two steps."""
+    turn.state.at_rest = turn.state.stopping
+    if turn.state.incarnation == 0:  # Nothing is decided before it is known what an earlier process has sent.
+        return
+    for index, part in enumerate(turn.state.fragments):
+        if part.retaking is not None:
+            here = max(part.fetched, part.base_version) >= max(part.retaking.version, 0)
+            if here and not part.encoding():  # What is kept is subtracted, so it must be known.
+                _retake(turn, index, part, part.retaking)
+        elif part.fetched > part.base_version and not _is_held(turn.options, turn.state, part, turn.state.step):
+            _adopt(turn, index, part)
+        if (part.due or turn.state.stopping) and may_seal(turn, part):
+            _seal(turn, index, part)
+
+
+def _is_held(options: LearnerOptions, state: LearnerState, part: FragmentProgress, step: int) -> bool:
+    """Whether the exchange of the last update may take longer still, and nothing hangs on the version that is here."""
+    if options.adopt == "eager" and part.encoding():
+        return True  # A share of it is kept, so it must be known.
+    needed = part.base_version <= part.stale_base  # -1, or too old to measure anything from.
+    if needed or state.closed:  # Nothing more goes out.
+        return False
+    return _would_lose_work(options, part) or (step < part.held_until and not state.stopping)
+
+
+def _would_lose_work(options: LearnerOptions, part: FragmentProgress) -> bool:
+    """Whether the version that is here would overwrite what was trained, and is not the answer to an update; with
+    ``answers_only`` also whether it came before the answer to what is in flight.
+
+    The rules that overwrite are published for sites that adopt once in a period, when the version with their own update
+    comes back.  Where nobody waits, the others' versions come at any time, and each would cost what was trained since
+    the last update.  In lock-step the version is what the site stands still for: it comes back to it, having been away.
+    """
+    answered_later = options.answers_only and part.in_flight
+    if options.lock_step or options.adopt in ADOPT_KEEPS_UNSENT or not (part.unsent_steps or answered_later):
+        return False
+    return not any(s.merged_version is not None and s.merged_version <= part.fetched for s in part.in_flight)
+
+
+def _adopt(turn: SiteTurn, index: int, part: FragmentProgress) -> None:
+    version, adopt = part.fetched, turn.options.adopt
+    merged: list[int] = []
+    under_way: list[Sent] = []
+    fresh = tuple([sent.sequence for sent in part.in_flight if sent.since_adopt]) if adopt == "eager" else ()
+    for sent in part.in_flight:
+        if sent.merged_version is not None and sent.merged_version <= version:
+            merged.append(sent.sequence)
+        else:
+            sent.since_adopt = False
+            under_way.append(sent)
+    part.in_flight = under_way
+    if adopt not in ADOPT_KEEPS_UNSENT:
+        # What was trained and not sent is given up.  The share of it that blend keeps counts as none.
+        part.tokens_overwritten += part.unsent_tokens
+        part.unsent_tokens = part.unsent_steps = 0
+    part.base_version = version
+    if turn.options.from_adopt:
+        part.sealed_step, part.due = turn.state.step, False
+    lacking = tuple([sent.sequence for sent in under_way]) if adopt == "eager" else ()
+    turn.effects.append(Adopt(index, version, tuple(merged), fresh, lacking))
+
+
+def _retake(turn: SiteTurn, index: int, part: FragmentProgress, retaking: Retaking) -> None:
+    version = max(part.fetched, part.base_version)
+    part.in_flight = [s for s in part.in_flight if s.merged_version is None or s.merged_version > version]
+    for sent in part.in_flight:
+        sent.since_adopt = False
+    part.tokens_overwritten += part.unsent_tokens
+    part.unsent_tokens = part.unsent_steps = 0
+    part.unsent_spans = []
+    part.base_version, part.retaking, part.due = version, None, False
+    part.sealed_step = turn.state.step
+    turn.effects.append(Retake(index, version, tuple(s.sequence for s in part.in_flight), retaking.why))
+
+
+def may_seal(turn: SiteTurn, part: FragmentProgress) -> bool:
+    """Whether an update of the fragment, of which one is wanted, may be made now."""
+    if part.unsent_tokens == 0 or turn.state.closed or turn.state.left:
+        return False
+    # A region keeps the bytes of each until it has taken its version; at its end it takes none any more.
+    if turn.options.answers_only and len(part.in_flight) >= turn.options.updates_in_flight_max:
+        return turn.state.stopping and _may_follow(turn.options, part)
+    return _may_follow(turn.options, part)
+
+
+def _may_follow(options: LearnerOptions, part: FragmentProgress) -> bool:
+    """Whether what has become of the fragment's earlier updates allows another."""
+    if part.base_version <= part.stale_base or part.retaking is not None or part.unanswered():
+        return False
+    allowed = 1 if options.lock_step else options.updates_in_flight_max
+    return len(part.undecided()) + len(part.orphans) < allowed
+
+
+def _seal(turn: SiteTurn, index: int, part: FragmentProgress) -> None:
+    sent = Sent(part.next_sequence, part.base_version, part.unsent_tokens, part.unsent_steps, spans=part.unsent_spans)
+    rebases = turn.options.adopt == "rebase"
+    subtract = tuple([other.sequence for other in part.in_flight if other.since_adopt or rebases])
+    part.in_flight.append(sent)
+    part.next_sequence += 1
+    part.unsent_tokens = part.unsent_steps = 0
+    part.unsent_spans = []
+    part.due = False
+    site = turn.state
+    part.sealed_step = site.step
+    part.held_until = site.step + site.overlap_steps
+    where = (index, sent.sequence, sent.base_version, subtract)
+    numbers, spans = (sent.tokens, sent.steps, site.step_ns, site.cursor), tuple(sent.spans)
+    turn.effects.append(Seal(*where, *numbers, final=site.stopping, spans=spans))
+
+
+GIVING_UP = frozenset({Reason.FENCED, Reason.SUPERSEDED, Reason.EVICTED})
+"""Answers after which this process must not speak for the site any more."""
+
+
+def sealed(turn: SiteTurn, event: Sealed) -> None:
+    """It is durable in the outbox."""
+    sent = turn.find(event.fragment, event.sequence)
+    if sent is None or sent.void or sent.outrun:  # A join in between has shown that these bytes are not wanted.
+        turn.effects += [Forget(event.fragment, event.sequence), Release(event.fragment, event.sequence)]
+        if sent is not None:
+            write_off(turn.state.fragments[event.fragment], sent)
+        return
+    if sent.unwanted:
+        unsend(turn.options, turn.state.fragments[event.fragment], sent)
+        turn.effects += [Forget(event.fragment, event.sequence), Release(event.fragment, event.sequence)]
+        return
+    if sent.state is SentState.SEALING:
+        sent.state, sent.digest = SentState.SEALED, event.digest
+        turn.effects.append(Send(event.fragment, event.sequence))
+
+
+def seal_failed(turn: SiteTurn, event: SealFailed) -> None:
+    """It was never made."""
+    sent = turn.find(event.fragment, event.sequence)
+    if sent is None or sent.void or sent.outrun:  # As in ``sealed``: what it was measured from is held until now.
+        turn.effects.append(Release(event.fragment, event.sequence))
+        if sent is not None:
+            write_off(turn.state.fragments[event.fragment], sent)
+    elif sent.state is SentState.SEALING:
+        discard(turn, event.fragment, sent, Reason.NON_FINITE)
+
+
+def push_answered(turn: SiteTurn, event: PushAnswered) -> None:
+    """The syncer gave its definite answer."""
+    sent = turn.find(event.fragment, event.sequence)
+    if sent is None or sent.state is not SentState.SEALED or event.digest not in ("", sent.digest):
+        return  # It is known by a join or a fate already, or the answer is a late one to what was taken back.
+    if 0 < event.epoch < turn.state.epoch:
+        return  # Of a syncer whose place another has taken: at the join it was said anew what is to be sent.
+    if event.outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE):
+        accept(turn, event.fragment, sent)
+        return
+    assert event.outcome is Outcome.REFUSED, event
+    assert event.reason is not None, event
+    if event.reason not in GIVING_UP:  # There is something after it only where it was sent again.
+        part = turn.state.fragments[event.fragment]
+        take_back(turn, event.fragment, [each for each in part.in_flight if each.sequence > sent.sequence])
+    if event.reason in GIVING_UP:
+        turn.stop(f"the syncer no longer takes this process for the site: {event.reason.value}")
+    elif event.reason in DISCARDING:
+        discard(turn, event.fragment, sent, event.reason)
+    elif event.reason in (Reason.STALE, Reason.OVERLOAD):
+        keep(turn, event.fragment, sent, event.reason)
+    elif event.reason is Reason.FINISHED:
+        keep(turn, event.fragment, sent, event.reason)
+        turn.state.closed = True
+        if not turn.state.stopping:
+            turn.effects.append(Join("the last round is over and this site was not told"))
+    elif event.reason is Reason.NOT_JOINED:
+        turn.effects.append(Join("the syncer does not know this site"))
+    else:
+        what = f"update {event.sequence} of fragment {event.fragment}"
+        turn.stop(f"the syncer refuses {what} for good: {event.reason.value}")
+
+
+def accept(turn: SiteTurn, index: int, sent: Sent) -> None:
+    """The syncer has it; its fate follows."""
+    sent.state, sent.epoch, sent.kept = SentState.ACCEPTED, turn.state.epoch, turn.state.keep
+    if not sent.kept:
+        turn.effects.append(Forget(index, sent.sequence))
+
+
+def unsend(options: LearnerOptions, part: FragmentProgress, sent: Sent) -> None:
+    """The update never was: its progress is unsent again and its number free."""
+    give_back(options, part, sent)
+    part.next_sequence = min(part.next_sequence, sent.sequence)
+
+
+def give_back(options: LearnerOptions, part: FragmentProgress, sent: Sent) -> None:
+    """Out of the in-flight list; its progress is in the values still, unless an adopt has replaced them."""
+    part.in_flight.remove(sent)
+    if sent.since_adopt or options.adopt == "rebase":
+        part.unsent_tokens += sent.tokens
+        part.unsent_steps += sent.steps
+        part.unsent_spans = added(part.unsent_spans, sent.spans)[-SPANS_MAX:]
+        part.due = True
+    else:
+        part.tokens_overwritten += sent.tokens
+
+
+def take_back(turn: SiteTurn, index: int, behind: Sequence[Sent]) -> None:
+    """Make the progress of ``behind`` unsent again: a number before theirs is free, and they are never taken."""
+    part = turn.state.fragments[index]
+    for sent in reversed(behind):
+        if sent.state is SentState.SEALING:
+            sent.unwanted = True
+            continue  # Its number is not given again before its bytes are here and can be thrown away.
+        unsend(turn.options, part, sent)
+        turn.effects += [Forget(index, sent.sequence), Release(index, sent.sequence)]
+
+
+def write_off(part: FragmentProgress, sent: Sent) -> None:
+    """An update of before leaves the list: the run was restored, and its tokens count as refused, or it was outrun."""
+    part.in_flight.remove(sent)
+    if sent.outrun:
+        return
+    part.tokens_refused += sent.tokens
+    why = Reason.RESTORED.value
+    part.updates_refused[why] = part.updates_refused.get(why, 0) + 1
+
+
+def keep(turn: SiteTurn, index: int, sent: Sent, reason: Reason) -> None:
+    """Refused, and the progress goes out again with the next update."""
+    part = turn.state.fragments[index]
+    part.updates_refused[reason.value] = part.updates_refused.get(reason.value, 0) + 1
+    if sent.state is SentState.ACCEPTED:  # Its number is used up; one refused at the door leaves it free.
+        give_back(turn.options, part, sent)
+    else:
+        unsend(turn.options, part, sent)
+        turn.effects.append(Forget(index, sent.sequence))
+    turn.effects.append(Release(index, sent.sequence))
+    turn.note("update_kept", f"{reason.value}: its progress goes out with the next update", index)
+    if reason is Reason.STALE:  # So there is a newer version, and with this base the next one would be stale too.
+        part.stale_base = max(part.stale_base, sent.base_version)
+        part.published = max(part.published, sent.base_version + 1)
+        turn.want(index)
+
+
+def discard(turn: SiteTurn, index: int, sent: Sent, reason: Reason) -> None:
+    """Refused, and the progress is worth nothing: back to the published values."""
+    part = turn.state.fragments[index]
+    part.updates_refused[reason.value] = part.updates_refused.get(reason.value, 0) + 1
+    part.in_flight.remove(sent)
+    part.tokens_refused += sent.tokens
+    if sent.state is not SentState.ACCEPTED:
+        part.next_sequence = min(part.next_sequence, sent.sequence)
+        turn.effects.append(Forget(index, sent.sequence))
+    turn.effects.append(Release(index, sent.sequence))
+    if part.retaking is None and reason is not Reason.RESTORED:
+        part.discards += 1  # Once for updates that were in flight together: they went wrong together.
+    part.retaking = Retaking(part.base_version, f"an update was refused: {reason.value}")
+    if reason is Reason.NON_FINITE:  # One step of training carries a NaN into every fragment.
+        for other in turn.state.fragments:
+            other.retaking = other.retaking or Retaking(other.base_version, "an update of another fragment: non_finite")
+    turn.note("update_discarded", f"{reason.value}: {part.discards} in a row", index)
+    if part.discards >= turn.options.discards_max:
+        turn.stop(f"{part.discards} updates of fragment {index} in a row were {reason.value}")
+
+
+def fate_told(turn: SiteTurn, fate: Fate) -> None:
+    """The syncer told what became of an update."""
+    part = turn.state.fragments[fate.fragment]
+    for orphan in [orphan for orphan in part.orphans if orphan.sequence == fate.sequence]:
+        _orphan_decided(part, orphan, fate)
+    sent = turn.find(fate.fragment, fate.sequence)
+    if sent is None or sent.merged_version is not None or sent.outrun:
+        return
+    if sent.digest != fate.digest:
+        turn.effects.append(Join("another process of this site has used the number of an update of this one"))
+        return
+    if sent.state is not SentState.ACCEPTED or sent.kept:
+        sent.state, sent.kept = SentState.ACCEPTED, False
+        turn.effects.append(Forget(fate.fragment, sent.sequence))
+    if fate.merged:
+        sent.merged_version = fate.version
+        part.tokens_merged += sent.tokens
+        part.updates_merged += 1
+        part.discards = 0
+        return
+    assert fate.reason is not None
+    if fate.reason in DISCARDING:
+        discard(turn, fate.fragment, sent, fate.reason)
+    else:
+        keep(turn, fate.fragment, sent, fate.reason)
+
+
+def _orphan_decided(part: FragmentProgress, orphan: Orphan, fate: Fate) -> None:
+    part.orphans.remove(orphan)
+    if fate.merged:
+        part.tokens_merged += orphan.tokens
+    elif fate.reason in DISCARDING:
+        part.tokens_refused += orphan.tokens
+    else:
+        part.tokens_lost += orphan.tokens
+
+
+def acknowledged(part: FragmentProgress) -> int:
+    """The largest number of an update that a syncer has acknowledged and not decided, as far as is known."""
+    accepted = [sent.sequence for sent in part.in_flight if sent.state is SentState.ACCEPTED]
+    return max([*accepted, *(orphan.sequence for orphan in part.orphans)], default=0)
+
+
+def send_again(turn: SiteTurn, standing: FragmentStanding) -> bool:
+    """Bring back to the outbox what the syncer behind ``standing`` lacks; False, and nothing done, if it must not lack.
+
+    An update whose bytes went with an earlier process is lost.  What was numbered after it could never be taken in:
+    its progress goes out with the next update.
+    """
+    index, part, epoch = standing.fragment, turn.state.fragments[standing.fragment], turn.state.epoch
+    behind = [sent for sent in part.in_flight if sent.sequence > standing.watermark and not (sent.void or sent.outrun)]
+    behind.sort(key=lambda sent: sent.sequence)
+    lost = [sent for sent in behind if sent.state is SentState.ACCEPTED]
+    gone = [orphan for orphan in part.orphans if orphan.sequence > standing.watermark]
+    if standing.version < part.base_version or (gone and not turn.state.keep):
+        return False
+    if any(not sent.kept or sent.merged_version is not None for sent in lost):
+        return False
+    if any(told >= epoch for told in [*(sent.epoch for sent in lost), *(orphan.epoch for orphan in gone)]):
+        return False
+    for orphan in gone:
+        part.orphans.remove(orphan)
+        turn.note("update_lost", f"update {orphan.sequence} went with the last syncer and an earlier process", index)
+    first = standing.watermark + 1
+    if [sent.sequence for sent in behind] == list(range(first, first + len(behind))):
+        for sent in lost:
+            sent.state = SentState.SEALED
+            turn.note("sent_again", f"update {sent.sequence} is not known to the syncer of epoch {epoch}", index)
+        part.next_sequence = first + len(behind)
+    else:
+        take_back(turn, index, behind)
+        part.next_sequence = first
+    return True

@@ -1,0 +1,325 @@
+"""The outer step as numbers: read the payloads, merge, step, encode the down-link; and what it cost.
+
+The step is a pure function of the contributions, the fragment's values and the options, so that a replay of the journal
+gives the same bits (DESIGN invariant 11).  It goes by ranges of the fragment, on as many threads as are given, and each
+range takes its part of every payload from the disk: memory is the new version (its tensors and its down-link), for each
+thread a few ranges, and of each site's payload what the ranges of that moment need.
+
+A region.  ``taken`` makes a version of a region out of one of the syncer above, and of no update.
+
+Costs.  ``RoundCosts`` says what a round costs this process, stage by stage: for its events, its status and its metrics.
+
+Events.  The ``*_facts`` are what the syncer's events say: plain values for ``events.jsonl`` and the view.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING
+
+from diloco.codec.base import NonFiniteError, digest, digest_of
+from diloco.codec.merging import Merging, State, outer_pass
+from diloco.codec.registry import make_codec
+from diloco.codec.site_pass import publish
+from diloco.outer.pseudo_gradient import blend, is_finite
+from diloco.sync.effects import StartOuterStep, TakeVersion
+from diloco.sync.rounds import standstill
+from diloco.sync.state import Phase
+from diloco.syncer.snapshots import FragmentValues
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from diloco.codec.base import Codec
+    from diloco.codec.buffers import Buffers
+    from diloco.codec.merging import Payload, Ranges, Spread
+    from diloco.outer.rule import OuterRule
+    from diloco.sync.effects import TellFate, UpdateRef
+    from diloco.sync.events import Ending
+    from diloco.sync.state import OuterState
+    from diloco.sync.syncer import OuterSync
+    from diloco.syncer.spool import Mapped, Spool
+
+
+@dataclass(frozen=True, slots=True)
+class Downlink:
+    """What takes those who hold the version before to ``version``; ``digest`` is that of the values they then hold."""
+
+    version: int
+    digest: str
+    payload: bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds that the stages of an outer step took.
+
+    ``read_s`` is for finding the payloads on the disk to be what was acknowledged, and unpacking them, ``fused_s`` for
+    the one pass that decodes, merges, steps and encodes, and beside it makes the digest of what is published,
+    ``digest_s`` for that of the down-link.
+    """
+
+    read_s: float = 0.0
+    fused_s: float = 0.0
+    digest_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class OuterResult:
+    """The candidate for a new version: its ``values`` and the encoded ``downlink`` from the version before.
+
+    ``norm`` is that of the merged pseudo-gradient, ``seconds`` the time it all took.
+    """
+
+    values: FragmentValues
+    downlink: bytes | memoryview
+    downlink_digest: str
+    norm: float
+    seconds: float
+    costs: Costs = Costs()
+
+    def link(self) -> Downlink:
+        """The down-link without the values, which are large and are held elsewhere."""
+        return Downlink(self.values.version, self.values.digest, self.downlink)
+
+
+def run_outer_step(
+    command: StartOuterStep | TakeVersion,
+    values: FragmentValues,
+    spool: Spool,
+    rule: OuterRule,
+    down_codec: str,
+    like: str = "",
+    threads: int = 1,
+    buffers: Buffers | None = None,
+) -> OuterResult | None:
+    """Carry out ``command`` on ``values``; None when the result is not finite, and then nothing has happened.
+
+    The digests of the result are in the form of ``like``.  No bit depends on the number of ``threads``.
+    ``buffers`` has memory for the version.
+    """
+    assert command.version == values.version + 1, (command.version, values.version)
+    if isinstance(command, TakeVersion):
+        made = taken(command, values, spool, down_codec, like)
+        return made and OuterResult(made[0], made[1], digest_of(made[1], like), 0.0, made[2])
+    times = [time.perf_counter()]
+    before = State(values.theta, values.published, values.optimizer)
+    staleness = [values.version - part.base_version for part in command.contributions]
+    merging = Merging.of(rule, command.fragment, staleness)
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(threads, "fold")) if threads > 1 else None
+        contributions, payloads = _opened(command, spool, before.theta.numel(), pool)
+        times.append(time.perf_counter())
+        spread, down = _spread(payloads, pool, stack), make_codec(down_codec)
+        try:
+            stepped = outer_pass(
+                contributions,
+                before,
+                rule.optimizer,
+                down,
+                spread,
+                buffers=buffers,
+                like=like,
+                merging=merging,
+                share=command.share,
+            )
+        except NonFiniteError:
+            return None  # Of Θ itself, or because Θ and Θ̂ are too far apart for fp32.
+    times.append(time.perf_counter())
+    new, downlink_digest = stepped.state, digest_of(stepped.payload, like)
+    times.append(time.perf_counter())
+    return OuterResult(
+        FragmentValues(
+            command.version, new.theta, new.published, new.optimizer, stepped.digest, reference=values.reference
+        ),
+        stepped.payload,
+        downlink_digest,
+        stepped.norm,
+        times[-1] - times[0],
+        Costs(*(later - sooner for sooner, later in pairwise(times))),
+    )
+
+
+def _opened(
+    command: StartOuterStep, spool: Spool, numel: int, pool: ThreadPoolExecutor | None
+) -> tuple[list[tuple[float, list[Payload]]], list[Mapped]]:
+    """The contributions as ``outer_pass`` takes them, each update found to be what was acknowledged; several at once
+    where there is a ``pool``."""
+
+    def found(update: UpdateRef) -> tuple[Codec, Mapped]:
+        return spool.opened(update.payload, update.digest, make_codec(update.encoding), numel)
+
+    updates = [update for part in command.contributions for update in part.updates]
+    here = list(map(found, updates) if pool is None else pool.map(found, updates))
+    payloads: Iterator[Payload] = ((codec, mapped.payload) for codec, mapped in here)
+    contributions = [(part.weight, list(islice(payloads, len(part.updates)))) for part in command.contributions]
+    return contributions, [mapped for _, mapped in here]
+
+
+def _spread(payloads: list[Mapped], pool: ThreadPoolExecutor | None, stack: ExitStack) -> Spread:
+    """Ranges in turn, or by the threads of ``pool`` until ``stack`` ends; after some the payloads are let go of."""
+
+    def spread(work: Callable[[Ranges], list[float]], ranges: Iterable[Ranges]) -> Iterable[list[float]]:
+        def some(bounds: Ranges) -> list[float]:
+            done = work(bounds)
+            for payload in payloads:
+                payload.let_go()
+            return done
+
+        if pool is None:
+            return map(some, ranges)
+        stack.callback(pool.shutdown, cancel_futures=True)  # The other ranges of one that is not finite are not made.
+        return pool.map(some, ranges)
+
+    return spread
+
+
+STORED = "fp32"
+"""By what the values of a version above lie in the spool."""
+
+
+def taken(
+    command: TakeVersion, values: FragmentValues, spool: Spool, down_codec: str, like: str
+) -> tuple[FragmentValues, bytes, float] | None:
+    """Return the version, its down-link, and the seconds that it took; None when the values would not be finite.
+
+    ``theta <- (1 - share) theta + share above`` (HALoS, arXiv 2506.04531), by
+    ``outer.pseudo_gradient.blend``.  What the outer optimizer remembers stays as it is.  Like an outer step it is a
+    function of what it is given, to the bit.
+    """
+    began, numel = time.perf_counter(), values.theta.numel()
+    codec, mapped = spool.opened(command.payload, command.digest, make_codec(STORED), numel)
+    theta = blend(values.theta, codec.decode(mapped.payload, numel), 1 - command.share)
+    down = make_codec(down_codec)
+    if not is_finite(theta):
+        return None
+    try:
+        payload, published = publish(theta, values.published, down)
+    except NonFiniteError:
+        return None
+    if down.lossless:
+        published = theta
+    if not is_finite(published):
+        return None
+    made = replace(
+        values,
+        version=command.version,
+        theta=theta,
+        published=published,
+        digest=digest(published, like),
+        reference=theta,
+    )
+    return made, payload, time.perf_counter() - began
+
+
+UPDATES_MAX = 4096
+"""Updates of which it is remembered what they took, until they are merged; the oldest are forgotten first."""
+
+
+class RoundCosts:
+    """Seconds of each stage of the latest round of every fragment.  Any thread may call.
+
+    ``receive_s`` is what this process was busy with the round's updates while they came: writing, decoding, measuring,
+    the fsync; not the time that the network took.  ``read_s``, ``fused_s`` and ``digest_s`` are those of
+    ``Costs``.  ``publish_s`` is from there until sites are told: the journal, its fsync, a standby.
+    """
+
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._clock_s = clock_s
+        self._lock = threading.Lock()
+        self._received: dict[str, float] = {}
+        self._latest: dict[int, dict[str, float]] = {}
+        self._made_s: dict[int, float] = {}
+
+    def received(self, reference: str, seconds: float) -> None:
+        """The update with this payload was taken in."""
+        with self._lock:
+            self._received[reference] = self._received.pop(reference, 0.0) + seconds
+            while len(self._received) > UPDATES_MAX:
+                del self._received[next(iter(self._received))]
+
+    def stepped(self, command: StartOuterStep | TakeVersion, result: OuterResult) -> dict[str, float]:
+        """A version was made; its stages so far, of updates that an earlier process took in without that."""
+        with self._lock:
+            updates = [update.payload for part in command.contributions for update in part.updates]
+            receive_s = sum(self._received.pop(payload, 0.0) for payload in updates)
+            stages = {"receive_s": receive_s, **asdict(result.costs)}
+            self._latest[command.fragment] = {name: round(seconds, 6) for name, seconds in stages.items()}
+            self._made_s[command.fragment] = self._clock_s()
+            return dict(self._latest[command.fragment])
+
+    def published(self, fragment: int) -> dict[str, float]:
+        """The version that was made last was told to everybody; the stage that this was."""
+        with self._lock:
+            stage = {"publish_s": round(self._clock_s() - self._made_s[fragment], 6)}
+            self._latest[fragment] |= stage
+            return stage
+
+    def latest(self, fragment: int) -> dict[str, float] | None:
+        """All stages of the latest round; None before the first of this process."""
+        with self._lock:
+            found = self._latest.get(fragment)
+            return dict(found) if found is not None else None
+
+
+def start_facts(machine: OuterSync) -> tuple[dict[str, object], Ending | None]:
+    """What is said at the start, and the ending of a run that is over."""
+    state = machine.state
+    versions = [fragment.version for fragment in state.fragments]
+    ended = state.ending if state.phase is Phase.ENDED else None
+    over: dict[str, object] = {"ending": ended.value} if ended is not None else {}
+    # Of all fragments together, as in ``merged_into``: who counts by what was published begins with this.
+    merged = {name: sum(line.tokens_merged for line in site.lines) for name, site in sorted(state.sites.items())}
+    return {"epoch": state.epoch, "versions": versions, "tokens_merged": merged, **over}, ended
+
+
+def standstill_facts(machine: OuterSync, now_ns: int) -> dict[str, object] | None:
+    """Of which fragment no version is made although updates wait, since when, and which sites lack; None if of none."""
+    found = standstill(machine.options, machine.state, now_ns)
+    if found is None:
+        return None
+    seconds = round((now_ns - found.since_ns) / 1e9, 1)
+    return {"fragment": found.fragment, "seconds": seconds, "waits_for": list(found.waits_for), "why": found.why}
+
+
+def refusal_facts(effect: TellFate) -> dict[str, object]:
+    """Which update was refused, and why."""
+    fate = effect.fate
+    assert fate.reason is not None
+    return {"site": effect.site, "fragment": fate.fragment, "sequence": fate.sequence, "reason": fate.reason.value}
+
+
+def outer_step_facts(
+    command: StartOuterStep | TakeVersion, result: OuterResult, stages: Mapping[str, float]
+) -> dict[str, object]:
+    """Who made a version, with what weight and staleness, which share of a step that is, and what it took.
+
+    Of a site with several contributions that is their weight together, and the staleness of the oldest.
+    """
+    weights: dict[str, float] = {}
+    staleness: dict[str, int] = {}
+    for part in command.contributions:
+        weights[part.site] = weights.get(part.site, 0.0) + part.weight
+        staleness[part.site] = max(staleness.get(part.site, 0), command.version - 1 - part.base_version)
+    return {
+        "fragment": command.fragment,
+        "version": command.version,
+        "sites": {site: round(weight, 6) for site, weight in weights.items()},
+        "staleness": staleness,
+        **({"share": round(command.share, 6)} if isinstance(command, StartOuterStep) else {}),
+        "norm": result.norm,
+        "seconds": round(result.seconds, 6),
+        **stages,
+    }
+
+
+def merged_into(state: OuterState, fragment: int, version: int) -> dict[str, tuple[int, int]]:
+    """Tokens and updates of each site that a version of a moment ago holds and the one before it did not."""
+    fates = {name: site.lines[fragment].fates for name, site in sorted(state.sites.items())}
+    tokens = {name: [f.tokens for f in each if f.merged and f.version == version] for name, each in fates.items()}
+    return {name: (sum(each), len(each)) for name, each in tokens.items() if each}

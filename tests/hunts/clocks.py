@@ -1,0 +1,333 @@
+"""``make clocks N=200``: wall clocks that jump, each process's on its own, while a run merges.
+
+Real processes over real gRPC: a syncer that makes backups, its standby, two sites.  Each has a wall clock in
+a file, which is rewritten under the living process (``tests/hunts/clock.py``): ten years ahead or back, 1960, the
+beginning of 1970, a second more or less, a second that comes twice, a clock that stands still.  Monotonic time goes on.
+
+Every few jumps a process is killed and begins again under another clock: a site; the syncer, whose standby takes over
+by a lease in one run and by the operator's verb in the next, upon which the old one comes back for a moment;
+the syncer in its own folder; the syncer without its folder, restored from the backup that goes furthest.
+
+After each jump, within ``BOUND_S``, both sites merge again and every process lives.  Nobody is evicted, no update is
+implausible, no duration in the status is negative or no number.  Merged tokens, epochs and lineages never fall; a
+restore has at least what the backup had.  The furthest backup is never pruned.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from diloco.durable import locked
+from diloco.syncer.backups import BackupError, BackupFacts, Vault
+from diloco.syncer.restoring import Kept, Known, Rules, restore_backup
+from diloco.syncer.store import RunCard
+from diloco.wire.client import AdminClient
+from diloco.wire.messages import WireError
+from tests.hunts.clock import KINDS, tell
+from tests.hunts.disaster import PARTS
+from tests.hunts.reporting import Hunt, why
+from tests.loopback.cluster import Process, free_port
+from tests.loopback.toy import RUN, Toy
+
+BOUND_S = 30.0
+SITES = {"a": 0.02, "b": 0.03}
+"""Seconds of a step."""
+LOSSY = 0.3
+"""Of the operator's words: the standby begins a lineage, whose number has to do with the time."""
+EACH = 40
+"""Jumps in one run."""
+AT = {2: "site", 4: "take_over", 6: "restart", 9: "restore"}
+"""What happens besides at these of ten jumps."""
+
+
+def untrue(status: object, name: str = "status") -> Iterator[str]:
+    """Numbers in a status that no true clock gives."""
+    if isinstance(status, dict):
+        for key, value in status.items():
+            yield from untrue(value, f"{name}.{key}")
+    elif isinstance(status, list):
+        for index, value in enumerate(status):
+            yield from untrue(value, f"{name}[{index}]")
+    elif isinstance(status, int | float):
+        lasts = "second" in name or name.endswith(("_s", "_ns"))
+        if not math.isfinite(status) or (lasts and status < 0):
+            yield f"{name} is {status}"
+
+
+@dataclass
+class Clocks:
+    """One run, from its first process to its end."""
+
+    folder: Path
+    seed: int
+    by: str
+    counts: Counter[str] = field(default_factory=Counter)
+    misdated: int = 0
+    """Backups of which the date is more than a year off."""
+
+    def __post_init__(self) -> None:
+        self.dice = random.Random(f"clocks/{self.seed}")
+        outer = {"num_fragments": 2, "grace": "fixed", "grace_ns": 5_000_000}
+        self.vault = Vault(str(self.folder / "vault"))
+        self.toy = Toy(
+            folder=str(self.folder),
+            codec="int8",
+            inner_steps=4,
+            seed=11,
+            outer=outer,
+            replication={"mode": "sync", "timeout_s": 3.0, "alive_s": 0.2},
+            lease=str(self.folder / "lease.json") if self.by == "lease" else "",
+            lease_ttl_s=1.0,
+            backup={"url": self.vault.url, "every_s": 0.7},
+        )
+        self.ports = [free_port(), free_port()]
+        self.leads, self.follows = 0, -1
+        self.next = 0
+        self.living: dict[str, Process] = {}
+        self.known: tuple[int, int, Counter[str]] = (0, 0, Counter())
+        self.reach: tuple[int, ...] = ()
+        self.dated: dict[str, str] = {}
+
+    def run(self, jumps: int) -> None:
+        (self.folder / "clocks").mkdir(parents=True)
+        with ExitStack() as self.alive:
+            self._lead(0)
+            for site in SITES:
+                self._begin("site", site, site=site, step_s=SITES[site], checkpoint_every=3, address=self._both())
+            self._follow()
+            for number in range(jumps):
+                self._jump()
+                match AT.get(number % 10):
+                    case "site":
+                        self._site_dies(self.dice.choice(sorted(SITES)))
+                    case "take_over":
+                        self._take_over()
+                    case "restart":
+                        self._restart(lost=False)
+                    case "restore":
+                        self._restart(lost=True)
+                self._goes_on()
+            self._end()
+        dates = [datetime.fromisoformat(at) for at in self.dated.values()]
+        self.misdated = sum(abs((at - datetime.now(UTC)).days) > 365 for at in dates)
+
+    # --- processes -----------------------------------------------------------------------------------------------
+
+    def _both(self) -> str:
+        return ",".join(f"127.0.0.1:{port}" for port in self.ports)
+
+    def _address(self, number: int) -> str:
+        return f"127.0.0.1:{self.ports[number % 2]}"
+
+    def _clock(self, name: str) -> Path:
+        return self.folder / "clocks" / name
+
+    def _begin(self, role: str, name: str, **mine: object) -> Process:
+        """Start a process under a clock of its own, any of them."""
+        tell(self._clock(name), self.dice.choice(KINDS))
+        process = Process(role, self.toy, clock=str(self._clock(name)), **mine)
+        self.alive.callback(process.__exit__)
+        self.living[name] = process
+        return process
+
+    def _said(self, process: Process, what: str, count: int = 1, text: str = "") -> None:
+        """``process`` has said so, or something has ended that must not."""
+        until = time.monotonic() + BOUND_S
+        while sum(text in str(event) for event in process.log.of(what)) < count:
+            self._all_live()
+            assert time.monotonic() < until, f"no {what} {text} in {BOUND_S} s: {process.log.events[-5:]}"
+            time.sleep(0.01)
+
+    def _all_live(self) -> None:
+        for name, process in self.living.items():
+            assert process.wait(0) is None, f"{name} ended with {process.wait(0)}: {process.errors}"
+            assert not process.errors, f"{name}: {process.errors}"
+
+    def _kill(self, name: str) -> None:
+        self.living.pop(name).kill()
+
+    def _lead(self, number: int) -> None:
+        self.leads = number
+        process = self._begin("syncer", f"node-{number}", data=f"node-{number}", port=self.ports[number % 2])
+        self._said(process, "listening")
+
+    def _follow(self) -> None:
+        """A new standby, until it has everything."""
+        self.next += 1
+        while self.next % 2 == self.leads % 2:
+            self.next += 1
+        self.follows = self.next
+        name = f"node-{self.follows}"
+        mine = {"data": name, "port": self.ports[self.follows % 2], "primary": self._address(self.leads)}
+        self._begin("standby", name, **mine)
+        leader = self.living[f"node-{self.leads}"]
+        if self.toy.lease:  # As in the hunt for take-overs: before that it is not the heir.
+            self._said(leader, "note", text=f"names {name}-")
+        until = time.monotonic() + BOUND_S
+        with AdminClient(self._address(self.leads)) as operator:
+            while (said := dict(operator.status()["replication"]))["detached"] or not said["following"]:  # type: ignore[call-overload]
+                self._all_live()
+                assert time.monotonic() < until, f"{name} does not follow in {BOUND_S} s: {said}"
+                time.sleep(0.02)
+
+    # --- what happens ----------------------------------------------------------------------------------------------
+
+    def _jump(self) -> None:
+        kind = self.dice.choice(KINDS)
+        tell(self._clock(self.dice.choice(sorted(self.living))), kind)
+        self.counts[kind] += 1
+
+    def _site_dies(self, site: str) -> None:
+        self._kill(site)
+        self._begin("site", site, site=site, step_s=SITES[site], checkpoint_every=3, address=self._both())
+
+    def _take_over(self) -> None:
+        """The syncer dies, the standby leads; where an operator said so, the old one comes back and finds nobody."""
+        old = self.leads
+        self._kill(f"node-{old}")
+        self.leads = self.follows
+        process = self.living[f"node-{self.leads}"]
+        if not self.toy.lease:
+            with AdminClient(self._address(self.leads)) as operator:
+                operator.promote(lossy=self.dice.random() < LOSSY)
+        self._said(process, "listening")
+        if not self.toy.lease:
+            self._said(process, "published")
+            mine = {"data": f"node-{old}", "port": self.ports[old % 2]}
+            back = self._begin("syncer", f"node-{old}", **mine)
+            self._said(back, "listening")
+            (started,) = process.log.of("syncer_started")
+            (again,) = back.log.of("syncer_started")
+            assert again["epoch"] < started["epoch"], f"the old syncer came back with an epoch as high: {again}"  # type: ignore[operator]
+            self._kill(f"node-{old}")
+        self._follow()
+
+    def _restart(self, *, lost: bool) -> None:
+        """Syncer and standby die; the syncer begins again in its folder, or in what a backup gives."""
+        if lost:
+            self._said(self.living[f"node-{self.leads}"], "backup")
+        for number in (self.follows, self.leads):
+            self._kill(f"node-{number}")
+        if lost:
+            self._restore(self.folder / f"node-{self.leads}")
+        self._lead(self.leads)
+        self._follow()
+
+    def _restore(self, folder: Path) -> None:
+        """As ``diloco restore --from`` does, which reads the run's events too."""
+        shutil.rmtree(folder)
+        shutil.rmtree(self.folder / f"archive-{folder.name}", ignore_errors=True)
+        name, facts = self._furthest()
+        every = [each for each in self.vault.backups(RUN).values() if isinstance(each, BackupFacts)]
+        most = max((each.lineage, each.run_tokens) for each in every)
+        assert (facts.lineage, facts.run_tokens) == most, f"{name} is restored, and another has {most}"
+        plan, (outer, rule) = self.toy.plan(), self.toy.rules()
+        card = RunCard(RUN, plan.agreement.layout_fingerprint, plan.shared_digest)
+        clock_s = tell(self._clock("restore"), self.dice.choice(KINDS))
+        known = Known(clock_s, max(self.known[1], facts.lineage), max(each.epoch for each in every))
+        folder.mkdir()
+        with locked(folder):
+            fetch = lambda to: self.vault.fetch(RUN, name, to)  # noqa: E731
+            restored = restore_backup(folder, card, Rules(outer, rule, self.toy.codec), fetch, "a test", known)
+        assert restored.run_tokens >= facts.run_tokens, f"{asdict(restored)} is less than the backup {facts}"
+        assert restored.lineage > self.known[1], f"lineage {restored.lineage} after {self.known[1]}"
+        self.known = (self.known[0], restored.lineage, Counter())
+
+    # --- what must be true -----------------------------------------------------------------------------------------
+
+    def _furthest(self) -> tuple[str, BackupFacts]:
+        found = self.vault.backups(RUN)
+        for name, facts in found.items():
+            assert not isinstance(facts, BackupError), f"{name}: {facts}"
+            self.dated[name] = facts.at
+        name, last = list(found.items())[-1]
+        assert isinstance(last, BackupFacts)
+        assert last.reach >= self.reach, f"the backup that went to {self.reach} is gone; {name} is left"
+        self.reach = last.reach
+        return name, last
+
+    def _goes_on(self) -> None:
+        """Both sites merge again, and what the syncer says is true."""
+        leader = self.living[f"node-{self.leads}"]
+        since, until = len(leader.log), time.monotonic() + BOUND_S
+        merged: set[str] = set()
+        while merged < set(SITES):
+            self._all_live()
+            assert time.monotonic() < until, f"only {merged} merged in {BOUND_S} s: {leader.log.events[-5:]}"
+            time.sleep(0.02)
+            new = [event for event in leader.log.events[since:] if event["what"] == "published"]
+            merged = {site for event in new for site in event["merged"]}  # type: ignore[attr-defined]
+        for name, process in self.living.items():
+            notes = [
+                event for event in process.log.of("note") if "evicted" in str(event) or "implausible" in str(event)
+            ]
+            assert not notes, f"{name}: {notes}"
+        with AdminClient(self._address(self.leads)) as operator:
+            status = operator.status()
+        wrong = list(untrue(status))
+        assert not wrong, "; ".join(wrong)
+        sites: dict[str, dict[str, object]] = status["sites"]  # type: ignore[assignment]
+        tokens = Counter({site: int(str(said["tokens_merged"])) for site, said in sites.items()})
+        told = int(str(status["epoch"])), int(str(status["lineage"])), tokens
+        for site, said in sites.items():
+            assert said["status"] == "live", f"site {site} is {said['status']}"
+            assert "implausible" not in dict(said["updates_refused"]), f"site {site}: {said['updates_refused']}"  # type: ignore[call-overload]
+        assert all(new >= old for new, old in zip(told, self.known, strict=True)), f"{told} after {self.known}"
+        self.known = told
+        if self.vault.names(RUN):
+            self._furthest()
+
+    def _end(self) -> None:
+        """Drained, every site's ledger balances."""
+        with AdminClient(self._address(self.leads)) as operator:
+            operator.drain()
+        state = None
+        for name in (*SITES, f"node-{self.leads}"):
+            process = self.living[name]
+            assert process.wait(BOUND_S) == 0, f"{name} ended with {process.wait(0)}: {process.errors}"
+        state = Kept(self.folder / f"node-{self.leads}").points()[-1].state
+        for site in SITES:
+            (done,) = self.living[site].log.of("finished")
+            ledger: dict[str, int] = done["ledger"]  # type: ignore[assignment]
+            assert done["ending"] == "drained", done
+            assert ledger["processed"] == sum(ledger[part] for part in PARTS), f"site {site}: {ledger}"
+            lines = state.sites[site].lines
+            held = sum(line.tokens_merged for line in lines) // len(lines)
+            assert ledger["merged"] == held, f"site {site} says {ledger}, the syncer {held}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    hunt = Hunt("clocks", __doc__)
+    hunt.parser.add_argument("--jumps", type=int, default=200, help="so many (default: 200)")
+    asked = hunt.asked(arguments)
+    counts: Counter[str] = Counter()
+    runs = misdated = 0
+    with tempfile.TemporaryDirectory(prefix="clocks-") as folder:
+        while counts.total() < asked.jumps and not hunt.violations:
+            here, by = Path(folder) / str(runs), ("verb", "lease")[runs % 2]
+            run = Clocks(here, asked.seed * 1000 + runs, by, counts)
+            try:
+                run.run(min(EACH, asked.jumps - counts.total()))
+            except (AssertionError, WireError) as error:
+                kept = shutil.copytree(here, tempfile.mkdtemp(prefix="clocks-kept-"), dirs_exist_ok=True)
+                what = f"run {runs} (by {by}), kept in {kept}: {why(error)}"
+                hunt.violated(what, jumps=asked.jumps, seed=asked.seed)
+            runs, misdated = runs + 1, misdated + run.misdated
+    for kind in KINDS:
+        print(f"{kind}: {counts[kind]}", flush=True)
+    return hunt.finish({"done": counts.total(), "runs": runs, "backups_misdated": misdated})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
