@@ -1,14 +1,15 @@
 """A lease in a file that both machines reach.
 
-The file is changed only under a ``flock`` on the file beside it (``NAME.lock``), and only whole: written beside,
-synced, renamed, the folder synced.  A crash leaves the old content or the new one.
+The file is changed only whole.  The new content is written beside it and synced.  Then, under a ``flock`` on
+``NAME.lock``, the file is compared with what was read before, and the new content is renamed to it.  Then the folder
+is synced.  A crash leaves the old content or the new one.
 
 No two machines' clocks are compared.  The holder counts its renewals up; whoever wants the lease takes it when the
 count has stood still for the holder's own ``ttl_s`` by the taker's clock, and is compared once more under the lock.
 
 What the file system must give: ``flock``, which is tried before the lease is taken, and renames that all machines agree
 on at once.  A local disk does, for processes of one machine, and so does NFS from version 4 on; NFS 3 with its cache of
-names does not.  A process that is frozen in the instants in which it has the lock keeps everybody from the lease until
+names does not.  A process that is frozen between the comparison and the rename keeps every other from the lease until
 it goes on or ends: that costs a take-over, never two leaders.
 """
 
@@ -89,16 +90,15 @@ class FileLease:
 
     def acquire(self, claim: Claim) -> HeldFile | None:
         """Take it; asked again and again, it is taken once the holder has been silent for long enough."""
-        if not self._free(self._watched(), claim):
+        content = self._watched()
+        if not self._free(content, claim):
             return None
-        with self._locked() as file:
-            self._probe(file)
-            content = self._watched()
-            if not self._free(content, claim):
-                return None
-            standing = next_standing(content.standing if content else None, claim)
-            self._write(_Content(standing, (content.count if content else 0) + 1, self.ttl_s, self._run_id))
-        return HeldFile(self, standing)
+        with self._errors():
+            self._probe()
+        standing = next_standing(content.standing if content else None, claim)
+        count = content.count if content else 0
+        taken = self._replace(content, _Content(standing, count + 1, self.ttl_s, self._run_id))
+        return HeldFile(self, standing) if taken else None
 
     def _free(self, content: _Content | None, claim: Claim) -> bool:
         """Whether nobody holds it, as far as this process has seen."""
@@ -123,40 +123,65 @@ class FileLease:
 
     def change(self, own: Standing, make: Callable[[_Content], _Content]) -> bool:
         """Change the file if it still says who holds the lease as ``own`` does; False when it does not."""
-        with self._locked():
+        while True:
             content = self._read()
             if content is None:
                 raise LeaseError(f"{self.path} is gone: the lease that this process holds was removed")
             found = content.standing
             if (found.epoch, found.holder, found.released) != (own.epoch, own.holder, False):
                 return False
-            self._write(make(content))
-        return True
+            if self._replace(content, make(content)):
+                return True
 
     # --- the file ----------------------------------------------------------------------------------------------------
 
-    def _probe(self, locked: IO[str]) -> None:
-        """``LeaseError`` where the file system lets two have the lock at once: some say yes to all who ask."""
-        with open(locked.name, "a") as file, contextlib.suppress(BlockingIOError):
-            lock(file)
+    def _probe(self) -> None:
+        """``LeaseError`` where the file system lets two have the lock at once: some say yes to each that asks."""
+        with self._locked() as file, open(file.name, "a") as other, contextlib.suppress(BlockingIOError):
+            lock(other)
             raise LeaseError(f"{self.path} lies on a file system without locks (flock): take another, or kind=etcd")
+
+    def _replace(self, found: _Content | None, content: _Content) -> bool:
+        """Have the file say ``content`` if it still says ``found``; whether it did.
+
+        What takes long is done without the lock: a process may be frozen at any time.
+        """
+        body = {**asdict(content), "standing": plain_of(content.standing)}
+        text = json.dumps({"format": FORMAT, "lease": body, "sha256": _digest(body)}, indent=1)
+        beside = self.path.with_name(f".{self.path.name}.{content.standing.holder}.tmp")  # No other has that name.
+        with self._errors():
+            try:
+                self._disk.make(beside, lambda path: path.write_text(text), Step.LEASE_WRITE)
+                self._disk.sync_file(beside, Step.LEASE_WRITE)
+                with self._locked():
+                    if self._read() != found:
+                        return False
+                    self._disk.rename(beside, self.path, Step.LEASE_WRITE)
+                self._disk.sync_folder(self.path.parent, Step.LEASE_WRITE)
+            finally:
+                beside.unlink(missing_ok=True)
+        return True
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise LeaseError(f"{self.path}: {error.strerror or error}") from error
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[IO[str]]:
-        try:
-            with self.path.with_name(f"{self.path.name}.lock").open("a") as file:
-                until_s = time.monotonic() + self.ttl_s / 4
-                while True:
-                    try:
-                        lock(file)
-                        break
-                    except BlockingIOError:
-                        if time.monotonic() > until_s:
-                            raise LeaseError(f"{file.name} is locked by another process, for too long") from None
-                        time.sleep(LOCK_TRIES_S)
-                yield file
-        except OSError as error:
-            raise LeaseError(f"{self.path}: {error.strerror or error}") from error
+        with self.path.with_name(f"{self.path.name}.lock").open("a") as file:
+            until_s = time.monotonic() + self.ttl_s / 4
+            while True:
+                try:
+                    lock(file)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > until_s:
+                        raise LeaseError(f"{file.name} is locked by another process, for too long") from None
+                    time.sleep(LOCK_TRIES_S)
+            yield file
 
     def _read(self) -> _Content | None:
         def wrong(what: str) -> LeaseError:
@@ -188,11 +213,6 @@ class FileLease:
         if run_id != self._run_id:
             raise LeaseRefusedError(f"{self.path} is the lease of run {run_id!r}, and this is run {self._run_id!r}")
         return _Content(standing, count, float(ttl_s), self._run_id)
-
-    def _write(self, content: _Content) -> None:
-        body = {**asdict(content), "standing": plain_of(content.standing)}
-        text = json.dumps({"format": FORMAT, "lease": body, "sha256": _digest(body)}, indent=1)
-        self._disk.write_file(self.path, text.encode(), Step.LEASE_WRITE)
 
 
 class HeldFile:

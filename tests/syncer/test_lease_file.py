@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.durable import KillingDisk, Step
+from diloco.durable import Disk, KillingDisk, Step
 from diloco.syncer import lease_file
 from diloco.syncer.lease import Claim, LeaseError, LeaseRefusedError, Standing
 from diloco.syncer.lease_file import FileLease, HeldFile
@@ -161,6 +162,54 @@ def test_a_lock_that_somebody_keeps_is_waited_for_a_bounded_time(path: Path) -> 
         with pytest.raises(LeaseError, match="locked by another process"):
             held.renew()
     assert held.renew()
+
+
+class Frozen(Disk):
+    """Stops in the middle of the next write, until it is let go on."""
+
+    def __init__(self, at: str) -> None:
+        self.at = at
+        self.there, self.go_on = threading.Event(), threading.Event()
+
+    def _stop(self, at: str) -> None:
+        if at == self.at:
+            self.there.set()
+            assert self.go_on.wait(60.0)
+
+    def make(self, path: Path, write: Callable[[Path], object], step: Step) -> None:
+        self._stop("make")
+        super().make(path, write, step)
+
+    def sync_file(self, path: Path, step: Step) -> None:
+        self._stop("sync_file")
+        super().sync_file(path, step)
+
+    def sync_folder(self, folder: Path, step: Step) -> None:
+        self._stop("sync_folder")
+        super().sync_folder(folder, step)
+
+
+@pytest.mark.parametrize("at", ["make", "sync_file", "sync_folder"])
+def test_a_holder_that_is_frozen_while_it_writes_keeps_no_heir_from_the_lease(path: Path, at: str) -> None:
+    disk, clock = Frozen(""), Clock()
+    holder = taken(FileLease(path, "run", TTL_S, disk))
+    assert holder.mark("second")
+    heir = FileLease(path, "run", TTL_S, clock_s=clock)
+    assert heir.acquire(SECOND) is None
+    disk.at = at
+    renewed: list[bool] = []
+    frozen = threading.Thread(target=lambda: renewed.append(holder.renew()), daemon=True)
+    frozen.start()
+    assert disk.there.wait(60.0)
+    assert heir.acquire(SECOND) is None
+    clock.now_s += TTL_S
+    second = taken(heir, SECOND)
+    disk.go_on.set()
+    frozen.join(60.0)
+    assert renewed == [at == "sync_folder"], "what was not yet renamed is not written over the heir's"
+    assert heir.read() == Standing(second.epoch, 1, "second", "", released=False)
+    assert not holder.renew()
+    assert sorted(each.name for each in path.parent.iterdir()) == ["lease.json", "lease.json.lock"]
 
 
 EPOCHS = 30
