@@ -441,6 +441,9 @@ def test_a_region_whose_disk_is_lost_is_restored(tmp_path: Path, source: tuple[s
         more = lambda: len(gone_up(place, "east")) > before + 1 or again.process.poll() is not None  # noqa: E731
         wait_for(more, "more updates above", again.text, LONG_S)
         assert again.process.poll() is None, again.text()
+        # A restored syncer does not wait for a site that has not come back: that one would not hear of the end.
+        back = lambda: all(len(place.seen("east", name, "joined")) > 1 for name in ("east-0", "east-1"))  # noqa: E731
+        wait_for(back, "both sites again", again.text, LONG_S)
         top.signal(signal.SIGINT)
         for verb in (*sites, again, top):
             assert verb.end(LONG_S) == ExitCode.DRAINED, f"{verb.name}: {verb.text()}"
