@@ -14,7 +14,6 @@ ranks know before a step ends whether anything may be done after it (``may_act``
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,13 +23,14 @@ from diloco.inner.checkpoint import CheckpointError
 from diloco.inner.parallel import GroupError
 from diloco.inner.trainer import StepInfo, Verdict
 from diloco.learner.channel import all_mine
-from diloco.learner.exchange import Exchange, Exchanges, Heard, Machine, Standstill
+from diloco.learner.exchange import Exchange
 from diloco.learner.heartbeat import Touch
 from diloco.learner.meter import Meter
 from diloco.learner.options import Finished, JoinFailed
 from diloco.learner.outbox import Odometer, Outbox
+from diloco.learner.owner import Owners
 from diloco.learner.tensors import SiteTensors
-from diloco.learner.transfer import Joiner, LinkUse, Listener
+from diloco.learner.transfer import Joiner, Listener
 from diloco.sync.effects import (
     Adopt,
     Fetch,
@@ -61,8 +61,6 @@ if TYPE_CHECKING:
 
     from diloco.durable import Disk
     from diloco.inner.holding import Holding
-
-    pass
     from diloco.learner.channel import Dealt, Orders
     from diloco.learner.exchange import Source
     from diloco.learner.options import AgentOptions
@@ -72,7 +70,6 @@ if TYPE_CHECKING:
     from diloco.sync.options import LearnerOptions
     from diloco.sync.progress import Ledger
     from diloco.wire.client import SyncClient
-    from diloco.wire.messages import JoinReply
 
 
 def restored_machine(
@@ -137,7 +134,7 @@ def _restored(options: LearnerOptions, meta: Mapping[str, object], outbox: Outbo
 __all__ = ["Agent", "Finished", "JoinFailed"]
 
 
-class Agent:
+class Agent(Exchange):
     """Rank 0 of a site."""
 
     def __init__(
@@ -161,88 +158,27 @@ class Agent:
         ``redo`` is the step of that checkpoint, if the loop will call ``after_step`` for it once more.  ``dealt`` says
         which rank owns which fragment; rank 0 owns all by default.
         """
-        self._options, self._learner, self._layout = options, learner, layout
-        self._agreement, self._client, self._site_id = agreement, client, site_id
-        self._emit, self._orders = emit, orders
-        self._outbox = Outbox(Path(options.folder) / "outbox", disk)
+        dealt = dealt or all_mine(layout)
+        self._options, self._learner, self._agreement = options, learner, agreement
+        self._say, self._redo = emit, redo
+        outbox = Outbox(Path(options.folder) / "outbox", disk)
         self._odometer = Odometer(
             Path(options.folder) / "odometer", disk, lambda why: emit("note", {"note": "odometer", "why": why})
         )
-        dealt = dealt or all_mine(layout)
-        self._tensors = SiteTensors.of(options, learner.adopt, layout, holding, dealt.of(0))
-        self._meter, self._use = Meter(), LinkUse(client, options.choices(), emit, self._tell)
-        self._changed = threading.Condition(threading.RLock())
-        self._redo = redo
-        self._machine = restored_machine(learner, restored, redo, self._outbox, self._odometer, self._tensors)
-        self._stopping = threading.Event()
+        tensors = SiteTensors.of(options, learner.adopt, layout, holding, dealt.of(0))
+        super().__init__(agreement.run_id, site_id, tensors, outbox, orders, client, options.choices())
+        self.meter = Meter()
+        self.machine = restored_machine(learner, restored, redo, outbox, self._odometer, tensors)
         self._stop: StopTraining | None = None
         self._has_ended = self._draws_again = False
         self._rank_lost = ""
         self._rejoining = ""  # Why, as it was said; until it has joined.
-        self._standstill = Standstill(self._changed, self._has_failed)
-        self._joiner = self._joining()
-        self._exchange = self._exchanging()
-        self._exchanges = self._exchanging_by(dealt)
-        self._use.begin()
-        self._listener = self._listening()
-        self._touch = self._in_touch()
-        loops = (*self._exchange.loops, self._listener.run, self._touch.run)
-        self._threads = [threading.Thread(target=self._guarded, args=(loop,), daemon=True) for loop in loops]
-
-    def _exchanging(self) -> Exchange:
-        asked = (self._incarnation, self._epoch, self._lineage, self._wanted)
-        machine = Machine(*asked, self._change, self._tell, self._rejoin, self._give_up)
-        ways = (self._outbox, self._orders, self._client, self._use, self._standstill, self._emit, self._stopping)
-        return Exchange(self._agreement.run_id, self._site_id, machine, self._tensors, *ways)
-
-    def _exchanging_by(self, dealt: Dealt) -> Exchanges:
-        heard = Heard(self._change, self._wanted, self._tell, self._rejoin, self._give_up, self._lose, self._emit)
-        found = Exchanges(dealt, self._exchange, self._orders, self._client, heard)
-        found.begin(self._machine.state)
-        return found
-
-    def _joining(self) -> Joiner:
-        return Joiner(
-            self._client,
-            self._agreement,
-            self._layout,
-            self._site_id,
-            self._machine.state,
-            self._joined,
-            lambda: str(self._exchange.sealer.encoder),
-            self._emit,
-            self._stopping,
-        )
-
-    def _listening(self) -> Listener:
-        return Listener(
-            self._client,
-            self._incarnation,
-            self._join,
-            lambda: self._touch.left,
-            self._tell,
-            self._give_up,
-            self._emit,
-            self._stopping,
-        )
-
-    def _in_touch(self) -> Touch:
-        return Touch(
-            self._client,
-            self._use,
-            self._agreement.run_id,
-            self._site_id,
-            self._machine,
-            self._tensors,
-            self._exchanges,
-            self._meter,
-            self._changed,
-            self._tell,
-            self._rejoin,
-            self._emit,
-            self._stopping,
-            self._options.meter_every_s,
-        )
+        self._joiner = Joiner(self, client, agreement, layout, self.sealer.encoder)
+        self._listener = Listener(self, client)
+        self._touch = Touch(self, options.meter_every_s)
+        self.owners = Owners(dealt, self, orders, self._lose)
+        self.owners.begin(self.machine.state)
+        self.use.begin()
 
     # --- what the training loop calls --------------------------------------------------------------------------
 
@@ -260,40 +196,40 @@ class Agent:
             raise
 
     def _start(self, now: float, away_s: float | None) -> int:
-        before, until = self._machine.state.tokens_processed, now + self._options.join_timeout_s
-        may_go_on = away_s is not None and self._machine.ready() and not self._learner.lock_step
+        before, until = self.machine.state.tokens_processed, now + self._options.join_timeout_s
+        may_go_on = away_s is not None and self.machine.ready() and not self._learner.lock_step
         try:
-            self._joiner.first(now + (away_s or 0.0) if may_go_on else until, self._join)
+            self._joiner.first(now + (away_s or 0.0) if may_go_on else until)
         except JoinFailed as error:
-            if not may_go_on or error.kind != "unreachable" or self._stopping.is_set():
+            if not may_go_on or error.kind != "unreachable" or self.stopping.is_set():
                 raise
-            self._emit("note", {"note": "trains_on_without", "why": error.text})
-        for thread in self._threads:
-            thread.start()
+            self.emit("note", {"note": "trains_on_without", "why": error.text})
+        self.begin(self._listener.run, self._touch.run)
         # A run that is in its last round takes a newcomer in as well: it needs a base for the step it ends with.
-        done = lambda: self._machine.ready() or self._has_failed()  # noqa: E731
+        done = lambda: self.machine.ready() or self.has_failed()  # noqa: E731
         try:
             self._until(done, until, "the first versions")
         except TimeoutError as error:
             raise JoinFailed("unreachable", str(error)) from error
-        if self._has_failed():
+        if self.has_failed():
             assert self._stop is not None
             raise JoinFailed("refused", self._stop.why)
         self._orders.go_on()
-        with self._changed:
-            ledger = site_ledger(self._machine.state)
+        with self.changed:
+            ledger = site_ledger(self.machine.state)
             if before:
-                facts = {"step": self._machine.state.step, "tokens_lost": ledger.lost}
-                self._emit("resumed", {**facts, **self._tensors.residuals.dropped()})
-            return self._machine.state.cursor
+                facts = {"step": self.machine.state.step, "tokens_lost": ledger.lost}
+                self.emit("resumed", {**facts, **self.tensors.residuals.dropped()})
+            return self.machine.state.cursor
 
-    def _has_failed(self) -> bool:
+    def has_failed(self) -> bool:
+        """Whether the site's part ends because something failed: nobody changes the model any more."""
         return self._stop is not None and self._stop.failed
 
     @property
     def has_joined(self) -> bool:
         """Whether this process has ever been taken in."""
-        return self._machine.state.incarnation > 0
+        return self.machine.state.incarnation > 0
 
     @property
     def stop(self) -> StopTraining | None:
@@ -303,7 +239,7 @@ class Agent:
     @property
     def ending(self) -> Ending | None:
         """How the run ended, as the syncer told."""
-        return self._machine.state.ending
+        return self.machine.state.ending
 
     def after_step(self, info: StepInfo) -> Verdict:
         """The line in the training loop: account for the step, seal and adopt what is due, say whether to go on.
@@ -311,26 +247,26 @@ class Agent:
         ``GroupError`` when a rank of the site that owns fragments is gone.
         """
         began_ns = time.perf_counter_ns()
-        with self._changed:
+        with self.changed:
             # The step of a checkpoint was told to the machine before it joined; and where the loop goes on although
             # this part of the run has ended, its steps are nothing to a machine that sends nothing any more.
             told = self._has_ended or (self._redo is not None and info.step == self._redo.step)
             step = StepDone(info.step, info.tokens, info.step_ns, info.cursor, info.sequences, info.passes)
-            effects = self._machine.handle(BoundaryReached() if told else step, time.monotonic_ns())
-            self._odometer.write(info.step, self._machine.state.tokens_processed)
+            effects = self.machine.handle(BoundaryReached() if told else step, time.monotonic_ns())
+            self._odometer.write(info.step, self.machine.state.tokens_processed)
             until = time.monotonic() + self._options.lock_step_timeout_s
             adopted = self._carry_out(effects, until)
-            waiting = not info.passes and (self._machine.must_wait() or bool(self._rank_lost))
+            waiting = not info.passes and (self.machine.must_wait() or bool(self._rank_lost))
         adopt_ns = time.perf_counter_ns() - began_ns if adopted else 0
         if waiting:
-            done = lambda: not self._machine.must_wait() or self._stop is not None  # noqa: E731
+            done = lambda: not self.machine.must_wait() or self._stop is not None  # noqa: E731
             adopted |= self._until(done, until, "the version of its own update (lock_step)")
         stop = self._stop if not info.passes else None
         if not info.passes:
             self._orders.go_on(stop=stop is not None)
         if not told:
-            self._meter.step(info.step_ns, info.tokens, info.loss)
-        self._meter.stalled(time.perf_counter_ns() - began_ns, adopt_ns)
+            self.meter.step(info.step_ns, info.tokens, info.loss)
+        self.meter.stalled(time.perf_counter_ns() - began_ns, adopt_ns)
         self._has_ended = stop is not None
         return Verdict(stop is not None, stop.why if stop else "")
 
@@ -339,55 +275,55 @@ class Agent:
 
         Where it may not, the site trains on although it was asked to stop meanwhile: until the next step's end.
         """
-        with self._changed:
-            return self._stop is not None or bool(self._rank_lost) or self._machine.may_act()
+        with self.changed:
+            return self._stop is not None or bool(self._rank_lost) or self.machine.may_act()
 
     def next_turn(self) -> tuple[int, int] | None:
         """In lock-step, which exchange comes next, in the order of the whole model; None once this part has ended."""
-        with self._changed:
-            return self._machine.next_turn() if self._stop is None else None
+        with self.changed:
+            return self.machine.next_turn() if self._stop is None else None
 
     def turn_elsewhere(self, turn: tuple[int, int] | None) -> None:
         """Hear which exchange comes next among those with the other syncers."""
-        self._tell(TurnElsewhere(turn))
+        self.tell(TurnElsewhere(turn))
 
     def progress(self) -> float:
         """The run's progress from 0 to 1, as last told."""
-        return self._machine.state.progress_ppm / 1e6
+        return self.machine.state.progress_ppm / 1e6
 
     def units(self, place: int, count: int) -> list[tuple[int, int]]:
         """The units that the site draws at ``place`` of its list and on, as ``inner.data`` asks for them."""
-        with self._changed:
-            found, again = units_from(self._machine.state, place, count)
+        with self.changed:
+            found, again = units_from(self.machine.state, place, count)
         if again and not self._draws_again:
             why = "no unit of the data is left, and no syncer has leased more: its own are drawn over again"
-            self._emit("note", {"note": "units_again", "why": why})
+            self.emit("note", {"note": "units_again", "why": why})
         self._draws_again = again
         return found
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         """What a checkpoint must hold so that a new process goes on from here; and what it holds of the run's versions,
         so that a run can be restored from it."""
-        with self._changed:
+        with self.changed:
             published = {
-                "site": self._site_id,
+                "site": self.site_id,
                 "run_id": self._agreement.run_id,
                 "layout_fingerprint": self._agreement.layout_fingerprint,
-                "digests": list(self._tensors.told_base),
+                "digests": list(self.tensors.told_base),
             }
-            self._exchanges.capture()
-            return self._tensors.tensors(), {"machine": self._machine.snapshot(), "published": published}
+            self.owners.capture()
+            return self.tensors.tensors(), {"machine": self.machine.snapshot(), "published": published}
 
     def ledgers(self) -> list[Ledger]:
         """Where the tokens are, fragment by fragment."""
-        with self._changed:
-            state = self._machine.state
+        with self.changed:
+            state = self.machine.state
             return [ledger_of(state, index) for index in range(len(state.fragments))]
 
     def leave(self) -> None:
         """This site's part ends at the next boundary, unless it ends already.  For the training thread."""
         if self._stop is None:
-            self._tell(LeaveAsked())
+            self.tell(LeaveAsked())
 
     def leave_soon(self) -> None:
         """The user asked this site to stop.  May be called from a signal handler."""
@@ -398,25 +334,25 @@ class Agent:
 
         The other ranks of the site are in their own ``finish`` meanwhile.
         """
-        self._meter.end()
+        self.meter.end()
         self.leave()
-        if not self._has_failed():
-            bound, failed = self._options.finish_timeout_s, self._has_failed
+        if not self.has_failed():
+            bound, failed = self._options.finish_timeout_s, self.has_failed
             with contextlib.suppress(TimeoutError):  # What is still unsent or undecided then is said in the ledger.
                 self._until(lambda: self._touch.left or failed(), time.monotonic() + bound, "its last updates")
                 self._until(lambda: self._touch.over or failed(), time.monotonic() + bound, "its last fates")
-        self._exchanges.part()
+        self.owners.part()
         self._orders.go_on(stop=True)
         stop = self._stop
         assert stop is not None
         self._touch.emit_meter()
-        ending = self._machine.state.ending
+        ending = self.machine.state.ending
         name = "failed" if stop.failed else ending.value if ending is not None else "left"
-        with self._changed:
-            ledger = site_ledger(self._machine.state)
+        with self.changed:
+            ledger = site_ledger(self.machine.state)
         assert ledger.balanced(), ledger
         found = {field: getattr(ledger, field) for field in ledger.__slots__}
-        self._emit(
+        self.emit(
             "site_done", {"ledger": {f"tokens_{field}": value for field, value in found.items()}, "reason": stop.why}
         )
         self.close()
@@ -424,40 +360,36 @@ class Agent:
 
     def withdraw(self) -> None:
         """Say goodbye where the site does not begin, so that no round waits for it; one attempt."""
-        if not self.has_joined or self._stopping.is_set():
+        if not self.has_joined or self.stopping.is_set():
             return
-        with self._changed:
+        with self.changed:
             self._touch.left = True  # The listener joins no more.
         with contextlib.suppress(Unreachable, Refused):
-            self._client.leave(self._incarnation())
+            self.client.leave(self.incarnation)
 
     def close(self) -> None:
         """End the threads."""
-        self._stopping.set()
-        self._exchanges.close()
-        self._exchange.close()
+        self.stopping.set()
+        self.owners.close()
         self._listener.wake()
-        self._client.close()
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join(10.0)
+        self.end()
 
     # --- boundaries, in the training thread --------------------------------------------------------------------
 
     def _until(self, done: Callable[[], bool], until: float, what: str) -> set[int]:
         """Stand at a boundary and carry out what comes until ``done``; the fragments that were adopted meanwhile."""
         adopted: set[int] = set()
-        with self._changed:
+        with self.changed:
             while True:
-                adopted |= self._carry_out(self._machine.handle(BoundaryReached(), time.monotonic_ns()), until)
+                adopted |= self._carry_out(self.machine.handle(BoundaryReached(), time.monotonic_ns()), until)
                 if self._rank_lost:
                     raise GroupError(self._rank_lost)
                 if done():
                     return adopted
                 left_s = until - time.monotonic()
                 if left_s <= 0:
-                    raise TimeoutError(f"site {self._site_id} waited in vain for {what}")
-                self._changed.wait(min(left_s, 0.5))
+                    raise TimeoutError(f"site {self.site_id} waited in vain for {what}")
+                self.changed.wait(min(left_s, 0.5))
 
     # --- effects; the lock is held -----------------------------------------------------------------------------
 
@@ -467,109 +399,117 @@ class Agent:
         The training thread says ``until`` when it may stand still: in lock-step it does so while what it seals is read.
         """
         adopted, at_rest = set[int](), until > 0 and self._learner.lock_step
-        self._exchanges.know(self._machine.state)
+        self.owners.know(self.machine.state)
         for effect in effects:
             match effect:
-                case Adopt():
-                    self._exchanges.adopt(effect)
-                    adopted.add(effect.fragment)
-                case Retake():
-                    self._exchanges.retake(effect)
-                    adopted.add(effect.fragment)
-                case Seal():
-                    codec = self._use.codec(self._machine.state.step_ns)
-                    self._exchanges.seal(effect, codec, at_rest=at_rest)
+                case Adopt() | Retake() | Seal():
+                    codec = self.use.codec(self.machine.state.step_ns) if isinstance(effect, Seal) else ""
+                    if self.owners.have(effect.fragment):
+                        self.owners.at_boundary(effect, codec)
+                    else:
+                        self.at_boundary(effect, codec, at_rest=at_rest)
+                    if not isinstance(effect, Seal):
+                        adopted.add(effect.fragment)
                 case Send() | Forget() | Release() | StartOver() | Fetch():
-                    self._exchanges.order(effect)
+                    if self.owners.have(effect.fragment):
+                        self.owners.order(effect)
+                    else:
+                        self.order(effect)
                 case Join():
-                    self._rejoin(effect.why)
+                    self.rejoin(effect.why)
                 case Leave():
                     self._touch.leaving = True
                 case StopTraining():
                     self._stop_for(effect)
                 case Note():
-                    self._emit("note", {"note": effect.what, "why": effect.why, "fragment": effect.fragment})
+                    self.emit("note", {"note": effect.what, "why": effect.why, "fragment": effect.fragment})
                 case SkipData():
                     pass  # ``start`` returns the machine's cursor.
-        self._changed.notify_all()
+        self.changed.notify_all()
         if at_rest:
             self._standstill.wait(until)
         return adopted
 
     # --- beside training ---------------------------------------------------------------------------------------
 
-    def _tell(self, event: LearnerEvent) -> None:
+    @property
+    def incarnation(self) -> int:
+        """See ``Participant``, here and in what follows."""
+        return self.machine.state.incarnation
+
+    @property
+    def epoch(self) -> int:
+        """Of the latest syncer."""
+        return self.machine.state.epoch
+
+    @property
+    def lineage(self) -> int:
+        """Of the run."""
+        return self.machine.state.lineage
+
+    @property
+    def left(self) -> bool:
+        """Whether goodbye is said."""
+        return self._touch.left
+
+    def wanted(self, fragment: int, sequence: int) -> str | None:
+        """The digest of an update that waits to be sent and answered; None when there is none by that number."""
+        with self.changed:
+            in_flight = self.machine.state.fragments[fragment].in_flight
+            found = [s.digest for s in in_flight if s.sequence == sequence and s.state is SentState.SEALED]
+            return found[0] if found else None
+
+    def tell(self, event: LearnerEvent) -> None:
         """Hand an event to the machine from a thread beside training."""
-        with self._changed:
-            self._use.heard(event)
-            adopted = self._carry_out(self._machine.handle(event, time.monotonic_ns()))
+        with self.changed:
+            self.use.heard(event)
+            adopted = self._carry_out(self.machine.handle(event, time.monotonic_ns()))
             assert not adopted, "values may change at a boundary only"
 
-    def _change(self, do: Callable[[], None], event: LearnerEvent, source: Source | None) -> bool:
+    def change(self, do: Callable[[], None], event: LearnerEvent, source: Source | None) -> bool:
         """Have something done and tell it to the machine, at one instant; False: it is of another run or syncer."""
-        with self._changed:
-            state = self._machine.state
+        with self.changed:
+            state = self.machine.state
             if source is not None and source.lineage != state.lineage:
                 return False  # Of a run that is no more; the new lineage's fetch is in the queue.
             if source is not None and 0 < source.epoch < state.epoch:  # Another syncer took the site in a moment ago.
                 assert isinstance(event, VersionFetched)
-                self._tell(FetchFailed(event.fragment))
+                self.tell(FetchFailed(event.fragment))
                 return False
             do()
-            self._tell(event)
+            self.tell(event)
             return True
 
-    def _incarnation(self) -> int:
-        return self._machine.state.incarnation
+    def emit(self, what: str, facts: dict[str, object]) -> None:
+        """Write an event into the site's log."""
+        self._say(what, facts)
 
-    def _epoch(self) -> int:
-        return self._machine.state.epoch
-
-    def _lineage(self) -> int:
-        return self._machine.state.lineage
-
-    def _wanted(self, fragment: int, sequence: int) -> str | None:
-        """The digest of an update that waits to be sent and answered; None when there is none by that number."""
-        with self._changed:
-            in_flight = self._machine.state.fragments[fragment].in_flight
-            found = [s.digest for s in in_flight if s.sequence == sequence and s.state is SentState.SEALED]
-            return found[0] if found else None
-
-    def _join(self) -> None:
+    def join(self) -> None:
         """One attempt to join (again); raises ``Unreachable`` or ``Refused``."""
-        self._tell(self._joiner.attempt())
-
-    def _joined(self, reply: JoinReply) -> None:
+        reply, answered = self._joiner.attempt()
         self._rejoining = ""
         self._touch.heartbeat_s = reply.settings.heartbeat_ns / 1e9
+        self.tell(answered)
 
-    def _rejoin(self, why: str) -> None:
+    def rejoin(self, why: str) -> None:
+        """Join again, soon, and say why once."""
         if why != self._rejoining:
             self._rejoining = why
-            self._emit("note", {"note": "rejoin", "why": why})
+            self.emit("note", {"note": "rejoin", "why": why})
         self._listener.wake()
 
-    def _give_up(self, why: str) -> None:
-        with self._changed:
+    def give_up(self, why: str) -> None:
+        """The site's part fails."""
+        with self.changed:
             self._stop_for(StopTraining(None, why, failed=True))
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def _lose(self, why: str) -> None:
-        with self._changed:
+        with self.changed:
             self._rank_lost = why
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def _stop_for(self, stop: StopTraining) -> None:
         """The first reason to stop is the one that counts, but a failure is never hidden behind a good one."""
         if self._stop is None or (stop.failed and not self._stop.failed):
             self._stop = stop
-
-    def _guarded(self, loop: Callable[[], None]) -> None:
-        """A thread that dies stops the site in words instead of leaving it half alive."""
-        try:
-            loop()
-        except Exception as error:
-            if not self._stopping.is_set():
-                self._emit("note", {"note": "thread_died", "why": repr(error)})
-                self._give_up(f"a thread of the agent failed: {error!r}")
-                raise

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from weakref import ReferenceType, ref
 
 from diloco.codec.base import digest
+from diloco.learner.transfer import Joining
 from diloco.sync.events import BaseDiffers, LeaveAsked
 from diloco.sync.progress import site_ledger
 from diloco.sync.site_units import ask_of, wants_soon
@@ -27,11 +28,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from diloco.learner.exchange import Exchanges
     from diloco.learner.meter import Meter, Reading
     from diloco.learner.tensors import SiteTensors
     from diloco.learner.transfer import LinkUse
-    from diloco.sync.events import LearnerEvent
     from diloco.sync.learner import LearnerSync
     from diloco.sync.progress import LearnerState
     from diloco.sync.site_units import UnitAsk
@@ -76,16 +75,19 @@ class Echo:
         )
 
 
-class Traffic(Protocol):
-    """Who counts the bytes of a site's updates and versions."""
+class Ranks(Protocol):
+    """All ranks of a site."""
 
     @property
     def bytes_up(self) -> int:
-        """Sent."""
+        """Of the site's updates that were sent."""
 
     @property
     def bytes_down(self) -> int:
-        """Received."""
+        """Of the versions that came."""
+
+    def digests(self, own: tuple[int, ...], state: LearnerState) -> tuple[int, ...]:
+        """Of the bases, ``own`` being those that lie at rank 0."""
 
 
 def report_info(
@@ -93,7 +95,7 @@ def report_info(
     site_id: str,
     state: LearnerState,
     reading: Reading,
-    traffic: Traffic,
+    ranks: Ranks,
     digests: tuple[int, ...],
     link: LinkInfo,
     units: UnitAsk | None = None,
@@ -117,8 +119,8 @@ def report_info(
         step_ns=state.step_ns,
         train_ns=int(reading.train_s * 1e9),
         stall_ns=int(reading.stall_s * 1e9),
-        bytes_up=traffic.bytes_up,
-        bytes_down=traffic.bytes_down,
+        bytes_up=ranks.bytes_up,
+        bytes_down=ranks.bytes_down,
         versions=versions,
         digests=digests if versions else (),
         link=link,
@@ -126,13 +128,13 @@ def report_info(
     )
 
 
-def meter_fields(state: LearnerState, reading: Reading, traffic: Traffic, link: LinkInfo) -> dict[str, object]:
+def meter_fields(state: LearnerState, reading: Reading, ranks: Ranks, link: LinkInfo) -> dict[str, object]:
     """The fields of the event ``meter``: totals of this process, and where the site stands."""
     fields: dict[str, object] = {name: getattr(reading, name) for name in reading.__slots__}
     in_flight = sum(len(part.undecided()) for part in state.fragments)
     staleness = max(part.published - part.base_version for part in state.fragments)
     places = {"incarnation": state.incarnation, "in_flight": in_flight, "staleness": staleness}
-    sent = {"bytes_up": traffic.bytes_up, "bytes_down": traffic.bytes_down}
+    sent = {"bytes_up": ranks.bytes_up, "bytes_down": ranks.bytes_down}
     return {**fields, **places, **sent, **{f"link_{name}": getattr(link, name) for name in link.__slots__}}
 
 
@@ -141,41 +143,27 @@ UNHEARD_MAX = 3
 """Heartbeats in a row without an answer after which a site looks for another syncer, where it knows of one."""
 
 
-class Touch:
-    """The thread, and what the agent tells it.  ``changed`` is the agent's lock, held for copies only."""
+class Site(Joining, Protocol):
+    """Rank 0 of a site, as this thread knows it.  ``changed`` is its lock, held here for copies only."""
 
-    def __init__(
-        self,
-        client: SyncClient,
-        use: LinkUse,
-        run_id: str,
-        site_id: str,
-        machine: LearnerSync,
-        site_tensors: SiteTensors,
-        exchanges: Exchanges,
-        meter: Meter,
-        changed: threading.Condition,
-        tell: Callable[[LearnerEvent], None],
-        rejoin: Callable[[str], None],
-        emit: Callable[[str, dict[str, object]], None],
-        stopping: threading.Event,
-        meter_every_s: float,
-    ) -> None:
-        self._client = client
-        self._use = use
-        self._run_id = run_id
-        self._site_id = site_id
-        self._machine = machine
-        self._tensors = site_tensors
-        self._exchanges = exchanges
-        self._meter = meter
-        self._changed = changed
-        self._tell = tell
-        self._rejoin = rejoin
-        self._emit = emit
-        self._stopping = stopping
-        self._meter_every_s = meter_every_s
-        self._echo = Echo(len(machine.state.fragments))
+    client: SyncClient
+    use: LinkUse
+    machine: LearnerSync
+    tensors: SiteTensors
+    meter: Meter
+    changed: threading.Condition
+
+    @property
+    def owners(self) -> Ranks:
+        """Of what is counted and held by all of them."""
+
+
+class Touch:
+    """The thread, and what the agent tells it."""
+
+    def __init__(self, site: Site, meter_every_s: float) -> None:
+        self._site, self._meter_every_s = site, meter_every_s
+        self._echo = Echo(len(site.machine.state.fragments))
         self._unheard = 0
         self._in_vain = False  # Whether the last ask for units brought none.
         self.heartbeat_s = 1.0
@@ -187,11 +175,11 @@ class Touch:
     def run(self) -> None:
         """The thread."""
         next_meter = next_report = time.monotonic()
-        while not self._stopping.wait(TURN_S):
+        while not self._site.stopping.wait(TURN_S):
             now = time.monotonic()
             if self.leave_asked:
                 self.leave_asked = False
-                self._tell(LeaveAsked())
+                self._site.tell(LeaveAsked())
             if self.leaving and not self.left:
                 self._say_goodbye()
                 next_report = now if self.left else next_report
@@ -209,81 +197,82 @@ class Touch:
     def _say_goodbye(self) -> None:
         self._report()
         try:
-            self._client.leave(self._machine.state.incarnation)
+            self._site.client.leave(self._site.machine.state.incarnation)
         except Unreachable:
             return  # Asked again at the next turn, as long as the end of the site waits for it.
         except Refused as error:
-            self._emit("note", {"note": "leave_refused", "why": error.text})
-        with self._changed:
+            self._site.emit("note", {"note": "leave_refused", "why": error.text})
+        with self._site.changed:
             self.left = True
-            self._changed.notify_all()
+            self._site.changed.notify_all()
 
     def _has_settled(self) -> bool:
-        return self.left and not self.over and self._machine.settled()
+        return self.left and not self.over and self._site.machine.settled()
 
     def _say_what_is_missing(self) -> None:
         """After goodbye: a syncer that is about to leave waits as long as something is in flight, and no longer."""
-        settled = self._machine.settled()
+        settled = self._site.machine.settled()
         with contextlib.suppress(Unreachable, Refused):
-            self._client.report(self._info())
-        with self._changed:
+            self._site.client.report(self._info())
+        with self._site.changed:
             self.over = settled
-            self._changed.notify_all()
+            self._site.changed.notify_all()
 
     def _wants_units(self) -> bool:
         """Whether the next heartbeat comes early, because there is little left to draw and the syncer answers."""
-        machine = self._machine
+        machine = self._site.machine
         if not machine.options.unit_sequences or self._unheard or self._in_vain or self.left:
             return False
-        with self._changed:
+        with self._site.changed:
             return wants_soon(machine.options, machine.state)
 
     def _look_at_a_base(self) -> None:
         fragment = self._echo.next_fragment()
         if fragment is None:
             return
-        with self._changed:
-            base, told = self._tensors.base[fragment], self._tensors.told_base[fragment]
+        with self._site.changed:
+            base, told = self._site.tensors.base[fragment], self._site.tensors.told_base[fragment]
         self._echo.compute(base, told)  # A pass over all its bytes; a tensor that is stored is not written to.
 
     def _info(self) -> ReportInfo:
-        reading = self._meter.read()
-        with self._changed:
-            digests = self._exchanges.digests(self._echo.digests(self._tensors.base), self._machine.state)
-            state, link = self._machine.state, self._use.info(self._machine.state.step_ns)
-            wants = self._machine.options.unit_sequences and not self.left
-            units = ask_of(self._machine.options, state) if wants else None
-            return report_info(self._run_id, self._site_id, state, reading, self._exchanges, digests, link, units)
+        site, reading = self._site, self._site.meter.read()
+        with site.changed:
+            state = site.machine.state
+            digests = site.owners.digests(self._echo.digests(site.tensors.base), state)
+            wants = site.machine.options.unit_sequences and not self.left
+            units = ask_of(site.machine.options, state) if wants else None
+            link = site.use.info(state.step_ns)
+            return report_info(site.run_id, site.site_id, state, reading, site.owners, digests, link, units)
 
     def _report(self) -> None:
-        if self.left or self._machine.state.incarnation == 0:
+        if self.left or self._site.machine.state.incarnation == 0:
             return
         info = self._info()
         try:
-            with self._use.link.control():
-                reply = self._client.report(info)
+            with self._site.use.link.control():
+                reply = self._site.client.report(info)
         except (Unreachable, Refused):
             # The Watch stream notices as well, and joins again when the syncer is back.  But one that waits for its
             # standby keeps that stream alive, also when the standby has taken its place.
             self._unheard += 1
-            if self._unheard == UNHEARD_MAX and self._client.has_choice:
-                self._rejoin("the syncer does not answer heartbeats")
+            if self._unheard == UNHEARD_MAX and self._site.client.has_choice:
+                self._site.rejoin("the syncer does not answer heartbeats")
             return
         self._unheard = 0
-        before = self._machine.state.units.end
+        before = self._site.machine.state.units.end
         if reply.units is not None:
-            self._tell(reply.units)
-        self._in_vain = self._machine.state.units.end <= before
+            self._site.tell(reply.units)
+        self._in_vain = self._site.machine.state.units.end <= before
         if not reply.known:
-            self._rejoin("the syncer does not know this process")
+            self._site.rejoin("the syncer does not know this process")
         for fragment in reply.retake:
             if fragment < len(info.versions) and info.digests[fragment]:
-                self._tell(BaseDiffers(fragment, info.versions[fragment]))
+                self._site.tell(BaseDiffers(fragment, info.versions[fragment]))
 
     def emit_meter(self) -> None:
         """Emit the totals of this process as an event."""
-        reading = self._meter.read()
-        with self._changed:
-            state = self._machine.state
-            fields = meter_fields(state, reading, self._exchanges, self._use.info(state.step_ns))
-        self._emit("meter", fields)
+        reading = self._site.meter.read()
+        with self._site.changed:
+            state = self._site.machine.state
+            fields = meter_fields(state, reading, self._site.owners, self._site.use.info(state.step_ns))
+        self._site.emit("meter", fields)

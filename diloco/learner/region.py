@@ -24,7 +24,6 @@ from diloco.learner.transfer import Fetcher, Joiner, LinkMeter, Listener, Sender
 from diloco.sync.effects import Fetch, Join, Leave, Release, Send, StartOver
 from diloco.sync.events import (
     FateTold,
-    JoinAnswered,
     PushAnswered,
     RegionEvent,
     Sealed,
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from diloco.sync.region import Below
     from diloco.sync.state import Part
     from diloco.wire.client import SyncClient
-    from diloco.wire.messages import JoinReply, PullHeader
+    from diloco.wire.messages import PullHeader
 
     Emit = Callable[[str, dict[str, object]], None]
 
@@ -104,11 +103,12 @@ class Upward:
         emit: Emit,
         disk: Disk = PLAIN_DISK,
     ) -> None:
-        self._options, self._layout, self._agreement, self._client = options, layout, agreement, client
+        self.run_id, self.site_id = agreement.run_id, options.site
+        self._options, self._layout, self._client = options, layout, client
         self._below: Below
         self._say = emit
         self._lock = threading.Lock()
-        self._stopping, self._leaving, self._left = threading.Event(), threading.Event(), threading.Event()
+        self.stopping, self._leaving, self._left = threading.Event(), threading.Event(), threading.Event()
         self._known = LearnerState([])  # What is known of the one above, and as what it knows the region.
         self._heartbeat_s = 1.0
         self._outbox = Outbox(Path(options.folder) / OUTBOX, disk)
@@ -116,41 +116,12 @@ class Upward:
         self._sending: set[tuple[int, int]] = set()
         self._versions, link = Versions(layout), LinkMeter(client)
         self._link = link
-        codec, site, run_id = make_codec(options.up_codec), options.site, agreement.run_id
-        self._encoder = Encoder(codec, Place(HOST), self._versions.buffers)
-        of_sealed = (self._keep_sealed, self._tell, self._emit, self._stopping)
-        self._sealer = Sealer(run_id, site, [self._encoder], self._outbox, self._incarnation, *of_sealed)
-        at = (self._lineage, self._epoch)
-        fetched = (*at, self._deliver, self._emit, self._stopping)
-        self._fetcher = Fetcher(client, link, run_id, site, self._versions, *fetched)
-        self._sender = Sender(
-            client,
-            link,
-            self._outbox,
-            self._incarnation,
-            self._epoch,
-            self._lineage,
-            self._wanted,
-            self._fetcher.expect,
-            self._tell,
-            self._rejoin,
-            self._give_up,
-            self._emit,
-            self._stopping,
-        )
-        self._joiner = Joiner(
-            client,
-            agreement,
-            layout,
-            site,
-            self._known,
-            self._joined,
-            lambda: str(self._encoder),
-            self._emit,
-            self._stopping,
-        )
-        heard = (self._tell, self._give_up, self._emit, self._stopping)
-        self._listener = Listener(client, self._incarnation, self._join, self._left.is_set, *heard)
+        self._encoder = Encoder(make_codec(options.up_codec), Place(HOST), self._versions.buffers)
+        self._sealer = Sealer(self, [self._encoder], self._outbox)
+        self._fetcher = Fetcher(self, client, link, self._versions)
+        self._sender = Sender(self, client, link, self._outbox, self._fetcher.expect)
+        self._joiner = Joiner(self, client, agreement, layout, self._encoder)
+        self._listener = Listener(self, client)
         loops = (self._sealer.run, self._fetcher.run, self._sender.run, self._listener.run, self._keep_in_touch)
         self._threads = [threading.Thread(target=self._guarded, args=(loop,), daemon=True) for loop in loops]
 
@@ -207,7 +178,7 @@ class Upward:
             case StartOver():
                 self._versions.latest[effect.fragment] = None
             case Join():
-                self._rejoin(effect.why)
+                self.rejoin(effect.why)
             case Leave():
                 self._leaving.set()
             case _:
@@ -217,11 +188,11 @@ class Upward:
         """Wait until goodbye is said, at most ``finish_timeout_s``."""
         if not self._left.wait(self._options.finish_timeout_s):
             why = f"the syncer above has not taken what was left in {self._options.finish_timeout_s:g} s"
-            self._emit("note", {"note": "not_finished", "why": why})
+            self.emit("note", {"note": "not_finished", "why": why})
 
     def close(self) -> None:
         """End the threads."""
-        self._stopping.set()
+        self.stopping.set()
         for orders in (self._sealer.queue, self._sender.queue, self._fetcher.queue):
             orders.put(None)
         self._listener.wake()
@@ -232,22 +203,34 @@ class Upward:
 
     # --- what the threads ask and tell ---------------------------------------------------------------------------
 
-    def _incarnation(self) -> int:
+    @property
+    def incarnation(self) -> int:
+        """See ``Participant``, here and in what follows."""
         return self._known.incarnation
 
-    def _epoch(self) -> int:
+    @property
+    def epoch(self) -> int:
+        """Of the latest syncer above."""
         return self._known.epoch
 
-    def _lineage(self) -> int:
+    @property
+    def lineage(self) -> int:
+        """Of the run above."""
         return self._known.lineage
 
-    def _wanted(self, fragment: int, sequence: int) -> str | None:
+    @property
+    def left(self) -> bool:
+        """Whether goodbye is said."""
+        return self._left.is_set()
+
+    def wanted(self, fragment: int, sequence: int) -> str | None:
         """The digest of an update that waits to be sent and answered."""
         with self._lock:
             found = self._sent.get((fragment, sequence))
         return found[0] if found is not None and (fragment, sequence) in self._sending else None
 
-    def _tell(self, event: LearnerEvent) -> None:
+    def tell(self, event: LearnerEvent) -> None:
+        """Hand an event to the region's machine."""
         assert isinstance(event, RegionEvent), event
         if isinstance(event, PushAnswered):
             self._sending.discard((event.fragment, event.sequence))
@@ -255,14 +238,15 @@ class Upward:
             self._known.epoch = max(self._known.epoch, event.epoch)
         self._below.tell(event)
 
-    def _keep_sealed(self, sealed: SealedUpdate) -> None:
+    def keep_sealed(self, sealed: SealedUpdate) -> None:
+        """An update is durable."""
         header = sealed.header
         assert isinstance(sealed.sent, Coded), "it was encoded on the host, without feedback"
         with self._lock:
             self._sent[header.fragment, header.sequence] = (header.digest, sealed.sent)
-        self._tell(Sealed(header.fragment, header.sequence, header.digest))
+        self.tell(Sealed(header.fragment, header.sequence, header.digest))
 
-    def _deliver(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:
+    def keep_fetched(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:
         """A version is here: durable first, then the machine hears of it, and before it of the fates as of then."""
         payload = self._kept(values, event.fragment, told.digest)
         if payload is None:
@@ -285,42 +269,42 @@ class Upward:
                 if not is_full(error):
                     raise
                 if not said:
-                    self._emit("note", {"note": "disk_full", "why": f"a version above waits for room: {error}"})
+                    self.emit("note", {"note": "disk_full", "why": f"a version above waits for room: {error}"})
                 said = True
-                if self._stopping.wait(ROOM_EVERY_S):
+                if self.stopping.wait(ROOM_EVERY_S):
                     return None
                 continue
             if said:
-                self._emit("note", {"note": "disk_has_room"})
+                self.emit("note", {"note": "disk_has_room"})
             return payload
 
-    def _join(self) -> None:
+    def join(self) -> None:
         """One attempt; raises ``Unreachable`` or ``Refused``."""
-        answered: JoinAnswered = self._joiner.attempt()
+        reply, answered = self._joiner.attempt()
+        self._heartbeat_s = reply.settings.heartbeat_ns / 1e9
         known = self._known
         if (answered.lineage, answered.epoch) >= (known.lineage, known.epoch):
             known.lineage, known.epoch, known.incarnation = answered.lineage, answered.epoch, answered.incarnation
         self._below.tell(answered)
 
-    def _joined(self, reply: JoinReply) -> None:
-        self._heartbeat_s = reply.settings.heartbeat_ns / 1e9
-
-    def _rejoin(self, why: str) -> None:
-        self._emit("note", {"note": "rejoin", "why": why})
+    def rejoin(self, why: str) -> None:
+        """Join again, soon."""
+        self.emit("note", {"note": "rejoin", "why": why})
         self._listener.wake()
 
-    def _give_up(self, why: str) -> None:
-        self._below.give_up(f"the syncer above has no more of region {self._options.site}: {why}")
+    def give_up(self, why: str) -> None:
+        """The region's syncer ends, in words."""
+        self._below.give_up(f"the syncer above has no more of region {self.site_id}: {why}")
 
-    def _emit(self, what: str, fields: dict[str, object]) -> None:
+    def emit(self, what: str, facts: dict[str, object]) -> None:
         """All under one name: what these threads say of a site would be taken for one of the region's own."""
-        self._say("upstream", {"event": what, **fields})
+        self._say("upstream", {"event": what, **facts})
 
     def _guarded(self, loop: Callable[[], None]) -> None:
         try:
             loop()
         except Exception as error:
-            if not self._stopping.is_set():
+            if not self.stopping.is_set():
                 self._below.give_up(f"a thread that speaks to the syncer above failed: {error!r}")
                 raise
 
@@ -328,7 +312,7 @@ class Upward:
 
     def _keep_in_touch(self) -> None:
         next_report = time.monotonic()
-        while not self._stopping.wait(TURN_S):
+        while not self.stopping.wait(TURN_S):
             if self._left.is_set() or self._known.incarnation == 0:
                 continue
             if self._leaving.is_set():
@@ -343,7 +327,7 @@ class Upward:
         except Unreachable:
             return  # Asked again at the next turn.
         except Refused as error:
-            self._emit("note", {"note": "leave_refused", "why": error.text})
+            self.emit("note", {"note": "leave_refused", "why": error.text})
         self._left.set()
 
     def _report(self) -> None:
@@ -352,8 +336,8 @@ class Upward:
             return
         ledger, versions = standing.ledger, standing.versions
         info = ReportInfo(
-            run_id=self._agreement.run_id,
-            site_id=self._options.site,
+            run_id=self.run_id,
+            site_id=self.site_id,
             incarnation=self._known.incarnation,
             step=standing.steps,
             tokens_processed=ledger.processed,
@@ -376,4 +360,4 @@ class Upward:
         except (Unreachable, Refused):
             return  # The Watch stream notices as well, and joins again when the one above is back.
         if not reply.known:
-            self._rejoin("the syncer does not know this process")
+            self.rejoin("the syncer does not know this process")

@@ -13,7 +13,7 @@ import queue
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import sqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from diloco.codec.base import Codec
     from diloco.learner.outbox import Outbox
     from diloco.learner.tensors import Place, SiteTensors
-    from diloco.sync.events import LearnerEvent
+    from diloco.sync.events import LearnerEvent, VersionFetched
+    from diloco.wire.messages import PullHeader
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,37 +248,69 @@ def seal(job: SealJob, encoder: Encoder, run_id: str, site_id: str, incarnation:
     return SealedUpdate(header, encoded.payload, encoded.sent, encoded.norm, encoded.fed)
 
 
+class Participant(Protocol):
+    """A participant of a run at one syncer: a rank of a site that owns fragments, or a region.
+
+    It is what the threads beside training know of it.  Every method is for any thread.
+    """
+
+    run_id: str
+    site_id: str
+    stopping: threading.Event
+    """Set when the threads are to end."""
+
+    @property
+    def incarnation(self) -> int:
+        """The number by which the syncer knows this process; 0 before it has joined."""
+
+    @property
+    def epoch(self) -> int:
+        """That of the latest syncer that was heard of."""
+
+    @property
+    def lineage(self) -> int:
+        """That of the run, as it was last told."""
+
+    def wanted(self, fragment: int, sequence: int) -> str | None:
+        """The digest of an update that waits to be sent and answered; None when there is none by that number."""
+
+    def keep_sealed(self, sealed: SealedUpdate) -> None:
+        """An update is durable."""
+
+    def keep_fetched(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:
+        """The ``values`` of a version are here, asked for in ``lineage``, with what was ``told`` of it."""
+
+    def tell(self, event: LearnerEvent) -> None:
+        """Hand an event to the machine."""
+
+    def emit(self, what: str, facts: dict[str, object]) -> None:
+        """Write an event into the log."""
+
+    def rejoin(self, why: str) -> None:
+        """Join again, soon."""
+
+    def give_up(self, why: str) -> None:
+        """End in words: this participant can do no more here."""
+
+
 class Sealer:
     """Encodes updates and makes them durable, and drops from the outbox those that are needed no more, in order."""
 
     def __init__(
         self,
-        run_id: str,
-        site_id: str,
+        participant: Participant,
         encoders: Sequence[Encoder],
         outbox: Outbox,
-        incarnation: Callable[[], int],
-        keep: Callable[[SealedUpdate], None],
-        tell: Callable[[LearnerEvent], None],
-        emit: Callable[[str, dict[str, object]], None],
-        stopping: threading.Event,
         read: Callable[[SealJob], None] = lambda job: None,
     ) -> None:
         """``encoders`` are those of all codecs that a job may name, the configured one first.
 
-        ``keep`` gets every update that is durable; a full disk is waited for, until ``stopping``.  ``read`` is told of
-        a job when the site's values are looked at no more.
+        ``read`` is told of a job when the site's values are looked at no more.
         """
-        self._run_id = run_id
-        self._site_id = site_id
+        self._participant = participant
         self.encoder = encoders[0]
         self._encoders = {each.codec.name: each for each in encoders}
         self._outbox = outbox
-        self._incarnation = incarnation
-        self._keep = keep
-        self._tell = tell
-        self._emit = emit
-        self._stopping = stopping
         self._read = read
         self.queue: queue.SimpleQueue[SealJob | tuple[int, int] | None] = queue.SimpleQueue()
 
@@ -290,11 +323,11 @@ class Sealer:
             self._seal(job)
 
     def _seal(self, job: SealJob) -> None:
-        effect, encoder = job.effect, self._encoders[job.codec]
+        own, effect, encoder = self._participant, job.effect, self._encoders[job.codec]
         try:
-            sealed = seal(job, encoder, self._run_id, self._site_id, self._incarnation())
+            sealed = seal(job, encoder, own.run_id, own.site_id, own.incarnation)
         except NonFiniteError:
-            self._tell(SealFailed(effect.fragment, effect.sequence))
+            own.tell(SealFailed(effect.fragment, effect.sequence))
             return
         finally:
             self._read(job)
@@ -307,17 +340,15 @@ class Sealer:
             facts["stage"] = stage
         if sealed.fed is not None:
             facts["residual"] = float(torch.linalg.vector_norm(sealed.fed.residual))
-        self._emit(
-            "sealed", {**facts, "base_version": effect.base_version, "tokens": effect.tokens, "norm": sealed.norm}
-        )
-        self._keep(sealed)
+        own.emit("sealed", {**facts, "base_version": effect.base_version, "tokens": effect.tokens, "norm": sealed.norm})
+        own.keep_sealed(sealed)
 
     def _put(self, sealed: SealedUpdate) -> bool:
         """Make it durable, as soon as there is room for it; False when the agent stops before that.
 
         Training goes on meanwhile, and what it makes becomes part of the update after this one.
         """
-        full = False
+        own, full = self._participant, False
         while True:
             try:
                 self._outbox.put(sealed.header, sealed.payload)
@@ -325,11 +356,11 @@ class Sealer:
                 if not is_full(error):
                     raise
                 if not full:
-                    self._emit("note", {"note": "disk_full", "why": f"an update waits for room: {error}"})
+                    own.emit("note", {"note": "disk_full", "why": f"an update waits for room: {error}"})
                 full = True
-                if self._stopping.wait(ROOM_EVERY_S):
+                if own.stopping.wait(ROOM_EVERY_S):
                     return False
                 continue
             if full:
-                self._emit("note", {"note": "disk_has_room"})
+                own.emit("note", {"note": "disk_has_room"})
             return True

@@ -34,6 +34,7 @@ from diloco.codec.base import DecodeError
 from diloco.codec.registry import make_codec
 from diloco.codec.site_pass import Arriving, follow_into
 from diloco.learner.options import JoinFailed
+from diloco.learner.seal import Participant
 from diloco.sync.events import (
     FateTold,
     FinalAnnounced,
@@ -58,11 +59,11 @@ if TYPE_CHECKING:
     from diloco.codec.base import Codec
     from diloco.codec.buffers import Buffers
     from diloco.learner.outbox import Outbox
+    from diloco.learner.seal import Encoder
     from diloco.outer.fragments import Layout
     from diloco.sync.agreement import Agreement
     from diloco.sync.events import LearnerEvent
     from diloco.sync.link import AdaptOptions, LinkEstimate
-    from diloco.sync.progress import LearnerState
     from diloco.wire.client import SyncClient, WatchStream
     from diloco.wire.messages import JoinReply, PullHeader, PushHeader, PushResult, WatchEvent
     from diloco.wire.pulling import PulledVersion
@@ -308,16 +309,15 @@ CHOICE_CAP_S = 0.5
 class Pause:
     """Back-off that ends early when the agent stops, and when another syncer than before has taken the site in."""
 
-    def __init__(self, stopping: threading.Event, cap_s: float = CAP_S, epoch: Callable[[], int] = lambda: 0) -> None:
-        self._stopping = stopping
+    def __init__(self, participant: Participant, cap_s: float = CAP_S) -> None:
+        self._participant = participant
         self._backoff = Backoff(base_s=0.2, cap_s=cap_s)
-        self._epoch = epoch
 
     def wait(self, at_least_s: float | None = None) -> None:
         """Wait after one more failure."""
-        epoch, left_s = self._epoch(), self._backoff.next_s(random.random(), at_least_s or 0.0)
-        until = time.monotonic() + left_s
-        while left_s > 0 and self._epoch() == epoch and not self._stopping.wait(min(left_s, LOOK_S)):
+        own, left_s = self._participant, self._backoff.next_s(random.random(), at_least_s or 0.0)
+        epoch, until = own.epoch, time.monotonic() + left_s
+        while left_s > 0 and own.epoch == epoch and not own.stopping.wait(min(left_s, LOOK_S)):
             left_s = until - time.monotonic()
 
     def reset(self) -> None:
@@ -339,34 +339,15 @@ class Sender:
 
     def __init__(
         self,
+        participant: Participant,
         client: SyncClient,
         link: LinkMeter,
         outbox: Outbox,
-        incarnation: Callable[[], int],
-        epoch: Callable[[], int],
-        lineage: Callable[[], int],
-        wanted: Callable[[int, int], str | None],
         expect: Callable[[int], None],
-        tell: Callable[[LearnerEvent], None],
-        rejoin: Callable[[str], None],
-        give_up: Callable[[str], None],
-        emit: Callable[[str, dict[str, object]], None],
-        stopping: threading.Event,
     ) -> None:
         """``expect`` is told of a fragment whose update is about to be sent: a version of it is next."""
-        self._client = client
-        self._link = link
-        self._outbox = outbox
-        self._incarnation = incarnation
-        self._epoch = epoch
-        self._lineage = lineage
-        self._wanted = wanted
+        self._participant, self._client, self._link, self._outbox = participant, client, link, outbox
         self._expect = expect
-        self._tell = tell
-        self._rejoin = rejoin
-        self._give_up = give_up
-        self._emit = emit
-        self._stopping = stopping
         self.queue: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
         self._later: dict[tuple[int, int], Later] = {}
 
@@ -378,11 +359,11 @@ class Sender:
             else:
                 later = self._later.setdefault(order, Later(Backoff(base_s=0.2, cap_s=CAP_S)))
                 later.until = time.monotonic() + later.backoff.next_s(random.random())
-                later.epoch = self._epoch()
+                later.epoch = self._participant.epoch
 
     def _next(self) -> tuple[int, int] | None:
         while True:
-            now, epoch = time.monotonic(), self._epoch()
+            now, epoch = time.monotonic(), self._participant.epoch
             for order, later in self._later.items():
                 if now >= later.until or later.epoch != epoch:
                     return order
@@ -391,9 +372,9 @@ class Sender:
 
     def _deliver(self, fragment: int, sequence: int) -> bool:
         """Send one update until its answer; False when the syncer wants it later."""
-        pause = Pause(self._stopping, epoch=self._epoch)
-        malformed = 0
-        while not self._stopping.is_set():
+        own, malformed = self._participant, 0
+        pause = Pause(own)
+        while not own.stopping.is_set():
             found = self._found(fragment, sequence)
             if found is None:
                 return True
@@ -409,14 +390,14 @@ class Sender:
                 # Not an answer to this update but to this caller: what the syncer says at a join is clearer.
                 malformed = malformed + 1 if error.status is Status.INVALID_ARGUMENT else 0
                 if malformed >= MALFORMED_MAX:
-                    self._give_up(f"the syncer cannot read update {sequence} of fragment {fragment}: {error.text}")
+                    own.give_up(f"the syncer cannot read update {sequence} of fragment {fragment}: {error.text}")
                     return True
-                self._rejoin(f"a push was refused: {error.text}")
+                own.rejoin(f"a push was refused: {error.text}")
                 pause.wait()
                 continue
             facts: dict[str, object] = {"fragment": fragment, "sequence": sequence, "outcome": result.outcome.value}
             reason = result.reason.value if result.reason else None
-            self._emit("pushed", {**facts, "reason": reason, "bytes": len(payload)})
+            own.emit("pushed", {**facts, "reason": reason, "bytes": len(payload)})
             if result.outcome is Outcome.RETRY:
                 return False  # What it waits for may stand behind it here.
             self._answered(header, result)
@@ -429,52 +410,31 @@ class Sender:
         A number that was refused is given again, and an order to send can outlive what it was given for.  So can all of
         it, where the run was restored: the lineage that it is sent in was asked for first.
         """
-        lineage, wanted = self._lineage(), self._wanted(fragment, sequence)
+        own = self._participant
+        lineage, wanted = own.lineage, own.wanted(fragment, sequence)
         if wanted is None:
             return None
         try:
-            mine = (fragment, sequence, self._incarnation())
+            mine = (fragment, sequence, own.incarnation)
             header, payload = self._outbox.fresh(*mine) or self._outbox.get(*mine)
         except FileNotFoundError:
-            if self._wanted(fragment, sequence) == wanted:
+            if own.wanted(fragment, sequence) == wanted:
                 raise
             return None  # A join or a fate has answered it at this very moment.
         return (replace(header, lineage=lineage), payload) if header.digest == wanted else None
 
     def _answered(self, header: PushHeader, result: PushResult) -> None:
         answer = (result.outcome, result.reason, header.digest, result.epoch)
-        self._tell(PushAnswered(header.fragment, header.sequence, *answer))
-        if result.fate is not None and not 0 < result.epoch < self._epoch():
-            self._tell(FateTold(result.fate))
+        self._participant.tell(PushAnswered(header.fragment, header.sequence, *answer))
+        if result.fate is not None and not 0 < result.epoch < self._participant.epoch:
+            self._participant.tell(FateTold(result.fate))
 
 
 class Fetcher:
     """Fetches versions and brings them to what the site holds."""
 
-    def __init__(
-        self,
-        client: SyncClient,
-        link: LinkMeter,
-        run_id: str,
-        site_id: str,
-        site_tensors: Versions,
-        lineage: Callable[[], int],
-        epoch: Callable[[], int],
-        deliver: Callable[[Tensor, VersionFetched, int, PullHeader], None],
-        emit: Callable[[str, dict[str, object]], None],
-        stopping: threading.Event,
-    ) -> None:
-        """``deliver`` gets a version, the lineage that it was asked for in, and what was told with it."""
-        self._lineage = lineage
-        self._epoch = epoch
-        self._client = client
-        self._link = link
-        self._run_id = run_id
-        self._site_id = site_id
-        self._tensors = site_tensors
-        self._deliver = deliver
-        self._emit = emit
-        self._stopping = stopping
+    def __init__(self, participant: Participant, client: SyncClient, link: LinkMeter, site_tensors: Versions) -> None:
+        self._participant, self._client, self._link, self._tensors = participant, client, link, site_tensors
         self._incoming: dict[int, tuple[int, Incoming]] = {}
         self._lock = threading.Lock()
         self._ahead: tuple[int, Ahead] | None = None  # With its lineage.
@@ -500,12 +460,13 @@ class Fetcher:
         For one fragment at a time, and any thread; it never fails, and nothing hangs on it.
         """
         with self._lock:
-            lineage, latest = self._lineage(), self._tensors.latest[fragment]
+            own = self._participant
+            lineage, latest = own.lineage, self._tensors.latest[fragment]
             waits = self._ahead is not None and not self._ahead[1].over
-            ends = self._stopping.is_set()
+            ends = own.stopping.is_set()
             if ends or waits or latest is None or self._at == fragment or not self._client.has_patience:
                 return
-            ask = PullAsk(self._run_id, self._site_id, fragment, latest[0])
+            ask = PullAsk(own.run_id, own.site_id, fragment, latest[0])
             ahead = Ahead(self._client, ask, self._of(fragment, lineage).sink)
             self._ahead = (lineage, ahead)
             self._begun = [*(each for each in self._begun if each.is_alive), ahead]
@@ -524,15 +485,16 @@ class Fetcher:
         return pulled
 
     def _fetch(self, fragment: int) -> None:
-        pause = Pause(self._stopping, epoch=self._epoch)
-        lineage = self._lineage()  # Asked first: what is read after it may be of a later one, never of an earlier.
+        own = self._participant
+        pause = Pause(own)
+        lineage = own.lineage  # Asked first: what is read after it may be of a later one, never of an earlier.
         latest = self._tensors.latest[fragment]
         have = latest[0] if latest is not None else -1
         here = self._expected(fragment, lineage, have)
         incoming = self._of(fragment, lineage)
         # Once the run was restored another order is in the queue, and this one leads nowhere.
-        while not self._stopping.is_set() and self._lineage() == lineage:
-            ask = PullAsk(self._run_id, self._site_id, fragment, have)
+        while not own.stopping.is_set() and own.lineage == lineage:
+            ask = PullAsk(own.run_id, own.site_id, fragment, have)
             try:
                 pulled, here = here or self._pull(ask, incoming.sink), None
             except (Unreachable, Refused) as error:
@@ -543,7 +505,7 @@ class Fetcher:
             if values is None:
                 # Whatever went wrong on the way here or there, the whole fragment puts it right, and it is said.
                 why = f"fragment {fragment}: what came is not version {pulled.header.version}"
-                self._emit("note", {"note": "digest_differs", "why": f"{why}; fetching it whole"})
+                own.emit("note", {"note": "digest_differs", "why": f"{why}; fetching it whole"})
                 if pulled.header.whole:
                     pause.wait()
                 have = -1
@@ -551,9 +513,9 @@ class Fetcher:
             if pulled.header.version <= have:
                 pause.wait()  # We were told of a newer one that the syncer does not have: do not ask without end.
             facts: dict[str, object] = {"fragment": fragment, "version": pulled.header.version, "had": have}
-            self._emit("fetched", {**facts, "bytes": pulled.header.payload_bytes, "whole": pulled.header.whole})
+            own.emit("fetched", {**facts, "bytes": pulled.header.payload_bytes, "whole": pulled.header.whole})
             event = VersionFetched(fragment, pulled.header.version, pulled.header.fates)
-            self._deliver(values, event, lineage, pulled.header)
+            own.keep_fetched(values, event, lineage, pulled.header)
             return
 
     def _pull(self, ask: PullAsk, sink: PullSink) -> PulledVersion:
@@ -568,29 +530,22 @@ class Fetcher:
         return known[1]
 
 
+class Joining(Participant, Protocol):
+    """A participant that joins by itself: rank 0 of a site, or a region."""
+
+    @property
+    def left(self) -> bool:
+        """Whether goodbye is said: another join would take it back."""
+
+    def join(self) -> None:
+        """One attempt; raises ``Unreachable`` or ``Refused``."""
+
+
 class Listener:
     """Follows the Watch stream; joins again whenever it breaks, and when it is asked to."""
 
-    def __init__(
-        self,
-        client: SyncClient,
-        incarnation: Callable[[], int],
-        join: Callable[[], None],
-        left: Callable[[], bool],
-        tell: Callable[[LearnerEvent], None],
-        give_up: Callable[[str], None],
-        emit: Callable[[str, dict[str, object]], None],
-        stopping: threading.Event,
-    ) -> None:
-        """``left``: goodbye is said, and another join would take it back."""
-        self._client = client
-        self._incarnation = incarnation
-        self._join = join
-        self._left = left
-        self._tell = tell
-        self._give_up = give_up
-        self._emit = emit
-        self._stopping = stopping
+    def __init__(self, participant: Joining, client: SyncClient) -> None:
+        self._participant, self._client = participant, client
         self._stream: WatchStream | None = None
         self._join_wanted = threading.Event()
         self._refused = ""
@@ -598,14 +553,15 @@ class Listener:
 
     def run(self) -> None:
         """The thread.  The first join was made before it starts, unless the site trains on without."""
-        pause = Pause(self._stopping, CHOICE_CAP_S if self._client.has_choice else CAP_S)
-        joined = self._incarnation() > 0
-        while not self._stopping.is_set():
+        own = self._participant
+        pause = Pause(own, CHOICE_CAP_S if self._client.has_choice else CAP_S)
+        joined = own.incarnation > 0
+        while not own.stopping.is_set():
             try:
                 if self._join_wanted.is_set() or not joined:
                     self._join_wanted.clear()
-                    if not self._left():
-                        self._join()
+                    if not own.left:
+                        own.join()
                 joined = True
                 self._listen(pause)
                 why = "the stream ended"
@@ -615,48 +571,48 @@ class Listener:
             except Refused as error:
                 why = error.text
                 self._say_once(why)
-                if error.final and not self._left():
-                    self._give_up(why)
+                if error.final and not own.left:
+                    own.give_up(why)
                     return
             joined = False
             if self.connected:
                 self.connected = False
-                self._emit("disconnected", {"why": why})
+                own.emit("disconnected", {"why": why})
             pause.wait()
 
     def _say_once(self, refused: str) -> None:
         """Say what the site is refused for, until it is connected again or refused for something else."""
         if refused and refused != self._refused:
             self._refused = refused
-            self._emit("note", {"note": "join_refused", "why": refused})
+            self._participant.emit("note", {"note": "join_refused", "why": refused})
 
     def _listen(self, pause: Pause) -> None:
-        with self._client.watch(self._incarnation()) as stream:
+        with self._client.watch(self._participant.incarnation) as stream:
             self._stream = stream
             # Asked after the stream is known to ``wake``, so that a word from before it is not lost.
-            if self._join_wanted.is_set() or self._stopping.is_set():
+            if self._join_wanted.is_set() or self._participant.stopping.is_set():
                 return
             for event in stream:
                 if not self.connected:
                     self.connected = True
                     self._refused = ""
                     pause.reset()
-                    self._emit("connected", {})
+                    self._participant.emit("connected", {})
                 self._take(event)
-                if self._stopping.is_set():
+                if self._participant.stopping.is_set():
                     return
 
     def _take(self, event: WatchEvent) -> None:
         if isinstance(event, Published):
             run = (event.run_tokens, event.progress_ppm, event.lineage, event.fastest_step_ns)
-            self._tell(VersionPublished(event.epoch, event.fragment, event.version, *run))
+            self._participant.tell(VersionPublished(event.epoch, event.fragment, event.version, *run))
         elif isinstance(event, FateTold | FinalAnnounced):
-            self._tell(event)
+            self._participant.tell(event)
         elif isinstance(event, Dropped):
             if event.reason is Reason.SUPERSEDED:
-                self._give_up("another process now speaks for this site: is it started twice?")
+                self._participant.give_up("another process now speaks for this site: is it started twice?")
             else:
-                self._give_up(f"the syncer ended this site's part: {event.reason.value}")
+                self._participant.give_up(f"the syncer ended this site's part: {event.reason.value}")
 
     def wake(self) -> None:
         """End the present stream, so that the site joins again (or notices that it is stopping)."""
@@ -669,44 +625,31 @@ class Joiner:
     """One process of a site at the syncer's door; it has one name there as long as it lives."""
 
     def __init__(
-        self,
-        client: SyncClient,
-        agreement: Agreement,
-        layout: Layout,
-        site_id: str,
-        state: LearnerState,
-        joined: Callable[[JoinReply], None],
-        encodes: Callable[[], str],
-        emit: Callable[[str, dict[str, object]], None],
-        stopping: threading.Event,
+        self, participant: Joining, client: SyncClient, agreement: Agreement, layout: Layout, encodes: Encoder
     ) -> None:
-        """``joined`` hears the answer before the machine's own event of it is given to the caller."""
-        self._client, self._agreement, self._layout = client, agreement, layout
-        self._site_id, self._process, self._state = site_id, secrets.token_hex(8), state
-        self._joined, self._encodes, self._emit, self._stopping = joined, encodes, emit, stopping
+        """``encodes`` is the encoder that a site uses, as the log says it."""
+        self._participant, self._client, self._agreement, self._layout = participant, client, agreement, layout
+        self._encodes, self._process = encodes, secrets.token_hex(8)
 
-    def attempt(self) -> JoinAnswered:
-        """One attempt; raises ``Unreachable`` or ``Refused``."""
-        agreement = self._agreement
-        reply: JoinReply = self._client.join(
-            JoinAsk(
-                agreement.protocol,
-                agreement.run_id,
-                self._state.lineage,
-                self._site_id,
-                self._process,
-                agreement.layout_fingerprint,
-                self._layout.to_json().encode(),
-                agreement.shared,
-            ),
-            self._state.epoch,
+    def attempt(self) -> tuple[JoinReply, JoinAnswered]:
+        """One attempt, with the machine's event of the answer; raises ``Unreachable`` or ``Refused``."""
+        own, agreement = self._participant, self._agreement
+        ask = JoinAsk(
+            agreement.protocol,
+            agreement.run_id,
+            own.lineage,
+            own.site_id,
+            self._process,
+            agreement.layout_fingerprint,
+            self._layout.to_json().encode(),
+            agreement.shared,
         )
-        self._joined(reply)
+        reply = self._client.join(ask, own.epoch)
         versions = [standing.version for standing in reply.standings]
         facts: dict[str, object] = {"incarnation": reply.incarnation, "epoch": reply.epoch, "versions": versions}
-        how = {"syncer": self._client.address, "kernels": native.description(), "encodes": self._encodes()}
-        self._emit("joined", {**facts, **how})
-        return JoinAnswered(
+        how = {"syncer": self._client.address, "kernels": native.description(), "encodes": str(self._encodes)}
+        own.emit("joined", {**facts, **how})
+        return reply, JoinAnswered(
             reply.epoch,
             reply.incarnation,
             reply.standings,
@@ -717,22 +660,23 @@ class Joiner:
             reply.settings.keep_until_decided,
         )
 
-    def first(self, until: float, join: Callable[[], None]) -> None:
-        """Try ``join`` until the instant ``until``, or the site stops; ``JoinFailed`` says why it did not work."""
-        pause = Pause(self._stopping)
+    def first(self, until: float) -> None:
+        """Join, and try until the instant ``until``, or until the site stops; ``JoinFailed`` says why it failed."""
+        own = self._participant
+        pause = Pause(own)
         said = ""
         while True:
             try:
-                return join()
+                return own.join()
             except Refused as error:
                 mismatch = error.status is Status.FAILED_PRECONDITION
                 raise JoinFailed("mismatch" if mismatch else "refused", error.text) from error
             except Unreachable as error:
                 if error.refused and error.refused != said:
                     said = error.refused
-                    self._emit("note", {"note": "join_refused", "why": error.why})
+                    own.emit("note", {"note": "join_refused", "why": error.why})
                 if time.monotonic() >= until:
                     raise JoinFailed("refused" if error.refused else "unreachable", error.why) from error
                 pause.wait(error.retry_after_s)
-                if self._stopping.is_set():
+                if own.stopping.is_set():
                     raise JoinFailed("unreachable", f"the site is stopping; last: {error.why}") from error

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +24,6 @@ from diloco.launch.run_dir import run_dir_of
 from diloco.launch.schema import RunConfig
 from diloco.learner.agent import Agent, Finished
 from diloco.learner.channel import Orders
-from diloco.learner.exchange import Exchange
 from diloco.learner.seal import SealJob
 from diloco.learner.tensors import SealInputs
 from diloco.outer.fragments import named_parameters_once
@@ -50,10 +50,10 @@ class Poisoner(Agent):
     sent: set[int]
     """What it has sent of them."""
 
-    def _exchanging(self) -> Exchange:
+    def __init__(self, *ways: Any, **named: Any) -> None:
+        super().__init__(*ways, **named)
         self.sent = set()
-        exchange = super()._exchanging()
-        honest = exchange.sealer._seal
+        honest = self.sealer._seal
 
         def seal(job: SealJob) -> None:
             effect = job.effect
@@ -62,12 +62,11 @@ class Poisoner(Agent):
                 return
             truth = job.inputs.pseudo_gradient()
             honest(replace(job, inputs=poison(job.inputs, self.strength)))
-            with self._changed:
-                self._tensors.sent[effect.fragment, effect.sequence] = truth
+            with self.changed:
+                self.tensors.sent[effect.fragment, effect.sequence] = truth
                 self.sent.add(effect.sequence)
 
-        exchange.sealer._seal = seal  # type: ignore[method-assign]
-        return exchange
+        self.sealer._seal = seal  # type: ignore[method-assign]
 
 
 class SiteThread(threading.Thread):

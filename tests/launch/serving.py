@@ -100,6 +100,6 @@ def supplied(outer: diloco.Outer, unit: int, ahead: int = 40) -> None:
     where its list ends it would draw its own over again."""
     agent = outer._agent
     if isinstance(agent, Agent):
-        state = agent._machine.state
+        state = agent.machine.state
         enough = lambda: state.units.end * unit >= state.cursor + ahead  # noqa: E731
         wait_for(lambda: enough() or state.stopping or state.left, "units of the data")

@@ -6,7 +6,6 @@ Both hold the whole model, so that no value needs a collective, and each has a m
 from __future__ import annotations
 
 import multiprocessing
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,12 +16,11 @@ from torch import Tensor
 
 from diloco.inner.holding import Holding
 from diloco.learner.channel import Channel, Dealt, Orders
-from diloco.learner.exchange import Exchange, Exchanges, Heard, Machine, Source, Standstill
+from diloco.learner.exchange import Exchange, Source
 from diloco.learner.options import AgentOptions
 from diloco.learner.outbox import Outbox
-from diloco.learner.owner import Owner
+from diloco.learner.owner import Owner, Owners
 from diloco.learner.tensors import SiteTensors
-from diloco.learner.transfer import LinkUse
 from diloco.sync.events import LearnerEvent
 from diloco.sync.progress import FragmentProgress, LearnerState
 from tests.syncer.building import LAYOUT, Events, eventually
@@ -61,38 +59,60 @@ class Client:
         pass
 
 
+class RankZero(Exchange):
+    """Rank 0, whose machine is a list of what it is told."""
+
+    incarnation = epoch = lineage = 1
+
+    def __init__(self, pair: Pair, *ways: Any) -> None:
+        self._pair = pair
+        super().__init__(*ways)
+
+    def wanted(self, fragment: int, sequence: int) -> str | None:
+        return self._pair.answer
+
+    def change(self, do: Callable[[], None], event: LearnerEvent, source: Source | None) -> bool:
+        with self.changed:
+            self.tell(event)
+            if self._pair.knows:
+                do()
+        return self._pair.knows
+
+    def tell(self, event: object) -> None:
+        self._pair.told.append(event)
+
+    def emit(self, what: str, facts: dict[str, object]) -> None:
+        self._pair.events.emit(what, facts)
+
+    def rejoin(self, why: str) -> None:
+        self.tell(("rejoin", why))
+
+    def give_up(self, why: str) -> None:
+        self.tell(("give_up", why))
+
+    def has_failed(self) -> bool:
+        return False
+
+
 class Pair:
-    """``site`` is rank 0's side, ``owner`` the other's; ``told`` is what the machine would be told."""
+    """``site`` is what rank 0 knows of the other, ``owner`` that other; ``told`` is what the machine would be told."""
 
     def __init__(self, folder: Path, restored: dict[str, Tensor] | None = None) -> None:
         ends = [Channel(end) for end in multiprocessing.Pipe()]
         self.events, self.told, self.knows = Events(), list[Any](), True
-        self.lock = threading.Condition(threading.RLock())
         self.state = LearnerState([FragmentProgress(), FragmentProgress()])
         self.answer: str | None = "digest"
         self.models = [{name: torch.zeros(shape) for name, shape in LAYOUT.parameters} for _ in range(2)]
         mine, theirs = (Holding(model, Rank(rank)) for rank, model in enumerate(self.models))  # type: ignore[arg-type]
         self.clients = [Client(), Client()]
         options = AgentOptions(folder=str(folder))
-        tell = self.told.append
         self.tensors = SiteTensors(LAYOUT, mine, "rebase", 0.5, owned=[0])
-        machine = Machine(lambda: 1, lambda: 1, lambda: 1, lambda *_: None, self.change, tell, tell, tell)
-        stopping, client, orders = threading.Event(), self.clients[0], Orders(mine.group)
-        use = LinkUse(client, options.choices(), self.events.emit, lambda event: None)  # type: ignore[arg-type]
-        ways: Any = (Outbox(folder / "outbox"), orders, client, use, Standstill(self.lock, lambda: False))
-        exchange = Exchange("run", "a", machine, self.tensors, *ways, self.events.emit, stopping)
-        said = [lambda why, what=what: tell((what, why)) for what in ("rejoin", "give_up", "lost")]  # type: ignore[misc]
-        heard = Heard(self.change, lambda *_: self.answer, tell, *said, self.events.emit)
-        self.site = Exchanges(Dealt((0, 1), {1: ends[0]}), exchange, orders, client, heard)  # type: ignore[arg-type]
+        orders, outbox = Orders(mine.group), Outbox(folder / "outbox")
+        rank_0 = RankZero(self, "run", "a", self.tensors, outbox, orders, self.clients[0], options.choices())
+        self.lock = rank_0.changed
+        self.site = Owners(Dealt((0, 1), {1: ends[0]}), rank_0, orders, lambda why: rank_0.tell(("lost", why)))
         dealt = Dealt((0, 1), {0: ends[1]})
         self.owner = Owner(options, "rebase", LAYOUT, theirs, dealt, self.clients[1], "run", "a", restored)  # type: ignore[arg-type]
-
-    def change(self, do: Callable[[], None], event: LearnerEvent, source: Source | None) -> bool:
-        with self.lock:
-            self.told.append(event)
-            if self.knows:
-                do()
-        return self.knows
 
     def heard(self, count: int) -> list[Any]:
         eventually(lambda: len(self.told) >= count, f"{count} things are told")

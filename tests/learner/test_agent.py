@@ -398,7 +398,7 @@ def test_a_thread_that_dies_stops_the_site_in_words(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(threading, "excepthook", died.append)
     with serving(tmp_path / "syncer", **ALONE) as syncer, started(tmp_path / "a", syncer) as site:
         monkeypatch.setattr(
-            site.agent._outbox, "put", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+            site.agent.outbox, "put", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error"))
         )
         site.train_until_stopped()
         site.client.training = None
@@ -417,7 +417,7 @@ def test_a_failure_at_the_very_end_is_not_hidden_behind_the_end_of_the_run(
         site.train(1)
         site.agent.leave_soon()
         monkeypatch.setattr(
-            site.agent._outbox, "put", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+            site.agent.outbox, "put", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error"))
         )
         site.train_until_stopped()
         site.client.training = None
@@ -443,7 +443,7 @@ def test_a_restart_from_a_checkpoint_loses_only_what_came_after_it(tmp_path: Pat
     with serving(tmp_path / "syncer", **ALONE) as syncer:
         first = Site(tmp_path / "a", DirectClient(syncer))
         first.start()
-        parts = first.agent._machine.state.fragments
+        parts = first.agent.machine.state.fragments
         room = lambda: all(len(part.in_flight) < 2 for part in parts)  # noqa: E731  # For one more of each.
         first.train_until(lambda: min(versions(syncer)) >= 1 and room(), "it takes part")
         eventually(lambda: not any(part.unanswered() for part in parts), "nothing is on its way")
@@ -451,7 +451,7 @@ def test_a_restart_from_a_checkpoint_loses_only_what_came_after_it(tmp_path: Pat
         eventually(lambda: first.events.of("disconnected"), "it noticed")
         first.train(8)  # Updates are sealed and cannot be sent.
         waiting = lambda: [sent.state for part in parts for sent in part.in_flight if sent.state != "accepted"]  # noqa: E731
-        eventually(lambda: waiting() == ["sealed"] * len(first.agent._outbox.digests()), "they wait")
+        eventually(lambda: waiting() == ["sealed"] * len(first.agent.outbox.digests()), "they wait")
         assert waiting()
         tensors, meta = first.agent.state()
         tensors = {name: values.clone() for name, values in tensors.items()}

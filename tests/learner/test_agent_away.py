@@ -39,10 +39,10 @@ def test_a_site_goes_on_for_a_quarter_of_an_hour_alone_and_then_as_if_nothing_ha
         site.train_until(lambda: syncer.holdings.values[0].version >= 1, "connected")
         site.client.down.set()
         attempts = lambda: Counter(site.client.calls)  # noqa: E731
-        before, held = attempts(), len(site.agent._tensors.sent)
+        before, held = attempts(), len(site.agent.tensors.sent)
         site.train_until(lambda: (attempts() - before)["join"] >= ATTEMPTS, "so many attempts to join", 60.0)
         site.train_until(lambda: (attempts() - before)["report"] >= 3, "heartbeats into the void", 60.0)
-        assert len(site.agent._tensors.sent) <= held + 2 * 2, "memory is as it was: two updates for each fragment"
+        assert len(site.agent.tensors.sent) <= held + 2 * 2, "memory is as it was: two updates for each fragment"
         assert len(agent_threads()) == 5, "every thread lives"
         assert site.events.of("disconnected")
         assert not [event for event in site.events.of("note") if event["note"] == "thread_died"]
@@ -57,7 +57,7 @@ def test_a_site_goes_on_for_a_quarter_of_an_hour_alone_and_then_as_if_nothing_ha
             "merges again",
             30.0,
         )
-        ledger = site_ledger(site.agent._machine.state)
+        ledger = site_ledger(site.agent.machine.state)
         assert ledger.balanced()
         assert (ledger.lost, ledger.refused) == (0, 0)
 
@@ -77,8 +77,8 @@ def test_a_version_of_a_syncer_whose_place_another_has_taken_is_fetched_again(tm
 
         site.client.after_pull = late
         arrived: list[int] = []
-        real = site.agent._tensors.arrived
-        site.agent._tensors.arrived = lambda *told: (arrived.append(len(epochs)), real(*told))[1]  # type: ignore[method-assign]
+        real = site.agent.tensors.arrived
+        site.agent.tensors.arrived = lambda *told: (arrived.append(len(epochs)), real(*told))[1]  # type: ignore[method-assign]
         site.start()
         assert epochs[:3] == [1, 1, 1]
         assert set(epochs[3:]) == {2}

@@ -34,6 +34,6 @@ def test_a_rank_that_is_lost_is_not_forgotten_when_the_site_joins_again(tmp_path
         site.train(2)
         site.agent._lose("rank 3 of this site is gone: killed")
         site.client.training = None
-        site.agent._join()
+        site.agent.join()
         with pytest.raises(GroupError, match="rank 3 of this site is gone"):
             site.step()

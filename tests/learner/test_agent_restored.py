@@ -43,7 +43,7 @@ def versions(syncer: Syncer) -> list[int]:
 
 
 def bases(site: Site) -> list[int]:
-    return [part.base_version for part in site.agent._machine.state.fragments]
+    return [part.base_version for part in site.agent.machine.state.fragments]
 
 
 def cut(site: Site, times: int = 1) -> None:
@@ -74,11 +74,11 @@ def test_a_site_goes_on_by_itself_in_the_new_lineage_and_counts_what_it_lost(tmp
         site.train(9)
         site.client.down.clear()
         site.train_until(lambda: len(site.events.of("retaken")) >= 4, "both fragments are taken whole once more")
-        assert site.agent._machine.state.lineage == 2
+        assert site.agent.machine.state.lineage == 2
         assert len(site.events.of("started_over")) == 2
         site.train_until(lambda: min(versions(syncer)) > max(began), "it is merged again")
         assert all(bool(torch.isfinite(values).all()) for values in published)
-        ledger = site_ledger(site.agent._machine.state)
+        ledger = site_ledger(site.agent.machine.state)
         assert ledger.balanced()
         assert ledger.lost > 0, "what was merged after the backup is lost, and is said to be"
         assert ledger.processed == 10 * site.steps
@@ -96,8 +96,8 @@ def test_an_update_on_its_way_while_the_join_is_answered_costs_the_site_nothing(
         site.train_until(waits_to_be_sent(site), "an update waits for a syncer")
     shutil.copytree(lost, kept)
     begin_lineage(kept)
-    answered, join, sender = threading.Event(), site.client.join, site.agent._exchange.sender
-    tell, answers = sender._tell, list[PushAnswered]()
+    answered, join, agent = threading.Event(), site.client.join, site.agent
+    tell, answers = agent.tell, list[PushAnswered]()
 
     def joined(ask: JoinAsk, epoch: int = 0) -> JoinReply:
         reply = join(ask, epoch)
@@ -110,22 +110,22 @@ def test_an_update_on_its_way_while_the_join_is_answered_costs_the_site_nothing(
             answers.append(event)
             answered.set()
 
-    site.client.join, sender._tell = joined, told  # type: ignore[method-assign]
+    site.client.join, agent.tell = joined, told  # type: ignore[method-assign]
     with serving(kept) as syncer:
         site.client.syncer = syncer
         site.client.before["push"] = lambda: joining(syncer)
         site.client.down.clear()
-        site.train_until(lambda: site.agent._machine.state.lineage == 2, "it has joined the new lineage")
+        site.train_until(lambda: site.agent.machine.state.lineage == 2, "it has joined the new lineage")
         assert [answer.reason for answer in answers] == [Reason.NOT_JOINED]
         began = versions(syncer)
         site.train_until(lambda: min(versions(syncer)) > max(began), "it is merged again")
-        assert site_ledger(site.agent._machine.state).balanced()
+        assert site_ledger(site.agent.machine.state).balanced()
         site.close()
 
 
 def waits_to_be_sent(site: Site) -> Callable[[], bool]:
     return lambda: any(
-        sent.state is SentState.SEALED for part in site.agent._machine.state.fragments for sent in part.in_flight
+        sent.state is SentState.SEALED for part in site.agent.machine.state.fragments for sent in part.in_flight
     )
 
 

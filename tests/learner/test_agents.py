@@ -461,7 +461,7 @@ def test_a_site_that_comes_back_needs_no_word_from_a_syncer_that_had_finished(
     two = TwoSyncers(tmp_path)
     try:
         agents = two.begun()
-        agents._agents[1]._tell(FinalAnnounced(Ending.FINISHED))
+        agents._agents[1].tell(FinalAnnounced(Ending.FINISHED))
         two.train(agents, 1)
         saved = copied(agents.state())
         agents.close()
@@ -470,7 +470,7 @@ def test_a_site_that_comes_back_needs_no_word_from_a_syncer_that_had_finished(
         again.start()
         (held,) = PLACEMENT[0]
         two.train_until(again, "adopted", held, 3)
-        again._agents[0]._tell(FinalAnnounced(Ending.FINISHED))
+        again._agents[0].tell(FinalAnnounced(Ending.FINISHED))
         assert again.after_step(info_of(two.steps + 1)) == Verdict(True, "the run is finished")
         finished = again.finish()
         assert finished.ending == "finished"

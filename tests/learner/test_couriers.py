@@ -24,7 +24,8 @@ from diloco.wire.messages import (
     Status,
     Unreachable,
 )
-from tests.syncer.building import Events, dice, eventually, update
+from tests.learner.participant import Recorder
+from tests.syncer.building import dice, eventually, update
 
 BOUND_S = 10.0
 
@@ -56,14 +57,14 @@ def thread(
 
 
 def test_a_pause_ends_when_the_site_stops() -> None:
-    stopping = threading.Event()
-    pause = Pause(stopping, cap_s=30.0)
+    participant = Recorder()
+    pause = Pause(participant, cap_s=30.0)
     for _ in range(3):
         began = time.monotonic()
         pause.wait()
         assert 0.09 <= time.monotonic() - began < 3
     pause.reset()
-    stopping.set()
+    participant.stopping.set()
     began = time.monotonic()
     pause.wait(20.0)
     assert time.monotonic() - began < 10
@@ -72,47 +73,30 @@ def test_a_pause_ends_when_the_site_stops() -> None:
 # --- Sender ----------------------------------------------------------------------------------------------------------
 
 
-class Desk:
-    """A sender with an outbox, and a syncer that answers as it is told."""
+class Desk(Recorder):
+    """A site that sends from an outbox, and a syncer that answers as it is told."""
+
+    incarnation = 3
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.outbox = Outbox(folder)
-        self.epoch = self.lineage = 1
         self.restores = 0
-        self.stopping = threading.Event()
-        self.events = Events()
-        self.wanted: dict[tuple[int, int], str] = {}
         self.answers: list[PushResult | Exception] = []
         self.pushed: list[PushHeader] = []
-        self.told: list[object] = []
-        self.rejoins: list[str] = []
         self.expected: list[int] = []
-        self.gave_up: list[str] = []
         self.bytes_up = 0
-        self.sender = Sender(
-            self,  # type: ignore[arg-type]
-            LinkMeter(self),  # type: ignore[arg-type]
-            self.outbox,
-            lambda: 3,
-            lambda: self.epoch,
-            lambda: self.lineage,
-            self._wants,
-            self.expected.append,
-            self._tell,
-            self.rejoins.append,
-            self.gave_up.append,
-            self.events.emit,
-            self.stopping,
-        )
+        client: Any = self
+        self.sender = Sender(self, client, LinkMeter(client), self.outbox, self.expected.append)
 
-    def _wants(self, fragment: int, sequence: int) -> str | None:
+    def wanted(self, fragment: int, sequence: int) -> str | None:
         self.lineage += self.restores
-        return self.wanted.get((fragment, sequence))
+        return super().wanted(fragment, sequence)
 
-    def _tell(self, event: object) -> None:
-        self.told.append(event)
+    def tell(self, event: object) -> None:
+        super().tell(event)
         if isinstance(event, PushAnswered):
-            self.wanted.pop((event.fragment, event.sequence), None)
+            self.updates.pop((event.fragment, event.sequence), None)
 
     def push(self, header: PushHeader, payload: memoryview) -> PushResult:
         self.pushed.append(header)
@@ -121,10 +105,10 @@ class Desk:
             raise answer
         return answer
 
-    def sealed(self, sequence: int, seed: object = "", fragment: int = 0) -> PushHeader:
+    def seal(self, sequence: int, seed: object = "", fragment: int = 0) -> PushHeader:
         header, payload = update(sequence=sequence, fragment=fragment, values=dice((sequence, seed), fragment))
         self.outbox.put(header, payload)
-        self.wanted[fragment, sequence] = header.digest
+        self.updates[fragment, sequence] = header.digest
         return header
 
 
@@ -133,7 +117,7 @@ ACCEPTED = PushResult(Outcome.ACCEPTED, 0)
 
 def test_an_update_is_sent_until_it_has_its_definite_answer(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
-    header = desk.sealed(1)
+    header = desk.seal(1)
     refused = Refused(Status.FAILED_PRECONDITION, "fenced")
     gap = PushResult(Outcome.RETRY, 0, Reason.GAP)
     desk.answers = [Unreachable("cut"), Unreachable("busy", 0.3), refused, gap, ACCEPTED]
@@ -152,8 +136,8 @@ def test_an_update_is_sent_until_it_has_its_definite_answer(tmp_path: Path) -> N
 def test_one_that_waits_for_another_lets_it_go_first(tmp_path: Path) -> None:
     """A promoted standby lacks update 1, which was acknowledged; number 2 is on its way when that is found."""
     desk = Desk(tmp_path)
-    desk.sealed(1)
-    desk.sealed(2)
+    desk.seal(1)
+    desk.seal(2)
     gap = PushResult(Outcome.RETRY, 0, Reason.GAP)
     desk.answers = [gap, ACCEPTED, ACCEPTED]
     for order in ((0, 2), (0, 1)):
@@ -168,30 +152,33 @@ def test_one_that_is_to_come_later_holds_back_no_other_and_comes_again_with_anot
 ) -> None:
     monkeypatch.setattr(Backoff, "next_s", lambda *_: 600.0)
     desk = Desk(tmp_path)
-    desk.sealed(1)
-    desk.sealed(1, fragment=1)
+    desk.seal(1)
+    desk.seal(1, fragment=1)
     desk.answers = [PushResult(Outcome.RETRY, 0, Reason.OVERLOAD), ACCEPTED, ACCEPTED]
     with thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)):
         desk.sender.queue.put((0, 1))
         eventually(lambda: desk.events.of("pushed"), "it was told to come later")
         desk.sender.queue.put((1, 1))
         eventually(lambda: desk.told, "the other one goes out")
-        assert (0, 1) in desk.wanted
+        assert (0, 1) in desk.updates
         desk.epoch = 2
         eventually(lambda: len(desk.told) == 2, "it comes again")
     assert [pushed.fragment for pushed in desk.pushed] == [0, 1, 0]
 
 
 def test_a_pause_ends_when_another_syncer_has_taken_the_site_in() -> None:
-    epochs = iter([1, 1])
-    pause, began = Pause(threading.Event(), epoch=lambda: next(epochs, 2)), time.monotonic()
+    class Moves(Recorder):
+        epochs = iter([1, 1])
+        epoch = property(lambda self: next(self.epochs, 2))  # type: ignore[assignment]
+
+    pause, began = Pause(Moves()), time.monotonic()
     pause.wait(30.0)
     assert time.monotonic() - began < 10
 
 
 def test_a_fate_that_comes_with_the_answer_is_told_after_it(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
-    fate = Fate(0, 1, 2, 100, desk.sealed(1).digest)
+    fate = Fate(0, 1, 2, 100, desk.seal(1).digest)
     desk.answers = [PushResult(Outcome.DUPLICATE, 2, fate=fate)]
     with thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)):
         desk.sender.queue.put((0, 1))
@@ -203,7 +190,7 @@ def test_an_update_is_sent_in_the_lineage_in_which_it_was_wanted(tmp_path: Path)
     """The site may start over in a restored run after it was asked what is wanted, and before that is sent."""
     desk = Desk(tmp_path)
     desk.restores = 1
-    desk.sealed(1)
+    desk.seal(1)
     desk.answers = [PushResult(Outcome.REFUSED, 2, Reason.NOT_JOINED)]
     with thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)):
         desk.sender.queue.put((0, 1))
@@ -215,14 +202,14 @@ def test_an_update_is_sent_in_the_lineage_in_which_it_was_wanted(tmp_path: Path)
 def test_an_order_that_has_outlived_its_update_sends_nothing(tmp_path: Path) -> None:
     """A number that was refused is given again: the bytes of the first bearer must not go out under it."""
     desk = Desk(tmp_path)
-    desk.sealed(1, "first")  # These bytes lie in the outbox still ...
-    desk.wanted[0, 1] = "f" * 64  # ... and another update by that number is being sealed.
+    desk.seal(1, "first")  # These bytes lie in the outbox still ...
+    desk.updates[0, 1] = "f" * 64  # ... and another update by that number is being sealed.
     with thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)):
         for _ in range(3):
             desk.sender.queue.put((0, 1))
         desk.sender.queue.put((0, 2))
         time.sleep(0.1)
-        desk.sealed(1, "second")
+        desk.seal(1, "second")
         desk.answers = [ACCEPTED]
         desk.sender.queue.put((0, 1))
         eventually(lambda: desk.told, "the second is sent")
@@ -231,7 +218,7 @@ def test_an_order_that_has_outlived_its_update_sends_nothing(tmp_path: Path) -> 
 
 def test_bytes_that_were_dropped_because_a_join_has_answered_are_no_damage(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
-    header = desk.sealed(1)
+    header = desk.seal(1)
     asked: list[int] = []
 
     def wanted(fragment: int, sequence: int) -> str | None:
@@ -241,7 +228,7 @@ def test_bytes_that_were_dropped_because_a_join_has_answered_are_no_damage(tmp_p
             return header.digest
         return None
 
-    desk.sender._wanted = wanted
+    desk.wanted = wanted  # type: ignore[method-assign]
     with thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)):
         desk.sender.queue.put((0, 1))
         eventually(lambda: len(asked) >= 2, "it asked again")
@@ -250,7 +237,7 @@ def test_bytes_that_were_dropped_because_a_join_has_answered_are_no_damage(tmp_p
 
 def test_bytes_that_are_gone_or_damaged_are_named(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
-    desk.sealed(1)
+    desk.seal(1)
     desk.outbox.drop(0, 1)
     desk.sender.queue.put((0, 1))
     with (
@@ -259,7 +246,7 @@ def test_bytes_that_are_gone_or_damaged_are_named(tmp_path: Path) -> None:
     ):
         time.sleep(0.1)
     desk = Desk(tmp_path)
-    desk.sealed(2)
+    desk.seal(2)
     path = tmp_path / "0-2.update"
     path.write_bytes(path.read_bytes()[:-1])
     assert desk.outbox.fresh(0, 2, 3) is not None
@@ -273,7 +260,7 @@ def test_bytes_that_are_gone_or_damaged_are_named(tmp_path: Path) -> None:
 
 def test_an_update_that_the_syncer_cannot_read_ends_in_words_and_not_in_endless_sending(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
-    desk.sealed(1)
+    desk.seal(1)
     desk.answers = [Refused(Status.INVALID_ARGUMENT, "payload is no int8")] * 10  # type: ignore[list-item]
     with thread(desk.sender.run, desk.stopping, lambda: desk.sender.queue.put(None)):
         desk.sender.queue.put((0, 1))
@@ -304,31 +291,19 @@ class Stream:
         self.cancelled.set()
 
 
-class Ear:
-    """A listener, and a syncer whose Joins and Watches do what is written down here."""
+class Ear(Recorder):
+    """A site that listens, and a syncer whose Joins and Watches do what is written down here."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.has_choice = False
-        self.stopping = threading.Event()
-        self.events = Events()
         self.log: list[str] = []
         self.joins: list[Callable[[], None]] = []
         self.watches: list[Callable[[], Stream]] = []
-        self.told: list[object] = []
-        self.gave_up: list[str] = []
-        self.left = False
-        self.listener = Listener(
-            self,  # type: ignore[arg-type]
-            lambda: 1,
-            self._join,
-            lambda: self.left,
-            self.told.append,
-            self.gave_up.append,
-            self.events.emit,
-            self.stopping,
-        )
+        client: Any = self
+        self.listener = Listener(self, client)
 
-    def _join(self) -> None:
+    def join(self) -> None:
         self.log.append("join")
         if self.joins:
             self.joins.pop(0)()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,39 +26,27 @@ from diloco.wire.messages import (
 )
 from diloco.wire.pulling import Patience, PulledVersion, PullSink
 from tests.learner.held import held
+from tests.learner.participant import Recorder
 from tests.learner.test_couriers import thread
-from tests.syncer.building import LAYOUT, RUN, Events, dice, eventually
+from tests.syncer.building import LAYOUT, dice, eventually
 
 
-class Shelf:
-    """A fetcher, and a syncer whose answers to pulls are written down here."""
+class Shelf(Recorder):
+    """A site that fetches, and a syncer whose answers to pulls are written down here."""
 
     def __init__(self) -> None:
+        super().__init__()
         parameters = {name: torch.zeros(shape) for name, shape in LAYOUT.parameters}
         self.site_tensors = SiteTensors(LAYOUT, held(parameters), "rebase", 0.5)
-        self.stopping = threading.Event()
-        self.events = Events()
         self.answers: list[Callable[[PullAsk], PulledVersion]] = []
         self.asks: list[PullAsk] = []
-        self.lineage = 1
         self.bytes_down = 0
         self.has_patience = True
         self.waiting: list[PullAsk] = []
         self.made = threading.Event()
         self.sinks: list[PullSink] = []
-        self.delivered: list[tuple[Tensor, VersionFetched]] = []
-        self.fetcher = Fetcher(
-            self,  # type: ignore[arg-type]
-            LinkMeter(self),  # type: ignore[arg-type]
-            RUN,
-            "a",
-            self.site_tensors,
-            lambda: self.lineage,
-            lambda: 1,
-            lambda values, event, lineage, told: self.delivered.append((values, event)),
-            self.events.emit,
-            self.stopping,
-        )
+        client: Any = self
+        self.fetcher = Fetcher(self, client, LinkMeter(client), self.site_tensors)
 
     def pull(self, ask: PullAsk, sink: PullSink, patience: Patience | None = None) -> PulledVersion:
         if patience is not None:
@@ -106,12 +95,12 @@ def test_a_difference_that_does_not_give_the_version_is_said_and_the_whole_is_fe
     shelf.site_tensors.latest[0] = (3, old)
     wrong = payload or make_codec("int8").encode(dice("elsewhere", 0))
     shelf.answers = [lambda ask: pulled(new, 4, ask.have_version, [wrong], False, "int8"), lambda ask: whole(new, 4)]
-    shelf.fetch(lambda: shelf.delivered)
+    shelf.fetch(lambda: shelf.fetched)
     assert [ask.have_version for ask in shelf.asks] == [3, -1]
     (note,) = shelf.events.of("note")
     assert note["note"] == "digest_differs"
     assert "fetching it whole" in note["why"]
-    values, event = shelf.delivered[0]
+    values, event = shelf.fetched[0]
     assert torch.equal(values, new)
     assert event == VersionFetched(0, 4, ())
     assert [fetched["whole"] for fetched in shelf.events.of("fetched")] == [True]
@@ -124,7 +113,7 @@ def test_a_whole_fragment_that_is_not_the_version_is_asked_for_again_but_not_in_
     with thread(shelf.fetcher.run, shelf.stopping, lambda: shelf.fetcher.queue.put(None)):
         shelf.fetcher.queue.put(0)
         time.sleep(0.6)
-    assert shelf.delivered == []
+    assert shelf.fetched == []
     assert 2 <= len(shelf.asks) <= 6, len(shelf.asks)
 
 
@@ -137,7 +126,7 @@ def test_a_version_that_the_syncer_does_not_have_is_not_asked_for_in_a_hot_loop(
             shelf.fetcher.queue.put(0)
         time.sleep(0.6)
     assert 1 <= len(shelf.asks) <= 12, len(shelf.asks)
-    assert all(event == VersionFetched(0, 4, ()) for _, event in shelf.delivered)
+    assert all(event == VersionFetched(0, 4, ()) for _, event in shelf.fetched)
 
 
 def test_a_fetch_goes_on_until_the_line_is_back() -> None:
@@ -147,7 +136,7 @@ def test_a_fetch_goes_on_until_the_line_is_back() -> None:
         raise Unreachable("cut") if len(shelf.asks) < 2 else Refused(Status.NOT_FOUND, "not yet")
 
     shelf.answers = [cut, cut, lambda ask: whole(dice("new", 0), 1)]
-    shelf.fetch(lambda: shelf.delivered)
+    shelf.fetch(lambda: shelf.fetched)
     assert len(shelf.asks) == 3
 
 
@@ -162,7 +151,7 @@ def test_a_fetch_of_a_run_that_was_restored_meanwhile_leads_nowhere() -> None:
     shelf.answers = [restored]
     shelf.fetch(lambda: shelf.lineage == 2 and shelf.fetcher.queue.empty())
     assert len(shelf.asks) == 1, "who asked for the old run goes on asking"
-    assert not shelf.delivered
+    assert not shelf.fetched
 
 
 def difference(old: Tensor, new: Tensor, have: int) -> tuple[PulledVersion, Tensor]:
@@ -181,8 +170,8 @@ def test_a_version_that_was_waited_for_is_not_asked_for_again() -> None:
     shelf.fetcher.expect(0)
     shelf.fetcher.expect(0)  # One waits there already.
     shelf.made.set()
-    shelf.fetch(lambda: shelf.delivered)
-    assert torch.equal(shelf.delivered[0][0], after)
+    shelf.fetch(lambda: shelf.fetched)
+    assert torch.equal(shelf.fetched[0][0], after)
     assert (shelf.asks, [ask.have_version for ask in shelf.waiting]) == ([], [3])
 
 
@@ -197,8 +186,8 @@ def test_what_came_of_waiting_to_nothing_is_asked_for() -> None:
     shelf.answers = [broken, lambda ask: version]
     shelf.made.set()
     shelf.fetcher.expect(0)
-    shelf.fetch(lambda: shelf.delivered)
-    assert torch.equal(shelf.delivered[0][0], after)
+    shelf.fetch(lambda: shelf.fetched)
+    assert torch.equal(shelf.fetched[0][0], after)
     assert len(shelf.asks) == 1
 
 
@@ -212,8 +201,8 @@ def test_what_was_waited_for_as_of_another_base_is_not_taken_and_its_memory_left
         shelf.lineage = 2
     else:
         shelf.site_tensors.latest[0] = (5, old)
-    shelf.fetch(lambda: shelf.delivered)
-    assert [event.version for _, event in shelf.delivered] == [9]
+    shelf.fetch(lambda: shelf.fetched)
+    assert [event.version for _, event in shelf.fetched] == [9]
     assert shelf.fetcher._of(0, shelf.lineage).sink is not shelf.sinks[0]
     shelf.made.set()
 

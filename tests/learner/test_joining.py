@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from diloco.learner.options import JoinFailed
 from diloco.learner.transfer import Joiner
-from diloco.sync.progress import FragmentProgress, LearnerState
 from diloco.wire.messages import Refused, Status, Unreachable
-from tests.syncer.building import LAYOUT, Events, agreement
+from tests.learner.participant import Recorder
+from tests.syncer.building import LAYOUT, agreement
 
 
-def door(events: Events, stopping: threading.Event | None = None) -> Joiner:
-    state = LearnerState([FragmentProgress()])
-    client: object = None
-    ends = stopping or threading.Event()
-    return Joiner(client, agreement(), LAYOUT, "a", state, lambda _: None, str, events.emit, ends)  # type: ignore[arg-type]
+def door(join: Callable[[Recorder], None]) -> Joiner:
+    class Site(Recorder):
+        def join(self) -> None:
+            join(self)
+
+    unused: Any = None
+    return Joiner(Site(), unused, agreement(), LAYOUT, unused)
 
 
 @pytest.mark.parametrize(
@@ -30,36 +33,35 @@ def door(events: Events, stopping: threading.Event | None = None) -> Joiner:
     ],
 )
 def test_why_a_first_join_failed(error: Exception, kind: str) -> None:
-    def fails() -> None:
+    def fails(site: Recorder) -> None:
         raise error
 
     with pytest.raises(JoinFailed) as caught:
-        door(Events()).first(time.monotonic(), fails)
+        door(fails).first(time.monotonic())
     assert caught.value.kind == kind
 
 
 def test_it_is_tried_until_somebody_answers() -> None:
     left = [3]
 
-    def late() -> None:
+    def late(site: Recorder) -> None:
         left[0] -= 1
         if left[0]:
             raise Unreachable("not yet", retry_after_s=0.01)
 
-    door(Events()).first(time.monotonic() + 10.0, late)
+    door(late).first(time.monotonic() + 10.0)
     assert left == [0]
 
 
 def test_who_is_stopping_is_not_at_the_door_any_more() -> None:
     """It once went on until join_timeout_s, without a pause between two attempts."""
     tries: list[float] = []
-    stopping = threading.Event()
 
-    def closed() -> None:
+    def closed(site: Recorder) -> None:
         tries.append(time.monotonic())
-        stopping.set()
+        site.stopping.set()
         raise Unreachable("the channel is closed")
 
     with pytest.raises(JoinFailed, match="stopping; last: the channel is closed"):
-        door(Events(), stopping).first(time.monotonic() + 5.0, closed)
+        door(closed).first(time.monotonic() + 5.0)
     assert len(tries) == 1

@@ -26,7 +26,7 @@ def begun(found: Pair) -> None:
     """Version 0 has been fetched and taken."""
     found.site.begin(found.state)
     arrive(found, 0)
-    found.site.retake(Retake(1, 0, (), "first version"))
+    found.site.at_boundary(Retake(1, 0, (), "first version"), "")
     found.owner.do()
 
 
@@ -35,7 +35,7 @@ def arrive(found: Pair, version: int) -> None:
     size = 4 * values.numel()
     told = digest(values)
     header = PullHeader(1, -1, version, True, "fp32", values.numel(), size, (size,), told, 0, (), 1)
-    found.owner._exchange._deliver(values, VersionFetched(1, version, ()), 1, header)
+    found.owner.keep_fetched(values, VersionFetched(1, version, ()), 1, header)
 
 
 def test_a_version_is_here_when_the_machine_has_taken_it_and_not_before(tmp_path: Path) -> None:
@@ -43,10 +43,10 @@ def test_a_version_is_here_when_the_machine_has_taken_it_and_not_before(tmp_path
         found.site.begin(found.state)
         found.knows = False
         arrive(found, 0)
-        assert found.owner._tensors.latest[1] is None
+        assert found.owner.tensors.latest[1] is None
         found.knows = True
         arrive(found, 0)
-        latest = found.owner._tensors.latest[1]
+        latest = found.owner.tensors.latest[1]
         assert latest is not None
         assert torch.equal(latest[1], dice("v0", 1))
         assert [type(event) for event in found.told] == [VersionFetched, VersionFetched]
@@ -59,21 +59,21 @@ def test_an_update_is_made_sealed_and_taken_back_here(tmp_path: Path) -> None:
         begun(found)
         for values in found.models[1].values():
             values.add_(1.0)
-        found.site.seal(SEAL, "fp32", at_rest=True)
+        found.site.at_boundary(SEAL, "fp32")
         found.site.order(Release(1, 1))
         found.owner.do()
         eventually(lambda: any(isinstance(event, Sealed) for event in found.told), "it is told")
         found.through()
-        assert list(found.owner._tensors.sent) == [(1, 1)], "that order came before it was sealed"
+        assert list(found.owner.tensors.sent) == [(1, 1)], "that order came before it was sealed"
         (sealed,) = found.events.of("sealed")
         assert (sealed["fragment"], sealed["sequence"]) == (1, 1)
         assert list((tmp_path / "outbox").glob("*.update")) == [tmp_path / "outbox" / "1-1.update"]
         arrive(found, 1)
-        found.site.adopt(Adopt(1, 1, (1,)))
+        found.site.at_boundary(Adopt(1, 1, (1,)), "")
         found.owner.do()
         found.site.order(Forget(1, 1))
-        assert found.owner._tensors.sent == {}
-        local = found.owner._tensors.local(1)
+        assert found.owner.tensors.sent == {}
+        local = found.owner.tensors.local(1)
         assert torch.allclose(local, dice("v1", 1), atol=1e-6), "what was merged is taken off"
         eventually(lambda: [event["version"] for event in found.events.of("adopted")] == [1], "it is told")
         assert found.tensors.told_base[1] == digest(dice("v1", 1))
@@ -83,14 +83,14 @@ def test_what_is_ordered_behind_a_boundary_waits_until_that_is_done(tmp_path: Pa
     with pair(tmp_path) as found:
         begun(found)
         arrive(found, 1)
-        found.site.adopt(Adopt(1, 1, ()))
+        found.site.at_boundary(Adopt(1, 1, ()), "")
         found.site.order(StartOver(1))
         found.site.capture()
-        assert found.owner._tensors.latest[1] is not None
+        assert found.owner.tensors.latest[1] is not None
         found.owner.do()
         state = found.owner.state()
         assert torch.equal(state["base.1"], dice("v1", 1))
-        assert found.owner._tensors.latest[1] is None
+        assert found.owner.tensors.latest[1] is None
         eventually(lambda: [event["fragment"] for event in found.events.of("started_over")] == [1], "it is told")
 
 
@@ -101,8 +101,8 @@ def test_what_is_known_of_the_run_is_told_once(tmp_path: Path) -> None:
         found.site.know(found.state)
         found.site.know(found.state)
         found.through()
-        machine = found.owner._exchange._machine
-        assert (machine.incarnation(), machine.epoch(), machine.lineage()) == (4, 5, 6)
+        machine = found.owner
+        assert (machine.incarnation, machine.epoch, machine.lineage) == (4, 5, 6)
         assert found.clients[1].followed == [(0, 1, 9)]
         assert machine.wanted(1, 7) == "digest"
         found.answer = None
@@ -118,7 +118,7 @@ def test_a_checkpoint_is_taken_up_as_far_as_the_machine_lists_it(tmp_path: Path)
         found.tensors.told_base[1] = "seven"
         found.site.begin(found.state)
         found.through()
-        own = found.owner._tensors
+        own = found.owner.tensors
         assert own.base[0] is None, "that is rank 0's"
         assert own.base[1] is tensors["base.1"]
         assert list(own.sent) == [(1, 3)]
@@ -140,7 +140,7 @@ def test_bytes_are_those_of_all_ranks(tmp_path: Path) -> None:
     with pair(tmp_path) as found:
         found.site.begin(found.state)
         found.clients[0].bytes_up, found.clients[1].bytes_up, found.clients[1].bytes_down = 3, 40, 500
-        found.owner._emit("note", {"note": "x"})
+        found.owner.emit("note", {"note": "x"})
         eventually(lambda: found.site.bytes_down == 500, "it came with what is said")
         assert found.site.bytes_up == 43
 
@@ -148,7 +148,7 @@ def test_bytes_are_those_of_all_ranks(tmp_path: Path) -> None:
 def test_without_rank_0_nobody_waits(tmp_path: Path) -> None:
     with pair(tmp_path) as found:
         found.site.begin(found.state)
-        waits = threading.Thread(target=found.owner._exchange._machine.wanted, args=(1, 1))
+        waits = threading.Thread(target=found.owner.wanted, args=(1, 1))
         found.answer = None
         found.site.close()
         waits.start()
@@ -166,8 +166,8 @@ def test_an_order_that_ends_in_an_error_keeps_nobody_when_the_rank_ends(
 
     with pair(tmp_path) as found:
         begun(found)
-        monkeypatch.setattr(found.owner._tensors, "retake", fail)
-        found.site.retake(Retake(1, 0, (), "an update was refused"))
+        monkeypatch.setattr(found.owner.tensors, "retake", fail)
+        found.site.at_boundary(Retake(1, 0, (), "an update was refused"), "")
         with pytest.raises(GroupError, match="rank 2 went away"):
             found.owner.do()
         found.owner.close()
@@ -195,10 +195,26 @@ def test_a_thread_that_dies_here_stops_the_site_in_words(tmp_path: Path, monkeyp
     with pair(tmp_path) as found:
         begun(found)
         broken = replace(SEAL, in_flight=())
-        found.site.seal(broken, "fp32", at_rest=False)
-        monkeypatch.setattr(found.owner._exchange.sealer, "_put", lambda sealed: 1 / 0)
+        found.site.at_boundary(broken, "fp32")
+        monkeypatch.setattr(found.owner.sealer, "_put", lambda sealed: 1 / 0)
         found.owner.do()
         eventually(lambda: any(isinstance(event, tuple) for event in found.told), "it is told")
         ((what, why),) = [event for event in found.told if isinstance(event, tuple)]
         assert what == "give_up"
         assert "ZeroDivisionError" in why
+
+
+def test_a_version_that_is_taken_again_is_told_as_its_base_only_where_it_is_the_latest(tmp_path: Path) -> None:
+    with pair(tmp_path) as found:
+        found.site.begin(found.state)
+        found.tensors.told_latest[1] = "two"
+        found.site._versions[1] = 2
+        found.owner.tensors.base[1] = dice("v1", 1)
+        found.site.at_boundary(Retake(1, 1, (), "an update was refused"), "")
+        found.owner.do()
+        assert found.tensors.told_base[1] == "", "it takes what it had"
+        found.owner.tensors.arrived(1, 2, dice("v2", 1), "two")
+        found.site.at_boundary(Retake(1, 2, (), "an update was refused"), "")
+        found.owner.do()
+        assert found.tensors.told_base[1] == "two"
+        assert torch.equal(found.owner.tensors.local(1), dice("v2", 1))

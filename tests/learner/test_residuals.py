@@ -228,7 +228,7 @@ def test_a_site_carries_it_through_a_crash(tmp_path: Path) -> None:
         first = Site(tmp_path / "a", DirectClient(syncer), **SITE)
         first.start()
         first.train_until(lambda: min(versions(syncer)) >= 3, "it takes part")
-        parts = first.agent._machine.state.fragments
+        parts = first.agent.machine.state.fragments
         eventually(lambda: not any(part.unanswered() for part in parts), "nothing is on its way")
         assert all(event["residual"] > 0 for event in first.events.of("sealed"))
         tensors, meta = first.agent.state()
@@ -290,7 +290,7 @@ def test_an_update_that_is_refused_for_its_age_leaves_the_residual_as_it_was(tmp
         started(tmp_path / "b", syncer, "b", **SITE) as other,
     ):
         late.train_until(lambda: len(late.events.of("adopted")) >= 4, "it takes part")
-        parts = late.agent._machine.state.fragments
+        parts = late.agent.machine.state.fragments
         eventually(lambda: not any(part.undecided() for part in parts), "all are decided")
         late.client.down.set()
         late.events.wait_for("disconnected")
@@ -332,6 +332,6 @@ def test_a_restored_run_drops_it_and_says_so(tmp_path: Path) -> None:
             return set(first) == {0, 1}
 
         site.train_until(taken, "both fragments are taken whole")
-        assert site.agent._machine.state.lineage == 2
+        assert site.agent.machine.state.lineage == 2
         assert all(event["residual_dropped"] > 0 for event in first.values())
         site.close()

@@ -18,6 +18,7 @@ from diloco.learner.seal import Encoder, SealedUpdate, Sealer, SealJob, seal
 from diloco.learner.tensors import HOST, Place, SealInputs
 from diloco.sync.effects import Seal
 from diloco.sync.events import SealFailed
+from tests.learner.participant import Recorder
 from tests.syncer.building import dice
 
 if TYPE_CHECKING:
@@ -63,25 +64,20 @@ def test_values_that_are_not_finite_are_never_encoded(codec: str, bad: float) ->
 def test_an_update_is_in_the_outbox_before_it_is_told_and_out_of_it_when_it_is_dropped(tmp_path: Path) -> None:
     outbox = Outbox(tmp_path)
     found: list[tuple[SealedUpdate, dict[tuple[int, int], str]]] = []
-    told: list[object] = []
-    sealer = Sealer(
-        "run",
-        "a",
-        [encoder("fp32")],
-        outbox,
-        lambda: 4,
-        lambda sealed: found.append((sealed, outbox.digests())),
-        told.append,
-        lambda name, facts: None,
-        threading.Event(),
-    )
+
+    class Looks(Recorder):
+        def keep_sealed(self, sealed: SealedUpdate) -> None:
+            found.append((sealed, outbox.digests()))
+
+    site = Looks()
+    sealer = Sealer(site, [encoder("fp32")], outbox)
     ruined = SealInputs(dice("base", 0), [dice("local", 0) / 0.0], [])
     for order in (SealJob(EFFECT, inputs(), "fp32"), SealJob(replace(EFFECT, sequence=8), ruined, "fp32"), None):
         sealer.queue.put(order)
     sealer.run()
     ((sealed, held),) = found
     assert held == {(0, 7): sealed.header.digest}
-    assert told == [SealFailed(0, 8)]
+    assert site.told == [SealFailed(0, 8)]
     for drop in ((0, 7), None):
         sealer.queue.put(drop)
     sealer.run()
@@ -107,67 +103,36 @@ class FullDisk(Disk):
 def test_a_full_disk_is_waited_for_and_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool) -> None:
     """Seen: it ended the training of the site."""
     monkeypatch.setattr("diloco.learner.seal.ROOM_EVERY_S", 0.01)
-    stopping = threading.Event()
-    outbox = Outbox(tmp_path, FullDisk(3, stopping if stops else None))
-    kept: list[SealedUpdate] = []
-    said: list[object] = []
-    sealer = Sealer(
-        "run",
-        "a",
-        [encoder("fp32")],
-        outbox,
-        lambda: 4,
-        kept.append,
-        lambda event: None,
-        lambda name, facts: said.append(facts.get("note", name)),
-        stopping,
-    )
+    site = Recorder()
+    outbox = Outbox(tmp_path, FullDisk(3, site.stopping if stops else None))
+    sealer = Sealer(site, [encoder("fp32")], outbox)
     for order in (SealJob(EFFECT, inputs(), "fp32"), None):
         sealer.queue.put(order)
     sealer.run()
+    said = [event.get("note", event["what"]) for event in site.events.all]
     assert said == (["disk_full"] if stops else ["disk_full", "disk_has_room", "sealed"])
-    assert len(kept) == len(outbox.digests()) == (0 if stops else 1)
+    assert len(site.sealed) == len(outbox.digests()) == (0 if stops else 1)
 
 
 @pytest.mark.parametrize(("codec", "stage"), [("int4", None), ("int4+zstd", "raw"), ("fp32+auto", "zstd")])
 def test_what_became_of_the_entropy_stage_is_said(tmp_path: Path, codec: str, stage: str | None) -> None:
-    said: list[dict[str, object]] = []
-    sealer = Sealer(
-        "run",
-        "a",
-        [encoder(codec)],
-        Outbox(tmp_path),
-        lambda: 4,
-        lambda sealed: None,
-        lambda event: None,
-        lambda name, facts: said.append(facts),
-        threading.Event(),
-    )
+    site = Recorder()
+    sealer = Sealer(site, [encoder(codec)], Outbox(tmp_path))
     even = SealInputs(torch.ones(4096), [torch.zeros(4096)], [])
     for order in (SealJob(EFFECT, inputs() if stage == "raw" else even, codec), None):
         sealer.queue.put(order)
     sealer.run()
-    assert said[0].get("stage") == stage
+    assert site.events.all[0].get("stage") == stage
 
 
 def test_each_update_is_encoded_as_its_job_says(tmp_path: Path) -> None:
     outbox = Outbox(tmp_path)
-    kept: list[SealedUpdate] = []
-    said: list[object] = []
-    sealer = Sealer(
-        "run",
-        "a",
-        [encoder("int8"), encoder("int4")],
-        outbox,
-        lambda: 4,
-        kept.append,
-        lambda event: None,
-        lambda name, facts: said.append(facts["codec"]),
-        threading.Event(),
-    )
+    site = Recorder()
+    sealer = Sealer(site, [encoder("int8"), encoder("int4")], outbox)
     for sequence, codec in enumerate(["int8", "int4", "int8"], 1):
         sealer.queue.put(SealJob(replace(EFFECT, sequence=sequence), inputs(), codec))
     sealer.queue.put(None)
     sealer.run()
-    assert [each.header.encoding for each in kept] == ["int8", "int4", "int8"] == said
+    assert [each.header.encoding for each in site.sealed] == ["int8", "int4", "int8"]
+    assert [event["codec"] for event in site.events.all] == ["int8", "int4", "int8"]
     assert [outbox.get(0, sequence, 4)[0].encoding for sequence in (1, 2, 3)] == ["int8", "int4", "int8"]

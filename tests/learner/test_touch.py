@@ -38,7 +38,7 @@ def test_heartbeats_echo_the_digests_of_the_bases_that_are_held(tmp_path: Path) 
             published = [short_digest(values.digest) for values in syncer.holdings.values]
             site.train(1)
             eventually(lambda: client.digests == tuple(published), "both digests in a heartbeat")
-            held = site.agent._tensors.base[1]
+            held = site.agent.tensors.base[1]
             assert held is not None
             held[0] += 1.0
             eventually(lambda: client.digests[1] not in (0, published[1]), "the change in a heartbeat")
@@ -83,7 +83,7 @@ def test_a_bit_that_flips_in_a_base_is_found_and_the_fragment_taken_whole(tmp_pa
         started(tmp_path / "site", syncer, learner={"inner_steps": 100_000}) as site,
     ):
         site.train(2)
-        held = site.agent._tensors.base[1]
+        held = site.agent.tensors.base[1]
         assert held is not None
         held.numpy().view("uint32")[2] ^= 1 << 30
         site.train_until(lambda: [e for e in site.events.of("retaken") if "memory" in e["why"]], "the fragment whole")
@@ -96,7 +96,7 @@ def test_a_bit_that_flips_in_a_base_is_found_and_the_fragment_taken_whole(tmp_pa
         status = syncer.api.status()["sites"]
         assert isinstance(status, dict)
         assert status["a"]["bases_differed"] == 1
-        ledger = site_ledger(site.agent._machine.state)
+        ledger = site_ledger(site.agent.machine.state)
         assert ledger.balanced()
         assert ledger.overwritten > 0
 

@@ -212,7 +212,7 @@ def test_a_syncer_of_before_what_the_region_remembers_is_not_joined(tmp_path: Pa
     above.begin(below, known)
     try:
         with pytest.raises((Refused, Unreachable)):
-            above._join()
+            above.join()
         assert not below.told
     finally:
         above.close()

@@ -66,7 +66,7 @@ def test_a_far_site_lets_so_many_steps_pass_as_its_exchange_takes(tmp_path: Path
     with serving(toy) as (syncer, address, log), RelayProcess() as relay:
         far = relay.add("a", LinkOptions(rtt_ms=RTT_MS), address)
         with SiteThread(toy, "a", far, step_s=STEP_S) as site:
-            watched = Watched(site.toy_site.agent._machine)
+            watched = Watched(site.toy_site.agent.machine)
             chosen = site.log.wait_for("adapted", 1, BOUND_S)[0]
             assert STEPS_MIN <= chosen["overlap_steps"] <= STEPS_MAX
             assert "an exchange takes" in str(chosen["why"])

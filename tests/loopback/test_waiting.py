@@ -86,7 +86,7 @@ class Watched:
     def _starting(self, original: Callable[[Agent], int]) -> Callable[[Agent], int]:
         def start(agent: Agent) -> int:
             cursor = original(agent)  # What waits for the syncer, as it should, holds the lock while it does.
-            self._locks.append(agent._changed)
+            self._locks.append(agent.changed)
             return cursor
 
         return start
@@ -142,7 +142,7 @@ def test_the_check_fails_when_the_agent_seals_in_the_training_thread(
     toy = Toy(folder=str(tmp_path), outer={"grace": "fixed", "grace_ns": 0})
     with serving(toy) as (_, address, _), guarding(Guard(watched.forbidden), monkeypatch) as guard:
         with SiteThread(toy, "a", address, step_s=0.003) as site:
-            sealer = site.toy_site.agent._exchange.sealer
+            sealer = site.toy_site.agent.sealer
             sealer.queue = SealsAtOnce(sealer)  # type: ignore[assignment]
             eventually(lambda: site.error is not None, BOUND_S, "the mutant is caught")
         assert isinstance(site.error, Waited)

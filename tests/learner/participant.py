@@ -1,0 +1,53 @@
+"""A participant that writes down what it hears, for the threads that move updates and versions."""
+
+from __future__ import annotations
+
+import threading
+
+from torch import Tensor
+
+from diloco.learner.seal import SealedUpdate
+from diloco.sync.events import VersionFetched
+from diloco.wire.messages import PullHeader
+from tests.syncer.building import RUN, Events
+
+
+class Recorder:
+    run_id, site_id = RUN, "a"
+    incarnation = epoch = lineage = 1
+    left = False
+
+    def __init__(self) -> None:
+        self.stopping = threading.Event()
+        self.events = Events()
+        self.updates: dict[tuple[int, int], str] = {}
+        """The digests of those that wait to be sent."""
+        self.told: list[object] = []
+        self.sealed: list[SealedUpdate] = []
+        self.fetched: list[tuple[Tensor, VersionFetched]] = []
+        self.rejoins: list[str] = []
+        self.gave_up: list[str] = []
+
+    def wanted(self, fragment: int, sequence: int) -> str | None:
+        return self.updates.get((fragment, sequence))
+
+    def keep_sealed(self, sealed: SealedUpdate) -> None:
+        self.sealed.append(sealed)
+
+    def keep_fetched(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:
+        self.fetched.append((values, event))
+
+    def tell(self, event: object) -> None:
+        self.told.append(event)
+
+    def emit(self, what: str, facts: dict[str, object]) -> None:
+        self.events.emit(what, facts)
+
+    def rejoin(self, why: str) -> None:
+        self.rejoins.append(why)
+
+    def give_up(self, why: str) -> None:
+        self.gave_up.append(why)
+
+    def join(self) -> None:
+        raise AssertionError("nothing asks this participant to join")
