@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from diloco.sync.options import OuterOptions
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.images import full_parameters
 from diloco.syncer.journal_files import JournalFiles
-from diloco.syncer.snapshots import FragmentValues, Snapshots, same_values
+from diloco.syncer.snapshots import FragmentValues, same_values
 from diloco.syncer.store import RunCard, Store
 from tests.loopback.cluster import Log
 
@@ -210,8 +211,8 @@ def audit(run: Run, syncers: Sequence[Log], sites: dict[str, Sequence[Log]], fin
         # What a restore has taken out again was merged once and is lost; it counts nowhere else.
         assert merged == ever if not told.began else merged <= ever <= merged + ledger["lost"], (site, merged, ever)
     again = computed_again(run)
-    for values, kept in zip(again, last_snapshot(run), strict=True):
-        assert values.digest == kept.digest == digest(kept.published), "the last snapshot is not the journal's"
+    for values, kept in zip(again, as_it_stopped(run), strict=True):
+        assert values.digest == kept.digest == digest(kept.published), "what the syncer kept is not the journal's"
         assert same_values(values, kept)
     if told.machine.state.ending is Ending.FINISHED:
         final = load_file(Path(run.folder) / "syncer" / "final" / "model.safetensors")
@@ -220,9 +221,16 @@ def audit(run: Run, syncers: Sequence[Log], sites: dict[str, Sequence[Log]], fin
     return told
 
 
-def last_snapshot(run: Run) -> tuple[FragmentValues, ...]:
-    kept = Snapshots(Path(run.folder) / "syncer" / "snapshots")
-    return kept.load(kept.numbers()[-1]).fragments
+def as_it_stopped(run: Run) -> list[FragmentValues]:
+    """What a syncer would go on from: the last snapshot, and what the journal has after it."""
+    folder = Path(run.folder) / "as-it-stopped"
+    shutil.copytree(Path(run.folder) / "syncer", folder)
+    shared = json.loads((folder / "run.json").read_text())["shared_digest"]
+    rules, rule = run.rules()
+    store = Store(folder, RunCard(run.run_id, run.layout().fingerprint, shared))
+    found = store.recover(rules, rule, run.codec)
+    store.journal.close()
+    return found.holdings.values
 
 
 def _versions_never_go_back(told: History, syncers: Sequence[Log], sites: dict[str, Sequence[Log]]) -> None:
