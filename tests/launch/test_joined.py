@@ -150,7 +150,7 @@ def test_the_loops_own_exception_goes_on_with_a_note(place: Path) -> None:
         loop = Loop(served)
         beside: list[threading.Thread] = []
         with pytest.raises(ZeroDivisionError) as raised:
-            loop.broken_off(7, lambda: beside.extend(loop.outer._agent._threads))  # type: ignore[union-attr]
+            loop.broken_off(7, lambda: beside.extend(loop.outer._agent.threads))  # type: ignore[union-attr]
         (note,) = raised.value.__notes__
         assert note.startswith("diloco: site fra left run mine while it trained, its tokens: ")
         assert "20 unsent" in note or "70 unsent" in note

@@ -133,9 +133,9 @@ def test_what_the_one_above_told_is_kept_for_when_it_is_away(tmp_path: Path) -> 
     again = speaker(config, data)
     again.close()
     for made in (first, again):
-        assert made._agreement.run_id == "top"
+        assert made._joiner._agreement.run_id == "top"
         assert (made._options.up_codec, made._options.in_flight_max) == ("int8", 3)
-        assert made._agreement.shared["outer.lr"] == "0.3"
+        assert made._joiner._agreement.shared["outer.lr"] == "0.3"
         assert made._options.folder == str(data)
     (data / FOLDER / "run.json").write_text('{"endpoinu": "')
     with pytest.raises(VerbError, match=r"run\.json is damaged: remove it, and the syncer above is asked again"):
@@ -179,9 +179,9 @@ def test_each_of_several_syncers_is_a_site_of_the_one_above_of_its_number(tmp_pa
             data = tmp_path / f"region-{index}"
             made = speaker(config, data)
             plan = build_syncer.plan(config, build.layout_of(config))
-            assert made._agreement.layout_fingerprint == plan.layout.fingerprint
+            assert made._joiner._agreement.layout_fingerprint == plan.layout.fingerprint
             for name in ("cluster.syncer.index", "placement"):
-                assert made._agreement.shared[name] == plan.agreement.shared[name]
+                assert made._joiner._agreement.shared[name] == plan.agreement.shared[name]
             made._joiner.attempt()
             made.close()
             assert own in (data / FOLDER / "run.json").read_text()

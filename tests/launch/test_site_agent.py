@@ -87,8 +87,8 @@ def test_two_have_one_each_with_a_folder_of_its_own(tmp_path: Path) -> None:
     config = compose([*SMALL, "outer.num_syncers=2", "site.syncer=127.0.0.1:1/127.0.0.1:2"])
     agents = made(config, tmp_path)
     assert isinstance(agents, Agents)
-    assert [each._client.address for each in agents._agents] == ["127.0.0.1:1", "127.0.0.1:2"]
-    assert [len(each._layout.fragments) for each in agents._agents] == [1, 1]
+    assert [each.client.address for each in agents._agents] == ["127.0.0.1:1", "127.0.0.1:2"]
+    assert [len(each.tensors.layout.fragments) for each in agents._agents] == [1, 1]
     for index in range(2):
         assert (tmp_path / f"agent/syncer-{index}/odometer").is_file()
     assert [len(each.fragments) for each in follower_of(config, held(config))._layouts] == [1, 1]

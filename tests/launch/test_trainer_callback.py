@@ -100,7 +100,7 @@ def test_a_training_that_was_broken_off_may_be_begun_again(tmp_path: Path) -> No
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
         before = callback.outer  # A traceback that is kept may hold it, and with it the folder.
-        beside = before._agent._threads
+        beside = before._agent.threads
         trainer.train()  # As in a notebook: the process is the same, and so is the callback.
         assert not any(thread.is_alive() for thread in beside)
     assert callback.outer.why == "the run is finished"
