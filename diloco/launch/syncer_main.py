@@ -179,8 +179,8 @@ def serve(
 
 
 def _wait(syncer: Syncer, stopping: Stopping) -> Ending | None:
+    from diloco.sync.leadership import LeaseLostError
     from diloco.syncer.keeping import MemoryDamaged
-    from diloco.syncer.lease import LeaseLostError
     from diloco.syncer.region import UpstreamRefusedError
 
     asked = False

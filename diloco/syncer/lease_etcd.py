@@ -26,16 +26,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
-from diloco.syncer.lease import (
-    Claim,
-    LeaseError,
-    LeaseRefusedError,
-    Standing,
-    next_standing,
-    plain_of,
-    refusal,
-    standing_of,
-)
+from diloco.sync.leadership import Claim, Standing, next_standing, refusal
+from diloco.syncer.lease import LeaseError, LeaseRefusedError, plain_of, standing_of
 from diloco.wire.options import check_private, is_loopback
 
 if TYPE_CHECKING:

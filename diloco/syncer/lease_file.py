@@ -23,17 +23,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import IO, TYPE_CHECKING
 
 from diloco.durable import PLAIN_DISK, Step, lock
+from diloco.sync.leadership import Claim, Standing, next_standing, refusal
 from diloco.sync.plain import parse_json
-from diloco.syncer.lease import (
-    Claim,
-    LeaseError,
-    LeaseRefusedError,
-    Standing,
-    next_standing,
-    plain_of,
-    refusal,
-    standing_of,
-)
+from diloco.syncer.lease import LeaseError, LeaseRefusedError, plain_of, standing_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -34,7 +34,8 @@ from diloco.wire.server import serve
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from diloco.syncer.lease import Leadership, Lease, Standing
+    from diloco.sync.leadership import Standing
+    from diloco.syncer.lease import Leadership, Lease
     from diloco.syncer.standby import Standby, Warm
     from diloco.wire.identity import Identity
     from diloco.wire.messages import JoinAsk, ProbeAnswer, ProbeAsk, PullAsk, PushHeader, ReportInfo

@@ -9,9 +9,9 @@ import pytest
 
 from diloco.sync.effects import AnswerJoin, AnswerPush
 from diloco.sync.events import DrainRequested, Outcome
+from diloco.sync.leadership import LeaseLostError
 from diloco.syncer.core import CoreHeld, CoreStopped
 from diloco.syncer.journal_files import Turn
-from diloco.syncer.lease import LeaseLostError
 from diloco.syncer.readiness import Unready, Want
 from diloco.wire.messages import Refusal
 from diloco.wire.messages import Status as WireStatus

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from diloco.durable import PLAIN_DISK
+from diloco.sync.leadership import LeaseLostError
 from diloco.sync.state import FragmentState, OuterState
 from diloco.syncer import server as server_module
 from diloco.syncer.lease import (
     REMEMBERED,
     Leadership,
     LeaseError,
-    LeaseLostError,
     LeaseRefusedError,
     claim_of,
     lead,

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from diloco.syncer.lease import Claim, LeaseError, Standing, next_standing, plain_of, refusal, standing_of
+from diloco.sync.leadership import Claim, Standing, next_standing, refusal
+from diloco.syncer.lease import LeaseError, plain_of, standing_of
 
 STANDING = Standing(epoch=5, lineage=2, holder="first", heir="second")
 

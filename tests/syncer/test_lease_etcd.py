@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.syncer.lease import Claim, LeaseError, LeaseRefusedError, Standing
+from diloco.sync.leadership import Claim, Standing
+from diloco.syncer.lease import LeaseError, LeaseRefusedError
 from diloco.syncer.lease_etcd import EtcdAccess, EtcdLease, HeldEtcd
 from tests.loopback.cluster import eventually, free_port
 from tests.syncer.etcd import Etcd, Tls, running_etcd

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from diloco.durable import Disk, KillingDisk, Step
+from diloco.sync.leadership import Claim, Standing
 from diloco.syncer import lease_file
-from diloco.syncer.lease import Claim, LeaseError, LeaseRefusedError, Standing
+from diloco.syncer.lease import LeaseError, LeaseRefusedError
 from diloco.syncer.lease_file import FileLease, HeldFile
 from tests.forked import forkserver
 

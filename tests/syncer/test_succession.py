@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from diloco.durable import PLAIN_DISK, Disk
+from diloco.sync.leadership import Claim
 from diloco.sync.state import FragmentState, OuterState
 from diloco.syncer import succession as succession_module
-from diloco.syncer.lease import Claim, Leadership, Lease, remembered
+from diloco.syncer.lease import Leadership, Lease, remembered
 from diloco.syncer.lease_file import FileLease, HeldFile
 from diloco.syncer.standby import StandbyError, Warm
 from diloco.syncer.succession import Succession, begun_anew
