@@ -4,12 +4,8 @@ Lease.  It holds the *epoch*, which only rises: the process that takes the lease
 by compare-and-swap, so that of many that try at once one wins.  It names the *holder*, and the *heir*: the standby that
 has everything which any site was told, and so may take over without loss when the holder falls silent.
 
-Leadership.  ``Leadership`` says whether this process leads the run at this moment: it renews the lease in a thread, and
-is asked before all that is told.  The lease counts as held for ``VALID_SHARE`` of its time from the instant at which
-the last confirmed renewal was *sent*.  Others take it no sooner than a whole ``ttl_s`` after that by their own clocks:
-the rest is for clocks that do not run alike.  A process that was frozen, or whose lease's keeper is away, finds the
-lease too old and waits, in words, for a renewal.  The renewal says whether another has taken the lease, and then
-nothing is told any more.
+Leadership.  ``LeaseHolder`` renews the lease in a thread, and is asked before all that is told.  What it answers is
+decided in ``sync/leadership``.
 
 What follows the check is told within the same turn.  A process frozen in that very instant still tells it when it goes
 on: with a standby that is nothing that a new leader lacks (``replicator``), and it carries the old epoch.
@@ -27,7 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from diloco.durable import LOCK, PLAIN_DISK, Step
-from diloco.sync.leadership import Claim, LeaseLostError, Standing
+from diloco.sync.leadership import RETRY_SHARE, Change, Claim, Leadership, Standing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,45 +114,35 @@ def plain_of(standing: Standing) -> dict[str, object]:
     return asdict(standing)
 
 
-VALID_SHARE = 0.6
-RENEW_SHARE = 1 / 3
-RETRY_SHARE = 1 / 20
 REMEMBERED = "leadership.json"
 LABEL_CHARS_MAX = 55
 
 
-def clock_s() -> float:
+def clock_ns() -> int:
     """A clock that goes on while the machine sleeps: the lease runs out meanwhile."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
-class Leadership:
-    """The guard of one process that has taken the lease; every method is for any thread."""
+class LeaseHolder:
+    """Renews the lease of this process in a thread, and asks ``Leadership``; every method is for any thread."""
 
     def __init__(
         self,
         held: Held,
         ttl_s: float,
-        sent_s: float,
+        sent_ns: int,
         place: str = "",
-        clock_s: Callable[[], float] = clock_s,
+        clock_ns: Callable[[], int] = clock_ns,
         emit: Callable[[str, dict[str, object]], None] = lambda what, facts: None,
     ) -> None:
-        """``sent_s``: when the lease was asked for, by ``clock_s``."""
+        """``sent_ns``: when the lease was asked for, by ``clock_ns``."""
         self.epoch = held.epoch
-        self.ttl_s = ttl_s
         self.place = place
         self._held = held
-        self._clock_s = clock_s
+        self._clock_ns = clock_ns
         self._emit = emit
-        self._confirmed_s = sent_s
-        self._due_s = sent_s + ttl_s * RENEW_SHARE
+        self._leadership = Leadership(held.epoch, round(ttl_s * 1e9), sent_ns)
         self._lock = threading.Lock()
-        self._wish = ""
-        self._marked: str | None = ""
-        self._possible = ""
-        self._trouble: str | None = None
-        self._lost: str | None = None
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
@@ -165,49 +151,41 @@ class Leadership:
 
     def valid(self) -> bool:
         """Whether this process leads the run."""
-        return self._lost is None and self._clock_s() - self._confirmed_s < self.ttl_s * VALID_SHARE
+        return self._leadership.valid(self._clock_ns())
 
     def wanting(self) -> str | None:
-        """Why nothing may be told now, None when it may; ``LeaseLostError`` when nothing may ever be again."""
-        if self._lost is not None:
-            raise LeaseLostError(self._lost)
-        why = f": {self._trouble}" if self._trouble else ""
-        return None if self.valid() else f"the lease of epoch {self.epoch} was not renewed in time{why}"
+        """As ``Leadership.wanting`` at this moment."""
+        return self._leadership.wanting(self._clock_ns())
 
     def heir_is(self, name: str) -> str | None:
-        """Why it is not certain that the lease names at most ``name`` ("": nobody) as heir; None when it is.
-
-        Until then what that standby lacks must not be told; whoever else is named is taken out.
-        """
+        """As ``Leadership.heir_is``; the thread takes another out at once."""
         with self._lock:
-            if self._wish not in ("", name):
-                self._wish = ""
-            if self._possible in ("", name):
-                return None
-            other = self._possible
-        self._wake.set()
-        return f"the lease still names the standby {other} as the heir: it is being taken out"
+            why = self._leadership.heir_is(name)
+        if why is not None:
+            self._wake.set()
+        return why
 
     def name_heir(self, name: str) -> None:
-        """The standby ``name`` has everything, and gets everything from now on: it may take over."""
+        """As ``Leadership.name_heir``; the thread writes it down at once."""
         with self._lock:
-            self._wish = name
+            self._leadership.name_heir(name)
         self._wake.set()
 
     def status(self) -> dict[str, object]:
         """For ``diloco status``."""
+        leadership = self._leadership
         return {
             "place": self.place,
             "epoch": self.epoch,
             "valid": self.valid(),
-            "heir": self._marked,
-            "renewed_seconds_ago": round(self._clock_s() - self._confirmed_s, 1),
-            "trouble": self._lost or self._trouble,
+            "heir": leadership.heir,
+            "renewed_seconds_ago": round((self._clock_ns() - leadership.confirmed_ns) / 1e9, 1),
+            "trouble": leadership.lost or leadership.trouble,
         }
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
-    def start(self) -> Leadership:
+    def start(self) -> LeaseHolder:
         """Begin to renew."""
         self._thread.start()
         return self
@@ -218,57 +196,41 @@ class Leadership:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
-        if release and self._lost is None:
+        if release and self._leadership.lost is None:
             try:
                 self._held.release()
             except LeaseError as error:
                 self._emit("note", {"note": "lease", "why": f"not given back, it will run out: {error}"})
 
     def _run(self) -> None:
-        while not self._stopping.is_set() and self._lost is None:
-            self._wake.wait(max(0.0, self._due_s - self._clock_s()))
+        while not self._stopping.is_set() and self._leadership.lost is None:
+            self._wake.wait(max(0, self._leadership.due_ns - self._clock_ns()) / 1e9)
             self._wake.clear()
             if not self._stopping.is_set():
                 self.step()
 
     def step(self) -> None:
-        """Renew if it is time, and write down the heir if another is wished for; what fails is tried again soon."""
-        try:
-            if self._clock_s() >= self._due_s:
-                self._renew()
-            self._write_heir()
-            self._trouble = None
-        except LeaseError as error:
-            if self._trouble is None:
-                self._emit("note", {"note": "lease", "why": str(error)})
-            self._trouble = str(error)
-            self._due_s = self._clock_s() + self.ttl_s * RETRY_SHARE
-
-    def _renew(self) -> None:
-        sent_s = self._clock_s()
-        if not self._held.renew():
-            self._lose("it ran out, and another process has taken it or may")
-            return
-        self._confirmed_s = sent_s
-        self._due_s = sent_s + self.ttl_s * RENEW_SHARE
-
-    def _write_heir(self) -> None:
-        while self._lost is None:
-            with self._lock:
-                heir = self._wish if self._possible in ("", self._wish) else ""  # Never one name right after another.
-                if heir == self._marked == self._possible:
-                    return
-                self._possible, self._marked = heir or self._possible, None
-            if not self._held.mark(heir):
-                self._lose("another process has taken it")
+        """Make every change that is due at the lease; what fails is tried again soon."""
+        leadership = self._leadership
+        while (change := self._next_change()) is not None:
+            try:
+                held = self._held.renew() if change.heir is None else self._held.mark(change.heir)
+            except LeaseError as error:
+                if leadership.trouble is None:
+                    self._emit("note", {"note": "lease", "why": str(error)})
+                leadership.missed(self._clock_ns(), str(error))
                 return
             with self._lock:
-                self._possible = self._marked = heir
-            self._emit("note", {"note": "heir", "why": f"the lease names {heir or 'nobody'} as the heir"})
+                leadership.changed(change, held=held)
+            if leadership.lost is not None:
+                self._emit("note", {"note": "lease_lost", "why": leadership.lost})
+            elif change.heir is not None:
+                named = change.heir or "nobody"
+                self._emit("note", {"note": "heir", "why": f"the lease names {named} as the heir"})
 
-    def _lose(self, why: str) -> None:
-        self._lost = f"the lease of epoch {self.epoch} is lost: {why}; nothing more is told here"
-        self._emit("note", {"note": "lease_lost", "why": self._lost})
+    def _next_change(self) -> Change | None:
+        with self._lock:
+            return self._leadership.next_change(self._clock_ns())
 
 
 # --- taking it --------------------------------------------------------------------------------------------------------
@@ -340,7 +302,7 @@ def lead(
     state: OuterState,
     emit: Callable[[str, dict[str, object]], None],
     wait_s: float | None = None,
-) -> Leadership | None:
+) -> LeaseHolder | None:
     """Take ``lease`` for the run in ``folder``, waiting at most ``wait_s`` (None: twice its time) for another's end.
 
     None where the run is led without a lease.
@@ -361,15 +323,15 @@ def lead(
 
 def try_to_lead(
     lease: Lease, folder: Path, disk: Disk, claim: Claim, emit: Callable[[str, dict[str, object]], None]
-) -> Leadership | None:
+) -> LeaseHolder | None:
     """One attempt; None while another holds the lease.  What is taken is renewed from then on."""
-    sent_s = clock_s()
+    sent_ns = clock_ns()
     held = lease.acquire(claim)
     if held is None:
         return None
     _remember(folder / REMEMBERED, Remembered(claim.name, lease.place, _home(folder)), disk)
     emit("lease_taken", {"epoch": held.epoch, "holder": claim.name, "place": lease.place})
-    return Leadership(held, lease.ttl_s, sent_s, lease.place, emit=emit).start()
+    return LeaseHolder(held, lease.ttl_s, sent_ns, lease.place, emit=emit).start()
 
 
 def _check_unled(folder: Path) -> None:

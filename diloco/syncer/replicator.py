@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from diloco.syncer.core import Core
     from diloco.syncer.journal_files import Turn
-    from diloco.syncer.lease import Leadership
+    from diloco.syncer.lease import LeaseHolder
     from diloco.syncer.store import Store
     from diloco.wire.replication import FollowPart, FollowStart
 
@@ -86,7 +86,7 @@ class Replicator:
         store: Store,
         lineage: Callable[[], int],
         emit: Callable[[str, dict[str, object]], None],
-        leadership: Leadership | None = None,
+        leadership: LeaseHolder | None = None,
     ) -> None:
         """``lineage`` is the run's when it is asked."""
         self.options = options

@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from diloco.sync.region import Above
     from diloco.sync.state import OuterState
     from diloco.sync.syncer import OuterSync
-    from diloco.syncer.lease import Leadership, Lease
+    from diloco.syncer.lease import Lease, LeaseHolder
     from diloco.syncer.options import RunPlan, SyncerOptions
     from diloco.syncer.snapshots import FragmentValues
     from diloco.syncer.standby import Warm
@@ -152,7 +152,7 @@ class Syncer:
         self._make_above = above
         self._above: Above[Tensor] | None = None
         self.region: Region | None = None
-        self.leadership: Leadership | None = None
+        self.leadership: LeaseHolder | None = None
         self._candidates: dict[tuple[int, int], OuterResult] = {}
         self._versions = threading.BoundedSemaphore(VERSIONS_MAX)
         self._buffers = Buffers(spare_max(plan))

@@ -32,7 +32,7 @@ from diloco.sync.state import Phase
 from diloco.sync.syncer import OuterSync
 from diloco.syncer.holdings import Holdings
 from diloco.syncer.journal_files import Position
-from diloco.syncer.lease import Leadership, remembered
+from diloco.syncer.lease import LeaseHolder, remembered
 from diloco.syncer.opening import open_store, recovered
 from diloco.syncer.readiness import LOOK_EVERY_S, Room
 from diloco.syncer.replaying import Replayer
@@ -153,7 +153,7 @@ class Warm:
     taken: ExitStack
     epoch: int = 0
     """The one to begin with where there is no lease to give it."""
-    leadership: Leadership | None = None
+    leadership: LeaseHolder | None = None
     """Where the standby has taken the lease already."""
 
 

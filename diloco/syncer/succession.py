@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from diloco.sync.leadership import Standing
-    from diloco.syncer.lease import Leadership, Lease
+    from diloco.syncer.lease import Lease, LeaseHolder
     from diloco.syncer.standby import Standby, Warm
     from diloco.wire.identity import Identity
     from diloco.wire.messages import JoinAsk, ProbeAnswer, ProbeAsk, PullAsk, PushHeader, ReportInfo
@@ -54,7 +54,7 @@ class Succession:
         self._standby = standby
         self._lease = lease
         self._on_taken = on_taken
-        self._leadership: Leadership | None = None
+        self._leadership: LeaseHolder | None = None
         self._standing: Standing | None = None
         self._vacant = False
         self._trouble: str | None = None

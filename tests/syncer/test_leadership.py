@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from diloco.durable import PLAIN_DISK
-from diloco.sync.leadership import LeaseLostError
+from diloco.sync.leadership import Leadership, LeaseLostError
 from diloco.sync.state import FragmentState, OuterState
 from diloco.syncer import server as server_module
 from diloco.syncer.lease import (
     REMEMBERED,
-    Leadership,
     LeaseError,
+    LeaseHolder,
     LeaseRefusedError,
     claim_of,
     lead,
@@ -40,8 +40,8 @@ class Hand:
         self.marks: list[str] = []
         self.released = False
 
-    def clock(self) -> float:
-        return self.now_s
+    def clock(self) -> int:
+        return round(self.now_s * 1e9)
 
     def _said(self) -> bool:
         self.now_s += self.takes_s
@@ -67,11 +67,11 @@ def hand() -> Hand:
 
 
 @pytest.fixture
-def guard(hand: Hand) -> Leadership:
-    return Leadership(hand, TTL_S, hand.now_s, "here", hand.clock)
+def guard(hand: Hand) -> LeaseHolder:
+    return LeaseHolder(hand, TTL_S, hand.clock(), "here", hand.clock)
 
 
-def test_it_is_valid_from_the_instant_at_which_the_renewal_was_sent(hand: Hand, guard: Leadership) -> None:
+def test_it_is_valid_from_the_instant_at_which_the_renewal_was_sent(hand: Hand, guard: LeaseHolder) -> None:
     hand.now_s += 5.9
     assert guard.wanting() is None
     hand.takes_s = 2.0
@@ -82,7 +82,7 @@ def test_it_is_valid_from_the_instant_at_which_the_renewal_was_sent(hand: Hand, 
     assert "was not renewed in time" in str(guard.wanting())
 
 
-def test_it_is_renewed_at_a_third_of_its_time_and_not_before(hand: Hand, guard: Leadership) -> None:
+def test_it_is_renewed_at_a_third_of_its_time_and_not_before(hand: Hand, guard: LeaseHolder) -> None:
     hand.now_s += 3.3
     guard.step()
     assert hand.renewals == 0
@@ -91,7 +91,7 @@ def test_it_is_renewed_at_a_third_of_its_time_and_not_before(hand: Hand, guard: 
     assert hand.renewals == 1
 
 
-def test_a_keeper_that_does_not_answer_is_asked_again_soon_and_it_is_said(hand: Hand, guard: Leadership) -> None:
+def test_a_keeper_that_does_not_answer_is_asked_again_soon_and_it_is_said(hand: Hand, guard: LeaseHolder) -> None:
     hand.answer = LeaseError("nobody there")
     hand.now_s += 4.0
     guard.step()
@@ -105,7 +105,7 @@ def test_a_keeper_that_does_not_answer_is_asked_again_soon_and_it_is_said(hand: 
     assert guard.wanting() is None, "nobody has taken it meanwhile: that is what a renewal says"
 
 
-def test_what_is_lost_stays_lost(hand: Hand, guard: Leadership) -> None:
+def test_what_is_lost_stays_lost(hand: Hand, guard: LeaseHolder) -> None:
     hand.now_s += 100.0
     assert not guard.valid(), "before anybody has asked the keeper: it may just have been frozen"
     hand.answer = False
@@ -119,7 +119,7 @@ def test_what_is_lost_stays_lost(hand: Hand, guard: Leadership) -> None:
     assert not hand.released
 
 
-def test_an_heir_is_certain_only_when_it_is_written(hand: Hand, guard: Leadership) -> None:
+def test_an_heir_is_certain_only_when_it_is_written(hand: Hand, guard: LeaseHolder) -> None:
     assert guard.heir_is("") is None
     guard.name_heir("second")
     assert guard.heir_is("second") is None
@@ -135,7 +135,7 @@ def test_an_heir_is_certain_only_when_it_is_written(hand: Hand, guard: Leadershi
     assert hand.marks == ["second", "", ""]
 
 
-def test_a_mark_that_may_have_been_made_counts_as_made(hand: Hand, guard: Leadership) -> None:
+def test_a_mark_that_may_have_been_made_counts_as_made(hand: Hand, guard: LeaseHolder) -> None:
     hand.answer = LeaseError("it may or may not be done")
     guard.name_heir("second")
     guard.step()
@@ -150,7 +150,7 @@ def test_a_mark_that_may_have_been_made_counts_as_made(hand: Hand, guard: Leader
     assert guard.status()["heir"] == "second"
 
 
-def test_one_heir_is_taken_out_before_another_is_named(hand: Hand, guard: Leadership) -> None:
+def test_one_heir_is_taken_out_before_another_is_named(hand: Hand, guard: LeaseHolder) -> None:
     guard.name_heir("second")
     guard.step()
     assert guard.heir_is("third") is not None
@@ -160,7 +160,7 @@ def test_one_heir_is_taken_out_before_another_is_named(hand: Hand, guard: Leader
     assert guard.heir_is("third") is None
 
 
-def test_a_mark_that_is_refused_means_that_the_lease_is_lost(hand: Hand, guard: Leadership) -> None:
+def test_a_mark_that_is_refused_means_that_the_lease_is_lost(hand: Hand, guard: LeaseHolder) -> None:
     guard.name_heir("second")
     hand.answer = False
     guard.step()
@@ -276,7 +276,7 @@ def test_a_start_whose_lease_is_not_renewed_in_time_says_that_and_not_that_the_d
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "START_WAIT_S", 0.2)
-    monkeypatch.setattr(Leadership, "valid", lambda guard: False)
+    monkeypatch.setattr(Leadership, "valid", lambda guard, now_ns: False)
     syncer = new_syncer(tmp_path / "run", silence)
     syncer._lease = FileLease(tmp_path / "lease", "run", 60.0)
     with pytest.raises(LeaseError, match="the lease of epoch 1 was not renewed in time"):

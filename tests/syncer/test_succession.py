@@ -16,7 +16,7 @@ from diloco.durable import PLAIN_DISK, Disk
 from diloco.sync.leadership import Claim
 from diloco.sync.state import FragmentState, OuterState
 from diloco.syncer import succession as succession_module
-from diloco.syncer.lease import Leadership, Lease, remembered
+from diloco.syncer.lease import Lease, LeaseHolder, remembered
 from diloco.syncer.lease_file import FileLease, HeldFile
 from diloco.syncer.standby import StandbyError, Warm
 from diloco.syncer.succession import Succession, begun_anew
@@ -133,7 +133,7 @@ def test_a_full_disk_when_the_lease_is_there_to_be_taken_is_said_and_tried_again
     scene, lead, left = Scene(tmp_path), succession_module.try_to_lead, [2]
     assert scene.holder().mark(scene.name)
 
-    def full(lease: Lease, folder: Path, disk: Disk, claim: Claim, emit: Any) -> Leadership | None:
+    def full(lease: Lease, folder: Path, disk: Disk, claim: Claim, emit: Any) -> LeaseHolder | None:
         """The lease is taken by then; what the folder remembers of it finds no room."""
         leadership = lead(lease, folder, disk, claim, emit)
         if leadership is not None and left[0]:
