@@ -149,7 +149,6 @@ class Leadership:
 
     def changed(self, change: Change, *, held: bool) -> None:
         """The lease has answered; ``held``: it was this process's, and ``change`` is made."""
-        self.trouble = None
         if not held:
             ran_out = "it ran out, and another process has taken it or may"
             why = ran_out if change.heir is None else "another process has taken it"
@@ -159,6 +158,8 @@ class Leadership:
             self.due_ns = change.sent_ns + int(self.ttl_ns * RENEW_SHARE)
         else:
             self._possible = self.heir = change.heir
+        if self.heir is not None:  # None: an heir that could not be written down is still to be.
+            self.trouble = None
 
     def missed(self, now_ns: int, why: str) -> None:
         """No answer: the change may or may not be made.  It is tried again soon."""

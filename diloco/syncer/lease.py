@@ -141,7 +141,7 @@ class LeaseHolder:
         self._held = held
         self._clock_ns = clock_ns
         self._emit = emit
-        self._leadership = Leadership(held.epoch, round(ttl_s * 1e9), sent_ns)
+        self.machine = Leadership(held.epoch, round(ttl_s * 1e9), sent_ns)
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = threading.Event()
@@ -151,16 +151,16 @@ class LeaseHolder:
 
     def valid(self) -> bool:
         """Whether this process leads the run."""
-        return self._leadership.valid(self._clock_ns())
+        return self.machine.valid(self._clock_ns())
 
     def wanting(self) -> str | None:
         """As ``Leadership.wanting`` at this moment."""
-        return self._leadership.wanting(self._clock_ns())
+        return self.machine.wanting(self._clock_ns())
 
     def heir_is(self, name: str) -> str | None:
         """As ``Leadership.heir_is``; the thread takes another out at once."""
         with self._lock:
-            why = self._leadership.heir_is(name)
+            why = self.machine.heir_is(name)
         if why is not None:
             self._wake.set()
         return why
@@ -168,19 +168,19 @@ class LeaseHolder:
     def name_heir(self, name: str) -> None:
         """As ``Leadership.name_heir``; the thread writes it down at once."""
         with self._lock:
-            self._leadership.name_heir(name)
+            self.machine.name_heir(name)
         self._wake.set()
 
     def status(self) -> dict[str, object]:
         """For ``diloco status``."""
-        leadership = self._leadership
+        machine = self.machine
         return {
             "place": self.place,
             "epoch": self.epoch,
             "valid": self.valid(),
-            "heir": leadership.heir,
-            "renewed_seconds_ago": round((self._clock_ns() - leadership.confirmed_ns) / 1e9, 1),
-            "trouble": leadership.lost or leadership.trouble,
+            "heir": machine.heir,
+            "renewed_seconds_ago": round((self._clock_ns() - machine.confirmed_ns) / 1e9, 1),
+            "trouble": machine.lost or machine.trouble,
         }
 
     # --- the thread --------------------------------------------------------------------------------------------------
@@ -196,41 +196,41 @@ class LeaseHolder:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
-        if release and self._leadership.lost is None:
+        if release and self.machine.lost is None:
             try:
                 self._held.release()
             except LeaseError as error:
                 self._emit("note", {"note": "lease", "why": f"not given back, it will run out: {error}"})
 
     def _run(self) -> None:
-        while not self._stopping.is_set() and self._leadership.lost is None:
-            self._wake.wait(max(0, self._leadership.due_ns - self._clock_ns()) / 1e9)
+        while not self._stopping.is_set() and self.machine.lost is None:
+            self._wake.wait(max(0, self.machine.due_ns - self._clock_ns()) / 1e9)
             self._wake.clear()
             if not self._stopping.is_set():
                 self.step()
 
     def step(self) -> None:
         """Make every change that is due at the lease; what fails is tried again soon."""
-        leadership = self._leadership
+        machine = self.machine
         while (change := self._next_change()) is not None:
             try:
                 held = self._held.renew() if change.heir is None else self._held.mark(change.heir)
             except LeaseError as error:
-                if leadership.trouble is None:
+                if machine.trouble is None:
                     self._emit("note", {"note": "lease", "why": str(error)})
-                leadership.missed(self._clock_ns(), str(error))
+                machine.missed(self._clock_ns(), str(error))
                 return
             with self._lock:
-                leadership.changed(change, held=held)
-            if leadership.lost is not None:
-                self._emit("note", {"note": "lease_lost", "why": leadership.lost})
+                machine.changed(change, held=held)
+            if machine.lost is not None:
+                self._emit("note", {"note": "lease_lost", "why": machine.lost})
             elif change.heir is not None:
                 named = change.heir or "nobody"
                 self._emit("note", {"note": "heir", "why": f"the lease names {named} as the heir"})
 
     def _next_change(self) -> Change | None:
         with self._lock:
-            return self._leadership.next_change(self._clock_ns())
+            return self.machine.next_change(self._clock_ns())
 
 
 # --- taking it --------------------------------------------------------------------------------------------------------

@@ -5,17 +5,7 @@ the payloads that it names, and for a standby that has nothing a snapshot first.
 versions above that it has fetched, and its updates for there, which the heir may have to send again.  So there is one
 way for the one that is far behind and for the one that is not, and nothing is buffered for either.
 
-``sync``: nothing that follows from a turn is told before the standby has the turn.  While it is away nothing is told at
-all, in words, until it has caught up or an operator detaches it (``StandbyDetached``, journalled).
-
-``async``: an update is acknowledged when it is durable here; fates and versions wait for the standby while it follows,
-so that no site ever holds a version that a promoted standby lacks.  While one turn waits no other is decided, so that
-the acks behind it wait as well, but for no longer than ``timeout_s``: a standby that takes longer for one turn is not
-waited for until it is near again, as one that is away is not, and it is said that a loss of this disk may cost what
-came since.
-
-Where there is a lease, it names the standby as heir while that has everything which was told; and it names nobody, for
-certain, before anything is told that the standby lacks.
+What is told when is decided in ``sync/replication``.
 """
 
 from __future__ import annotations
@@ -30,6 +20,7 @@ from typing import TYPE_CHECKING
 from diloco.sync.events import LineageBegan, Sealed, StandbyAttached, UpdateArrived, UpstreamFetched
 from diloco.sync.journal import FRAME, HEADER, MARK, JournalError, chain_after, decode_records, units
 from diloco.sync.region import OUTBOX, outbox_file
+from diloco.sync.replication import MODES, Place, Replication
 from diloco.syncer.snapshots import SnapshotError
 from diloco.syncer.store import Pin, payloads_in
 from diloco.wire.chunks import cut
@@ -46,13 +37,7 @@ if TYPE_CHECKING:
     from diloco.syncer.store import Store
     from diloco.wire.replication import FollowPart, FollowStart
 
-MODES = ("off", "sync", "async")
 CHUNK_BYTES = 512 * 1024
-Place = tuple[int, int]
-"""Segment, and a byte in it."""
-NEAR_S = 1.0
-"""A detached standby that is no further behind is waited for again.  While turns do not wait for it there is always one
-on its way to it, where they come faster than a message goes there and back; it catches up when they wait."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,7 +62,6 @@ class Replicator:
     """Satisfies ``wire.replication.Following``.
 
     ``replicated`` is the decision loop's question about each turn (``Core``); the other methods are for any thread.
-    ``on_change`` hears when a standby has caught up (True) or is away (False).
     """
 
     def __init__(
@@ -95,18 +79,6 @@ class Replicator:
         self._emit = emit
         self._leadership = leadership
         self.changed = threading.Condition()
-        self.durable: Place = (0, 0)
-        self._acked: Place = (0, 0)
-        self._acker = ""
-        self._follower: Follower | None = None
-        self._heard_s = time.monotonic()
-        self._detached = False
-        self._attaching = False
-        self._goal: Place = (0, 0)
-        self._goal_s = self._heard_s
-        self._asked: Place = (0, 0)
-        self._asked_s = self._heard_s
-        self._slow = False
 
     @property
     def acks_first(self) -> bool:
@@ -115,96 +87,66 @@ class Replicator:
 
     def begin(self, core: Core, *, detached: bool) -> None:
         """Before the first turn: the loop that waits for the standby, and how it was left."""
-        self._core, self._detached = core, detached
+        self._core = core
         self.store.pinned = self._pinned
         journal = self.store.journal
-        self.durable = (journal.index, journal.path(journal.index).stat().st_size)
+        end = (journal.index, journal.path(journal.index).stat().st_size)
+        timeout_ns = round(self.options.timeout_s * 1e9)
+        self.machine = Replication(self.options.mode, timeout_ns, end, time.monotonic_ns(), detached=detached)
 
     # --- the decision loop's side ------------------------------------------------------------------------------------
 
     def replicated(self, turn: Turn) -> str | None:
         """Why nothing may be told of ``turn`` yet, or None."""
-        end = (turn.segment, turn.offset + len(turn.data))
         with self.changed:
-            if end > self.durable:
-                self.durable = end
+            durable, slow = self.machine.durable, self.machine.slow
+            why, heir = self.machine.may_tell((turn.segment, turn.offset + len(turn.data)), time.monotonic_ns())
+            if self.machine.durable > durable:
                 self.changed.notify_all()
-            if self.options.mode == "off" or self._detached:
-                return self._heir_is("")
-            if self._acked >= end:
-                return self._heir_is(self._acker)
-            if self._away_s() is None and not self._is_slow(end):
-                return f"the standby {self._name()} is behind"
-            if self.options.mode == "async":
-                return self._heir_is("")
-            gone = "the standby is away" if self._acked > (0, 0) else "no standby has followed"
-            return (
-                f"{gone}: nothing is acknowledged until it is back, or until `diloco standby detach` says not to wait"
-            )
-
-    def _is_slow(self, end: Place) -> bool:
-        """Whether the standby that follows is not waited for either, as a turn has waited for too long."""
-        now_s = time.monotonic()
-        if end != self._asked:
-            self._asked, self._asked_s = end, now_s
-        if self.options.mode == "async" and not self._slow and now_s - self._asked_s > self.options.timeout_s:
-            self._slow = True
-            self._emit("standby_slow", {"standby": self._name()})
-        return self._slow
-
-    def _heir_is(self, name: str) -> str | None:
-        """Who lacks what is told next must not be the heir; why that is not sure yet."""
-        return self._leadership.heir_is(name) if self._leadership is not None else None
+            if self.machine.slow and not slow:
+                self._emit("standby_slow", {"standby": self.machine.standby})
+            if why is None and self._leadership is not None:
+                why = self._leadership.heir_is(heir)
+            return why
 
     def detach(self) -> bool:
         """An operator's word, to be journalled by whoever calls this, right after; False when it is nothing new."""
         with self.changed:
-            is_new, self._detached = not self._detached, True
+            is_new = self.machine.detach()
         self._core.nudge()
         return is_new
 
     def attached(self) -> None:
         """The record that says so is durable here and there: from now on the standby is waited for."""
         with self.changed:
-            self._detached = self._attaching = False
+            self.machine.attached()
 
     def status(self) -> dict[str, object]:
         """For ``diloco status``."""
         with self.changed:
-            away_s = self._away_s()
+            machine, (segment, end) = self.machine, self.end()
+            away_ns = machine.away_ns(time.monotonic_ns())
             return {
                 "mode": self.options.mode,
-                "standby": self._name(),
-                "following": away_s is None,
-                "slow": self._slow,
-                "away_seconds": None if away_s is None else round(away_s, 1),
-                "detached": self._detached,
-                "behind_bytes": self._behind(),
+                "standby": machine.standby if machine.follower is not None else "",
+                "following": away_ns is None,
+                "slow": machine.slow,
+                "away_seconds": None if away_ns is None else round(away_ns / 1e9, 1),
+                "detached": machine.detached,
+                "behind_bytes": max(0, end - machine.acked[1]) if machine.acked[0] == segment else None,
             }
-
-    def _name(self) -> str:
-        return self._follower.name if self._follower is not None else ""
-
-    def _behind(self) -> int | None:
-        segment, end = self.end()
-        return max(0, end - self._acked[1]) if self._acked[0] == segment else None
 
     def end(self) -> Place:
         """Up to where the journal is durable; also where no turn has come since a segment began."""
-        return max(self.durable, self.store.journal.begun)
+        return max(self.machine.durable, self.store.journal.begun)
 
     def _pinned(self) -> Pin | None:
-        follower = self._follower
-        return follower.pin() if follower is not None else None
+        follower = self.machine.follower
+        return follower.pin() if isinstance(follower, Follower) else None
 
     def waiting(self) -> set[str]:
         """The payloads of the updates that have no fate yet."""
         return set(self._core.ask(lambda machine: payloads_in(machine.snapshot()), early=True))
-
-    def _away_s(self) -> float | None:
-        """How long no standby has been heard; None while one is."""
-        silent_s = time.monotonic() - self._heard_s
-        return silent_s if self._follower is None or silent_s > self.options.timeout_s else None
 
     # --- a standby's side --------------------------------------------------------------------------------------------
 
@@ -216,49 +158,27 @@ class Replicator:
             raise Refusal(Status.FAILED_PRECONDITION, f"{name} is {theirs} at the standby and {ours} here: another run")
         follower = Follower(self, start)
         with self.changed:
-            self._follower = follower
-            self._heard_s = time.monotonic()
-            self._acked, self._acker = follower.place, follower.name
-            self._goal, self._goal_s = self.durable, self._heard_s
-            self._asked, self._slow = (0, 0), False
+            self.machine.followed(follower, follower.name, follower.place, time.monotonic_ns())
         self._emit("standby_follows", {"standby": start.standby, "anew": start.segment == 0})
         return follower
 
     def heard(self, follower: Follower, place: Place) -> None:
         """``follower`` has everything up to ``place``."""
         with self.changed:
-            if self._follower is not follower:
-                return
-            self._heard_s = time.monotonic()
-            self._acked = max(self._acked, place)
-            caught_up = self._acked >= self.durable
-            near = self._is_near() or caught_up
-            self._slow = self._slow and not near
-            attach = near and self._detached and not self._attaching
-            self._attaching = self._attaching or attach
-            if caught_up and not self._detached and self._leadership is not None:
+            attach, heir = self.machine.heard(follower, place, time.monotonic_ns())
+            if heir and self._leadership is not None:
                 self._leadership.name_heir(follower.name)
-        if attach:  # From the turn after this record on it is waited for.
+        if attach:
             self._core.post(StandbyAttached(follower.name))
         self._core.nudge()
-
-    def _is_near(self) -> bool:
-        """Whether what was durable a short time ago is there now."""
-        if self._acked < self._goal:
-            return False
-        near = self._heard_s - self._goal_s <= NEAR_S
-        self._goal, self._goal_s = self.durable, self._heard_s
-        return near
 
     def gone(self, follower: Follower) -> None:
         """The stream of ``follower`` has ended."""
         with self.changed:
-            if self._follower is not follower:
-                return
-            self._follower = None
-            self._attaching = False
-        self._emit("standby_away", {"standby": follower.name})
-        self._core.nudge()
+            was_served = self.machine.gone(follower)
+        if was_served:
+            self._emit("standby_away", {"standby": follower.name})
+            self._core.nudge()
 
 
 class Follower:

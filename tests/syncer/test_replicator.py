@@ -56,7 +56,7 @@ def start(**changes: Any) -> FollowStart:
 
 
 def a_turn(replicator: Replicator, size: int = 10) -> Turn:
-    segment, end = replicator.durable
+    segment, end = replicator.machine.durable
     return Turn(segment, end, bytes(size), b"")
 
 
@@ -89,7 +89,7 @@ def test_async_stops_waiting_for_one_that_is_too_slow_until_it_is_near_again(
     tmp_path: Path, closing: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = [100.0]
-    monkeypatch.setattr("diloco.syncer.replicator.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr("diloco.syncer.replicator.time", SimpleNamespace(monotonic_ns=lambda: round(now_s[0] * 1e9)))
     replicator, log = a_replicator(tmp_path, closing, "async")
     follower = replicator.follow(start())
     first = a_turn(replicator)
@@ -121,7 +121,7 @@ def test_a_detached_standby_is_told_of_once_when_it_has_caught_up(tmp_path: Path
     follower = replicator.follow(start())
     assert replicator.replicated(turn) is None, "until it is attached again nobody waits for it"
     for _ in range(3):
-        follower.acknowledged(FollowAck(*replicator.durable))
+        follower.acknowledged(FollowAck(*replicator.machine.durable))
     assert len(log.of("attach")) == 1
     replicator.attached()
     assert replicator.replicated(a_turn(replicator)) == "the standby s is behind"
@@ -132,15 +132,15 @@ def test_a_detached_standby_is_attached_although_there_is_always_a_turn_on_its_w
     tmp_path: Path, closing: ExitStack, monkeypatch: pytest.MonkeyPatch, near: bool
 ) -> None:
     replicator, log = a_replicator(tmp_path, closing)
-    monkeypatch.setattr("diloco.syncer.replicator.NEAR_S", 60.0 if near else -1.0)
+    monkeypatch.setattr("diloco.sync.replication.NEAR_NS", 60 * 10**9 if near else -1)
     replicator.detach()
     follower = replicator.follow(start())
     for _ in range(4):
-        before = replicator.durable
+        before = replicator.machine.durable
         assert replicator.replicated(a_turn(replicator)) is None
         follower.acknowledged(FollowAck(*before))
     assert len(log.of("attach")) == int(near), "one that is far behind would be waited for too long"
-    follower.acknowledged(FollowAck(*replicator.durable))
+    follower.acknowledged(FollowAck(*replicator.machine.durable))
     assert len(log.of("attach")) == 1
 
 
@@ -149,7 +149,7 @@ def test_an_acknowledgement_of_what_was_never_written_is_refused_and_believed_no
 ) -> None:
     replicator, log = a_replicator(tmp_path, closing)
     follower = replicator.follow(start())
-    segment, end = replicator.durable
+    segment, end = replicator.machine.durable
     follower.acknowledged(FollowAck(segment, end + 1))
     assert len(log.of("standby_away")) == 1
     assert "no standby has followed" in str(replicator.replicated(a_turn(replicator)))
@@ -307,7 +307,7 @@ def test_one_that_has_nothing_begins_with_a_snapshot_and_one_that_has_all_with_n
         f"snapshots/00000001/{name}" for name in ("fragment-0.safetensors", "manifest.json", "state.json")
     ]
     follower = replicator.follow(start(segment=1, chain=replicator.store.journal.chain.hex()))
-    assert follower.place == replicator.durable or follower.place[1] <= replicator.durable[1]
+    assert follower.place == replicator.machine.durable or follower.place[1] <= replicator.machine.durable[1]
     assert next(follower.parts()) == Follows(False, 1, replicator.store.journal.chain.hex(), 1, waits=True)
 
 
