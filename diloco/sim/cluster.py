@@ -17,15 +17,13 @@ from diloco.sim.checkers import Violation
 from diloco.sim.outer_disk import OuterDisk
 from diloco.sim.outer_process import CrashPoint, OuterPlan, OuterProcess, Untold
 from diloco.sim.site_process import SiteDisk, SitePlan, SiteProcess, Trouble
-from diloco.sim.standby_process import Leadership, Lease, LeaseLine, StandbyProcess, claim
+from diloco.sim.standby_process import Lease, LeaseHolder, LeaseLine, StandbyProcess, take_lease
 from diloco.sim.world import MILLISECOND_NS, Damaged, Direction, Heap, Link, Process, Weather
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from diloco.sim.checkers import Checkers
-
-    pass
     from diloco.sim.standby_process import ReplicationPlan
 
 RESTART_NS = 300 * MILLISECOND_NS
@@ -151,7 +149,7 @@ class Syncers:
         else:
             self._follow(seat, seat.line)
 
-    def _lead(self, seat: Seat, leadership: Leadership | None, *, promoted: bool = False, lineage: int = 0) -> object:
+    def _lead(self, seat: Seat, leadership: LeaseHolder | None, *, promoted: bool = False, lineage: int = 0) -> object:
         """A syncer on the folder; where that is damaged, an operator brings the files from a copy.
 
         The state that it began with, of one that was ``promoted``.
@@ -181,7 +179,7 @@ class Syncers:
     def _run_for_lead(self, seat: Seat, line: LeaseLine) -> None:
         candidate = seat.process = Process(lambda: self._died(seat, candidate))
 
-        def taken(leadership: Leadership) -> None:
+        def taken(leadership: LeaseHolder) -> None:
             candidate.kill()
             self._lead(seat, leadership)
 
@@ -193,7 +191,7 @@ class Syncers:
                 self.empty(seat)
             self._start(seat)
 
-        claim(candidate, line, seat.folder(), taken, refused, by_itself=False)
+        take_lease(candidate, line, seat.folder(), taken, refused, by_itself=False)
 
     def _follow(self, seat: Seat, line: LeaseLine) -> None:
         assert self.between is not None
@@ -210,7 +208,7 @@ class Syncers:
             lambda: self._died(seat, standby),
         )
 
-        def taken(leadership: Leadership) -> None:
+        def taken(leadership: LeaseHolder) -> None:
             assert standby.replayer is not None
             standby.kill()
             seat.leads = True
@@ -273,13 +271,14 @@ class Syncers:
 
     def may_be_lost(self, seat: Seat) -> bool:
         """Whether what anybody was told is on the other machine too, or would be if that took over."""
-        if self.lease is None or self.outer is None:
+        standing = self.lease.standing if self.lease is not None else None
+        if standing is None or self.outer is None:
             return False
         if seat.process is self.outer:
             (heir,) = (each.folder() for each in self.seats if each is not seat)
             leadership = self.outer.leadership
-            return self.lease.heir == heir and leadership is not None and leadership.is_heir(heir)
-        return self.lease.holder == self.seat_of_outer().folder()
+            return standing.heir == heir and leadership is not None and leadership.machine.has_heir(heir)
+        return standing.holder == self.seat_of_outer().folder()
 
     def back_up(self) -> None:
         """Copy the syncer's disk to where nothing happens to it."""

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from diloco.sync.events import Fate
     from diloco.sync.journal import Frame, Segment
     from diloco.sync.options import OuterOptions
+    from diloco.sync.replication import Place
     from diloco.sync.state import FragmentState
 
 VERSIONS_KEPT = 4
@@ -140,8 +141,6 @@ def digest(value: Value) -> str:
 
 
 SNAPSHOTS_KEPT = 2
-Place = tuple[int, int]
-"""Segment, and a byte in it."""
 
 
 @dataclass(slots=True)

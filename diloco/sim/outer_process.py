@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from diloco.sim.outer_disk import Place, digest, payload_name, payloads_in, restored
+from diloco.sim.outer_disk import digest, payload_name, payloads_in, restored
 from diloco.sim.standby_process import ReplicationPlan, Replicator
 from diloco.sim.values import OuterRule
 from diloco.sim.world import MILLISECOND_NS, Damaged, Died, Feed, JoinReply, Process, Pulled, Push, PushReply
@@ -64,12 +64,13 @@ from diloco.sync.fates import known_already
 from diloco.sync.journal import Record, digest_effects
 from diloco.sync.members import Leases
 from diloco.sync.options import HealthOptions, OuterOptions
+from diloco.sync.replication import Place
 from diloco.sync.state import Phase, Status
 
 if TYPE_CHECKING:
     from diloco.sim.checkers import Checkers
     from diloco.sim.outer_disk import OuterDisk
-    from diloco.sim.standby_process import Leadership
+    from diloco.sim.standby_process import LeaseHolder
     from diloco.sim.world import Heap
     from diloco.sync.site_units import UnitAsk
 
@@ -233,7 +234,7 @@ class OuterProcess(Loop):
         checkers: Checkers,
         untold: Untold,
         on_death: Callable[[], None],
-        leadership: Leadership | None = None,
+        leadership: LeaseHolder | None = None,
         *,
         promoted: bool = False,
     ) -> None:
@@ -319,9 +320,9 @@ class OuterProcess(Loop):
         self._turn.decided.append((Record(self.now_ns(), event, digest_effects(effects)), effects))
 
     def _must_wait(self, turn: Turn) -> bool:
-        if turn.place is not None and self.replicator is not None and self.replicator.wanting(turn.place):
+        if turn.place is not None and self.replicator is not None and self.replicator.wanting(turn.place) is not None:
             return True
-        return self.leadership is not None and self.leadership.wanting()
+        return self.leadership is not None and self.leadership.wanting() is not None
 
     def _tell(self, turn: Turn) -> None:
         self._untold.turns.pop(turn.chain or b"", None)
@@ -333,7 +334,7 @@ class OuterProcess(Loop):
                 if len(effects) > 1:
                     self._reached(CrashPoint.AMONG_EFFECTS.value)
             if isinstance(record.event, StandbyAttached) and self.replicator is not None:
-                self.replicator.attached()
+                self.replicator.machine.attached()
         for answer in turn.answers:
             answer()
 
@@ -354,7 +355,7 @@ class OuterProcess(Loop):
         self._records = 0
         self.disk.snapshot(self.machine, self.replayer.versions, self._reached)
         if self.replicator is not None:
-            self.replicator.rotated()
+            self.replicator.pump()
 
     def _arm(self) -> None:
         """Plan to look at the deadlines again when the next one comes."""
@@ -497,9 +498,8 @@ class OuterProcess(Loop):
 
     def detach(self) -> None:
         """An operator says not to wait for the standby; to be called at once, also while a turn waits."""
-        if self.replicator is not None and not self.replicator.detached:
+        if self.replicator is not None and self.replicator.machine.detach():
             self.checkers.stands_alone()
-            self.replicator.detached = True
             self.own(self._detached)
             self.go_on()
 

@@ -1,16 +1,10 @@
 """The lease of a simulated run: one object somewhere else, which both syncers reach over links of their own.
 
-Its rules are the product's: the epoch only rises, by compare-and-swap; who wants it and is neither the last holder nor
-its heir is refused; it may be taken by another once it was not renewed for as long as it lasts.
+Who may take it, and whether its holder leads at this moment, is decided in ``sync/leadership``.
 
-
-Whether a simulated syncer leads at this moment, and how a process comes to lead (``syncer/lease`` in short).
-
-The leading syncer's end of replication in the simulator (``syncer/replicator`` in short).
-
-A standby gets what is durable here, read from the disk again: a snapshot first where it has nothing, then the journal's
-units byte for byte, each frame with the payloads that it names.  What must wait for it, and when the lease may name it
-as heir, are the product's rules.
+The leading syncer's end of replication, whose decisions are made in ``sync/replication``.  A standby gets what is
+durable here, read from the disk again: a snapshot first where it has nothing, then the journal's units byte for byte,
+each frame with the payloads that it names.
 
 
 A standby as a process of the simulator: a second folder that follows the first, and a machine that is warm.
@@ -21,15 +15,26 @@ it is acknowledged.  Then the records are carried out, so that every version is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from diloco.sim.checkers import Violation
-from diloco.sim.outer_disk import Place, journal_name, payloads_in
+from diloco.sim.outer_disk import journal_name, payloads_in
 from diloco.sim.world import MILLISECOND_NS, Damaged, Died, Direction, Heap, JoinReply, Process, Weather
 from diloco.sync.effects import TellFate
 from diloco.sync.events import UpdateArrived
 from diloco.sync.journal import FRAME, HEADER, MARK, chain_after, decode_records, units
+from diloco.sync.leadership import (
+    RETRY_SHARE,
+    Change,
+    Claim,
+    Leadership,
+    LeaseLostError,
+    Standing,
+    next_standing,
+    refusal,
+)
+from diloco.sync.replication import Place, Replication
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,36 +51,31 @@ class Lease:
 
     heap: Heap = field(repr=False)
     ttl_ns: int
-    epoch: int = 0
-    holder: str = ""
-    heir: str = ""
+    standing: Standing | None = None
     renewed_ns: int = 0
     last: int = 0
 
-    def acquire(self, name: str, *, by_itself: bool) -> int | str | None:
+    def acquire(self, claim: Claim) -> int | str | None:
         """Take it: the new epoch, None while another holds it, or why it is not to be had."""
-        if self.epoch and name != self.holder:
-            if name != self.heir:
-                return f"{name} is neither {self.holder} nor its heir"
-            if self.heap.now_ns < self.renewed_ns + self.ttl_ns:
-                return None
-        elif by_itself and not self.epoch:
-            return f"{name} is a standby, and nobody has led yet"
-        self.epoch, self.holder, self.heir = self.epoch + 1, name, ""
+        if (why := refusal(self.standing, claim, "here")) is not None:
+            return why
+        held = self.standing is not None and self.standing.holder != claim.name
+        if held and self.heap.now_ns < self.renewed_ns + self.ttl_ns:
+            return None
+        self.standing = next_standing(self.standing, claim)
         self.renewed_ns, self.last = self.heap.now_ns, 0
-        return self.epoch
+        return self.standing.epoch
 
-    def renew(self, epoch: int, number: int) -> bool:
-        """Hold it for another ``ttl_ns``; False when it is another's."""
-        if epoch == self.epoch and number > self.last:
-            self.renewed_ns, self.last = self.heap.now_ns, number
-        return epoch == self.epoch
-
-    def mark(self, epoch: int, number: int, heir: str) -> bool:
-        """Name the heir; False when it is another's."""
-        if epoch == self.epoch and number > self.last:
-            self.heir, self.last = heir, number
-        return epoch == self.epoch
+    def change(self, epoch: int, number: int, heir: str | None = None) -> bool:
+        """Name the heir, or hold it for another ``ttl_ns`` where that is None; False when it is another's."""
+        assert self.standing is not None
+        if epoch == self.standing.epoch and number > self.last:
+            self.last = number
+            if heir is None:
+                self.renewed_ns = self.heap.now_ns
+            else:
+                self.standing = replace(self.standing, heir=heir)
+        return epoch == self.standing.epoch
 
 
 class LeaseLine:
@@ -113,157 +113,104 @@ class LeaseLine:
         self.lease.heap.after(self.lease.ttl_ns // 4, lambda: process.deliver(lambda: settle(missed)))
 
 
-VALID_TENTHS = 6
-"""Of the lease's time, from the instant at which the last confirmed renewal was sent."""
-RENEW_SHARE = 3
-RETRY_SHARE = 10
-
-
-class Leadership:
-    """The guard of one process that has taken the lease."""
+class LeaseHolder:
+    """Makes the changes at the lease that ``Leadership`` asks for, one at a time."""
 
     def __init__(self, line: LeaseLine, epoch: int, sent_ns: int) -> None:
         """``sent_ns``: when the lease was asked for."""
         self.epoch = epoch
+        self.machine = Leadership(epoch, line.lease.ttl_ns, sent_ns)
         self._line, self._heap = line, line.lease.heap
-        self._ttl_ns = line.lease.ttl_ns
-        self._confirmed_ns = sent_ns
-        self._due_ns = sent_ns + self._ttl_ns // RENEW_SHARE
         self._number = 0
         self._busy = False
-        self._wish = ""
-        self._marked: str | None = ""
-        self._possible = ""
-        self.lost = False
 
     def start(self, process: OuterProcess) -> None:
         """Begin to renew."""
         self._process = process
         self._later()
 
-    # --- asked before anything is told ---------------------------------------------------------------------------
+    def wanting(self) -> str | None:
+        """As ``Leadership.wanting`` now; the process ends where nothing may ever be told again."""
+        try:
+            return self.machine.wanting(self._heap.now_ns)
+        except LeaseLostError as error:
+            raise Died(str(error)) from error
 
-    def wanting(self) -> bool:
-        """Whether nothing may be told now; the process ends where nothing may ever be again."""
-        if self.lost:
-            raise Died(f"the lease of epoch {self.epoch} is lost")
-        return self._heap.now_ns - self._confirmed_ns >= self._ttl_ns * VALID_TENTHS // 10
-
-    def may_inherit(self, name: str) -> bool:
-        """Whether somebody else than ``name`` may stand there as the heir; who does is taken out."""
-        if self._wish not in ("", name):
-            self._wish = ""
-        if self._possible in ("", name):
-            return False
-        self._step()
-        return True
+    def heir_is(self, name: str) -> str | None:
+        """As ``Leadership.heir_is``; another is taken out at once."""
+        why = self.machine.heir_is(name)
+        if why is not None:
+            self._step()
+        return why
 
     def name_heir(self, name: str) -> None:
-        """The standby ``name`` has everything, and gets everything from now on."""
-        self._wish = name
+        """As ``Leadership.name_heir``; it is written down at once."""
+        self.machine.name_heir(name)
         self._step()
 
-    def is_heir(self, name: str) -> bool:
-        """Whether it is certain that the lease names ``name``, and that this is to stay so."""
-        return self._wish == self._marked == self._possible == name
-
-    # --- beside it -----------------------------------------------------------------------------------------------
-
     def _later(self) -> None:
-        due_ns = self._due_ns
-        self._heap.at(due_ns, lambda: self._process.deliver(lambda: self._step() if due_ns == self._due_ns else None))
+        self._heap.at(self.machine.due_ns, lambda: self._process.deliver(self._step))
 
     def _step(self) -> None:
-        """Renew if it is time, else write down the heir if another is wished for: one thing at a time."""
-        if self._busy or self.lost:
-            return
-        heir = self._wish if self._possible in ("", self._wish) else ""  # Never one name right after another.
-        if self._heap.now_ns >= self._due_ns:
-            self._change(lambda number: self._renew(number))
-        elif not heir == self._marked == self._possible:
-            self._possible, self._marked = heir or self._possible, None
-            self._change(lambda number: self._mark(number, heir))
+        change = None if self._busy else self.machine.next_change(self._heap.now_ns)
+        if change is not None:
+            self._busy = True
+            self._number += 1
+            number = self._number
+            self._line.ask(
+                self._process,
+                lambda lease: lease.change(self.epoch, number, change.heir),
+                lambda held: self._answered(change, held is True),
+                self._missed,
+            )
 
-    def _change(self, change: Callable[[int], None]) -> None:
-        self._busy = True
-        self._number += 1
-        change(self._number)
-
-    def _renew(self, number: int) -> None:
-        sent_ns = self._heap.now_ns
-
-        def renewed() -> None:
-            self._confirmed_ns, self._due_ns = sent_ns, sent_ns + self._ttl_ns // RENEW_SHARE
-            self._later()
-
-        self._line.ask(
-            self._process,
-            lambda lease: lease.renew(self.epoch, number),
-            lambda held: self._answered(held is True, renewed),
-            self._missed,
-        )
-
-    def _mark(self, number: int, heir: str) -> None:
-        def marked() -> None:
-            self._possible = self._marked = heir
-
-        self._line.ask(
-            self._process,
-            lambda lease: lease.mark(self.epoch, number, heir),
-            lambda held: self._answered(held is True, marked),
-            self._missed,
-        )
-
-    def _answered(self, held: bool, then: Callable[[], None]) -> None:
+    def _answered(self, change: Change, held: bool) -> None:
         self._busy = False
-        if not held:
-            self.lost = True
-            raise Died(f"the lease of epoch {self.epoch} is lost")
-        then()
+        self.machine.changed(change, held=held)
+        self.wanting()
+        if change.heir is None:
+            self._later()
         self._step()
         self._process.go_on()
 
     def _missed(self) -> None:
         self._busy = False
-        self._due_ns = self._heap.now_ns + self._ttl_ns // RETRY_SHARE
+        self.machine.missed(self._heap.now_ns, "no answer")
         self._later()
 
 
-def claim(
+def take_lease(
     process: Process,
     line: LeaseLine,
     name: str,
-    taken: Callable[[Leadership], None],
+    taken: Callable[[LeaseHolder], None],
     refused: Callable[[str], None],
     *,
     by_itself: bool,
 ) -> None:
     """Ask for the lease again and again until it is taken; ``refused`` hears why it is not to be had, each time."""
     heap, ttl_ns = line.lease.heap, line.lease.ttl_ns
-    sent_ns = heap.now_ns
+    sent_ns, claim = heap.now_ns, Claim(name, 0, 1, anew=True, by_itself=by_itself)
 
     def again() -> None:
         heap.after(
-            ttl_ns // RETRY_SHARE,
-            lambda: process.deliver(lambda: claim(process, line, name, taken, refused, by_itself=by_itself)),
+            int(ttl_ns * RETRY_SHARE),
+            lambda: process.deliver(lambda: take_lease(process, line, name, taken, refused, by_itself=by_itself)),
         )
 
     def answered(answer: object) -> None:
         if isinstance(answer, int):
-            taken(Leadership(line, answer, sent_ns))
+            taken(LeaseHolder(line, answer, sent_ns))
             return
         if isinstance(answer, str):
             refused(answer)
         if process.alive:
             again()
 
-    line.ask(process, lambda lease: lease.acquire(name, by_itself=by_itself), answered, again)
+    line.ask(process, lambda lease: lease.acquire(claim), answered, again)
 
 
-MODES = ("sync", "async")
 START: Place = (0, 0)
-NEAR_NS = 1000 * MILLISECOND_NS
-"""A detached standby that is no further behind is waited for again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,101 +260,59 @@ Part = Begin | Unit | Alive | GoAway
 
 
 class Replicator:
-    """What waits for a standby, and who may inherit."""
+    """The leading syncer's end: serves one standby, and tells ``Replication`` what it hears."""
 
     def __init__(self, process: OuterProcess, plan: ReplicationPlan, *, detached: bool) -> None:
         self.process, self.plan = process, plan
-        self.detached = detached
-        self.durable = process.disk.end()
-        self._acked = START
-        self._acker = ""
-        self._attaching = False
-        self._heard_ns = process.heap.now_ns
+        end, now_ns = process.disk.end(), process.heap.now_ns
+        self.machine = Replication(plan.mode, plan.timeout_ns, end, now_ns, detached=detached)
         self._follower: Follower | None = None
-        self._goal, self._goal_ns = START, self._heard_ns
 
-    # --- the decision loop's side --------------------------------------------------------------------------------
-
-    def wanting(self, end: Place) -> bool:
-        """Whether nothing may be told yet of the turn that ends there."""
-        if end > self.durable:
-            self.durable = end
-            if self._follower is not None:
-                self._follower.pump()
-        if self.detached:
-            return self._may_inherit("")
-        if self._acked >= end:
-            return self._may_inherit(self._acker)
-        if self.follows() or self.plan.mode == "sync":
-            return True
-        return self._may_inherit("")
-
-    def _may_inherit(self, name: str) -> bool:
+    def wanting(self, end: Place) -> str | None:
+        """Why nothing may be told yet of the turn that ends there."""
+        if end > self.machine.durable:
+            self.pump()
+        why, heir = self.machine.may_tell(end, self.process.heap.now_ns)
         leadership = self.process.leadership
-        return leadership is not None and leadership.may_inherit(name)
+        return leadership.heir_is(heir) if why is None and leadership is not None else why
 
-    def follows(self) -> bool:
-        """Whether a standby is heard."""
-        return self._follower is not None and self.process.heap.now_ns - self._heard_ns <= self.plan.timeout_ns
-
-    def rotated(self) -> None:
-        """The journal goes on in another segment."""
-        self.durable = self.process.disk.end()
+    def pump(self) -> None:
+        """Send what is new."""
         if self._follower is not None:
             self._follower.pump()
 
-    def attached(self) -> None:
-        """The record that says so is durable here and there: from now on the standby is waited for."""
-        self.detached = self._attaching = False
+    def follows(self) -> bool:
+        """Whether a standby is heard."""
+        return self.machine.away_ns(self.process.heap.now_ns) is None
 
     def caught_up(self) -> bool:
         """Whether the standby had everything of late, is waited for, and may inherit."""
         leadership = self.process.leadership
-        heir = leadership is not None and leadership.is_heir(self._acker)
-        return heir and not self.detached and self.follows()
-
-    # --- a standby's side ----------------------------------------------------------------------------------------
+        heir = leadership is not None and leadership.machine.has_heir(self.machine.standby)
+        return heir and not self.machine.detached and self.follows()
 
     def follow(self, stream: Stream, chain: str, segment: int) -> None:
         """Serve a standby from where it is."""
         follower = Follower(self, stream)
-        if not follower.begin(segment, chain):
-            return
-        self._follower, self._attaching = follower, False
-        self._heard_ns = self.process.heap.now_ns
-        self._acked, self._acker = follower.place, stream.name
-        self._goal, self._goal_ns = self.durable, self._heard_ns
-        follower.pump()
-        follower.keep_alive()
+        if follower.begin(segment, chain):
+            self._follower = follower
+            self.machine.followed(stream, stream.name, follower.place, self.process.heap.now_ns)
+            follower.pump()
+            follower.keep_alive()
 
     def heard(self, stream: Stream, place: Place) -> None:
         """The standby has everything up to ``place``."""
-        if self._follower is None or self._follower.stream is not stream:
-            return
-        self._heard_ns = self.process.heap.now_ns
-        self._acked = max(self._acked, place)
-        near, caught_up = self._is_near(), self._acked >= self.durable
-        if self.detached:
-            if (near or caught_up) and not self._attaching:
-                self._attaching = True
-                self.process.attach(stream.name)
-        elif caught_up and self.process.leadership is not None:
+        attach, heir = self.machine.heard(stream, place, self.process.heap.now_ns)
+        if attach:
+            self.process.attach(stream.name)
+        if heir and self.process.leadership is not None:
             self.process.leadership.name_heir(stream.name)
         self.process.go_on()
 
-    def _is_near(self) -> bool:
-        """Whether what was durable a short time ago is there now."""
-        if self._acked < self._goal:
-            return False
-        near = self._heard_ns - self._goal_ns <= NEAR_NS
-        self._goal, self._goal_ns = self.durable, self._heard_ns
-        return near
-
     def gone(self, stream: Stream) -> None:
         """The stream has ended."""
-        if self._follower is not None and self._follower.stream is stream:
+        if self.machine.gone(stream):
             self._follower = None
-            self._attaching = False
             self.process.go_on()
 
     def serves(self, follower: Follower) -> bool:
@@ -453,9 +358,9 @@ class Follower:
 
     def pump(self) -> None:
         """Send everything durable that was not sent yet."""
-        while self._at < self._replicator.durable:
+        while self._at < (durable := self._disk.end()):
             segment, at = self._at
-            last, end = self._replicator.durable
+            last, end = durable
             try:
                 data = self._disk.storage.read(journal_name(segment))
             except Damaged:
@@ -562,10 +467,10 @@ class StandbyProcess(Process):
         self._place: Place = START
         self.replayer: Replayer | None = None if disk.is_new() else disk.recover().replayer
 
-    def start(self, taken: Callable[[Leadership], None]) -> None:
+    def start(self, taken: Callable[[LeaseHolder], None]) -> None:
         """Follow, and take over as the heir of a syncer that fell silent: then ``taken`` is called."""
         self.deliver(self._follow)
-        self.deliver(lambda: claim(self, self._line, self.name, taken, lambda why: None, by_itself=True))
+        self.deliver(lambda: take_lease(self, self._line, self.name, taken, lambda why: None, by_itself=True))
 
     def ask(self, action: Callable[[], None]) -> None:
         """As the syncer's."""

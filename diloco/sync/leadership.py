@@ -50,8 +50,15 @@ class Claim:
     by_itself: bool = False
 
 
+def may_take_over(standing: Standing | None, name: str) -> bool:
+    """Whether ``name`` may take the lease by itself once it has run out."""
+    return standing is not None and not standing.released and name in (standing.holder, standing.heir)
+
+
 def refusal(standing: Standing | None, claim: Claim, place: str) -> str | None:
     """Why ``claim`` must not have the lease even if nobody holds it now; None when it may."""
+    if claim.by_itself and not may_take_over(standing, claim.name):
+        return f"{claim.name} is not the heir of a syncer that fell silent"
     if standing is None:
         if claim.anew:
             return None
@@ -59,8 +66,6 @@ def refusal(standing: Standing | None, claim: Claim, place: str) -> str | None:
             f"there is no lease at {place}, and this data folder was led under one: put it back; or, when no other "
             "process leads the run, remove leadership.json from the data folder, and a new one is made"
         )
-    if claim.by_itself and (standing.released or claim.name not in (standing.holder, standing.heir)):
-        return f"{claim.name} is not the heir of a syncer that fell silent"
     if claim.lineage > standing.lineage:
         return None  # It began by an operator's word, who has said what that gives up.
     if claim.lineage == standing.lineage and claim.name in (standing.holder, standing.heir):

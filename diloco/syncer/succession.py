@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from diloco.durable import is_full
+from diloco.sync.leadership import may_take_over
 from diloco.sync.members import next_lineage
 from diloco.syncer.api import probed
 from diloco.syncer.lease import LeaseError, claim_of, try_to_lead
@@ -167,11 +168,9 @@ class Succession:
         self._trouble = why
 
     def _taken(self, lease: Lease) -> bool:
-        standby, standing = self._standby, self._standing
+        standby = self._standby
         state = standby.state()
-        if state is None or standing is None or standing.released:
-            return False
-        if standby.identity not in (standing.heir, standing.holder):
+        if state is None or not may_take_over(self._standing, standby.identity):
             return False  # Which is how most standbys begin.
         claim = claim_of(lease, standby.folder, standby.disk, state, by_itself=True)
         self._leadership = try_to_lead(lease, standby.folder, standby.disk, claim, standby.emit)

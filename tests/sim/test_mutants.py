@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from diloco.sim.outer_disk import Kept, OuterDisk, Place, Recovered, Replayer
+from diloco.sim.outer_disk import Kept, OuterDisk, Recovered, Replayer
 from diloco.sim.outer_process import OuterProcess
 from diloco.sim.plan import draw_plan
 from diloco.sim.site_checkers import CHECKERS
 from diloco.sim.site_process import SiteProcess
-from diloco.sim.standby_process import Leadership, Lease, Replicator, StandbyProcess
+from diloco.sim.standby_process import Lease, StandbyProcess
 from diloco.sim.swarm import run_seed
 from diloco.sim.world import Storage
 from diloco.sync import (
@@ -29,8 +29,10 @@ from diloco.sync.data_units import Holder, whole_units
 from diloco.sync.effects import Adopt, Leave, Seal, SkipData
 from diloco.sync.events import JoinAnswered, Outcome, Reason, UpdateArrived
 from diloco.sync.journal import encode_mark
+from diloco.sync.leadership import Claim, Leadership
 from diloco.sync.learner import LearnerSync
 from diloco.sync.options import OuterOptions
+from diloco.sync.replication import Place, Replication
 from diloco.sync.state import FragmentState, Line, OuterState
 from diloco.sync.syncer import OuterSync
 
@@ -296,27 +298,21 @@ def never_end(patch: Patch) -> None:
 
 
 def tell_without_asking_for_the_lease(patch: Patch) -> None:
-    patch.setattr(Leadership, "wanting", lambda self: False)
+    patch.setattr(Leadership, "wanting", lambda self, now_ns: None)
 
 
 def take_a_lease_that_has_not_run_out(patch: Patch) -> None:
     right = Lease.acquire
 
-    def acquire(self: Lease, name: str, *, by_itself: bool) -> Any:
+    def acquire(self: Lease, claim: Claim) -> Any:
         self.renewed_ns -= self.ttl_ns
-        return right(self, name, by_itself=by_itself)
+        return right(self, claim)
 
     patch.setattr(Lease, "acquire", acquire)
 
 
 def wait_for_no_standby(patch: Patch) -> None:
-    right = Replicator.wanting
-
-    def wanting(self: Replicator, end: Place) -> bool:
-        right(self, end)
-        return False
-
-    patch.setattr(Replicator, "wanting", wanting)
+    patch.setattr(Replication, "may_tell", lambda self, end, now_ns: (None, self.standby))
 
 
 def acknowledge_at_the_standby_before_syncing(patch: Patch) -> None:
@@ -331,7 +327,7 @@ def acknowledge_at_the_standby_before_syncing(patch: Patch) -> None:
 
 
 def leave_the_heir_where_it_is(patch: Patch) -> None:
-    patch.setattr(Leadership, "may_inherit", lambda self, name: False)
+    patch.setattr(Leadership, "heir_is", lambda self, name: None)
 
 
 def never_attach_again(patch: Patch) -> None:
