@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from diloco.syncer.lease import Lease, LeaseHolder
     from diloco.syncer.standby import Standby, Warm
     from diloco.wire.identity import Identity
-    from diloco.wire.messages import JoinAsk, ProbeAnswer, ProbeAsk, PullAsk, PushHeader, ReportInfo
+    from diloco.wire.messages import ProbeAnswer, ProbeAsk
     from diloco.wire.options import SecurityOptions, ServerOptions
     from diloco.wire.server import RunningServer
 
@@ -199,43 +199,13 @@ class StandbyApi:
         self.complaints: Callable[[], list[str]] = list
         """Which files of identities cannot be used, as whoever serves this knows it."""
 
-    def _elsewhere(self) -> NoReturn:
+    def elsewhere(self, *asked: object, **named: object) -> NoReturn:
+        """Not here: only the syncer knows what it has told, and what it has told may not have come yet."""
+        del asked, named
         raise Refusal(Status.UNAVAILABLE, f"this is the standby of {self._primary}: ask there")
 
-    def join(self, request: JoinAsk, identity: Identity) -> NoReturn:
-        """Not here."""
-        del request, identity
-        self._elsewhere()
-
-    def open_push(self, header: PushHeader, identity: Identity) -> NoReturn:
-        """Not here."""
-        del header, identity
-        self._elsewhere()
-
-    def watch(self, site: str, incarnation: int, identity: Identity) -> NoReturn:
-        """Not here."""
-        del site, incarnation, identity
-        self._elsewhere()
-
-    def pull(self, ask: PullAsk, identity: Identity) -> NoReturn:
-        """Not here: a version may be published there that has not come yet."""
-        del ask, identity
-        self._elsewhere()
-
-    def has_newer(self, fragment: int, version: int, timeout_s: float) -> NoReturn:
-        """Not here."""
-        del fragment, version, timeout_s
-        self._elsewhere()
-
-    def report(self, report: ReportInfo, identity: Identity) -> NoReturn:
-        """Not here."""
-        del report, identity
-        self._elsewhere()
-
-    def leave(self, site: str, incarnation: int, identity: Identity) -> NoReturn:
-        """Not here."""
-        del site, incarnation, identity
-        self._elsewhere()
+    join = open_push = watch = pull = has_newer = report = leave = elsewhere
+    drain = evict = readmit = admit = refuse = snapshot = detach = elsewhere
 
     def probe(self, ask: ProbeAsk, identity: Identity) -> ProbeAnswer:
         """A way that will count when this standby takes over."""
@@ -251,34 +221,6 @@ class StandbyApi:
             "identity_complaints": self.complaints(),
         }
 
-    def drain(self) -> NoReturn:
-        """Not here."""
-        self._elsewhere()
-
-    def evict(self, site: str) -> NoReturn:
-        """Not here."""
-        del site
-        self._elsewhere()
-
-    def readmit(self, site: str) -> NoReturn:
-        """Not here."""
-        del site
-        self._elsewhere()
-
-    def admit(self, site: str, fragment: int, sequence: int) -> NoReturn:
-        """Not here."""
-        del site, fragment, sequence
-        self._elsewhere()
-
-    def refuse(self, site: str, fragment: int, sequence: int) -> NoReturn:
-        """Not here."""
-        del site, fragment, sequence
-        self._elsewhere()
-
-    def snapshot(self) -> NoReturn:
-        """It writes one where the syncer does."""
-        self._elsewhere()
-
     def promote(self, *, lossy: bool) -> None:
         """Take over, as soon as what has come is carried out."""
         if not self._standby.ready:
@@ -287,10 +229,6 @@ class StandbyApi:
             raise Refusal(Status.FAILED_PRECONDITION, why)
         self.lossy = lossy
         self.promoted.set()
-
-    def detach(self) -> NoReturn:
-        """That is said to the syncer."""
-        self._elsewhere()
 
 
 ANSWER_S = 0.5
