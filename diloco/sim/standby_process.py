@@ -210,9 +210,6 @@ def take_lease(
     line.ask(process, lambda lease: lease.acquire(claim), answered, again)
 
 
-START: Place = (0, 0)
-
-
 @dataclass(frozen=True, slots=True)
 class ReplicationPlan:
     """How a run's standby follows, the paths between the three machines, and how long the lease lasts."""
@@ -266,7 +263,9 @@ class Replicator:
         self.process, self.plan = process, plan
         end, now_ns = process.disk.end(), process.heap.now_ns
         self.machine = Replication(plan.mode, plan.timeout_ns, end, now_ns, detached=detached)
-        self._follower: Follower | None = None
+        self._at: Place = (0, 0)
+
+    # --- the decision loop's side --------------------------------------------------------------------------------
 
     def wanting(self, end: Place) -> str | None:
         """Why nothing may be told yet of the turn that ends there."""
@@ -275,11 +274,6 @@ class Replicator:
         why, heir = self.machine.may_tell(end, self.process.heap.now_ns)
         leadership = self.process.leadership
         return leadership.heir_is(heir) if why is None and leadership is not None else why
-
-    def pump(self) -> None:
-        """Send what is new."""
-        if self._follower is not None:
-            self._follower.pump()
 
     def follows(self) -> bool:
         """Whether a standby is heard."""
@@ -291,14 +285,20 @@ class Replicator:
         heir = leadership is not None and leadership.machine.has_heir(self.machine.standby)
         return heir and not self.machine.detached and self.follows()
 
+    # --- a standby's side ----------------------------------------------------------------------------------------
+
     def follow(self, stream: Stream, chain: str, segment: int) -> None:
-        """Serve a standby from where it is."""
-        follower = Follower(self, stream)
-        if follower.begin(segment, chain):
-            self._follower = follower
-            self.machine.followed(stream, stream.name, follower.place, self.process.heap.now_ns)
-            follower.pump()
-            follower.keep_alive()
+        """Serve a standby from where it is, or send it away."""
+        place = self._find(segment, chain) if segment else (0, 0)
+        if place is None:
+            self._send(stream, GoAway())
+            return
+        begin = Begin(False, segment) if segment else self._anew()
+        self._at = place if segment else (begin.segment, 0)
+        self.machine.followed(stream, stream.name, place, self.process.heap.now_ns)
+        self._send(stream, begin)
+        self.pump()
+        self._keep_alive(stream)
 
     def heard(self, stream: Stream, place: Place) -> None:
         """The standby has everything up to ``place``."""
@@ -312,100 +312,66 @@ class Replicator:
     def gone(self, stream: Stream) -> None:
         """The stream has ended."""
         if self.machine.gone(stream):
-            self._follower = None
             self.process.go_on()
-
-    def serves(self, follower: Follower) -> bool:
-        """Whether this is the one that is being served."""
-        return self._follower is follower
-
-
-class Follower:
-    """One standby being served."""
-
-    def __init__(self, replicator: Replicator, stream: Stream) -> None:
-        self.stream = stream
-        self._replicator = replicator
-        self._disk: OuterDisk = replicator.process.disk
-        self.place = START
-        self._at = START
-        self._sent = 0
-
-    def begin(self, segment: int, chain: str) -> bool:
-        """Find where to begin, and say so; False when the standby must go away."""
-        if segment == 0:
-            name = self._disk.storage.names("snapshot-")[-1]
-            facts = self._disk.facts(name)
-            self._at = (int(str(facts["segment"])), 0)
-            payloads = tuple(self._payloads(sorted(payloads_in(facts["state"]))))
-            self._send(Begin(True, self._at[0], (name, self._disk.storage.read(name)), payloads))
-            return True
-        found = self._find(segment, chain)
-        if found is None:
-            self._send(GoAway())
-            return False
-        self.place = self._at = found
-        self._send(Begin(False, segment))
-        return True
-
-    def _find(self, segment: int, chain: str) -> Place | None:
-        name = journal_name(segment)
-        if name in self._disk.storage.names("journal-"):
-            for unit in units(self._disk.storage.read(name)):
-                if unit.kind != MARK and unit.chain.hex() == chain:
-                    return segment, unit.end
-        return None
 
     def pump(self) -> None:
         """Send everything durable that was not sent yet."""
-        while self._at < (durable := self._disk.end()):
+        stream, disk = self.machine.follower, self.process.disk
+        while isinstance(stream, Stream) and self._at < (durable := disk.end()):
             segment, at = self._at
             last, end = durable
             try:
-                data = self._disk.storage.read(journal_name(segment))
+                data = disk.storage.read(journal_name(segment))
             except Damaged:
-                self._send(GoAway())
-                self._replicator.gone(self.stream)
+                self._send(stream, GoAway())
+                self.gone(stream)
                 return
             for unit in units(data[:end] if segment == last else data, at):
                 if unit.kind != MARK:
                     payloads = tuple(self._named_in(unit.body, at)) if unit.kind == FRAME else ()
-                    self._send(Unit(unit.kind, unit.chain, data[at : unit.end], (segment, unit.end), payloads))
+                    self._send(stream, Unit(unit.kind, unit.chain, data[at : unit.end], (segment, unit.end), payloads))
                 at = unit.end
             self._at = (segment, at) if segment == last else (segment + 1, 0)
-            if segment == last:
-                return
+
+    def _anew(self) -> Begin:
+        """For a standby that has nothing."""
+        storage = self.process.disk.storage
+        name = storage.names("snapshot-")[-1]
+        facts = self.process.disk.facts(name)
+        payloads = tuple(self._payloads(sorted(payloads_in(facts["state"]))))
+        return Begin(True, int(str(facts["segment"])), (name, storage.read(name)), payloads)
+
+    def _find(self, segment: int, chain: str) -> Place | None:
+        storage, name = self.process.disk.storage, journal_name(segment)
+        if name in storage.names("journal-"):
+            for unit in units(storage.read(name)):
+                if unit.kind != MARK and unit.chain.hex() == chain:
+                    return segment, unit.end
+        return None
 
     def _named_in(self, body: bytes, at: int) -> Iterator[tuple[str, bytes]]:
         events = [record.event for record in decode_records(body, at)]
         return self._payloads([event.payload for event in events if isinstance(event, UpdateArrived) and event.payload])
 
     def _payloads(self, names: list[str]) -> Iterator[tuple[str, bytes]]:
+        storage = self.process.disk.storage
         for name in names:
             # One that is not there any more was refused: as long as a frame is kept, what it took in is.
-            if self._disk.storage.names(f"spool/{name}"):
-                yield name, self._disk.storage.read(f"spool/{name}")
+            if storage.names(f"spool/{name}"):
+                yield name, storage.read(f"spool/{name}")
 
-    def keep_alive(self) -> None:
+    def _keep_alive(self, stream: Stream) -> None:
         """Say something every now and then for as long as it is served."""
-        process = self._replicator.process
 
         def again() -> None:
-            if self._replicator.serves(self):
-                self._send(Alive())
-                self.keep_alive()
+            if self.machine.follower is stream:
+                self._send(stream, Alive())
+                self._keep_alive(stream)
 
-        process.heap.after(self._replicator.plan.alive_ns, lambda: process.deliver(again))
+        self.process.heap.after(self.plan.alive_ns, lambda: self.process.deliver(again))
 
-    def _send(self, part: Part) -> None:
-        number, stream, process = self._sent, self.stream, self._replicator.process
-        self._sent += 1
-
-        def broken() -> None:
-            stream.broken()
-            process.deliver(lambda: self._replicator.gone(stream))
-
-        stream.link.send(Direction.DOWN, lambda: stream.arrived(number, part), lost=broken)
+    def _send(self, stream: Stream, part: Part) -> None:
+        stream.send(part, lambda: self.process.deliver(lambda: self.gone(stream)))
 
 
 PAUSE_NS = 500 * MILLISECOND_NS
@@ -418,14 +384,22 @@ class Stream:
         self.name, self.link, self._process = name, link, process
         self.served = False
         """Whether a syncer has begun to: a request that the network has doubled is the same stream."""
-        self._expected = 0
+        self._sent = self._expected = 0
         self._early: dict[int, Part] = {}
 
-    def arrived(self, number: int, part: Part) -> None:
-        """A part is here, perhaps before its turn, perhaps again."""
-        self._process.deliver(lambda: self._take(number, part))
+    def send(self, part: Part, broken: Callable[[], None]) -> None:
+        """The syncer says the next ``part``; ``broken``: it died with the connection."""
+        number = self._sent
+        self._sent += 1
+
+        def lost() -> None:
+            self.broken()
+            broken()
+
+        self.link.send(Direction.DOWN, lambda: self._process.deliver(lambda: self._take(number, part)), lost=lost)
 
     def _take(self, number: int, part: Part) -> None:
+        """A part is here, perhaps before its turn, perhaps again."""
         if number >= self._expected:
             self._early[number] = part
         while self._expected in self._early:
@@ -464,7 +438,7 @@ class StandbyProcess(Process):
         self._stream: Stream | None = None
         self._began_at: Begin | None = None
         self._heard_ns = heap.now_ns
-        self._place: Place = START
+        self._place: Place = (0, 0)
         self.replayer: Replayer | None = None if disk.is_new() else disk.recover().replayer
 
     def start(self, taken: Callable[[LeaseHolder], None]) -> None:
