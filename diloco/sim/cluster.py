@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from diloco.sim.checkers import Violation
 from diloco.sim.outer_disk import OuterDisk
-from diloco.sim.outer_process import CrashPoint, OuterPlan, OuterProcess, Untold
+from diloco.sim.outer_process import CrashPoint, OuterPlan, OuterProcess, Turn
 from diloco.sim.site_process import SiteDisk, SitePlan, SiteProcess, Trouble
 from diloco.sim.standby_process import Lease, LeaseHolder, LeaseLine, StandbyProcess, take_lease
 from diloco.sim.world import MILLISECOND_NS, Damaged, Direction, Heap, Link, Process, Weather
@@ -61,7 +61,7 @@ class Syncers:
         """``random`` is what becomes of a disk in a power cut, and what the paths between the machines do."""
         self.heap, self.plan, self.checkers = heap, plan, checkers
         self._random = random
-        self._untold = Untold()
+        self._untold: dict[bytes, Turn] = {}
         self.seats = [Seat("p", self._empty(), leads=True)]
         self.lease: Lease | None = None
         self.between: Link | None = None
@@ -297,7 +297,7 @@ class Syncers:
         self.checkers.set_back()
         self.lineage += 1
         self.restarts += 1
-        self._untold.turns.clear()
+        self._untold.clear()
         self._lead(seat, None, lineage=self.lineage)
 
     def heal(self) -> None:

@@ -143,14 +143,6 @@ def digest(value: Value) -> str:
 SNAPSHOTS_KEPT = 2
 
 
-@dataclass(slots=True)
-class Recovered:
-    """What a new process finds; ``notes`` say what was not as it should be."""
-
-    replayer: Replayer
-    notes: list[str]
-
-
 class OuterDisk:
     """The syncer's folder.  ``reached`` is told every instant at which the process may die."""
 
@@ -159,6 +151,8 @@ class OuterDisk:
         self.storage = Storage()
         self.chain = CHAIN_START
         self.segment = 0
+        self.notes: list[str] = []
+        """What was not as it should be when it was recovered last."""
         self._decided: deque[tuple[int, str]] = deque()
 
     # --- writing -----------------------------------------------------------------------------------------------
@@ -320,7 +314,7 @@ class OuterDisk:
         """Whether no process ever kept a snapshot here; then nothing was ever acknowledged here either."""
         return not self.storage.names("snapshot-")
 
-    def recover(self) -> Recovered:
+    def recover(self) -> Replayer:
         """What the last process had.  ``Damaged`` says why it cannot be."""
         damaged: dict[str, str] = {}
         for name in reversed(self.storage.names("snapshot-")):
@@ -330,7 +324,7 @@ class OuterDisk:
                 damaged[name] = str(error)
                 continue
             found = self._replayed(facts)
-            found.notes += damaged.values()
+            self.notes = list(damaged.values())
             for each in damaged:
                 self.storage.remove(each)
             return found
@@ -341,18 +335,18 @@ class OuterDisk:
         versions: Versions = [{0: ZERO} for _ in machine.state.fragments]
         self.chain, self.segment = CHAIN_START, 0
         self.snapshot(machine, versions, lambda _: None)
-        return Recovered(self._replayer(machine, versions), [])
+        return self._replayer(machine, versions)
 
     def _replayer(self, machine: OuterSync, versions: Versions) -> Replayer:
         return Replayer(machine, versions, self.payload, self.rule)
 
-    def _replayed(self, facts: dict[str, object]) -> Recovered:
+    def _replayed(self, facts: dict[str, object]) -> Replayer:
         machine = OuterSync.restore(self.options, facts["state"])
         replayer = self._replayer(machine, _versions(machine.state.fragments, facts["values"]))
         for record in self._records(int(str(facts["segment"]))):
             replayer.apply(record)
         self._sweep(machine)
-        return Recovered(replayer, [])
+        return replayer
 
     def _records(self, first: int) -> list[Record]:
         """The records from segment ``first`` on; what a crash has cut short is cut off."""

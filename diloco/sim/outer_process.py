@@ -99,16 +99,6 @@ class Turn:
         return [effect for _, effects in self.decided for effect in effects]
 
 
-@dataclass(slots=True)
-class Untold:
-    """Turns that some process may have made durable and did not live to tell, by their chain values.
-
-    Only who reads a disk next knows whether one is there.  There may be one on each machine's.
-    """
-
-    turns: dict[bytes, Turn] = field(default_factory=dict)
-
-
 class Loop(Process):
     """What every turn goes through."""
 
@@ -232,13 +222,15 @@ class OuterProcess(Loop):
         disk: OuterDisk,
         plan: OuterPlan,
         checkers: Checkers,
-        untold: Untold,
+        untold: dict[bytes, Turn],
         on_death: Callable[[], None],
         leadership: LeaseHolder | None = None,
         *,
         promoted: bool = False,
     ) -> None:
-        """``promoted``: it was a standby until now, and has none of its own."""
+        """``untold``: by their chains, turns that a process may have made durable and did not live to tell; only who
+        reads a disk next knows whether one is there.  ``promoted``: it was a standby until now, and has none.
+        """
         super().__init__(heap, on_death)
         self.disk, self.plan, self.checkers = disk, plan, checkers
         self.leadership = leadership
@@ -251,7 +243,7 @@ class OuterProcess(Loop):
         self._armed_ns: int | None = None
         self._records = 0
         self._untold = untold
-        self.replayer = disk.recover().replayer
+        self.replayer = disk.recover()
         self.machine = self.replayer.machine
         self._settle_untold()
         checkers.recovered(self.machine)
@@ -294,7 +286,7 @@ class OuterProcess(Loop):
 
     def _settle_untold(self) -> None:
         """A turn that the last process wrote and did not live to tell is either there or was never told."""
-        turn = self._untold.turns.pop(self.disk.chain, None)
+        turn = self._untold.pop(self.disk.chain, None)
         if turn is not None:
             self._book(turn)
 
@@ -306,7 +298,7 @@ class OuterProcess(Loop):
 
     def _write(self, turn: Turn) -> None:
         frame, turn.chain = self.disk.frame([record for record, _ in turn.decided])
-        self._untold.turns[turn.chain] = turn
+        self._untold[turn.chain] = turn
         turn.place = self.disk.write(frame, turn.chain, self._reached)
 
     def _apply(self, event: OuterEvent) -> None:
@@ -325,7 +317,7 @@ class OuterProcess(Loop):
         return self.leadership is not None and self.leadership.wanting() is not None
 
     def _tell(self, turn: Turn) -> None:
-        self._untold.turns.pop(turn.chain or b"", None)
+        self._untold.pop(turn.chain or b"", None)
         self._book(turn)
         self.checkers.told(self.machine, turn.chain, turn.effects())
         for record, effects in turn.decided:

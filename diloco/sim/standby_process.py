@@ -244,16 +244,12 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class Alive:
-    """There is nothing new."""
-
-
-@dataclass(frozen=True, slots=True)
 class GoAway:
     """The standby's journal is not one that this one goes on from: it needs an empty folder."""
 
 
-Part = Begin | Unit | Alive | GoAway
+Part = Begin | Unit | GoAway | None
+"""None: there is nothing new."""
 
 
 class Replicator:
@@ -365,7 +361,7 @@ class Replicator:
 
         def again() -> None:
             if self.machine.follower is stream:
-                self._send(stream, Alive())
+                self._send(stream, None)
                 self._keep_alive(stream)
 
         self.process.heap.after(self.plan.alive_ns, lambda: self.process.deliver(again))
@@ -439,7 +435,7 @@ class StandbyProcess(Process):
         self._began_at: Begin | None = None
         self._heard_ns = heap.now_ns
         self._place: Place = (0, 0)
-        self.replayer: Replayer | None = None if disk.is_new() else disk.recover().replayer
+        self.replayer: Replayer | None = None if disk.is_new() else disk.recover()
 
     def start(self, taken: Callable[[LeaseHolder], None]) -> None:
         """Follow, and take over as the heir of a syncer that fell silent: then ``taken`` is called."""
@@ -511,7 +507,7 @@ class StandbyProcess(Process):
                 self._began_at = part if part.anew else None
             case Unit():
                 self._unit(part, stream)
-            case Alive():
+            case None:
                 self._ack(stream)
 
     def _ack(self, stream: Stream) -> None:
@@ -553,7 +549,7 @@ class StandbyProcess(Process):
     def _begin(self, begin: Begin, header: bytes) -> None:
         assert begin.snapshot is not None
         self.disk.begin(begin.segment, header, begin.snapshot, begin.payloads, self._reached)
-        self.replayer = self.disk.recover().replayer
+        self.replayer = self.disk.recover()
 
     def _carry_out(self, raw: bytes) -> None:
         assert self.replayer is not None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from diloco.sim.outer_disk import Kept, OuterDisk, Recovered, Replayer
+from diloco.sim.outer_disk import Kept, OuterDisk, Replayer
 from diloco.sim.outer_process import OuterProcess
 from diloco.sim.plan import draw_plan
 from diloco.sim.site_checkers import CHECKERS
@@ -65,9 +65,9 @@ def recover_an_older_version(patch: Patch) -> None:
 def after_recovery(patch: Patch, spoil: Callable[[OuterSync], None]) -> None:
     right = OuterDisk.recover
 
-    def recover(self: OuterDisk) -> Recovered:
+    def recover(self: OuterDisk) -> Replayer:
         found = right(self)
-        spoil(found.replayer.machine)
+        spoil(found.machine)
         return found
 
     patch.setattr(OuterDisk, "recover", recover)

@@ -41,8 +41,8 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_it_is_used() -> None:
     older, newer = disk.storage.names("snapshot-")
     disk.storage.cut(newer, 40)
     found = disk.recover()
-    assert found.notes == [f"{newer} is damaged"]
-    assert found.replayer.machine.state == outer.machine.state
+    assert disk.notes == [f"{newer} is damaged"]
+    assert found.machine.state == outer.machine.state
     assert disk.storage.names("snapshot-") == [older]
 
 
@@ -59,4 +59,4 @@ def test_a_power_cut_between_two_events_costs_nothing() -> None:
     disk, outer = a_disk()
     for seed in range(8):
         disk.storage.power_cut(Random(seed))
-        assert disk.recover().replayer.machine.state == outer.machine.state
+        assert disk.recover().machine.state == outer.machine.state
