@@ -1,6 +1,6 @@
 """The real machines of ``diloco.sync`` under a simulated network, clock and disk, with faults drawn from a seed.
 
-``network`` is time and links, ``values`` the exact numbers that stand for tensors, ``outer_process`` and
+``world`` is time, links and disks, ``values`` the exact numbers that stand for tensors, ``outer_process`` and
 ``site_process`` carry out the machines' effects as the real shells do, ``cluster`` holds them together and starts again
 what has died, ``plan`` draws a run from a seed, ``swarm`` runs it, and ``checkers`` and ``site_checkers`` say what must
 hold at every event.  ``python -m diloco.sim --help`` runs it.

@@ -34,11 +34,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from diloco.sim.outer_disk import Kept
-    from diloco.sim.outer_process import OuterPlan
     from diloco.sim.site_process import SiteProcess
-    from diloco.sim.standby_process import Unit
     from diloco.sim.values import Value
-    from diloco.sim.world import Storage
+    from diloco.sim.world import OuterPlan, Storage, Unit
     from diloco.sync.effects import LearnerEffect, OuterEffect, Seal
     from diloco.sync.events import Fate, LearnerEvent, OuterEvent
 

@@ -15,16 +15,27 @@ from typing import TYPE_CHECKING
 
 from diloco.sim.checkers import Violation
 from diloco.sim.outer_disk import OuterDisk
-from diloco.sim.outer_process import CrashPoint, OuterPlan, OuterProcess, Turn
+from diloco.sim.outer_process import CrashPoint, LeaseHolder, OuterProcess, Turn, take_lease
 from diloco.sim.site_process import SiteDisk, SitePlan, SiteProcess, Trouble
-from diloco.sim.standby_process import Lease, LeaseHolder, LeaseLine, StandbyProcess, take_lease
-from diloco.sim.world import MILLISECOND_NS, Damaged, Direction, Heap, Link, Process, Weather
+from diloco.sim.standby_process import StandbyProcess
+from diloco.sim.world import (
+    MILLISECOND_NS,
+    Damaged,
+    Direction,
+    Heap,
+    Lease,
+    LeaseLine,
+    Link,
+    OuterPlan,
+    Process,
+    Weather,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from diloco.sim.checkers import Checkers
-    from diloco.sim.standby_process import ReplicationPlan
+    from diloco.sim.world import ReplicationPlan
 
 RESTART_NS = 300 * MILLISECOND_NS
 

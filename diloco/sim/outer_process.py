@@ -8,6 +8,10 @@ The syncer as a process of the simulator: the outer machine, leases, a disk, and
 
 An event is safe on the disk before its first effect is carried out, an update before its event.  The process can be
 told to die at each of the instants between.
+
+
+The leading syncer's end of replication.  A standby gets what is durable here, read from the disk again: a snapshot
+first where it has nothing, then the journal's units byte for byte, each frame with the payloads that it names.
 """
 
 from __future__ import annotations
@@ -17,10 +21,22 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from diloco.sim.outer_disk import digest, payload_name, payloads_in, restored
-from diloco.sim.standby_process import ReplicationPlan, Replicator
-from diloco.sim.values import OuterRule
-from diloco.sim.world import MILLISECOND_NS, Damaged, Died, Feed, JoinReply, Process, Pulled, Push, PushReply
+from diloco.sim.outer_disk import digest, journal_name, payload_name, payloads_in, restored
+from diloco.sim.world import (
+    MILLISECOND_NS,
+    Begin,
+    Damaged,
+    Died,
+    Feed,
+    GoAway,
+    JoinReply,
+    Process,
+    Pulled,
+    Push,
+    PushReply,
+    Stream,
+    Unit,
+)
 from diloco.sync.admission import fastest_step_ns
 from diloco.sync.effects import (
     AnnounceFinal,
@@ -61,17 +77,18 @@ from diloco.sync.events import (
     VersionPublished,
 )
 from diloco.sync.fates import known_already
-from diloco.sync.journal import Record, digest_effects
+from diloco.sync.journal import FRAME, MARK, Record, decode_records, digest_effects, units
+from diloco.sync.leadership import RETRY_SHARE, Change, Claim, Leadership, LeaseLostError
 from diloco.sync.members import Leases
-from diloco.sync.options import HealthOptions, OuterOptions
-from diloco.sync.replication import Place
+from diloco.sync.replication import Place, Replication
 from diloco.sync.state import Phase, Status
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from diloco.sim.checkers import Checkers
     from diloco.sim.outer_disk import OuterDisk
-    from diloco.sim.standby_process import LeaseHolder
-    from diloco.sim.world import Heap
+    from diloco.sim.world import Heap, LeaseLine, OuterPlan, Part, ReplicationPlan
     from diloco.sync.site_units import UnitAsk
 
 HELD_AFTER_NS = 500 * MILLISECOND_NS
@@ -182,6 +199,103 @@ class Loop(Process):
         return self._turn is None
 
 
+class LeaseHolder:
+    """Makes the changes at the lease that ``Leadership`` asks for, one at a time."""
+
+    def __init__(self, line: LeaseLine, epoch: int, sent_ns: int) -> None:
+        """``sent_ns``: when the lease was asked for."""
+        self.epoch = epoch
+        self.machine = Leadership(epoch, line.lease.ttl_ns, sent_ns)
+        self._line, self._heap = line, line.lease.heap
+        self._number = 0
+        self._busy = False
+
+    def start(self, process: Loop) -> None:
+        """Begin to renew."""
+        self._process = process
+        self._later()
+
+    def wanting(self) -> str | None:
+        """As ``Leadership.wanting`` now; the process ends where nothing may ever be told again."""
+        try:
+            return self.machine.wanting(self._heap.now_ns)
+        except LeaseLostError as error:
+            raise Died(str(error)) from error
+
+    def heir_is(self, name: str) -> str | None:
+        """As ``Leadership.heir_is``; another is taken out at once."""
+        why = self.machine.heir_is(name)
+        if why is not None:
+            self._step()
+        return why
+
+    def name_heir(self, name: str) -> None:
+        """As ``Leadership.name_heir``; it is written down at once."""
+        self.machine.name_heir(name)
+        self._step()
+
+    def _later(self) -> None:
+        self._heap.at(self.machine.due_ns, lambda: self._process.deliver(self._step))
+
+    def _step(self) -> None:
+        change = None if self._busy else self.machine.next_change(self._heap.now_ns)
+        if change is not None:
+            self._busy = True
+            self._number += 1
+            number = self._number
+            self._line.ask(
+                self._process,
+                lambda lease: lease.change(self.epoch, number, change.heir),
+                lambda held: self._answered(change, held is True),
+                self._missed,
+            )
+
+    def _answered(self, change: Change, held: bool) -> None:
+        self._busy = False
+        self.machine.changed(change, held=held)
+        self.wanting()
+        if change.heir is None:
+            self._later()
+        self._step()
+        self._process.go_on()
+
+    def _missed(self) -> None:
+        self._busy = False
+        self.machine.missed(self._heap.now_ns, "no answer")
+        self._later()
+
+
+def take_lease(
+    process: Process,
+    line: LeaseLine,
+    name: str,
+    taken: Callable[[LeaseHolder], None],
+    refused: Callable[[str], None],
+    *,
+    by_itself: bool,
+) -> None:
+    """Ask for the lease again and again until it is taken; ``refused`` hears why it is not to be had, each time."""
+    heap, ttl_ns = line.lease.heap, line.lease.ttl_ns
+    sent_ns, claim = heap.now_ns, Claim(name, 0, 1, anew=True, by_itself=by_itself)
+
+    def again() -> None:
+        heap.after(
+            int(ttl_ns * RETRY_SHARE),
+            lambda: process.deliver(lambda: take_lease(process, line, name, taken, refused, by_itself=by_itself)),
+        )
+
+    def answered(answer: object) -> None:
+        if isinstance(answer, int):
+            taken(LeaseHolder(line, answer, sent_ns))
+            return
+        if isinstance(answer, str):
+            refused(answer)
+        if process.alive:
+            again()
+
+    line.ask(process, lambda lease: lease.acquire(claim), answered, again)
+
+
 class CrashPoint(Enum):
     """Where in the handling of an event the syncer dies."""
 
@@ -196,21 +310,6 @@ class CrashPoint(Enum):
     SNAPSHOT_WRITTEN = "snapshot written"
     SNAPSHOT_RENAMED = "snapshot renamed"
     SNAPSHOT_KEPT = "snapshot kept"
-
-
-@dataclass(frozen=True, slots=True)
-class OuterPlan:
-    """How this run's syncer is set: its rules, its speed, and how often it takes a snapshot."""
-
-    options: OuterOptions
-    rule: OuterRule
-    merge_ns: int = 0
-    fail_per_mille: int = 0
-    """Share of outer steps without a finite result."""
-    snapshot_records: int = 50
-    health: HealthOptions = field(default_factory=HealthOptions)
-    replication: ReplicationPlan | None = None
-    """How a standby follows; None: there is none, and no lease."""
 
 
 class OuterProcess(Loop):
@@ -595,3 +694,121 @@ class OuterProcess(Loop):
         """A property of what is merged, so that the same step fails again after a crash."""
         seen = sum(sum(update.digest.encode()) for part in effect.contributions for update in part.updates)
         return seen % 1000 < self.plan.fail_per_mille
+
+
+class Replicator:
+    """The leading syncer's end: serves one standby, and tells ``Replication`` what it hears."""
+
+    def __init__(self, process: OuterProcess, plan: ReplicationPlan, *, detached: bool) -> None:
+        self.process, self.plan = process, plan
+        end, now_ns = process.disk.end(), process.heap.now_ns
+        self.machine = Replication(plan.mode, plan.timeout_ns, end, now_ns, detached=detached)
+        self._at: Place = (0, 0)
+
+    # --- the decision loop's side --------------------------------------------------------------------------------
+
+    def wanting(self, end: Place) -> str | None:
+        """Why nothing may be told yet of the turn that ends there."""
+        if end > self.machine.durable:
+            self.pump()
+        why, heir = self.machine.may_tell(end, self.process.heap.now_ns)
+        leadership = self.process.leadership
+        return leadership.heir_is(heir) if why is None and leadership is not None else why
+
+    def follows(self) -> bool:
+        """Whether a standby is heard."""
+        return self.machine.away_ns(self.process.heap.now_ns) is None
+
+    def caught_up(self) -> bool:
+        """Whether the standby had everything of late, is waited for, and may inherit."""
+        leadership = self.process.leadership
+        heir = leadership is not None and leadership.machine.has_heir(self.machine.standby)
+        return heir and not self.machine.detached and self.follows()
+
+    # --- a standby's side ----------------------------------------------------------------------------------------
+
+    def follow(self, stream: Stream, chain: str, segment: int) -> None:
+        """Serve a standby from where it is, or send it away."""
+        place = self._find(segment, chain) if segment else (0, 0)
+        if place is None:
+            self._send(stream, GoAway())
+            return
+        begin = Begin(False, segment) if segment else self._anew()
+        self._at = place if segment else (begin.segment, 0)
+        self.machine.followed(stream, stream.name, place, self.process.heap.now_ns)
+        self._send(stream, begin)
+        self.pump()
+        self._keep_alive(stream)
+
+    def heard(self, stream: Stream, place: Place) -> None:
+        """The standby has everything up to ``place``."""
+        attach, heir = self.machine.heard(stream, place, self.process.heap.now_ns)
+        if attach:
+            self.process.attach(stream.name)
+        if heir and self.process.leadership is not None:
+            self.process.leadership.name_heir(stream.name)
+        self.process.go_on()
+
+    def gone(self, stream: Stream) -> None:
+        """The stream has ended."""
+        if self.machine.gone(stream):
+            self.process.go_on()
+
+    def pump(self) -> None:
+        """Send everything durable that was not sent yet."""
+        stream, disk = self.machine.follower, self.process.disk
+        while isinstance(stream, Stream) and self._at < (durable := disk.end()):
+            segment, at = self._at
+            last, end = durable
+            try:
+                data = disk.storage.read(journal_name(segment))
+            except Damaged:
+                self._send(stream, GoAway())
+                self.gone(stream)
+                return
+            for unit in units(data[:end] if segment == last else data, at):
+                if unit.kind != MARK:
+                    payloads = tuple(self._named_in(unit.body, at)) if unit.kind == FRAME else ()
+                    self._send(stream, Unit(unit.kind, unit.chain, data[at : unit.end], (segment, unit.end), payloads))
+                at = unit.end
+            self._at = (segment, at) if segment == last else (segment + 1, 0)
+
+    def _anew(self) -> Begin:
+        """For a standby that has nothing."""
+        storage = self.process.disk.storage
+        name = storage.names("snapshot-")[-1]
+        facts = self.process.disk.facts(name)
+        payloads = tuple(self._payloads(sorted(payloads_in(facts["state"]))))
+        return Begin(True, int(str(facts["segment"])), (name, storage.read(name)), payloads)
+
+    def _find(self, segment: int, chain: str) -> Place | None:
+        storage, name = self.process.disk.storage, journal_name(segment)
+        if name in storage.names("journal-"):
+            for unit in units(storage.read(name)):
+                if unit.kind != MARK and unit.chain.hex() == chain:
+                    return segment, unit.end
+        return None
+
+    def _named_in(self, body: bytes, at: int) -> Iterator[tuple[str, bytes]]:
+        events = [record.event for record in decode_records(body, at)]
+        return self._payloads([event.payload for event in events if isinstance(event, UpdateArrived) and event.payload])
+
+    def _payloads(self, names: list[str]) -> Iterator[tuple[str, bytes]]:
+        storage = self.process.disk.storage
+        for name in names:
+            # One that is not there any more was refused: as long as a frame is kept, what it took in is.
+            if storage.names(f"spool/{name}"):
+                yield name, storage.read(f"spool/{name}")
+
+    def _keep_alive(self, stream: Stream) -> None:
+        """Say something every now and then for as long as it is served."""
+
+        def again() -> None:
+            if self.machine.follower is stream:
+                self._send(stream, None)
+                self._keep_alive(stream)
+
+        self.process.heap.after(self.plan.alive_ns, lambda: self.process.deliver(again))
+
+    def _send(self, stream: Stream, part: Part) -> None:
+        stream.send(part, lambda: self.process.deliver(lambda: self.gone(stream)))

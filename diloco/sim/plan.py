@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING
 
-from diloco.sim.outer_process import CrashPoint, OuterPlan
+from diloco.sim.outer_process import CrashPoint
 from diloco.sim.site_process import SitePlan
-from diloco.sim.standby_process import ReplicationPlan, StandbyProcess
+from diloco.sim.standby_process import StandbyProcess
 from diloco.sim.values import OuterRule
-from diloco.sim.world import MILLISECOND_NS, Direction, Weather
+from diloco.sim.world import MILLISECOND_NS, Direction, OuterPlan, ReplicationPlan, Weather
 from diloco.sync.options import (
     ADMISSION_POLICIES,
     GRACE_KINDS,

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 
 from diloco.sim.checkers import Checkers, Violation
 from diloco.sim.cluster import RESTART_NS, Syncers
-from diloco.sim.outer_process import CrashPoint, OuterPlan
+from diloco.sim.outer_process import CrashPoint
 from diloco.sim.plan import GENTLE, SwarmPlan, draw_plan
 from diloco.sim.site_checkers import CHECKERS, History
 from diloco.sim.site_process import SiteDisk, SitePlan, SiteProcess, Trouble
 from diloco.sim.swarm import END_NS, ERRORS, EVENTS_MAX, LINEAGES_MAX, RISE_NS, Outcome, in_words
-from diloco.sim.world import MILLISECOND_NS, Direction, Heap, Link, Weather
+from diloco.sim.world import MILLISECOND_NS, Direction, Heap, Link, OuterPlan, Weather
 from diloco.sync.effects import LearnerEffect, StopTraining
 from diloco.sync.options import SECOND_NS
 from diloco.sync.progress import combined, ledger_of

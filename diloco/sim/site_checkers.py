@@ -67,11 +67,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from diloco.sim.checkers import Id
-    from diloco.sim.outer_process import OuterPlan
     from diloco.sim.site_process import Drawn, SiteProcess
-    from diloco.sim.standby_process import Unit
     from diloco.sim.values import Value
-    from diloco.sim.world import Storage
+    from diloco.sim.world import OuterPlan, Storage, Unit
     from diloco.sync.effects import LearnerEffect, OuterEffect
     from diloco.sync.events import Fate, LearnerEvent, OuterEvent
     from diloco.sync.syncer import OuterSync

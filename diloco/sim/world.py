@@ -14,19 +14,26 @@ a part or nothing, whatever became of the writes around it; and of each name tha
 old file or the new one.  That is more than a journalling file system does to its users and no more than it may do.
 
 
-What a process of the simulator can suffer: it can be stopped for a while, and it can die."""
+What a process of the simulator can suffer: it can be stopped for a while, and it can die.
+
+
+The lease of a simulated run: one object somewhere else, which both syncers reach over links of their own.  Who may take
+it, and whether its holder leads at this moment, is decided in ``sync/leadership``."""
 
 from __future__ import annotations
 
 import hashlib
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from diloco.sim.values import Value
+from diloco.sim.values import OuterRule, Value
 from diloco.sync.data_units import Span
 from diloco.sync.events import Fate, JoinAnswered, Outcome, Reason
+from diloco.sync.leadership import Claim, Standing, next_standing, refusal
+from diloco.sync.options import HealthOptions, OuterOptions
+from diloco.sync.replication import Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -230,6 +237,78 @@ class Feed:
         self._link.send(Direction.DOWN, lambda: self._told(what), lost=self._broken)
 
 
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The standby is to begin here.  ``snapshot`` and ``payloads`` are the files for one that has nothing."""
+
+    anew: bool
+    segment: int
+    snapshot: tuple[str, bytes] | None = None
+    payloads: tuple[tuple[str, bytes], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A unit of the journal byte for byte, where it ends, and the payloads that it names."""
+
+    kind: bytes
+    chain: bytes
+    raw: bytes
+    end: Place
+    payloads: tuple[tuple[str, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GoAway:
+    """The standby's journal is not one that this one goes on from: it needs an empty folder."""
+
+
+Part = Begin | Unit | GoAway | None
+"""None: there is nothing new."""
+
+
+class Stream:
+    """One attempt to follow: its parts come in order, and once."""
+
+    def __init__(
+        self,
+        name: str,
+        link: Link,
+        process: Process,
+        taken: Callable[[Stream, Part], None],
+        broken: Callable[[Stream], None],
+    ) -> None:
+        self.name, self.link, self._process = name, link, process
+        self._taken, self._broken = taken, broken
+        self.served = False
+        """Whether a syncer has begun to: a request that the network has doubled is the same stream."""
+        self._sent = self._expected = 0
+        self._early: dict[int, Part] = {}
+
+    def send(self, part: Part, broken: Callable[[], None]) -> None:
+        """The syncer says the next ``part``; ``broken``: it died with the connection."""
+        number = self._sent
+        self._sent += 1
+
+        def lost() -> None:
+            self.broken()
+            broken()
+
+        self.link.send(Direction.DOWN, lambda: self._process.deliver(lambda: self._take(number, part)), lost=lost)
+
+    def _take(self, number: int, part: Part) -> None:
+        """A part is here, perhaps before its turn, perhaps again."""
+        if number >= self._expected:
+            self._early[number] = part
+        while self._expected in self._early:
+            self._taken(self, self._early.pop(self._expected))
+            self._expected += 1
+
+    def broken(self) -> None:
+        """The connection is gone."""
+        self._process.deliver(lambda: self._broken(self))
+
+
 SEAL_BYTES = 16
 
 
@@ -412,3 +491,98 @@ class Process:
         """End as by SIGKILL."""
         self.alive = False
         self._backlog.clear()
+
+
+@dataclass(slots=True)
+class Lease:
+    """What it says.  ``last`` is the number of the holder's last change: one that comes late changes nothing."""
+
+    heap: Heap = field(repr=False)
+    ttl_ns: int
+    standing: Standing | None = None
+    renewed_ns: int = 0
+    last: int = 0
+
+    def acquire(self, claim: Claim) -> int | str | None:
+        """Take it: the new epoch, None while another holds it, or why it is not to be had."""
+        if (why := refusal(self.standing, claim, "here")) is not None:
+            return why
+        held = self.standing is not None and self.standing.holder != claim.name
+        if held and self.heap.now_ns < self.renewed_ns + self.ttl_ns:
+            return None
+        self.standing = next_standing(self.standing, claim)
+        self.renewed_ns, self.last = self.heap.now_ns, 0
+        return self.standing.epoch
+
+    def change(self, epoch: int, number: int, heir: str | None = None) -> bool:
+        """Name the heir, or hold it for another ``ttl_ns`` where that is None; False when it is another's."""
+        assert self.standing is not None
+        if epoch == self.standing.epoch and number > self.last:
+            self.last = number
+            if heir is None:
+                self.renewed_ns = self.heap.now_ns
+            else:
+                self.standing = replace(self.standing, heir=heir)
+        return epoch == self.standing.epoch
+
+
+class LeaseLine:
+    """One machine's way to the lease."""
+
+    def __init__(self, lease: Lease, link: Link) -> None:
+        self.lease, self.link = lease, link
+        self.machine = 1
+        """Another one once a machine is lost: nothing that it had on its way arrives."""
+
+    def ask(
+        self,
+        process: Process,
+        request: Callable[[Lease], object],
+        answered: Callable[[object], None],
+        missed: Callable[[], None],
+    ) -> None:
+        """Exactly one of ``answered`` and ``missed`` happens, unless ``process`` dies."""
+        waiting = [True]
+
+        def settle(action: Callable[[], None]) -> None:
+            if waiting:
+                waiting.clear()
+                action()
+
+        machine = self.machine
+
+        def receive() -> None:
+            if machine != self.machine:
+                return
+            answer = request(self.lease)
+            self.link.send(Direction.DOWN, lambda: process.deliver(lambda: settle(lambda: answered(answer))))
+
+        self.link.send(Direction.UP, receive)
+        self.lease.heap.after(self.lease.ttl_ns // 4, lambda: process.deliver(lambda: settle(missed)))
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicationPlan:
+    """How a run's standby follows, the paths between the three machines, and how long the lease lasts."""
+
+    between: Weather
+    to_lease: Weather
+    mode: str = "sync"
+    ttl_ns: int = 2000 * MILLISECOND_NS
+    timeout_ns: int = 2000 * MILLISECOND_NS
+    alive_ns: int = 500 * MILLISECOND_NS
+
+
+@dataclass(frozen=True, slots=True)
+class OuterPlan:
+    """How this run's syncer is set: its rules, its speed, and how often it takes a snapshot."""
+
+    options: OuterOptions
+    rule: OuterRule
+    merge_ns: int = 0
+    fail_per_mille: int = 0
+    """Share of outer steps without a finite result."""
+    snapshot_records: int = 50
+    health: HealthOptions = field(default_factory=HealthOptions)
+    replication: ReplicationPlan | None = None
+    """How a standby follows; None: there is none, and no lease."""

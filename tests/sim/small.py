@@ -7,12 +7,10 @@ from typing import Any
 
 from diloco.sim.checkers import Checkers
 from diloco.sim.cluster import Cluster
-from diloco.sim.outer_process import OuterPlan
 from diloco.sim.site_checkers import CHECKERS
 from diloco.sim.site_process import SitePlan
-from diloco.sim.standby_process import ReplicationPlan
 from diloco.sim.values import OuterRule
-from diloco.sim.world import MILLISECOND_NS, Weather
+from diloco.sim.world import MILLISECOND_NS, OuterPlan, ReplicationPlan, Weather
 from diloco.sync.options import SECOND_NS, LearnerOptions, OuterOptions
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from diloco.sim.checkers import Violation
-from diloco.sim.outer_process import OuterPlan
 from diloco.sim.site_checkers import Admission
 from diloco.sim.values import OuterRule
+from diloco.sim.world import OuterPlan
 from diloco.sync import effects as fx
 from diloco.sync.events import Outcome, Reason
 from diloco.sync.options import HealthOptions, OuterOptions

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from diloco.sim.checkers import Staleness, Versions, Violation, Weights, accepted
-from diloco.sim.outer_process import OuterPlan
 from diloco.sim.values import OuterRule
+from diloco.sim.world import OuterPlan
 from diloco.sync.effects import AnswerPush, Contribution, StartOuterStep, UpdateRef
 from diloco.sync.events import Outcome, UpdateArrived
 from diloco.sync.options import OuterOptions

@@ -3,11 +3,9 @@ from __future__ import annotations
 import pytest
 
 from diloco.sim.checkers import Violation
-from diloco.sim.outer_process import OuterPlan
 from diloco.sim.site_checkers import OneLeader, Replicated
-from diloco.sim.standby_process import Unit
 from diloco.sim.values import OuterRule
-from diloco.sim.world import Storage
+from diloco.sim.world import OuterPlan, Storage, Unit
 from diloco.sync.effects import PublishVersion
 from diloco.sync.events import StandbyAttached, StandbyDetached, SyncerStarted
 from diloco.sync.journal import CHAIN_START, FRAME, encode_frame

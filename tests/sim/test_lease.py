@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from random import Random
 
-from diloco.sim.standby_process import Lease, LeaseLine
-from diloco.sim.world import MILLISECOND_NS, Direction, Heap, Link, Process, Weather
+from diloco.sim.world import MILLISECOND_NS, Direction, Heap, Lease, LeaseLine, Link, Process, Weather
 from diloco.sync.leadership import Claim, Standing
 
 TTL_NS = 1000 * MILLISECOND_NS

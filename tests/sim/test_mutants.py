@@ -12,9 +12,9 @@ from diloco.sim.outer_process import OuterProcess
 from diloco.sim.plan import draw_plan
 from diloco.sim.site_checkers import CHECKERS
 from diloco.sim.site_process import SiteProcess
-from diloco.sim.standby_process import Lease, StandbyProcess
+from diloco.sim.standby_process import StandbyProcess
 from diloco.sim.swarm import run_seed
-from diloco.sim.world import Storage
+from diloco.sim.world import Lease, Storage
 from diloco.sync import (
     admission,
     ending,

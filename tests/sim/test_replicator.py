@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from diloco.sim.outer_process import OuterProcess
-from diloco.sim.standby_process import Replicator
+from diloco.sim.outer_process import OuterProcess, Replicator
 from diloco.sim.world import Direction
 from tests.sim.small import Small, a_pair
 
