@@ -733,7 +733,7 @@ class Replicator:
         if place is None:
             self._send(stream, GoAway())
             return
-        begin = Begin(False, segment) if segment else self._anew()
+        begin = Begin(segment) if segment else self._anew()
         self._at = place if segment else (begin.segment, 0)
         self.machine.followed(stream, stream.name, place, self.process.heap.now_ns)
         self._send(stream, begin)
@@ -779,7 +779,7 @@ class Replicator:
         name = storage.names("snapshot-")[-1]
         facts = self.process.disk.facts(name)
         payloads = tuple(self._payloads(sorted(payloads_in(facts["state"]))))
-        return Begin(True, int(str(facts["segment"])), (name, storage.read(name)), payloads)
+        return Begin(int(str(facts["segment"])), (name, storage.read(name)), payloads)
 
     def _find(self, segment: int, chain: str) -> Place | None:
         storage, name = self.process.disk.storage, journal_name(segment)

@@ -124,7 +124,7 @@ class StandbyProcess(Process):
                 self.useless = True
                 raise Died("an empty folder is needed")
             case Begin():
-                self._began_at = part if part.anew else None
+                self._began_at = part if part.snapshot is not None else None
             case Unit():
                 self._unit(part, stream)
             case None:

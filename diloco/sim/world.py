@@ -241,7 +241,6 @@ class Feed:
 class Begin:
     """The standby is to begin here.  ``snapshot`` and ``payloads`` are the files for one that has nothing."""
 
-    anew: bool
     segment: int
     snapshot: tuple[str, bytes] | None = None
     payloads: tuple[tuple[str, bytes], ...] = ()
