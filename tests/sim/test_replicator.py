@@ -36,6 +36,27 @@ def test_nothing_is_told_while_the_standby_is_away_until_an_operator_detaches_it
     assert not outer.machine.state.detached
 
 
+def test_async_goes_on_without_a_standby_that_is_away_once_that_is_the_heir_no_more() -> None:
+    small = Small(replication=a_pair(mode="async"))
+    small.run(2)
+    outer, replicator = a_leader(small)
+    assert replicator.caught_up()
+    between, lease = small.cluster.syncers.between, small.cluster.syncers.lease
+    assert between is not None
+    assert lease is not None
+    between.cut(*Direction)
+    small.run(2.5)
+    before = small.versions()
+    small.run(2)
+    assert sum(small.versions()) > sum(before)
+    assert lease.standing is not None
+    assert lease.standing.heir == ""
+    between.heal()
+    small.run(3)
+    assert replicator.caught_up(), "it has everything again"
+    assert not outer.machine.state.detached
+
+
 def test_a_standby_whose_journal_was_left_behind_gets_a_new_folder() -> None:
     small = Small(replication=a_pair())
     small.run(2)

@@ -47,6 +47,7 @@ def test_a_standby_that_took_it_and_did_not_live_to_know_takes_it_again_by_itsel
 def test_a_lease_that_has_gone_is_made_anew_only_for_a_folder_that_never_had_one() -> None:
     assert refusal(None, Claim("first", 0, 1, anew=True), "the place") is None
     assert "there is no lease at the place" in str(refusal(None, Claim("first", 5, 1), "the place"))
+    assert "not the heir" in str(refusal(None, Claim("second", 0, 1, anew=True, by_itself=True), "the place"))
 
 
 def test_the_epoch_is_larger_than_any_that_the_lease_or_the_folder_knows() -> None:
