@@ -88,11 +88,11 @@ class Replicator:
     def begin(self, core: Core, *, detached: bool) -> None:
         """Before the first turn: the loop that waits for the standby, and how it was left."""
         self._core = core
-        self.store.pinned = self._pinned
         journal = self.store.journal
         end = (journal.index, journal.path(journal.index).stat().st_size)
         timeout_ns = round(self.options.timeout_s * 1e9)
         self.machine = Replication(self.options.mode, timeout_ns, end, time.monotonic_ns(), detached=detached)
+        self.store.pinned = self._pinned
 
     # --- the decision loop's side ------------------------------------------------------------------------------------
 
