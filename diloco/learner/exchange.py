@@ -120,8 +120,9 @@ class Exchange(Participant):
     def begin(self, *loops: Callable[[], None]) -> None:
         """Start the threads that encode, send and fetch, and one for each of ``loops``."""
         for loop in (self.sender.run, self.fetcher.run, self.sealer.run, *loops):
-            self.threads.append(threading.Thread(target=self._guarded, args=(loop,), daemon=True))
-            self.threads[-1].start()
+            thread = threading.Thread(target=self._guarded, args=(loop,), daemon=True)
+            thread.start()
+            self.threads.append(thread)
 
     def end(self) -> None:
         """End them, once each is through with what it does; nothing is sent or fetched any more."""

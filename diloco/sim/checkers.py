@@ -76,6 +76,9 @@ class Checker:
     def told(self, machine: OuterSync, chain: bytes | None, effects: Sequence[OuterEffect]) -> None:
         """A process is about to carry out ``effects``, or (no ``chain``) to answer who only asked."""
 
+    def told_with_an_heir(self, chain: bytes) -> None:
+        """The same, at an instant at which the lease of that process names a standby as heir."""
+
     def replicated(self, storage: Storage, journal: str, unit: Unit) -> None:
         """A standby is about to acknowledge a frame."""
 
@@ -136,6 +139,7 @@ class Checkers(Checker):
         self._outer = self._having("outer")
         self._recovered = self._having("recovered")
         self._told = self._having("told")
+        self._told_with_an_heir = self._having("told_with_an_heir")
         self._replicated = self._having("replicated")
         self._restored = self._having("restored")
         self._stored = self._having("stored")
@@ -165,6 +169,11 @@ class Checkers(Checker):
         """Tell those who have this hook."""
         for each in self._told:
             each.told(machine, chain, effects)
+
+    def told_with_an_heir(self, chain: bytes) -> None:
+        """Tell those who have this hook."""
+        for each in self._told_with_an_heir:
+            each.told_with_an_heir(chain)
 
     def replicated(self, storage: Storage, journal: str, unit: Unit) -> None:
         """Tell those who have this hook."""

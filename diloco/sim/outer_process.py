@@ -234,6 +234,11 @@ class LeaseHolder:
         self.machine.name_heir(name)
         self._step()
 
+    def names_an_heir(self) -> bool:
+        """Whether the lease itself does, whatever this process believes."""
+        standing = self._line.lease.standing
+        return standing is not None and standing.epoch == self.epoch and standing.heir != ""
+
     def _later(self) -> None:
         self._heap.at(self.machine.due_ns, lambda: self._process.deliver(self._step))
 
@@ -419,6 +424,8 @@ class OuterProcess(Loop):
         self._untold.pop(turn.chain or b"", None)
         self._book(turn)
         self.checkers.told(self.machine, turn.chain, turn.effects())
+        if turn.chain is not None and self.leadership is not None and self.leadership.names_an_heir():
+            self.checkers.told_with_an_heir(turn.chain)
         for record, effects in turn.decided:
             for effect in effects:
                 self._carry_out(effect)

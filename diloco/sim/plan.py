@@ -107,6 +107,7 @@ def _with_a_standby(plan: SwarmPlan, random: Random) -> SwarmPlan:
         # A lease for which a message there and back takes too long is lost all the time.
         ttl_ns=max(random.choice((1500, 3000)) * MILLISECOND_NS, 12 * (to_lease.latency_ns + to_lease.jitter_ns)),
         timeout_ns=random.choice((1500, 3000)) * MILLISECOND_NS,
+        mode=Random(f"{plan.seed}/mode").choice(("sync", "sync", "sync", "async")),
     )
     kept = tuple(kind for kind in plan.faults if kind not in OF_ONE_MACHINE)
     return replace(

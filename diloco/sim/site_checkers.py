@@ -237,6 +237,10 @@ class Replicated(Checker):
             self.require(chain in self.there, "told without the standby:", list(effects)[:3])
         self.alone = self.will_be_alone  # From the turn after the one that says so on.
 
+    def told_with_an_heir(self, chain: bytes) -> None:
+        """Whoever may take over without a word has all that was told."""
+        self.require(chain in self.there, "told while the lease names an heir that lacks it")
+
 
 Place = tuple[str, int, int]
 """A site, a unit, and which of its sequences."""

@@ -109,6 +109,8 @@ class Leadership:
         self.trouble: str | None = None
         self.lost: str | None = None
         self._wish = self._possible = ""
+        self._renewed = False
+        """Whether the last change was a renewal: where each takes long, an heir is named or taken out between two."""
 
     def valid(self, now_ns: int) -> bool:
         """Whether this process leads the run."""
@@ -144,16 +146,18 @@ class Leadership:
         """What is to be done at the lease now; the heir counts as possible from here on."""
         if self.lost is not None:
             return None
-        if now_ns >= self.due_ns:
-            return Change(now_ns)
         heir = self._wish if self._possible in ("", self._wish) else ""  # Never one name right after another.
-        if heir == self.heir == self._possible:
+        is_written = heir == self.heir == self._possible
+        if now_ns >= self.due_ns and (is_written or not self._renewed):
+            return Change(now_ns)
+        if is_written:
             return None
         self._possible, self.heir = heir or self._possible, None
         return Change(now_ns, heir)
 
     def changed(self, change: Change, *, held: bool) -> None:
         """The lease has answered; ``held``: it was this process's, and ``change`` is made."""
+        self._renewed = change.heir is None
         if not held:
             ran_out = "it ran out, and another process has taken it or may"
             why = ran_out if change.heir is None else "another process has taken it"
@@ -168,5 +172,5 @@ class Leadership:
 
     def missed(self, now_ns: int, why: str) -> None:
         """No answer: the change may or may not be made.  It is tried again soon."""
-        self.trouble = why
+        self.trouble, self._renewed = why, False
         self.due_ns = now_ns + int(self.ttl_ns * RETRY_SHARE)

@@ -212,7 +212,7 @@ class LeaseHolder:
     def step(self) -> None:
         """Make every change that is due at the lease; what fails is tried again soon."""
         machine = self.machine
-        while (change := self._next_change()) is not None:
+        while not self._stopping.is_set() and (change := self._next_change()) is not None:
             try:
                 held = self._held.renew() if change.heir is None else self._held.mark(change.heir)
             except LeaseError as error:

@@ -10,7 +10,9 @@ count has stood still for the holder's own ``ttl_s`` by the taker's clock, and i
 What the file system must give: ``flock``, which is tried before the lease is taken, and renames that all machines agree
 on at once.  A local disk does, for processes of one machine, and so does NFS from version 4 on; NFS 3 with its cache of
 names does not.  A process that is frozen between the comparison and the rename keeps every other from the lease until
-it goes on or ends: that costs a take-over, never two leaders.
+it goes on or ends: that costs a take-over, never two leaders.  NFS takes a lock away from a machine that it has not
+heard for its own lease time (often 90 s): one that is frozen there for so long may write over what its heir has
+written.  Where that can happen, take kind=etcd.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import secrets
 import time
 from dataclasses import asdict, dataclass, replace
 from typing import IO, TYPE_CHECKING
@@ -140,7 +143,7 @@ class FileLease:
         """
         body = {**asdict(content), "standing": plain_of(content.standing)}
         text = json.dumps({"format": FORMAT, "lease": body, "sha256": _digest(body)}, indent=1)
-        beside = self.path.with_name(f".{self.path.name}.{content.standing.holder}.tmp")  # No other has that name.
+        beside = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}.tmp")
         with self._errors():
             try:
                 self._disk.make(beside, lambda path: path.write_text(text), Step.LEASE_WRITE)

@@ -298,7 +298,7 @@ def never_end(patch: Patch) -> None:
 
 
 def tell_without_asking_for_the_lease(patch: Patch) -> None:
-    patch.setattr(Leadership, "wanting", lambda self, now_ns: None)
+    patch.setattr(Leadership, "valid", lambda self, now_ns: self.lost is None)
 
 
 def take_a_lease_that_has_not_run_out(patch: Patch) -> None:
@@ -312,7 +312,13 @@ def take_a_lease_that_has_not_run_out(patch: Patch) -> None:
 
 
 def wait_for_no_standby(patch: Patch) -> None:
-    patch.setattr(Replication, "may_tell", lambda self, end, now_ns: (None, self.standby))
+    right = Replication.may_tell
+
+    def may_tell(self: Replication, end: Any, now_ns: int) -> Any:
+        right(self, end, now_ns)
+        return None, self.standby
+
+    patch.setattr(Replication, "may_tell", may_tell)
 
 
 def acknowledge_at_the_standby_before_syncing(patch: Patch) -> None:
@@ -328,6 +334,18 @@ def acknowledge_at_the_standby_before_syncing(patch: Patch) -> None:
 
 def leave_the_heir_where_it_is(patch: Patch) -> None:
     patch.setattr(Leadership, "heir_is", lambda self, name: None)
+
+
+def believe_that_the_heir_is_out_when_that_is_sent(patch: Patch) -> None:
+    right = Leadership.next_change
+
+    def next_change(self: Leadership, now_ns: int) -> Any:
+        change = right(self, now_ns)
+        if change is not None and change.heir == "":
+            self._possible = ""
+        return change
+
+    patch.setattr(Leadership, "next_change", next_change)
 
 
 def never_attach_again(patch: Patch) -> None:
@@ -392,6 +410,8 @@ OF_A_PAIR: tuple[tuple[str, str, Callable[[Patch], None], int], ...] = (
     ("replicated", "", wait_for_no_standby, 3),
     ("replicated", "", acknowledge_at_the_standby_before_syncing, 3),
     ("recovery", "deserted", leave_the_heir_where_it_is, 339),
+    ("replicated", "", leave_the_heir_where_it_is, 0),
+    ("replicated", "", believe_that_the_heir_is_out_when_that_is_sent, 14),
     ("liveness", "primary_gone", never_attach_again, 3),
 )
 """Of runs with a standby, and with the fault that shows it."""

@@ -71,6 +71,23 @@ def guard(hand: Hand) -> LeaseHolder:
     return LeaseHolder(hand, TTL_S, hand.clock(), "here", hand.clock)
 
 
+def test_an_heir_is_written_down_also_where_each_renewal_takes_longer_than_until_the_next(
+    hand: Hand, guard: LeaseHolder
+) -> None:
+    hand.takes_s = TTL_S / 3 + 1.0
+    hand.now_s += TTL_S / 3
+    guard.name_heir("second")
+    stops = hand.mark
+
+    def mark(heir: str) -> bool:
+        guard._stopping.set()
+        return stops(heir)
+
+    hand.mark = mark  # type: ignore[method-assign]
+    guard.step()
+    assert (hand.renewals, hand.marks) == (1, ["second"])
+
+
 def test_it_is_valid_from_the_instant_at_which_the_renewal_was_sent(hand: Hand, guard: LeaseHolder) -> None:
     hand.now_s += 5.9
     assert guard.wanting() is None

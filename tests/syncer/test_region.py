@@ -291,7 +291,8 @@ def test_a_standby_has_the_versions_above_and_the_updates_that_are_on_their_way(
         above.bring(0, 5, torch.zeros(NUMEL[0]))
         eventually(lambda: above.of(Release), "what was sent is let go")
         first.unlink()
-        push(syncer, *update(sequence=2, base_version=3))
+        eventually(lambda: syncer.holdings.values[0].version == 3, "the version above is blended")
+        assert push(syncer, *update(sequence=2, base_version=3)).outcome is Outcome.ACCEPTED
         eventually(lambda: len(above.sealed) == 2, "the next one for the one above")
         second = sealed(ours, above, 2)
         eventually(
