@@ -172,6 +172,12 @@ clocks: .venv/.ready
 pairs: .venv/.ready
 	$(HUNT).pairs $(ARGS)
 
+# Would the default tests notice?  Small changes in the code, each given to the tests that reach it; SINCE=COMMIT draws
+# from functions that it has too, and ARGS=--there tries the same draw in its tree.
+.PHONY: mutants
+mutants: .venv/.ready .venv-harness/.ready
+	OMP_NUM_THREADS=1 $(HUNT).mutants $(if $(N),--n $(N)) $(if $(SEED),--seed $(SEED)) $(if $(SINCE),--since $(SINCE)) $(ARGS)
+
 # What is in examples/, each as two sites, and beside it our trainer on the same model and text.
 examples: .venv/.ready
 	OMP_NUM_THREADS=1 $(HUNT).examples $(ARGS)

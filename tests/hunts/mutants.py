@@ -1,0 +1,334 @@
+"""``make mutants N=300``: would the default tests notice if one place in the code were wrong?
+
+Each mutant is one small change in a function of the seven packages below, in a copy of the tree.  One run of the
+default tests says which test files reach which of the drawn places, also in processes that they start.  A mutant is
+given to those files alone: first that of its module's name, then those of its package, then the others, each time the
+fastest first, until --tests-seconds have passed.  One that fails a test is killed, and so is one that makes it hang.
+
+A place that a test reaches only through another file's fixture, or a cache, counts for that file alone.  Tests that
+fail without a mutant are left out, and counted; one that fails now and then may kill a mutant that it does not see.
+"""
+
+from __future__ import annotations
+
+import compileall
+import contextlib
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from random import Random
+from xml.etree import ElementTree
+
+from tests.hunts.mutant_sites import Site, in_both, marked, sites_of
+from tests.hunts.reporting import Hunt
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = [f"diloco/{name}" for name in ("sync", "outer", "codec", "inner", "wire", "syncer", "learner")]
+KERNELS = "diloco/codec/kernels"
+IMPORTED = (
+    "torch.distributed",
+    "pytest",
+    "xdist",
+    "grpc",
+    "google.protobuf.message",
+    "zstandard",
+    "hydra",
+    "safetensors.torch",
+    "tokenizers",
+    "cryptography.x509",
+    "prometheus_client",
+    "fsspec",
+    "rich.live",
+)
+"""What most tests import and no mutant changes: seconds of each run that are spent once."""
+EARLY = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
+"""What is imported before pytest begins keeps its assertions as they are."""
+EXIT = ("-o", "faulthandler_exit_on_timeout=true")
+OF_A_TREE = {"tests", "benchmarks", "examples", "conftest"}
+START_S = 0.5
+"""What a test file costs beside its tests."""
+TEST_S = 30.0
+"""A test hangs that takes longer than this and five times as long as ever without a mutant."""
+RECORD_S = 7200.0
+BYTES_MAX = 12 << 30
+"""Of memory and of a file; a mutant may ask for any number."""
+REACHED = ".reached"
+RECORDER = f"""
+import os
+_open, _write, _close, _seen = os.open, os.write, os.close, set()
+def reached(number):
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
+    if test and (test, number) not in _seen:
+        _seen.add((test, number))
+        file = _open({{folder!r}} + "/{REACHED}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        _write(file, f"{{{{number}}}} {{{{test}}}}\\n".encode())
+        _close(file)
+"""
+
+
+@dataclass
+class Record:
+    """What one run of the tests without a mutant has shown, by test file."""
+
+    reached: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """The files that reach a site, by its number."""
+    seconds: Counter[str] = field(default_factory=Counter)
+    longest: dict[str, float] = field(default_factory=dict)
+    passed: set[str] = field(default_factory=set)
+    failed: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def files_for(self, number: int, site: Site, budget_s: float) -> tuple[list[str], bool]:
+        """The test files that try a site, in order, and whether these are all that reach it."""
+        package, module = Path(site.path).parent.name, Path(site.path).stem
+        own, folder = f"tests/{package}/test_{module}.py", f"tests/{package}/"
+        files = sorted(
+            self.reached[number] & self.passed,
+            key=lambda file: (file != own, not file.startswith(folder), self.seconds[file], file),
+        )
+        spent, chosen = 0.0, list[str]()
+        for file in files:
+            spent += self.seconds[file] + START_S
+            if chosen and spent > budget_s:
+                break
+            chosen.append(file)
+        return chosen, len(chosen) == len(files)
+
+
+@dataclass
+class Bench:
+    """A copy of a tree in which tests run with one file changed at a time, each time in a process of its own."""
+
+    tree: Path
+    scratch: Path
+    context: ForkServerContext
+
+    def pytest(self, words: Sequence[str], bound_s: float, compiled: bool) -> tuple[int | None, str]:
+        """Run pytest; its exit code and output.  None: it did not end, and was killed with what it has started.
+
+        ``compiled`` keeps what Python compiles: never of a mutant, whose file may look like the next one's.
+        """
+        out = self.scratch / "out"
+        words = ["--basetemp", str(self.scratch / "tmp"), "-p", "no:cacheprovider", *EARLY, *words]
+        process = self.context.Process(target=_run_pytest, args=(str(self.tree), words, str(out), compiled))
+        process.start()
+        try:
+            process.join(bound_s)
+            code = process.exitcode
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, signal.SIGKILL)
+            process.join()
+        return code, out.read_text(errors="replace")
+
+    def record(self, sites: Sequence[Site], tests: Sequence[str], workers: int) -> Record:
+        """Run ``tests`` once, with a mark before each of ``sites``."""
+        paths = sorted({site.path for site in sites})
+        whole = {path: self.scratch / "whole" / path for path in paths}
+        top = paths[0].partition("/")[0]
+        recorder = self.tree / top / "_reached.py"
+        recorder.write_text(RECORDER.format(folder=str(self.tree)))
+        for path, kept in whole.items():
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(self.tree / path, kept)
+            here = [(number, site) for number, site in enumerate(sites) if site.path == path]
+            call = f"__import__('{top}._reached')._reached.reached"
+            (self.tree / path).write_bytes(marked(kept.read_bytes(), here, call))
+        junit = self.scratch / "junit.xml"
+        words = ["-n", str(workers), "--junitxml", str(junit), "-o", "junit_family=xunit1", *tests]
+        code, text = self.pytest(words, RECORD_S, compiled=True)
+        if code not in (0, 1) or not junit.exists():
+            sys.exit(f"mutants: the tests do not run without a mutant: exit code {code}\n{text[-3000:]}")
+        recorder.unlink()
+        for path, kept in whole.items():
+            shutil.copy2(kept, self.tree / path)
+        # No run with a mutant keeps what it compiles: all else is compiled here, the marked files again.
+        compileall.compile_dir(self.tree / top, quiet=2, force=True)
+        return self._read(junit)
+
+    def _read(self, junit: Path) -> Record:
+        record = Record()
+        for case in ElementTree.parse(junit).iter("testcase"):
+            file, took_s = case.get("file", ""), float(case.get("time", 0))
+            record.seconds[file] += took_s
+            record.longest[file] = max(took_s, record.longest.get(file, 0.0))
+            if case.find("failure") is not None or case.find("error") is not None:
+                record.failed[file].append(f"{file}::{case.get('name')}")
+            elif case.find("skipped") is None:
+                record.passed.add(file)
+        reached = self.tree / REACHED
+        for line in reached.read_text().splitlines() if reached.exists() else []:
+            number, _, file = line.partition(" ")
+            record.reached[int(number)].add(file)
+        return record
+
+    def fate(self, site: Site, files: Sequence[str], record: Record) -> str:
+        """Give the mutant at ``site`` to ``files``: "killed", "time" or "survived"."""
+        file, kept = self.tree / site.path, self.scratch / "kept.py"
+        test_s = max([TEST_S, *(5 * record.longest.get(each, 0.0) for each in files)])
+        left_out = [word for each in files for test in record.failed.get(each, ()) for word in ("--deselect", test)]
+        words = ["-n", "0", "-x", "--tb=no", "-o", f"faulthandler_timeout={test_s:.0f}", *EXIT, *left_out, *files]
+        bound_s = 5 * (sum(record.seconds[each] + START_S for each in files) + TEST_S) if record.passed else RECORD_S
+        shutil.copy2(file, kept)
+        try:
+            file.write_bytes(site.mutate(kept.read_bytes()))
+            code, text = self.pytest(words, bound_s, compiled=False)
+        finally:
+            shutil.copy2(kept, file)
+        if code is None or "Timeout (0:" in text:
+            return "time"
+        return "survived" if code in (0, 5) else "killed"  # 5: all of them were left out.
+
+
+def _run_pytest(tree: str, words: list[str], out: str, compiled: bool) -> None:
+    """In a process of its own: no module of another tree stays, and none of this one is kept compiled."""
+    os.setsid()
+    file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    for limit in (resource.RLIMIT_DATA, resource.RLIMIT_FSIZE):
+        resource.setrlimit(limit, (BYTES_MAX, BYTES_MAX))
+    os.chdir(tree)
+    for name in [name for name in os.environ if name.startswith("PYTEST_")]:
+        del os.environ[name]
+    if not compiled:
+        sys.dont_write_bytecode = True
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    os.environ["PYTHONPATH"] = tree
+    sys.path[:] = [tree, *(path for path in sys.path if path not in ("", str(ROOT)))]
+    tops = OF_A_TREE | {path.name for path in Path(tree).iterdir()}
+    for name in [name for name in sys.modules if name.partition(".")[0] in tops]:
+        del sys.modules[name]
+    import pytest
+
+    code = int(pytest.main(words))
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def copied(tree: Path, folder: Path, commit: str = "") -> None:
+    """Copy the tree as it is, or its ``commit``, with what ``make`` has set up beside it."""
+    if commit:
+        folder.mkdir()
+        archive = subprocess.run(["git", "archive", commit], cwd=tree, capture_output=True, check=True).stdout
+        subprocess.run(["tar", "-x"], input=archive, cwd=folder, check=True)
+    else:
+        skipped = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "__pycache__", "runs", "outputs", "build")
+        shutil.copytree(tree, folder, symlinks=True, ignore=skipped)
+    for made in tree.glob(".venv*"):
+        (folder / made.name).symlink_to(made)
+    if (folder / "configs").exists():
+        (folder / "diloco" / "configs").symlink_to(folder / "configs")  # As an installed package has it.
+    if commit and subprocess.run(["git", "diff", "--quiet", commit, "--", KERNELS], cwd=tree).returncode:
+        build = "import setuptools; setuptools.setup()"
+        subprocess.run([sys.executable, "-c", build, "-q", "build_ext", "--inplace"], cwd=folder, check=True)
+    elif commit:
+        for library in (tree / KERNELS).parent.glob("*.so"):
+            shutil.copy2(library, folder / library.relative_to(tree))
+
+
+def main(arguments: list[str] | None = None, tree: Path = ROOT, context: ForkServerContext | None = None) -> int:
+    """``context`` starts the processes of the tests; by default from one that has imported what most of them need."""
+    hunt = Hunt("mutants", __doc__)
+    hunt.parser.add_argument("--n", type=int, default=300, help="so many mutants (default: 300)")
+    hunt.parser.add_argument("--since", default="", help="of functions, by name, that this commit has too")
+    hunt.parser.add_argument("--there", action="store_true", help="try the same draw in the tree of --since")
+    hunt.parser.add_argument("--at", default="", help="the one mutant of this name, with all --tests")
+    hunt.parser.add_argument("--tests", nargs="+", default=["tests"], help="files or folders (default: tests)")
+    hunt.parser.add_argument("--packages", nargs="+", default=PACKAGES, help="folders (default: seven of diloco's)")
+    hunt.parser.add_argument("--tests-seconds", type=float, default=30.0, help="of tests for each mutant (default: 30)")
+    hunt.parser.add_argument("--minutes", type=float, default=0.0, help="then no more mutants (default: 0, all)")
+    hunt.parser.add_argument("--workers", type=int, default=3, help="processes that record (default: 3)")
+    asked = hunt.asked(arguments)
+    if context is None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(IMPORTED))
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        scratch = Path(folder)
+        if asked.since:
+            copied(tree, scratch / "since", asked.since)
+        if not asked.there:
+            copied(tree, scratch / "tree")
+        sites = sites_of(tree, asked.packages)
+        pairs = [(site, site) for site in sites]
+        if asked.since:
+            pairs = list(in_both(sites, sites_of(scratch / "since", asked.packages)))
+        chosen = [pair[asked.there] for pair in Random(asked.seed).sample(pairs, min(asked.n, len(pairs)))]
+        bench = Bench(scratch / ("since" if asked.there else "tree"), scratch, context)
+        if asked.at:
+            one = next(pair[asked.there] for pair in pairs if pair[asked.there].name == asked.at)
+            print(f"{bench.fate(one, asked.tests, Record())}: {one}", flush=True)
+            return hunt.finish({})
+        print(f"{len(chosen)} of {len(pairs)} places", flush=True)
+        record = bench.record(chosen, asked.tests, asked.workers)
+        failed = [test for tests in record.failed.values() for test in tests]
+        print(f"tests without a mutant: {hunt.seconds():.0f} s, {len(failed)} failed, which are left out", flush=True)
+        print("".join(f"  {test}\n" for test in failed), end="")
+        tried = list(trials(bench, chosen, record, asked.tests_seconds, asked.minutes * 60))
+    elsewhere = f" --since {asked.since} --there" if asked.there else ""
+    for trial in sorted(tried, key=lambda each: each.site.name):
+        if trial.fate == "survived":
+            tests = " ".join(trial.files)
+            print(trial.site)
+            print(f"  python -m tests.hunts.mutants{elsewhere} --at {trial.site.name} --tests {tests}")
+        elif trial.fate == "not covered":
+            print(f"{trial.site} (no default test reaches it)")
+    return hunt.finish({"of": len(pairs), **summed(tried), "left_out": len(failed)})
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What became of the mutant at ``site``; ``whole`` where all test files that reach it were tried."""
+
+    site: Site
+    fate: str
+    files: list[str]
+    whole: bool
+
+
+def trials(bench: Bench, sites: Sequence[Site], record: Record, budget_s: float, bound_s: float) -> Iterator[Trial]:
+    """Try one after another, until ``bound_s`` have passed where that is not 0: what is drawn has no order."""
+    began_s = time.monotonic()
+    for number, site in enumerate(sites):
+        if bound_s and time.monotonic() > began_s + bound_s:
+            return
+        files, whole = record.files_for(number, site, budget_s)
+        fate = bench.fate(site, files, record) if files else "not covered"
+        print(f"{number + 1}/{len(sites)} {fate}: {site}", flush=True)
+        yield Trial(site, fate, files, whole)
+
+
+def summed(tried: Sequence[Trial]) -> dict[str, object]:
+    """The row: how many mutants had which fate, and which share of them, and of those that a test reached, died."""
+    fates = Counter(trial.fate for trial in tried)
+    dead, covered = fates["killed"] + fates["time"], len(tried) - fates["not covered"]
+    packages: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for trial in tried:
+        package = packages[Path(trial.site.path).parent.name]
+        package[0] += trial.fate in ("killed", "time")
+        package[1] += 1
+    return {
+        "mutants": len(tried),
+        "killed": fates["killed"],
+        "by_time": fates["time"],
+        "survived": fates["survived"],
+        "survived_some_files_untried": sum(trial.fate == "survived" and not trial.whole for trial in tried),
+        "not_covered": fates["not covered"],
+        "share_killed": round(dead / max(1, len(tried)), 3),
+        "share_killed_of_covered": round(dead / max(1, covered), 3),
+        "killed_of_package": dict(sorted(packages.items())),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""A mutant that a test would notice is killed, one that none reaches is said, and the tree stays as it is."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.forked import forkserver
+from tests.hunts import mutants
+from tests.hunts.mutant_sites import in_both, marked, sites_of
+from tests.hunts.mutants import PACKAGES, ROOT, Bench, Record, main
+
+AREA = '''
+LIMIT = 3
+
+def area(width: int, height: int = 1) -> int:
+    """Of 2 x 3: 6."""
+    if width < 0:
+        raise ValueError(f"{width + 1}")
+    return width * height
+'''
+COUNT = """
+def count(number):
+    while number > 0:
+        number -= 1
+    return number
+"""
+PRODUCT = """
+def area(width, height):
+    return width * height
+"""
+UNUSED = """
+def unused(x):
+    return x + 1
+"""
+TEST_AREA = """
+from tiny.core.area import area
+
+def test_area():
+    assert area(2, 3) == 6
+"""
+TEST_COUNT = """
+from tiny.core.count import count
+
+def test_count():
+    assert count(2) == 0
+"""
+GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+ASKED = ["--packages", "tiny/core", "--workers", "0"]
+
+
+def written(tree: Path, files: dict[str, str]) -> Path:
+    """``tree`` with a package ``tiny.core`` and tests of its own."""
+    settings = "[tool.pytest.ini_options]\npythonpath = ['.']\n"
+    for name, text in {
+        "pyproject.toml": settings,
+        "tiny/__init__.py": "",
+        "tiny/core/__init__.py": "",
+        **files,
+    }.items():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(text)
+    return tree
+
+
+def run(tree: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[str], dict[str, Any]]:
+    """What was said of each mutant, and the row."""
+    assert main([*ASKED, *words], tree, forkserver()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return [line for line in lines if line[0].isdigit() and "/" in line.split()[0]], json.loads(lines[-1])
+
+
+def everything(tree: Path) -> dict[str, tuple[bytes, int]]:
+    files = [path for path in tree.rglob("*") if path.is_file()]
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+def test_each_mutant_has_the_fate_that_its_tests_give_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(tmp_path, {"tiny/core/area.py": AREA + UNUSED, "tests/core/test_area.py": TEST_AREA})
+    before = everything(tmp_path)
+    said, row = run(tmp_path, capsys)
+    assert everything(tmp_path) == before
+    fates = {line.split(": ", 1)[1]: line.split(":")[0].split(" ", 1)[1] for line in said}
+    assert fates.pop(next(name for name in fates if " integer: 0 -> " in name)) == "survived"
+    assert fates.pop(next(name for name in fates if " integer: 1 -> " in name)) == "not covered"
+    assert fates == {
+        "tiny/core/area.py:6 condition: width < 0 -> (not (width < 0))": "killed",
+        "tiny/core/area.py:6 comparison: width < 0 -> (width <= 0)": "survived",
+        "tiny/core/area.py:8 arithmetic: width * height -> (width // height)": "killed",
+        "tiny/core/area.py:8 return: width * height -> (None)": "killed",
+        "tiny/core/area.py:11 arithmetic: x + 1 -> (x - 1)": "not covered",
+        "tiny/core/area.py:11 return: x + 1 -> (None)": "not covered",
+    }
+    counts = ("mutants", "killed", "by_time", "survived", "not_covered", "share_killed", "share_killed_of_covered")
+    assert [row[name] for name in counts] == [8, 3, 0, 2, 3, 0.375, 0.6]
+
+
+def test_a_seed_draws_the_same_mutants(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Bench, "record", lambda *_: Record())  # No test reaches anything: the draw alone is seen.
+    written(tmp_path, {"tiny/core/area.py": AREA + UNUSED})
+    one, again, other = (run(tmp_path, capsys, "--n", "4", "--seed", seed)[0] for seed in ("3", "3", "4"))
+    assert one == again != other
+    assert len(one) == 4
+
+
+def test_a_mutant_with_which_a_test_hangs_is_killed_by_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mutants, "TEST_S", 2.0)
+    written(tmp_path, {"tiny/core/count.py": COUNT, "tests/core/test_count.py": TEST_COUNT})
+    name = next(site.name for site in sites_of(tmp_path, ["tiny/core"]) if site.operator == "arithmetic")
+    assert main([*ASKED, "--at", name], tmp_path, forkserver()) == 0
+    said = capsys.readouterr().out.splitlines()[0]
+    assert said == "time: tiny/core/count.py:4 arithmetic: number -= 1 -> number += 1"
+
+
+def test_tests_that_fail_without_a_mutant_kill_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failing = TEST_AREA + "\n\ndef test_no_more():\n    assert area(2, 3) == 7\n"
+    written(tmp_path, {"tiny/core/area.py": PRODUCT + UNUSED, "tests/core/test_area.py": failing})
+    _, row = run(tmp_path, capsys)
+    assert [row[name] for name in ("left_out", "killed", "not_covered")] == [1, 2, 3]
+
+
+def test_the_same_draw_in_another_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    moved = {"tiny/core/shapes.py": PRODUCT, "tests/core/test_shapes.py": TEST_AREA.replace("core.area", "core.shapes")}
+    written(tmp_path, {**moved, "tests/core/test_shapes.py": "def test_nothing():\n    pass\n"})
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "before"]):
+        subprocess.run([*GIT, *words], cwd=tmp_path, check=True)
+    (tmp_path / "tiny/core/shapes.py").unlink()
+    (tmp_path / "tests/core/test_shapes.py").unlink()
+    written(tmp_path, {"tiny/core/area.py": UNUSED + PRODUCT, "tests/core/test_area.py": TEST_AREA})
+    here, there = (run(tmp_path, capsys, "--since", "HEAD", *words) for words in ([], ["--there"]))
+    assert (here[1]["of"], here[1]["killed"], there[1]["of"], there[1]["not_covered"]) == (2, 2, 2, 2)
+    changes = [[line.split(" ", 2)[2].split(":")[-1] for line in each[0]] for each in (here, there)]
+    assert changes[0] == changes[1]
+
+
+def test_what_runs_at_import_and_what_is_said_is_no_place(tmp_path: Path) -> None:
+    written(tmp_path, {"tiny/core/area.py": AREA})
+    sites = sites_of(tmp_path, ["tiny/core"])
+    assert {(site.line, site.operator) for site in sites} == {
+        (6, "condition"),
+        (6, "comparison"),
+        (6, "integer"),
+        (8, "arithmetic"),
+        (8, "return"),
+    }
+    assert {site.function for site in sites} == {"area"}
+
+
+def test_every_place_of_the_product_can_be_marked_and_changed() -> None:
+    sites = sites_of(ROOT, PACKAGES)
+    assert len({site.name for site in sites}) == len(sites) > 10_000
+    assert len(list(in_both(sites, sites))) == len(sites)
+    for path in Random(0).sample(sorted({site.path for site in sites}), 12):
+        here = [site for site in sites if site.path == path]
+        source = (ROOT / path).read_bytes()
+        ast.parse(marked(source, enumerate(here), "f"))
+        for site in Random(0).sample(here, min(12, len(here))):
+            assert ast.dump(ast.parse(site.mutate(source))) != ast.dump(ast.parse(source)), site
