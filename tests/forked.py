@@ -31,8 +31,8 @@ IMPORTED = (
 
 
 @cache
-def forkserver() -> ForkServerContext:
-    """What starts processes that are ready at once.
+def forkserver(imported: tuple[str, ...] = IMPORTED) -> ForkServerContext:
+    """What starts processes that are ready at once: they have ``imported`` these modules.
 
     Of one process's there is one server for all its tests, and the first process that it starts decides what it has
     imported.  So all of them are started from here: one of a server that has imported nothing takes seconds, in which
@@ -40,7 +40,7 @@ def forkserver() -> ForkServerContext:
     not find: it begins in this project's folder, in whichever the first test to ask works.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(IMPORTED))
+    context.set_forkserver_preload(list(imported))
     with contextlib.chdir(ROOT):
         server.ensure_running()
     return context

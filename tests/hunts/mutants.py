@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import compileall
 import contextlib
-import multiprocessing
 import os
 import resource
 import shutil
@@ -30,6 +29,7 @@ from pathlib import Path
 from random import Random
 from xml.etree import ElementTree
 
+from tests.forked import forkserver
 from tests.hunts.mutant_sites import Site, in_both, marked, sites_of
 from tests.hunts.reporting import Hunt
 
@@ -50,6 +50,7 @@ IMPORTED = (
     "prometheus_client",
     "fsspec",
     "rich.live",
+    "tests.frozen",  # The last one, as for the processes of the tests.
 )
 """What most tests import and no mutant changes: seconds of each run that are spent once."""
 EARLY = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
@@ -172,8 +173,8 @@ class Bench:
             record.reached[int(number)].add(file)
         return record
 
-    def fate(self, site: Site, files: Sequence[str], record: Record) -> str:
-        """Give the mutant at ``site`` to ``files``: "killed", "time" or "survived"."""
+    def fate(self, site: Site, files: Sequence[str], record: Record) -> tuple[str, str]:
+        """Give the mutant at ``site`` to ``files``: "killed", "time" or "survived", and the test that killed it."""
         file, kept = self.tree / site.path, self.scratch / "kept.py"
         test_s = max([TEST_S, *(5 * record.longest.get(each, 0.0) for each in files)])
         left_out = [word for each in files for test in record.failed.get(each, ()) for word in ("--deselect", test)]
@@ -186,8 +187,11 @@ class Bench:
         finally:
             shutil.copy2(kept, file)
         if code is None or "Timeout (0:" in text:
-            return "time"
-        return "survived" if code in (0, 5) else "killed"  # 5: all of them were left out.
+            return "time", ""
+        if code in (0, 5):  # 5: all of them were left out.
+            return "survived", ""
+        failed = (line.partition(" - ")[0] for line in text.splitlines() if line.startswith(("FAILED ", "ERROR ")))
+        return "killed", next(failed, "")
 
 
 def _run_pytest(tree: str, words: list[str], out: str, compiled: bool) -> None:
@@ -250,9 +254,6 @@ def main(arguments: list[str] | None = None, tree: Path = ROOT, context: ForkSer
     hunt.parser.add_argument("--minutes", type=float, default=0.0, help="then no more mutants (default: 0, all)")
     hunt.parser.add_argument("--workers", type=int, default=3, help="processes that record (default: 3)")
     asked = hunt.asked(arguments)
-    if context is None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(IMPORTED))
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         scratch = Path(folder)
         if asked.since:
@@ -264,10 +265,11 @@ def main(arguments: list[str] | None = None, tree: Path = ROOT, context: ForkSer
         if asked.since:
             pairs = list(in_both(sites, sites_of(scratch / "since", asked.packages)))
         chosen = [pair[asked.there] for pair in Random(asked.seed).sample(pairs, min(asked.n, len(pairs)))]
-        bench = Bench(scratch / ("since" if asked.there else "tree"), scratch, context)
+        bench = Bench(scratch / ("since" if asked.there else "tree"), scratch, context or forkserver(IMPORTED))
         if asked.at:
             one = next(pair[asked.there] for pair in pairs if pair[asked.there].name == asked.at)
-            print(f"{bench.fate(one, asked.tests, Record())}: {one}", flush=True)
+            fate, by = bench.fate(one, asked.tests, Record())
+            print(f"{fate}: {one}\n{by}", flush=True)
             return hunt.finish({})
         print(f"{len(chosen)} of {len(pairs)} places", flush=True)
         record = bench.record(chosen, asked.tests, asked.workers)
@@ -303,8 +305,8 @@ def trials(bench: Bench, sites: Sequence[Site], record: Record, budget_s: float,
         if bound_s and time.monotonic() > began_s + bound_s:
             return
         files, whole = record.files_for(number, site, budget_s)
-        fate = bench.fate(site, files, record) if files else "not covered"
-        print(f"{number + 1}/{len(sites)} {fate}: {site}", flush=True)
+        fate, by = bench.fate(site, files, record) if files else ("not covered", "")
+        print(f"{number + 1}/{len(sites)} {fate}: {site}\n  {by}".rstrip(), flush=True)
         yield Trial(site, fate, files, whole)
 
 
