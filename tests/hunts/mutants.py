@@ -67,15 +67,28 @@ BYTES_MAX = 12 << 30
 REACHED = ".reached"
 RECORDER = f"""
 import os
-_open, _write, _close, _seen = os.open, os.write, os.close, set()
+_open, _read, _write, _close, _seen = os.open, os.read, os.write, os.close, set()
+def _add(path, text, how):
+    file = _open(path, os.O_WRONLY | os.O_CREAT | how)
+    _write(file, text.encode())
+    _close(file)
+def _now():
+    return {{folder!r}} + "/{REACHED}-by-" + os.environ.get("PYTEST_XDIST_WORKER", "")
+def pytest_runtest_logstart(nodeid):
+    _add(_now(), nodeid.partition("::")[0], os.O_TRUNC)
 def reached(number):
-    test = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
-    if test and (test, number) not in _seen:
-        _seen.add((test, number))
-        file = _open({{folder!r}} + "/{REACHED}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        _write(file, f"{{{{number}}}} {{{{test}}}}\\n".encode())
+    key = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0], number
+    if key not in _seen:
+        try:
+            file = _open(_now(), os.O_RDONLY)
+        except FileNotFoundError:
+            return
+        _seen.add(key)
+        _add({{folder!r}} + "/{REACHED}", f"{{{{number}}}} {{{{_read(file, 4096).decode()}}}}\\n", os.O_APPEND)
         _close(file)
 """
+"""A plugin of pytest, which writes down which file's turn it is: what is forked from a server that an earlier test has
+started has that test's environment."""
 
 
 @dataclass
@@ -146,7 +159,17 @@ class Bench:
             call = f"__import__('{top}._reached')._reached.reached"
             (self.tree / path).write_bytes(marked(kept.read_bytes(), here, call))
         junit = self.scratch / "junit.xml"
-        words = ["-n", str(workers), "--junitxml", str(junit), "-o", "junit_family=xunit1", *tests]
+        words = [
+            "-p",
+            f"{top}._reached",
+            "-n",
+            str(workers),
+            "--junitxml",
+            str(junit),
+            "-o",
+            "junit_family=xunit1",
+            *tests,
+        ]
         code, text = self.pytest(words, RECORD_S, compiled=True)
         if code not in (0, 1) or not junit.exists():
             sys.exit(f"mutants: the tests do not run without a mutant: exit code {code}\n{text[-3000:]}")

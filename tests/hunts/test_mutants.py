@@ -51,6 +51,16 @@ from tiny.core.count import count
 def test_count():
     assert count(2) == 0
 """
+FORKED = """
+from multiprocessing import get_context
+from tiny.core import area
+
+def test_forked():
+    process = get_context('forkserver').Process(target=area.{name}, args=(2,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+"""
 GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
 ASKED = ["--packages", "tiny/core", "--workers", "0"]
 
@@ -120,6 +130,17 @@ def test_a_mutant_with_which_a_test_hangs_is_killed_by_time(
     assert main([*ASKED, "--at", name], tmp_path, forkserver()) == 0
     said = capsys.readouterr().out.splitlines()[0]
     assert said == "time: tiny/core/count.py:4 arithmetic: number -= 1 -> number += 1"
+
+
+def test_a_place_that_only_another_process_reaches_is_reached_by_the_test_that_started_it(tmp_path: Path) -> None:
+    """Both tests' processes are forked from one server, which the first of them has started."""
+    tree = tmp_path / "tree"
+    functions = "".join(f"def {name}(x):\n    return x\n" for name in ("one", "two"))
+    tests = {f"tests/test_{name}.py": FORKED.format(name=name) for name in ("one", "two")}
+    written(tree, {"tiny/core/area.py": functions, **tests})
+    record = Bench(tree, tmp_path, forkserver()).record(sites_of(tree, ["tiny/core"]), ["tests"], 0)
+    assert record.reached == {0: {"tests/test_one.py"}, 1: {"tests/test_two.py"}}
+    assert (tree / "tiny/core/area.py").read_text() == functions
 
 
 def test_tests_that_fail_without_a_mutant_kill_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
