@@ -100,6 +100,8 @@ def test_what_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ValueError, match=r"tokenizer_config\.json beside it is no JSON"):
         make_tokenizer(path)
     (tmp_path / "tokenizer_config.json").unlink()
+    monkeypatch.setattr(tokenizer, "VOCAB_SIZE_MAX", 1024)
+    assert make_tokenizer(path, False).vocab_size == 1024
     monkeypatch.setattr(tokenizer, "VOCAB_SIZE_MAX", 1000)
     with pytest.raises(ValueError, match="1024 ids, at most 1000"):
         make_tokenizer(path, False)

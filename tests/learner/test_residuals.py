@@ -158,6 +158,16 @@ def test_a_refused_update_is_as_if_it_had_never_been() -> None:
         assert torch.equal(fresh(again), fresh(refused)), "its progress goes out again, all of it"
 
 
+def test_what_an_update_would_leave_behind_if_it_were_refused_is_kept_until_it_is_decided() -> None:
+    model = Model("sign")
+    for number, decide in enumerate((model.refuse, lambda one: model.adopt(torch.zeros(600), [one])), 1):
+        model.train(number)
+        model.update()
+        assert f"term.0.{number}" in model.tensors.tensors()
+        decide(number)
+        assert f"term.0.{number}" not in model.tensors.tensors()
+
+
 def test_a_small_value_is_sent_at_last_and_without_feedback_never() -> None:
     steady = torch.full((600,), 1e-3)
     steady[:4] = 1.0

@@ -145,6 +145,22 @@ def test_eager_may_have_ahead_what_the_outer_step_will_make_of_its_own_updates_a
     assert "own.0" not in again.tensors()
 
 
+def test_eager_has_nothing_ahead_while_nobody_has_told_of_how_many_sites_a_version_is() -> None:
+    options = OuterOptimizerOptions(kind="nesterov", lr=0.5, momentum=0.5)
+    parameters = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    found = SiteTensors(LAYOUT, held(parameters), "eager", 0.0, ahead=options)
+    found.arrived(0, 3, dice("base", 0), "")
+    found.retake(0, 3, [])
+    found.write(0, dice("local", 0))
+    found.sent[0, 5], found.sent[0, 6] = dice("d5", 0), dice("d6", 0)
+    found.arrived(0, 4, dice("new", 0), "")
+    found.adopt(0, 4, [5], fresh=[5, 6], under_way=[6])
+    assert found.reference[0] is not None
+    assert torch.equal(found.reference[0], dice("new", 0))
+    assert found.own is not None
+    assert found.own[0].momentum is None
+
+
 @pytest.mark.parametrize("rule", ["rebase", "overwrite", "blend", "eager"])
 def test_retake_throws_unsent_progress_away(rule: str) -> None:
     found = site_tensors(rule)

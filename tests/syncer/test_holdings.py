@@ -12,9 +12,11 @@ from diloco.codec.base import digest, digest_of
 from diloco.codec.registry import make_codec
 from diloco.codec.site_pass import follow, publish
 from diloco.outer.optimizer import NOTHING
-from diloco.sync.events import Fate
+from diloco.sync.events import Fate, Reason
+from diloco.sync.state import FragmentState, Line, OuterState, Site
+from diloco.sync.state import Status as SiteStatus
 from diloco.syncer.holdings import Holdings
-from diloco.syncer.outer_step import OuterResult
+from diloco.syncer.outer_step import OuterResult, merged_into
 from diloco.syncer.snapshots import FragmentValues
 from diloco.wire.messages import PullAsk, Refusal, Status
 from diloco.wire.service import PullSource
@@ -159,3 +161,19 @@ def test_a_version_that_is_far_away_costs_nothing_to_refuse(want: int) -> None:
             assert tracemalloc.get_traced_memory()[1] < 1 << 20, "refused, and dearly"
     finally:
         tracemalloc.stop()
+
+
+def test_a_version_is_of_the_sites_whose_updates_it_holds() -> None:
+    """By their number a site knows how much of a version is its own."""
+    fates = {
+        "a": [Fate(0, 1, 2, 10, ""), Fate(0, 2, 3, 20, ""), Fate(0, 3, 3, 30, "")],
+        "b": [Fate(0, 1, 3, 40, "", Reason.STALE)],
+        "c": [],
+        "d": [Fate(0, 1, 3, 50, "")],
+    }
+    state = OuterState([FragmentState()])
+    for name, decided in fates.items():
+        state.sites[name] = Site(1, name, SiteStatus.LIVE, [Line(fates=decided)])
+    assert merged_into(state, 0, 3) == {"a": (50, 2), "d": (50, 1)}
+    assert merged_into(state, 0, 2) == {"a": (10, 1)}
+    assert merged_into(state, 0, 4) == {}

@@ -237,6 +237,7 @@ def test_a_user_with_a_certificate_leads_and_who_lacks_either_does_not(guarded: 
         with pytest.raises(LeaseError, match=endpoints[0]) as caught:
             EtcdLease(endpoints, "guarded", TTL_S, less).read()
         assert PASSWORD not in str(caught.value)
+    assert "invalid user ID or password" in str(caught.value), "etcd's own words, of the last one"
     with pytest.raises(LeaseError, match=endpoints[0]):
         EtcdLease(endpoints, "of-another-run", TTL_S, access).read()
     held.release()

@@ -54,6 +54,22 @@ def test_a_channel_is_made_anew_only_when_the_files_have_changed(tmp_path: Path)
     line.lost()
 
 
+def test_a_channel_ends_when_another_one_takes_its_place(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    cert, key = authority.site("site/a")
+    line = Line("127.0.0.1:1", SecurityOptions(tls_ca=authority.ca, tls_cert=cert, tls_key=key), [])
+    channels = [line.channel]
+    authority.site("site/a")
+    for change in (line.lost, line.renew, lambda: line.lead_to("127.0.0.1:2")):
+        change()
+        channels.append(line.channel)
+    line.close()
+    assert len({id(channel) for channel in channels}) == 4
+    for channel in channels:
+        with pytest.raises(ValueError, match="closed"):
+            channel.unary_unary("/any")(b"", timeout=1.0)
+
+
 def test_files_that_cannot_work_are_refused_in_words(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     cert, key = authority.site("site/a")
