@@ -342,6 +342,19 @@ def test_strangers_leave_nothing_in_memory(tmp_path: Path) -> None:
         assert memory(syncer) == before
 
 
+def test_a_site_that_pushes_pulls_or_reports_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer)
+        heard: list[str] = []
+        monkeypatch.setattr(syncer.core, "heard", heard.append)
+        syncer.api.open_push(update()[0], ANYONE).close()
+        assert heard == ["a"]
+        syncer.api.pull(PullAsk(RUN, "a", 0, -1), ANYONE).close()
+        assert heard == ["a"] * 2
+        syncer.api.report(report(), ANYONE)
+        assert heard == ["a"] * 3
+
+
 def test_leaving_is_answered_and_an_old_incarnation_cannot(tmp_path: Path) -> None:
     with serving(tmp_path, **QUIET) as syncer:
         join(syncer, process="00000001")

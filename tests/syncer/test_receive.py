@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
@@ -207,6 +208,27 @@ def test_the_payload_is_durable_before_the_machine_hears_of_it(tmp_path: Path, m
         monkeypatch.undo()
     assert steps.index("payload") < steps.index("record")
     assert steps[steps.index("record") - 1] == "folder"
+
+
+def open_below(folder: Path) -> list[str]:
+    found = []
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(each))
+    return [name for name in found if name.startswith(f"{folder}/")]
+
+
+def test_no_payload_stays_open_when_its_push_has_ended(tmp_path: Path) -> None:
+    header, payload = update()
+    with serving(tmp_path, **QUIET) as syncer:
+        join(syncer)
+        session = syncer.api.open_push(header, ANYONE)
+        session.write(0, memoryview(payload)[: len(payload) // 2])
+        assert open_below(tmp_path / "spool")
+        session.close()
+        assert open_below(tmp_path / "spool") == []
+        assert push(syncer, header, payload).outcome is Outcome.ACCEPTED
+        assert open_below(tmp_path / "spool") == []
 
 
 def test_only_what_came_is_counted(tmp_path: Path) -> None:
