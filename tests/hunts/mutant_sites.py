@@ -137,6 +137,7 @@ class _Finder(ast.NodeVisitor):
         self._names: list[str] = []
         self._functions = 0
         self._seen = Counter[tuple[str, str, str]]()
+        self._chosen = Counter[str]()
 
     def _bytes(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
         assert node.end_lineno is not None
@@ -154,9 +155,11 @@ class _Finder(ast.NodeVisitor):
         change = (operator, before, after, nth)
         self.found.append(Site(self.path, function, node.lineno, *change, self._bytes(node), self._bytes(marked)))
 
-    def _either(self, *one_of: str) -> str:
-        """One of them, always the same at the same site."""
-        return Random(f"{self.path}{self._names}{len(self.found)}").choice(one_of)
+    def _either(self, node: ast.AST, *one_of: str) -> str:
+        """One of them, always the same at the same site, also where its function has moved."""
+        site = f"{'.'.join(self._names)}: {ast.unparse(node)}"
+        self._chosen[site] += 1
+        return Random(f"{site} {self._chosen[site]}").choice(one_of)
 
     def _condition(self, test: ast.expr) -> None:
         turned = isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], TURNED)
@@ -252,21 +255,21 @@ class _Finder(ast.NodeVisitor):
 
     def visit_Compare(self, node: ast.Compare) -> None:
         changed = copy.deepcopy(node)
-        at = int(self._either(*map(str, range(len(node.ops)))))
+        at = int(self._either(node, *map(str, range(len(node.ops)))))
         changed.ops[at] = BOUNDS[type(node.ops[at])]()
         self._add("comparison", node, changed, node)
         self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> None:
         if type(node.value) is int:
-            self._add("integer", node, str(node.value + int(self._either("-1", "1"))), node)
+            self._add("integer", node, str(node.value + int(self._either(node, "-1", "1"))), node)
 
     def visit_Return(self, node: ast.Return) -> None:
         if node.value is not None and ast.unparse(node.value) != "NotImplemented":
             if isinstance(node.value, ast.Constant) and node.value.value in (None, True, False):
                 after = {"None": "True", "True": "False", "False": "True"}.get(str(node.value.value), "None")
             elif isinstance(node.value, ast.Compare | ast.BoolOp) or _is_not(node.value):
-                after = self._either("True", "False")
+                after = self._either(node, "True", "False")
             else:
                 after = "None"
             self._add("return", node.value, after, node.value)
