@@ -93,3 +93,14 @@ def test_a_checkpoint_holds_the_momentum() -> None:
     own.forget()
     assert own.momentum is None
     assert not torch.equal(own.ahead(drawn(0), [drawn(3)], 3), wanted)
+
+
+def test_over_rounds_that_hold_nothing_of_the_site_its_momentum_fades_as_the_syncers_does() -> None:
+    first, version, state = drawn(1), torch.zeros(NUMEL), NOTHING
+    own = OwnPart(NESTEROV)
+    for update in (first, torch.zeros(NUMEL), torch.zeros(NUMEL), torch.zeros(NUMEL)):
+        version, state = outer_step(version, update / 3, state, NESTEROV)
+    own.merged([first], 1, 3)
+    own.merged([], 3, 3)
+    assert own.momentum is not None
+    assert torch.allclose(own.momentum, state.tensors["momentum"], rtol=1e-5)

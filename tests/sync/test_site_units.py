@@ -110,7 +110,9 @@ def test_more_is_asked_for_before_the_end() -> None:
     site = leasing(units_ahead=4)
     tell(site, 0, (0, 4))
     assert not wants_soon(site.options, site.machine.state)
-    site.train(12)
+    site.train(4)
+    assert not wants_soon(site.options, site.machine.state), "three units are left"
+    site.train(8)
     assert wants_soon(site.options, site.machine.state)
     assert asked(site).upto == 7
 

@@ -61,6 +61,19 @@ def test_a_token_says_who_calls(authenticator: Authenticator) -> None:
         assert refusal(lambda tokens=tokens: authenticator.identify(Context(*tokens))).status is Status.UNAUTHENTICATED
 
 
+def test_a_right_that_is_withdrawn_is_missing_from_the_next_look_on(tmp_path: Path) -> None:
+    tokens = written(tmp_path / "tokens", {"sites": {"a": A}})
+    permissions = written(tmp_path / "permissions", {"default": {"may_push": True}})
+    authenticator = Authenticator(SecurityOptions(tokens_file=tokens, permissions=permissions))
+    found = authenticator.identify(Context(A))
+    for method in ("Push", "Pull"):
+        authenticator.check_still(found, method)
+    written(tmp_path / "permissions", {"default": {"may_push": False}})
+    assert any(each.refresh() for each in authenticator.watched)
+    authenticator.check_still(found, "Pull")
+    assert refusal(lambda: authenticator.check_still(found, "Push")).text == "site/a may not push any more"
+
+
 @pytest.mark.parametrize("version", ["TLSv1", "TLSv1.1", "TLSv1.2"])
 def test_an_older_tls_is_nobodys(authenticator: Authenticator, version: str) -> None:
     said = refusal(lambda: authenticator.identify(Context(A, tls=version)))
