@@ -17,12 +17,15 @@ import stat
 import sys
 import threading
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
     from typing import IO, BinaryIO
+
+
+T = TypeVar("T")
 
 
 class Step(StrEnum):
@@ -110,6 +113,31 @@ class DiskFullError(OSError):
 def is_full(error: OSError) -> bool:
     """Whether an operation failed for want of room, on the disk or in a quota."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def when_there_is_room(
+    write: Callable[[], T], stopping: threading.Event, again_s: float, say: Callable[[OSError | None], None]
+) -> T | None:
+    """What ``write`` gives once it finds room on the disk, tried every ``again_s`` seconds; None once ``stopping``.
+
+    ``say`` hears once what it waits for, and None when there is room again.
+    """
+    waits = False
+    while True:
+        try:
+            found = write()
+        except OSError as error:
+            if not is_full(error):
+                raise
+            if not waits:
+                say(error)
+            waits = True
+            if stopping.wait(again_s):
+                return None
+            continue
+        if waits:
+            say(None)
+        return found
 
 
 class Disk:

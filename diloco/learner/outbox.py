@@ -72,8 +72,11 @@ class Outbox:
     def _path(self, fragment: int, sequence: int) -> Path:
         return self.folder / _name(fragment, sequence)
 
-    def put(self, header: PushHeader, payload: bytes | memoryview) -> None:
-        """Make an update durable, in place of an earlier one of the same number.  ``payload`` must not change."""
+    def put(self, header: PushHeader, payload: bytes | memoryview) -> Path:
+        """Make an update durable, in place of an earlier one of the same number, and say where it lies.
+
+        ``payload`` must not change.
+        """
         fields = json.dumps(asdict(header), sort_keys=True).encode()
         line = b"%08x %b\n" % (zlib.crc32(fields), fields)
         key, view = (header.fragment, header.sequence), memoryview(payload)
@@ -84,6 +87,7 @@ class Outbox:
             self._fresh[key] = (header, view)
             while len(self._fresh) > FRESH_MAX:
                 del self._fresh[next(iter(self._fresh))]
+        return self._path(*key)
 
     def _forget(self, key: tuple[int, int]) -> tuple[PushHeader, memoryview] | None:
         with self._fresh_lock:

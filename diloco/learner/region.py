@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from diloco.codec.base import bytes_of
 from diloco.codec.buffers import Buffers
 from diloco.codec.registry import Coded, make_codec
-from diloco.durable import PLAIN_DISK, is_full
+from diloco.durable import PLAIN_DISK
 from diloco.learner.outbox import Outbox
-from diloco.learner.seal import Encoder, SealedUpdate, Sealer, SealJob
+from diloco.learner.seal import Encoder, SealedUpdate, Sealer, SealJob, with_room
 from diloco.learner.tensors import HOST, SPARE_MAX, Place, SealInputs
 from diloco.learner.transfer import Fetcher, Joiner, LinkMeter, Listener, Sender
 from diloco.sync.effects import Fetch, Join, Leave, Release, Send, StartOver
@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     Emit = Callable[[str, dict[str, object]], None]
 
 TURN_S = 0.1
-ROOM_EVERY_S = 1.0
-"""Between two attempts to keep a version on a full disk."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -248,7 +246,8 @@ class Upward:
 
     def keep_fetched(self, values: Tensor, event: VersionFetched, lineage: int, told: PullHeader) -> None:
         """A version is here: durable first, then the machine hears of it, and before it of the fates as of then."""
-        payload = self._kept(values, event.fragment, told.digest)
+        keep = lambda: self._below.keep(event.fragment, bytes_of(values), told.digest)  # noqa: E731
+        payload = with_room(self, "a version above", keep)
         if payload is None:
             return
         if lineage == self._known.lineage:
@@ -258,25 +257,6 @@ class Upward:
         for fate in fates:
             self._below.tell(FateTold(fate))
         self._below.tell(UpstreamFetched(event.fragment, event.version, payload, told.digest, lineage, told.epoch))
-
-    def _kept(self, values: Tensor, fragment: int, digest: str) -> str | None:
-        """Where the values of a version lie, as soon as there is room for them; None when the process ends before."""
-        said = False
-        while True:
-            try:
-                payload = self._below.keep(fragment, bytes_of(values), digest)
-            except OSError as error:
-                if not is_full(error):
-                    raise
-                if not said:
-                    self.emit("note", {"note": "disk_full", "why": f"a version above waits for room: {error}"})
-                said = True
-                if self.stopping.wait(ROOM_EVERY_S):
-                    return None
-                continue
-            if said:
-                self.emit("note", {"note": "disk_has_room"})
-            return payload
 
     def join(self) -> None:
         """One attempt; raises ``Unreachable`` or ``Refused``."""

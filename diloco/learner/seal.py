@@ -13,7 +13,7 @@ import queue
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import sqrt
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from diloco.codec.gpu import DevicePasses, accelerated, new_fault
 from diloco.codec.merging import ranges, sum_of_products
 from diloco.codec.registry import Coded, coded, make_codec, values_of
 from diloco.codec.site_pass import seal_pieces
-from diloco.durable import is_full
+from diloco.durable import when_there_is_room
 from diloco.learner.tensors import Carried, Fed, SealInputs
 from diloco.sync.effects import Seal
 from diloco.sync.events import SealFailed
@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     from diloco.learner.tensors import Place, SiteTensors
     from diloco.sync.events import LearnerEvent, VersionFetched
     from diloco.wire.messages import PullHeader
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +197,6 @@ def encoders(codecs: Sequence[str], site_tensors: SiteTensors) -> list[Encoder]:
     return [Encoder(make_codec(codec), place, buffers) for codec in codecs]
 
 
-ROOM_EVERY_S = 1.0
-"""Between two attempts to write an update on a full disk."""
-
-
 @dataclass(frozen=True, slots=True)
 class SealJob:
     """What the machine ordered, and the tensors as they were at that boundary."""
@@ -293,6 +292,20 @@ class Participant(Protocol):
         """End in words: this participant can do no more here."""
 
 
+ROOM_EVERY_S = 1.0
+"""Between two attempts to write on a full disk."""
+
+
+def with_room(participant: Participant, what: str, write: Callable[[], T]) -> T | None:
+    """What ``write`` gives once the disk has room for ``what``, which the log says; None where all ends before."""
+
+    def say(full: OSError | None) -> None:
+        waits: dict[str, object] = {"note": "disk_full", "why": f"{what} waits for room: {full}"}
+        participant.emit("note", waits if full is not None else {"note": "disk_has_room"})
+
+    return when_there_is_room(write, participant.stopping, ROOM_EVERY_S, say)
+
+
 class Sealer:
     """Encodes updates and makes them durable, and drops from the outbox those that are needed no more, in order."""
 
@@ -331,7 +344,8 @@ class Sealer:
             return
         finally:
             self._read(job)
-        if not self._put(sealed):
+        # Training goes on meanwhile, and what it makes becomes part of the update after this one.
+        if with_room(own, "an update", lambda: self._outbox.put(sealed.header, sealed.payload)) is None:
             return
         facts: dict[str, object] = {"fragment": effect.fragment, "sequence": effect.sequence, "steps": effect.steps}
         facts["codec"] = job.codec
@@ -342,25 +356,3 @@ class Sealer:
             facts["residual"] = float(torch.linalg.vector_norm(sealed.fed.residual))
         own.emit("sealed", {**facts, "base_version": effect.base_version, "tokens": effect.tokens, "norm": sealed.norm})
         own.keep_sealed(sealed)
-
-    def _put(self, sealed: SealedUpdate) -> bool:
-        """Make it durable, as soon as there is room for it; False when the agent stops before that.
-
-        Training goes on meanwhile, and what it makes becomes part of the update after this one.
-        """
-        own, full = self._participant, False
-        while True:
-            try:
-                self._outbox.put(sealed.header, sealed.payload)
-            except OSError as error:
-                if not is_full(error):
-                    raise
-                if not full:
-                    own.emit("note", {"note": "disk_full", "why": f"an update waits for room: {error}"})
-                full = True
-                if own.stopping.wait(ROOM_EVERY_S):
-                    return False
-                continue
-            if full:
-                own.emit("note", {"note": "disk_has_room"})
-            return True

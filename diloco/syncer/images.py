@@ -34,8 +34,7 @@ from diloco.sync.plain import parse_json, shown
 from diloco.syncer.snapshots import FragmentValues, Written, digest_of, pack, tensor_file, unpack
 
 if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -210,23 +209,6 @@ def export(disk: Disk, folder: Path, layout: Layout, values: Sequence[FragmentVa
         if is_full(error):
             raise DiskFullError(error.errno, error.strerror) from error
         raise
-
-
-def when_there_is_room(
-    write: Callable[[], object], stopping: threading.Event, again_s: float, put_off: Callable[[str], None]
-) -> None:
-    """Repeat ``write`` until it finds room, or the process stops; ``put_off`` hears once why that takes so long."""
-    told = False
-    while True:
-        try:
-            write()
-            return
-        except DiskFullError as error:
-            if not told:
-                put_off(f"disk full: {error.strerror}")
-            told = True
-            if stopping.wait(again_s):
-                return
 
 
 def full_parameters(layout: Layout, fragments: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from diloco.codec import native
 from diloco.codec.buffers import Buffers
-from diloco.durable import PLAIN_DISK, DiskFullError, Step, locked
+from diloco.durable import PLAIN_DISK, DiskFullError, Step, locked, when_there_is_room
 from diloco.sync.admission import fastest_step_ns
 from diloco.sync.effects import (
     AnnounceFinal,
@@ -46,7 +46,7 @@ from diloco.sync.state import Phase, Status
 from diloco.syncer.api import Api
 from diloco.syncer.backups import Backups
 from diloco.syncer.core import Core, CoreHeld, CoreStopped
-from diloco.syncer.images import export, full_parameters, when_there_is_room
+from diloco.syncer.images import export, full_parameters
 from diloco.syncer.keeping import Keeper, MemoryCheck
 from diloco.syncer.lease import LeaseError, lead
 from diloco.syncer.opening import begun, open_store, recovered
@@ -546,11 +546,15 @@ class Syncer:
                 lambda: export(self._disk, folder, self.plan.layout, self.holdings.values, effect.versions),
                 self._stopping,
                 LOOK_EVERY_S,
-                lambda why: self._emit("note", {"note": "export_put_off", "why": why}),
+                self._put_off,
             )
         except Exception as error:
             self._fail(error)
         self._ended.set()
+
+    def _put_off(self, full: OSError | None) -> None:
+        if full is not None:
+            self._emit("note", {"note": "export_put_off", "why": f"disk full: {full.strerror}"})
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The published values as full parameters, fp32."""

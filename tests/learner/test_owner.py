@@ -196,7 +196,7 @@ def test_a_thread_that_dies_here_stops_the_site_in_words(tmp_path: Path, monkeyp
         begun(found)
         broken = replace(SEAL, in_flight=())
         found.site.at_boundary(broken, "fp32")
-        monkeypatch.setattr(found.owner.sealer, "_put", lambda sealed: 1 / 0)
+        monkeypatch.setattr(found.owner.outbox, "put", lambda header, payload: 1 / 0)
         found.owner.do()
         eventually(lambda: any(isinstance(event, tuple) for event in found.told), "it is told")
         ((what, why),) = [event for event in found.told if isinstance(event, tuple)]
