@@ -91,6 +91,7 @@ def everything(tree: Path) -> dict[str, tuple[bytes, int]]:
     return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
+@pytest.mark.slow
 def test_each_mutant_has_the_fate_that_its_tests_give_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path, {"tiny/core/area.py": AREA + UNUSED, "tests/core/test_area.py": TEST_AREA})
     before = everything(tmp_path)
@@ -121,6 +122,7 @@ def test_a_seed_draws_the_same_mutants(
     assert len(one) == 4
 
 
+@pytest.mark.slow
 def test_a_mutant_with_which_a_test_hangs_is_killed_by_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +145,7 @@ def test_a_place_that_only_another_process_reaches_is_reached_by_the_test_that_s
     assert (tree / "tiny/core/area.py").read_text() == functions
 
 
+@pytest.mark.slow
 def test_tests_that_fail_without_a_mutant_kill_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failing = TEST_AREA + "\n\ndef test_no_more():\n    assert area(2, 3) == 7\n"
     written(tmp_path, {"tiny/core/area.py": PRODUCT + UNUSED, "tests/core/test_area.py": failing})
@@ -150,6 +153,7 @@ def test_tests_that_fail_without_a_mutant_kill_none(tmp_path: Path, capsys: pyte
     assert [row[name] for name in ("left_out", "killed", "not_covered")] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_the_same_draw_in_another_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     moved = {"tiny/core/shapes.py": PRODUCT, "tests/core/test_shapes.py": TEST_AREA.replace("core.area", "core.shapes")}
     written(tmp_path, {**moved, "tests/core/test_shapes.py": "def test_nothing():\n    pass\n"})
@@ -187,6 +191,7 @@ def test_what_runs_at_import_and_what_is_said_is_no_place(tmp_path: Path) -> Non
     assert {site.function for site in sites} == {"area"}
 
 
+@pytest.mark.slow
 def test_each_place_in_a_part_of_the_product_can_be_marked_and_changed() -> None:
     sites = sites_of(ROOT, PACKAGES[1:3])
     assert len({site.name for site in sites}) == len(sites) > 1_000
