@@ -98,7 +98,7 @@ class Toy:
     replication: dict[str, object] = field(default_factory=dict)
     lease: str = ""
     """The file of it, or the address of an etcd; none where it is empty."""
-    lease_ttl_s: float = 2.0
+    lease_ttl_s: float = 4.0  # A process of a test that has no core for half of it must not lose its lease.
     backup: dict[str, object] = field(default_factory=dict)
 
     @property
